@@ -1,0 +1,186 @@
+"""The `AttentionBackend` interface: who owns the KV cache and computes attention for one ragged step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from emssd.packing import PackedInputs
+
+__all__ = [
+    "AttentionBackend",
+    "KVCacheSpec",
+    "KVUsage",
+    "Kept",
+    "LayerSpec",
+    "StepPlan",
+    "masked_attention",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Shape and rules of one attention layer, as the model itself passed them.
+
+    Attributes:
+        num_qo_heads, num_kv_heads: query heads; key and value heads (fewer for grouped queries).
+        key_dim, value_dim: elements per head.
+        scale: what ``q · k`` is multiplied by. OPT scales its queries itself and has 1.0 here.
+        sliding_window: a token sees this many latest positions, itself included; ``None`` for all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; ``None`` for no cap.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What a KV cache has to hold: per-layer shapes, precision, place and the largest batch."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+    device: torch.device
+    max_batch_size: int
+    max_model_len: int
+
+    def bytes_per_token(self) -> int:
+        """Bytes of KV that one token takes over all layers."""
+        elements = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        return elements * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a backend prepared for one step; backends extend it with what their ``forward`` needs.
+
+    Attributes:
+        input_ids, position_ids: ``[b, n]`` what the model is fed: ``[1, nnz]`` ragged, ``[B, n_max]`` padded.
+        logits_to_keep: ``[m]`` int64, the columns of ``n`` that the vocabulary projection is computed for.
+        logit_index: ``[R]`` int64 into the flattened ``[b * m]`` projected rows, or ``None`` where the projected
+            rows are the wanted ones already.
+        num_padding: padding tokens among the inputs.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logits_to_keep: torch.Tensor
+    logit_index: torch.Tensor | None
+    num_padding: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stays of each row's KV.
+
+    Attributes:
+        request_ids: ``[B]``.
+        kv_lens: ``[B]`` number of leading tokens whose KV stays.
+    """
+
+    request_ids: tuple[str, ...]
+    kv_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """KV memory in bytes.
+
+    Attributes:
+        held: what the sequences hold now, in the backend's unit of allocation (pages, padded rows).
+        peak_held: the largest `held` so far.
+        peak_pool: the largest allocation so far.
+    """
+
+    held: int = 0
+    peak_held: int = 0
+    peak_pool: int = 0
+
+
+class AttentionBackend(ABC):
+    """Owns the KV cache of one model and computes its attention, one ragged step at a time."""
+
+    @abstractmethod
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        """Reasons, in words, why this backend cannot serve `spec`; empty means that it can."""
+
+    @abstractmethod
+    def allocate(self, spec: KVCacheSpec) -> None:
+        """Prepare an empty cache for `spec`. Called once, before anything else."""
+
+    @abstractmethod
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        """Once a step: reserve room for the new tokens and prepare indices and masks.
+
+        A request id that is new begins an empty row. Row ``i`` attends causally to its first ``kv_lens[i]``
+        tokens, the new ones being the last of them.
+        """
+
+    @abstractmethod
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Once a layer: store the new keys and values, then attend.
+
+        Args:
+            plan: of this step.
+            layer: index into ``spec.layers``.
+            query: ``[b * n, num_qo_heads, key_dim]``, tokens in the order of ``plan.input_ids``.
+            key: ``[b * n, num_kv_heads, key_dim]``.
+            value: ``[b * n, num_kv_heads, value_dim]``.
+
+        Returns:
+            ``[b * n, num_qo_heads, value_dim]``; rows of padding tokens hold anything finite.
+        """
+
+    @abstractmethod
+    def commit(self, kept: Kept) -> int:
+        """After verification, drop the KV of rejected tokens. Returns the KV slots newly lost to padding."""
+
+    @abstractmethod
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Free all KV of these requests; unknown ids are no error."""
+
+    @property
+    @abstractmethod
+    def kv_usage(self) -> KVUsage:
+        """Memory taken now and at most."""
+
+
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, layer: LayerSpec
+) -> torch.Tensor:
+    """Dense attention under a boolean mask, with grouped heads, true scale and soft-cap; any device and dtype.
+
+    Args:
+        query: ``[b, n, num_qo_heads, key_dim]``.
+        key: ``[b, m, num_kv_heads, key_dim]``.
+        value: ``[b, m, num_kv_heads, value_dim]``.
+        mask: ``[b, n, m]`` bool, true where the query sees the key; every query sees at least one.
+
+    Returns:
+        ``[b, n, num_qo_heads, value_dim]``.
+    """
+    query, key, value, mask = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask.unsqueeze(1)
+    grouped = layer.num_qo_heads != layer.num_kv_heads
+    if layer.softcap is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=layer.scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+    if grouped:
+        groups = layer.num_qo_heads // layer.num_kv_heads
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.matmul(query, key.transpose(2, 3)) * layer.scale
+    scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    return torch.matmul(weights, value).transpose(1, 2)

@@ -1,0 +1,172 @@
+"""What a drafter proposes (`Draft`), what it hears back (`Outcome`), and the `Drafter` interface itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.errors import DraftError
+
+if TYPE_CHECKING:
+    from emssd.attention import AttentionBackend, KVCacheSpec
+    from emssd.model import TargetModel
+    from emssd.sequence import Batch
+
+__all__ = ["Draft", "Drafter", "DrafterContext", "Outcome", "check_draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Drafted tokens of a whole batch: one token tree per row, ragged, a chain being the special case.
+
+    Row ``i`` holds nodes ``indptr[i]:indptr[i + 1]``.
+
+    Attributes:
+        token_ids: ``[num_draft]`` int64, on any device.
+        indptr: ``[B + 1]`` host integers with a leading zero.
+        parents: ``[num_draft]`` host integers, for each node the index *within its row* of its parent, ``-1`` for
+            a child of the sequence's newest token; a parent comes before its children. ``None``: every row is a
+            chain.
+        probs: ``[num_draft, vocab]`` the drafter's distribution at each node; ``None`` means a deterministic
+            drafter. Greedy verification does not read it.
+    """
+
+    token_ids: torch.Tensor
+    indptr: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+    probs: torch.Tensor | None = None
+
+    @classmethod
+    def from_chains(cls, chains: Iterable[Seq[int]]) -> Draft:
+        """A draft of one chain of token ids per row; an empty chain drafts nothing."""
+        token_ids: list[int] = []
+        indptr = [0]
+        for chain in chains:
+            token_ids.extend(chain)
+            indptr.append(len(token_ids))
+        return cls(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr))
+
+    @classmethod
+    def empty(cls, num_rows: int) -> Draft:
+        """A draft of nothing for `num_rows` rows."""
+        return cls(torch.empty(0, dtype=torch.int64), (0,) * (num_rows + 1))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch that this draft is for."""
+        return len(self.indptr) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of drafted tokens of each row."""
+        return [stop - start for start, stop in zip(self.indptr, self.indptr[1:], strict=False)]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every row is a chain."""
+        if self.parents is None:
+            return True
+        lengths = self.lengths
+        return self.parents == tuple(node - 1 for length in lengths for node in range(length))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a draft; the batch has already been extended when a drafter receives it.
+
+    Attributes:
+        batch: the batch that was drafted for, finished rows included.
+        draft: the draft that was verified.
+        accepted: per row the accepted nodes of its draft, as indices within the row, in order; for a chain
+            ``range(n)``. What an EOS or a length limit later cut off the sequence is not taken out here.
+    """
+
+    batch: Batch
+    draft: Draft
+    accepted: tuple[Seq[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter may need to know or to borrow when it is built; handed to the plugin's ``build``.
+
+    Attributes:
+        vocab_size: drafted ids must be below it.
+        max_model_len: no sequence grows beyond it.
+        max_batch_size: largest number of rows of a batch.
+        device, dtype: where and in which precision the target computes.
+        tokenizer: the target's tokenizer, if there is one.
+        load_model: ``load_model(path)`` gives a further model, ready to run, and its tokenizer (or ``None``).
+        make_backend: ``make_backend(spec)`` gives a further attention backend of the kind the target uses,
+            allocated for `spec`.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_batch_size: int
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: Any
+    load_model: Callable[[str], tuple[TargetModel, Any]]
+    make_backend: Callable[[KVCacheSpec], AttentionBackend]
+
+
+class Drafter(ABC):
+    """Guesses the next tokens of every sequence of a batch. It can change the speed, never the output.
+
+    Attributes:
+        num_speculative_tokens: the most tokens this drafter proposes for one row in one step.
+    """
+
+    num_speculative_tokens: int = 0
+
+    @abstractmethod
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        """Draft for every row of `batch`.
+
+        Args:
+            batch: the rows of this step. Read it, do not change it.
+            budget: ``[B]`` the most tokens to draft for each row; 0 means none. Fewer, or none, is always fine.
+
+        Returns:
+            A `Draft` with one row per row of the batch and ids below the vocabulary size.
+        """
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn what was accepted: roll back an own cache, adapt. Called once after every step."""
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests; they will not be seen again. Unknown ids are no error."""
+
+
+def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> None:
+    """Hold a drafter to its interface.
+
+    Raises:
+        DraftError: wrong number of rows, more than the budget, a tree, or ids outside the vocabulary.
+    """
+    if draft.num_rows != len(batch) or draft.indptr[0] != 0 or draft.indptr[-1] != draft.token_ids.numel():
+        raise DraftError(
+            f"its draft has {draft.num_rows} rows over {draft.token_ids.numel()} tokens (indptr {draft.indptr}), "
+            f"but the batch has {len(batch)} rows; return one chain, possibly empty, per row"
+        )
+    for sequence, length, limit in zip(batch, draft.lengths, budget, strict=True):
+        if not 0 <= length <= limit:
+            raise DraftError(
+                f"it drafted {length} tokens for request {sequence.request_id!r} with a budget of {limit}; "
+                f"draft at most budget[row] tokens"
+            )
+    if not draft.is_chain:
+        raise DraftError("it drafted a token tree, and only chains are verified so far; draft one chain per row")
+    if draft.token_ids.numel():
+        low, high = (int(bound) for bound in torch.aminmax(draft.token_ids))
+        if low < 0 or high >= vocab_size:
+            raise DraftError(
+                f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
+                f"of {vocab_size}; ids must be in 0..{vocab_size - 1}"
+            )

@@ -1,0 +1,41 @@
+"""Every error that emssd raises on purpose; each message says what was asked, what is possible and what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DraftError",
+    "EmssdError",
+    "OutputError",
+    "PluginError",
+    "PromptError",
+    "UnsupportedModelError",
+]
+
+
+class EmssdError(Exception):
+    """Base of all errors of emssd. The command line prints its message without a traceback."""
+
+
+class ConfigError(EmssdError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class PromptError(EmssdError, ValueError):
+    """A prompt or a prompt source cannot be used."""
+
+
+class OutputError(EmssdError, OSError):
+    """Results cannot be written."""
+
+
+class UnsupportedModelError(EmssdError):
+    """A model that emssd cannot serve without changing its output; the message holds the reason."""
+
+
+class PluginError(EmssdError):
+    """A plugin is missing, broken, or failed while it ran; the message names it and its distribution."""
+
+
+class DraftError(PluginError):
+    """A drafter broke a rule of its interface: budget, vocabulary, shape, or it changed the batch."""

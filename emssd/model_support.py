@@ -1,0 +1,128 @@
+"""Which models can be served: read from the config first, then proved by running the model once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from emssd.attention import LayerSpec, masked_attention
+from emssd.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from emssd.model import TargetModel
+
+__all__ = ["check_config", "probe_layers", "resolve_max_model_len"]
+
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+# Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
+# feature that is lost or sequences that see each other move logits by about one; rounding stays far below.
+_PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
+
+
+def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
+    """The longest sequence to allow.
+
+    Raises:
+        ConfigError: none is known and none is given, or it is not in the model's range.
+    """
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if max_model_len is None:
+        if limit is None:
+            raise ConfigError(f"{config.model_type} has no length limit in its config; set model.max_model_len")
+        return int(limit)
+    if max_model_len < 2 or (limit is not None and max_model_len > limit):
+        raise ConfigError(f"max_model_len is {max_model_len}; this model takes 2 to {limit or 'any number of'} tokens")
+    return max_model_len
+
+
+def check_config(config: Any, model_class: type | None, max_model_len: int) -> None:
+    """Refuse, before any weights are loaded, what the config shows cannot be served.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config()
+    name = config.model_type
+
+    def refuse(reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{name} cannot be served: {reason}")
+
+    if config.is_encoder_decoder:
+        raise refuse("it is an encoder-decoder model, and emssd decodes decoder-only language models")
+    if model_class is None:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise refuse("Transformers has no causal language model for it")
+        model_class = cast("type", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if getattr(text, "alibi", False) or name in {"bloom", "mpt"}:
+        raise refuse("it encodes positions with ALiBi biases, which reach no attention function")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise refuse(
+            "its code does not use Transformers' attention interface (recurrent and older architectures), so its "
+            "KV cache cannot be managed from outside"
+        )
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES)
+    if foreign:
+        raise refuse(f"it has layers of type {', '.join(foreign)}, which keep a state that cannot be rolled back")
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    if rope.get("rope_type") in {"dynamic", "longrope"} and max_model_len > (original or 0):
+        raise refuse(
+            f"its {rope['rope_type']} rotary frequencies depend on the longest sequence of the batch; "
+            + (f"model.max_model_len={original} or less works" if original else "no length avoids that")
+        )
+
+
+def probe_layers(target: TargetModel) -> tuple[LayerSpec, ...]:
+    """Run two short sequences packed into one and learn, and prove, how the model attends.
+
+    The packed run records every layer's shapes and rules; its logits must be those that the model's own eager
+    attention gives for each sequence alone. That catches what no config tells: layers that keep a state, positions
+    that are not taken from ``position_ids``, features that never reach the attention function.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    model, vocab_size = target.model, target.vocab_size
+    lengths = [min(length, target.max_model_len) for length in (5, 3)]
+    rows = [[(11 * i + 5 * row + 3) % vocab_size for i in range(length)] for row, length in enumerate(lengths)]
+    layers: dict[int, LayerSpec] = {}
+
+    def attend(
+        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        if layer in layers:
+            raise UnsupportedModelError(f"{type(model).__name__} runs attention layer {layer} twice in a pass")
+        layers[layer] = seen
+        owner = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths)).to(query.device)
+        mask = (owner[:, None] == owner[None, :]).tril()
+        return masked_attention(query[None], key[None], value[None], mask[None], seen)[0].contiguous()
+
+    with torch.inference_mode():
+        packed = target.run(
+            torch.tensor([[token for row in rows for token in row]], device=target.device),
+            torch.tensor([[i for row in rows for i in range(len(row))]], device=target.device),
+            attend,
+        )[0]
+        with target._attention_implementation("eager"):
+            alone = [model(torch.tensor([row], device=target.device), use_cache=False).logits[0] for row in rows]
+    expected = target.model.config.get_text_config().num_hidden_layers
+    if sorted(layers) != list(range(expected)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} sends {len(layers)} of its {expected} layers through the attention interface; "
+            f"the others keep a state of their own, which cannot be rolled back"
+        )
+    _compare(type(model).__name__, packed, torch.cat(alone), target.dtype)
+    return tuple(layers[layer] for layer in range(expected))
+
+
+def _compare(name: str, packed: torch.Tensor, alone: torch.Tensor, dtype: torch.dtype) -> None:
+    packed, alone = packed.double(), alone.double()
+    difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
+    if not difference <= _PROBE_TOLERANCE[dtype]:
+        raise UnsupportedModelError(
+            f"{name} gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
+            f"deviations): it has a feature that does not go through its attention function"
+        )

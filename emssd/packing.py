@@ -1,0 +1,116 @@
+"""Concatenates the new tokens of all rows into one ragged input, without padding (paper §3.2, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from emssd.draft import Draft
+
+__all__ = ["PackedInputs", "Row", "pack", "pack_one"]
+
+
+class Row(Protocol):
+    """What `pack` reads of a sequence."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def num_cached(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """The ragged input of one step. Row ``i`` owns tokens ``qo_indptr[i]:qo_indptr[i + 1]`` of the ``nnz``.
+
+    Attributes:
+        request_ids: ``[B]`` whose KV each row reads and writes.
+        input_ids: ``[nnz]`` int64.
+        position_ids: ``[nnz]`` int64, true positions counted from 0 in each sequence.
+        qo_indptr: ``[B + 1]`` host integers with a leading zero.
+        kv_lens: ``[B]`` host integers: KV length of each row once this step's tokens are written.
+        logit_rows: ``[R]`` int64, the tokens of which logits are wanted: of each row the newest token and its
+            drafts.
+    """
+
+    request_ids: tuple[str, ...]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    qo_indptr: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    logit_rows: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows ``B``."""
+        return len(self.request_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens ``nnz``."""
+        return self.qo_indptr[-1]
+
+
+def pack(rows: Iterable[Row], draft: Draft, device: torch.device) -> PackedInputs:
+    """Row ``i`` becomes ``tokens[num_cached:]`` followed by its draft: prefill and decoding are one path.
+
+    Args:
+        rows: sequences, each with at least one token that is not cached.
+        draft: chains for these rows.
+        device: where the model's inputs are wanted.
+    """
+    request_ids: list[str] = []
+    input_ids: list[int] = []
+    position_ids: list[int] = []
+    qo_indptr = [0]
+    kv_lens: list[int] = []
+    logit_rows: list[int] = []
+    draft_rows: list[int] = []
+    for row, num_drafted in zip(rows, draft.lengths, strict=True):
+        tokens, num_cached = row.tokens, row.num_cached
+        kv_len = len(tokens) + num_drafted
+        input_ids.extend(tokens[num_cached:])
+        draft_start = len(input_ids)
+        input_ids.extend([0] * num_drafted)  # filled in below: drafted ids may live on the device
+        position_ids.extend(range(num_cached, kv_len))
+        draft_rows.extend(range(draft_start, draft_start + num_drafted))
+        logit_rows.extend(range(draft_start - 1, draft_start + num_drafted))
+        request_ids.append(row.request_id)
+        qo_indptr.append(len(input_ids))
+        kv_lens.append(kv_len)
+    ids = torch.tensor(input_ids, dtype=torch.int64).to(device, non_blocking=True)
+    if draft_rows:
+        ids[torch.tensor(draft_rows).to(device, non_blocking=True)] = draft.token_ids.to(device, non_blocking=True)
+    return PackedInputs(
+        request_ids=tuple(request_ids),
+        input_ids=ids,
+        position_ids=torch.tensor(position_ids, dtype=torch.int64).to(device, non_blocking=True),
+        qo_indptr=tuple(qo_indptr),
+        kv_lens=tuple(kv_lens),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True),
+    )
+
+
+def pack_one(request_ids: Seq[str], token_ids: torch.Tensor, positions: Seq[int]) -> PackedInputs:
+    """One token per row, already on the device: the step of a drafter that decodes with a model of its own.
+
+    Args:
+        request_ids: ``[B]``.
+        token_ids: ``[B]`` int64.
+        positions: ``[B]`` host integers, the position of each token; all before it are cached.
+    """
+    device = token_ids.device
+    return PackedInputs(
+        request_ids=tuple(request_ids),
+        input_ids=token_ids,
+        position_ids=torch.tensor(positions, dtype=torch.int64).to(device, non_blocking=True),
+        qo_indptr=tuple(range(len(request_ids) + 1)),
+        kv_lens=tuple(position + 1 for position in positions),
+        logit_rows=torch.arange(len(request_ids), device=device),
+    )

@@ -1,0 +1,58 @@
+"""Which pages of a KV pool belong to which sequence; integers only, so that any paged backend can use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["PageTable"]
+
+
+class PageTable:
+    """Page lists of sequences over one pool that grows on demand.
+
+    Args:
+        page_size: tokens per page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = 0
+        self._free: list[int] = []
+        self._pages: dict[str, list[int]] = {}
+
+    @property
+    def num_used(self) -> int:
+        """Pages that belong to a sequence."""
+        return self.num_pages - len(self._free)
+
+    def pages(self, request_id: str) -> list[int]:
+        """The pages of a sequence in token order; empty if it is unknown."""
+        return self._pages.get(request_id, [])
+
+    def reserve(self, request_id: str, num_tokens: int) -> None:
+        """Give a sequence the pages that `num_tokens` tokens need; those it has stay in place."""
+        pages = self._pages.setdefault(request_id, [])
+        for _ in range(self._pages_for(num_tokens) - len(pages)):
+            if not self._free:
+                self._free.append(self.num_pages)
+                self.num_pages += 1
+            pages.append(self._free.pop())
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Take back the pages behind the first `num_tokens` tokens: rolling back a draft is this number."""
+        pages = self._pages.get(request_id, [])
+        while len(pages) > self._pages_for(num_tokens):
+            self._free.append(pages.pop())
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Take back all pages of these sequences; unknown ids are no error."""
+        for request_id in request_ids:
+            self._free.extend(reversed(self._pages.pop(request_id, [])))
+
+    def slots(self, request_id: str, start: int, stop: int) -> list[int]:
+        """Pool slots (``page * page_size + offset``) of tokens ``start:stop`` of a sequence."""
+        pages, size = self._pages[request_id], self.page_size
+        return [pages[token // size] * size + token % size for token in range(start, stop)]
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)

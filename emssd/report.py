@@ -1,0 +1,76 @@
+"""The tables that end a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from emssd.check import CheckReport, Difference
+from emssd.stats import PHASES
+
+__all__ = ["print_check", "print_report"]
+
+_SHOWN_DIFFERENCES = 10
+
+
+def print_report(console: Console, metrics: dict[str, Any]) -> None:
+    """The run's figures; ``metrics`` as in ``docs/metrics.md``."""
+    greedy = metrics.get("greedy")
+    table = Table(title=metrics["title"], title_justify="left", title_style="bold", min_width=60)
+    table.add_column("")
+    table.add_column("this run", justify="right")
+    if greedy:
+        table.add_column("plain greedy", justify="right")
+        table.add_column("speed-up", justify="right")
+
+    def row(label: str, key: str, form: str, *, ratio: bool = False) -> None:
+        cells = [format(metrics[key], form)]
+        if greedy:
+            cells.append(format(greedy[key], form))
+            cells.append(f"{metrics[key] / greedy[key]:.2f}×" if ratio and greedy[key] else "")
+        table.add_row(label, *cells)
+
+    row("tokens/s, decoding only", "decode_tokens_per_second", ".1f", ratio=True)
+    row("tokens/s, end to end", "tokens_per_second", ".1f", ratio=True)
+    row("mean acceptance length τ (bonus token counted)", "mean_acceptance_length", ".2f")
+    row("drafted tokens accepted", "draft_acceptance_rate", ".1%")
+    row("padding per new token (decoding)", "padding_per_new_token", ".1%")
+    row("padding ratio δ̄/τmax, if rows were aligned", "padding_ratio", ".1%")
+    row("steps", "num_steps", ",d")
+    row("new tokens", "num_new_tokens", ",d")
+    for label, key in (("KV cache, peak held", "kv_peak_bytes"), ("KV cache, peak allocated", "kv_peak_pool_bytes")):
+        table.add_row(label, *(f"{run[key] / 2**20:.1f} MiB" for run in (metrics, greedy) if run))
+    console.print(table)
+    split = Table(title="where the time went", title_justify="left", title_style="bold", min_width=60)
+    for phase in (*PHASES, "total"):
+        split.add_column(phase, justify="right")
+    seconds = metrics["seconds"]
+    split.add_row(*(f"{seconds[phase]:.2f} s" for phase in (*PHASES, "total")))
+    split.add_row(*(f"{seconds[phase] / max(seconds['total'], 1e-9):.1%}" for phase in (*PHASES, "total")))
+    console.print(split)
+
+
+def print_check(console: Console, report: CheckReport) -> None:
+    """The result of `check=greedy`."""
+    wrong = len(report.true_differences)
+    style = "bold red" if wrong else "bold green"
+    console.print(
+        f"check=greedy: {report.num_exact} exact, {len(report.ties)} numerical ties, {wrong} true differences",
+        style=style,
+        highlight=False,
+    )
+    for difference in [*report.true_differences, *report.ties][:_SHOWN_DIFFERENCES]:
+        console.print("  " + _describe(difference), highlight=False)
+    hidden = len(report.differences) - _SHOWN_DIFFERENCES
+    if hidden > 0:
+        console.print(f"  … and {hidden} more in metrics.json", highlight=False)
+
+
+def _describe(difference: Difference) -> str:
+    kind = "tie" if difference.is_tie else "DIFFERENCE"
+    return (
+        f"{kind} in {difference.request_id} at new token {difference.position}: {difference.token} instead of "
+        f"{difference.greedy_token}, logits {difference.margin:.3g} apart (tie up to {difference.tolerance:.3g})"
+    )

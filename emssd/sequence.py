@@ -1,0 +1,102 @@
+"""What is being generated: a `Request` from outside, its growing `Sequence`, and the `Batch` of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["Batch", "FinishReason", "Request", "Sequence"]
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended."""
+
+    EOS = "eos"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue.
+
+    Args:
+        request_id: unique among the requests of one engine.
+        prompt_ids: token ids of the prompt, at least one.
+        max_new_tokens: upper limit of generated tokens, at least one; the EOS token counts.
+        eos_token_ids: generation ends after the first of these; empty means that only the limit ends it.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request while it runs.
+
+    Invariant between steps once the prompt is computed: ``num_cached == len(tokens) - 1``, as the newest token
+    has no KV yet.
+
+    Attributes:
+        tokens: prompt and generated token ids. Drafters read it; only the engine appends to it.
+        num_cached: how many leading tokens have their KV in the target's cache.
+        num_steps, num_drafted, num_accepted: verification steps, drafted tokens and accepted draft tokens so far.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = list(self.request.prompt_ids)
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        return self.request.request_id
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated token ids."""
+        return self.tokens[len(self.request.prompt_ids) :]
+
+    @property
+    def num_remaining(self) -> int:
+        """How many tokens may still be generated."""
+        return self.request.max_new_tokens - (len(self.tokens) - len(self.request.prompt_ids))
+
+    def extend(self, new_tokens: list[int]) -> None:
+        """Append `new_tokens`, cut after the first EOS and at the length limit; sets `finish_reason`."""
+        for token in new_tokens[: self.num_remaining]:
+            self.tokens.append(token)
+            if token in self.request.eos_token_ids:
+                self.finish_reason = FinishReason.EOS
+                return
+        if self.num_remaining <= 0:
+            self.finish_reason = FinishReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences of one step, in row order."""
+
+    sequences: tuple[Sequence, ...]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.sequences)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Request ids in row order."""
+        return tuple(sequence.request.request_id for sequence in self.sequences)

@@ -1,0 +1,146 @@
+"""What a run did and how long it took; every metric here is defined in ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from emssd.attention import KVUsage
+
+__all__ = ["PHASES", "RunReport", "StepStats", "StepTimer"]
+
+PHASES = ("draft", "plan", "forward", "verify", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step of the engine.
+
+    Attributes:
+        is_prefill: whether any row computed more of its prompt than the newest token.
+        num_tokens: ``nnz``, tokens computed without padding.
+        num_new_tokens: tokens added to sequences, after the cut at EOS and limits.
+        drafted, acceptance: ``[B]`` tokens drafted, and acceptance length τ (accepted + 1), of each row.
+        input_padding, kv_padding: padding tokens among the inputs; KV slots lost to padding.
+        seconds: of each phase in `PHASES`.
+    """
+
+    is_prefill: bool
+    num_tokens: int
+    num_new_tokens: int
+    drafted: tuple[int, ...]
+    acceptance: tuple[int, ...]
+    input_padding: int
+    kv_padding: int
+    seconds: dict[str, float]
+
+
+class StepTimer:
+    """Splits the time of one step into phases; what lies in none of them is ``other``."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body as phase `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def finish(self) -> dict[str, float]:
+        """Seconds of each phase."""
+        elapsed = time.perf_counter() - self._start
+        self._seconds["other"] += elapsed - sum(self._seconds.values())
+        return self._seconds
+
+
+@dataclass(slots=True)
+class RunReport:
+    """Sums over the steps of a run."""
+
+    num_steps: int = 0
+    num_row_steps: int = 0
+    num_tokens: int = 0
+    num_new_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    input_padding: int = 0
+    kv_padding: int = 0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    wasted_share_sum: float = 0.0
+    acceptance_histogram: dict[int, int] = field(default_factory=dict)
+    kv_usage: KVUsage = field(default_factory=KVUsage)
+
+    def add(self, step: StepStats) -> None:
+        """Count one step."""
+        self.num_steps += 1
+        self.num_row_steps += len(step.acceptance)
+        self.num_tokens += step.num_tokens
+        self.num_new_tokens += step.num_new_tokens
+        self.num_drafted += sum(step.drafted)
+        self.num_accepted += sum(step.acceptance) - len(step.acceptance)
+        self.input_padding += step.input_padding
+        self.kv_padding += step.kv_padding
+        longest = max(step.acceptance)
+        self.wasted_share_sum += (longest - sum(step.acceptance) / len(step.acceptance)) / longest
+        for length in step.acceptance:
+            self.acceptance_histogram[length] = self.acceptance_histogram.get(length, 0) + 1
+        for phase, seconds in step.seconds.items():
+            self.seconds[phase] += seconds
+        if not step.is_prefill:
+            self.decode_tokens += step.num_new_tokens
+            self.decode_seconds += sum(step.seconds.values())
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds spent in steps."""
+        return sum(self.seconds.values())
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """τ̄: tokens gained per row and step, the target's own token included."""
+        return (self.num_accepted + self.num_row_steps) / self.num_row_steps if self.num_row_steps else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Throughput without the steps that compute prompts, as in the paper."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput end to end, prompts included."""
+        return self.num_new_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    def metrics(self) -> dict[str, Any]:
+        """All metrics as plain values, with the names of ``docs/metrics.md``."""
+        row_steps, new_tokens = max(self.num_row_steps, 1), max(self.num_new_tokens, 1)
+        return {
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_histogram": {str(k): v for k, v in sorted(self.acceptance_histogram.items())},
+            "draft_acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
+            "mean_draft_length": self.num_drafted / row_steps,
+            "padding_per_new_token": (self.input_padding + self.kv_padding) / new_tokens,
+            "input_padding_tokens": self.input_padding,
+            "kv_padding_slots": self.kv_padding,
+            "padding_ratio": self.wasted_share_sum / max(self.num_steps, 1),
+            "num_steps": self.num_steps,
+            "num_row_steps": self.num_row_steps,
+            "num_computed_tokens": self.num_tokens,
+            "num_new_tokens": self.num_new_tokens,
+            "num_drafted_tokens": self.num_drafted,
+            "num_accepted_tokens": self.num_accepted,
+            "seconds": {**self.seconds, "total": self.total_seconds, "decode": self.decode_seconds},
+            "kv_peak_bytes": self.kv_usage.peak_held,
+            "kv_peak_pool_bytes": self.kv_usage.peak_pool,
+        }

@@ -1,0 +1,53 @@
+"""Decides which drafted tokens the target would have produced itself; pure functions (paper Appendix A)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from emssd.draft import Draft
+
+__all__ = ["Verification", "verify_greedy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of verifying a draft.
+
+    Attributes:
+        accepted: ``[B]`` per row the accepted draft nodes in order, ``range(n)`` for a chain.
+        new_tokens: ``[B]`` per row the accepted tokens followed by one token of the target's own: *recovered* where
+            a draft token was rejected, *bonus* where all were accepted. Never empty; its length is the acceptance
+            length τ.
+    """
+
+    accepted: tuple[Seq[int], ...]
+    new_tokens: tuple[list[int], ...]
+
+
+def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
+    """Accept each row's longest draft prefix that equals the target's own argmax (Equations 4 and 5).
+
+    Args:
+        logits: ``[R, vocab]`` with ``R = B + num_draft``: of each row the logits after its newest token, then
+            after each of its drafted tokens.
+        draft: the chains that were verified.
+    """
+    best = logits.argmax(dim=-1)
+    # One copy to the host brings everything that the step needs to know.
+    host: list[int] = torch.cat([best, draft.token_ids.to(best.device)]).tolist()
+    targets, drafted = host[: best.numel()], host[best.numel() :]
+    accepted: list[Seq[int]] = []
+    new_tokens: list[list[int]] = []
+    for row, (start, stop) in enumerate(zip(draft.indptr, draft.indptr[1:], strict=False)):
+        target_row = targets[start + row : stop + row + 1]
+        num_accepted = 0
+        for token, target in zip(drafted[start:stop], target_row, strict=False):
+            if token != target:
+                break
+            num_accepted += 1
+        accepted.append(range(num_accepted))
+        new_tokens.append(target_row[: num_accepted + 1])
+    return Verification(tuple(accepted), tuple(new_tokens))

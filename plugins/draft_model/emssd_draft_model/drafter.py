@@ -1,0 +1,160 @@
+"""Drafts with a smaller model for the whole batch at once, through the target's own model and backend code.
+
+Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", greedy; batched as in the EMS-SD
+paper, §4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from emssd.attention import AttentionBackend, Kept
+from emssd.draft import Draft, Drafter, DrafterContext, Outcome
+from emssd.errors import ConfigError
+from emssd.model import TargetModel
+from emssd.packing import pack, pack_one
+from emssd.sequence import Batch
+from emssd_draft_model import DraftModelConfig
+
+__all__ = ["DraftModelDrafter"]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence as the draft model sees it: the same tokens, but its own count of cached ones."""
+
+    request_id: str
+    tokens: list[int]
+    num_cached: int = 0
+
+
+class DraftModelDrafter(Drafter):
+    """Greedy drafting with a model that has a KV cache of its own.
+
+    The first of its passes computes whatever the draft model has not cached yet: the prompt at first, later one token,
+    or two after a fully accepted draft, whose last token the draft model never saw. So the caches cannot drift apart.
+
+    Args:
+        model: the draft model.
+        backend: allocated for it.
+        vocab_size: the target's; ids beyond it are never drafted.
+        num_speculative_tokens: tokens per row and step.
+    """
+
+    def __init__(
+        self, model: TargetModel, backend: AttentionBackend, vocab_size: int, num_speculative_tokens: int
+    ) -> None:
+        if num_speculative_tokens < 1:
+            raise ConfigError(f"drafter.num_speculative_tokens is {num_speculative_tokens}; it must be at least 1")
+        self.num_speculative_tokens = num_speculative_tokens
+        self._model = model
+        self._backend = backend
+        self._vocab_size = vocab_size
+        self._num_cached: dict[str, int] = {}
+
+    @classmethod
+    def load(cls, config: DraftModelConfig, context: DrafterContext) -> DraftModelDrafter:
+        """Load the model of `config`.
+
+        Raises:
+            ConfigError: it does not share the target's vocabulary, or is shorter than the target.
+        """
+        model, tokenizer = context.load_model(config.path)
+        _check_vocabulary(config.path, model, tokenizer, context)
+        backend = context.make_backend(model.kv_cache_spec(context.max_batch_size))
+        return cls(model, backend, context.vocab_size, config.num_speculative_tokens)
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        # Beyond its own length limit the draft model drafts nothing.
+        limits = [
+            max(0, min(limit, self._model.max_model_len - len(row.tokens)))
+            for row, limit in zip(batch, budget, strict=True)
+        ]
+        rows = [
+            _Row(row.request_id, row.tokens, self._num_cached.get(row.request_id, 0))
+            for row, limit in zip(batch, limits, strict=True)
+            if limit > 0
+        ]
+        if not rows:
+            return Draft.empty(len(batch))
+        wanted = [limit for limit in limits if limit > 0]
+        columns = [self._catch_up(rows)]
+        for depth in range(1, max(wanted)):
+            columns.append(self._next(rows, wanted, columns[-1], depth))
+        return _ragged(limits, torch.stack(columns, dim=1))
+
+    def observe(self, outcome: Outcome) -> None:
+        """Keep the KV of accepted tokens, drop the rest: every row rolls back by its own number."""
+        rows = [
+            (row, accepted, length)
+            for row, accepted, length in zip(outcome.batch, outcome.accepted, outcome.draft.lengths, strict=True)
+            if length > 0
+        ]
+        for row, accepted, length in rows:
+            # Before the step the draft model had cached all tokens and then all of its draft but the last.
+            self._num_cached[row.request_id] += min(len(accepted), length - 1)
+        request_ids = tuple(row.request_id for row, _, _ in rows)
+        if rows:
+            self._backend.commit(Kept(request_ids, tuple(self._num_cached[name] for name in request_ids)))
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        self._backend.release(request_ids)
+        for request_id in request_ids:
+            self._num_cached.pop(request_id, None)
+
+    def _catch_up(self, rows: list[_Row]) -> torch.Tensor:
+        """Compute what is not cached. Returns the first drafted token of each row, ``[r]``."""
+        packed = pack(rows, Draft.empty(len(rows)), self._model.device)
+        tokens = self._argmax(self._model(self._backend.plan(packed), self._backend))
+        for row in rows:
+            self._num_cached[row.request_id] = row.num_cached = len(row.tokens)
+        return tokens
+
+    def _next(self, rows: list[_Row], wanted: list[int], tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        """One token further for the rows that want more than `depth`. Returns ``[r]``; other rows hold their old."""
+        active = [i for i, limit in enumerate(wanted) if limit > depth]
+        names = [rows[i].request_id for i in active]
+        positions = [len(rows[i].tokens) + depth - 1 for i in active]
+        if len(active) == len(rows):
+            packed = pack_one(names, tokens, positions)
+            return self._argmax(self._model(self._backend.plan(packed), self._backend))
+        index = torch.tensor(active, device=tokens.device)
+        packed = pack_one(names, tokens[index], positions)
+        return tokens.index_copy(0, index, self._argmax(self._model(self._backend.plan(packed), self._backend)))
+
+    def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, : self._vocab_size].argmax(dim=-1)
+
+
+def _ragged(lengths: list[int], tokens: torch.Tensor) -> Draft:
+    """Cut ``tokens [r, k]``, the rows that drafted, to each row's length."""
+    indptr = [0]
+    for length in lengths:
+        indptr.append(indptr[-1] + length)
+    drafting = [length for length in lengths if length > 0]
+    width = tokens.shape[1]
+    if all(length == width for length in drafting):
+        return Draft(tokens.flatten(), tuple(indptr))
+    index = [row * width + column for row, length in enumerate(drafting) for column in range(length)]
+    return Draft(tokens.flatten()[torch.tensor(index, device=tokens.device)], tuple(indptr))
+
+
+def _check_vocabulary(path: str, model: TargetModel, tokenizer: Any, context: DrafterContext) -> None:
+    if tokenizer is not None and context.tokenizer is not None:
+        if tokenizer.get_vocab() == context.tokenizer.get_vocab():
+            return  # vocabulary sizes of the models may still differ by unused padding ids
+        what = f"its tokenizer ({len(tokenizer)} tokens) is not the target's ({len(context.tokenizer)} tokens)"
+    elif model.vocab_size == context.vocab_size:
+        return
+    else:
+        what = f"its vocabulary has {model.vocab_size} tokens and the target's {context.vocab_size}"
+    raise ConfigError(
+        f"draft model {path!r} cannot draft for this target: {what}. Set drafter.path to a model that was trained "
+        f"with the target's tokenizer, usually a smaller one of the same family."
+    )

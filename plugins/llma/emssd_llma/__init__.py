@@ -1,0 +1,56 @@
+"""Plugin `drafter=llma`: copies what followed the same few tokens earlier in the text (LLMA retrieval)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from emssd.draft import Drafter, DrafterContext
+from emssd.hookspecs import Spec, hookimpl
+
+__all__ = ["LLMAConfig", "Occurrence", "Search", "emssd_drafters"]
+
+
+class Search(str, Enum):
+    """Where matches are looked for."""
+
+    prompt = "prompt"
+    prompt_and_output = "prompt_and_output"
+
+
+class Occurrence(str, Enum):
+    """Which of several matches is copied from."""
+
+    first = "first"
+    last = "last"
+
+
+@dataclass
+class LLMAConfig:
+    """Options of `drafter=llma`; the defaults are the setting of the EMS-SD paper and of its reference code.
+
+    Attributes:
+        match_length: how many of the latest tokens must match (the paper's match length).
+        copy_length: how many tokens are copied from behind the match (the paper's copy length).
+        search: look in the ``prompt`` only, or in ``prompt_and_output``.
+        occurrence: copy from the ``first`` or the ``last`` of several matches.
+        require_full_copy: only matches that have `copy_length` tokens behind them count.
+    """
+
+    match_length: int = 2
+    copy_length: int = 7
+    search: Search = Search.prompt
+    occurrence: Occurrence = Occurrence.last
+    require_full_copy: bool = True
+
+
+def _build(config: LLMAConfig, context: DrafterContext) -> Drafter:
+    from emssd_llma.drafter import LLMADrafter
+
+    return LLMADrafter(config)
+
+
+@hookimpl
+def emssd_drafters() -> list[Spec]:
+    """Offer the drafter."""
+    return [Spec("llma", LLMAConfig, _build)]

@@ -1,0 +1,36 @@
+"""Plugin `drafter=none`: drafts nothing, so that the engine decodes plainly and greedily. The baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from emssd.draft import Draft, Drafter, DrafterContext
+from emssd.hookspecs import Spec, hookimpl
+from emssd.sequence import Batch
+
+__all__ = ["NoneConfig", "NoneDrafter", "emssd_drafters"]
+
+
+@dataclass
+class NoneConfig:
+    """`drafter=none` has no options."""
+
+
+class NoneDrafter(Drafter):
+    """Never drafts: every step gives each row the target's own token."""
+
+    num_speculative_tokens = 0
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.empty(len(batch))
+
+
+def _build(config: NoneConfig, context: DrafterContext) -> Drafter:
+    return NoneDrafter()
+
+
+@hookimpl
+def emssd_drafters() -> list[Spec]:
+    """Offer the drafter."""
+    return [Spec("none", NoneConfig, _build)]

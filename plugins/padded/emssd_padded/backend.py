@@ -1,0 +1,209 @@
+"""Vanilla batched verification over a rectangular KV slab; each padding can be switched off (paper §3.1, Table 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from emssd.attention import (
+    AttentionBackend,
+    Kept,
+    KVCacheSpec,
+    KVUsage,
+    StepPlan,
+    masked_attention,
+)
+from emssd.packing import PackedInputs
+from emssd_padded.slab import SlabTable
+
+__all__ = ["PaddedBackend", "PaddedPlan"]
+
+_HOLE = torch.iinfo(torch.int64).max // 2  # a token position that no query reaches
+_SLOT_ROUNDING = 64  # the slab grows in steps of this many slots
+
+
+@dataclass(slots=True)
+class PaddedPlan(StepPlan):
+    """One step; queries attend in a rectangle ``[B, n_max]`` over a rectangle ``[B, slots]`` of keys.
+
+    Attributes:
+        rectangle: ``[B * n_max]`` int64, which fed token stands at each place of the rectangle; places behind a row's
+            end repeat its last token. ``None`` where the fed tokens are the rectangle.
+        real: ``[nnz]`` int64, the place in the rectangle of each fed token; ``None`` as above.
+        rows: ``[B]`` slab rows, a slice where they are all of the first ``B``.
+        write_rows, write_slots: ``[b * n]`` int64, where the KV of each fed token goes.
+        positions: ``[B, n_max]`` int64.
+        key_positions: ``[B, slots]`` int64, position of the token in each slot, beyond reach for holes.
+        masks: by sliding window, ``[B, n_max, slots]`` bool.
+    """
+
+    rectangle: torch.Tensor | None
+    real: torch.Tensor | None
+    rows: torch.Tensor | slice
+    write_rows: torch.Tensor
+    write_slots: torch.Tensor
+    positions: torch.Tensor
+    key_positions: torch.Tensor
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """Which slots each query sees; built once a step."""
+        if window not in self.masks:
+            queries, keys = self.positions.unsqueeze(-1), self.key_positions.unsqueeze(1)
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+            self.masks[window] = mask
+        return self.masks[window]
+
+
+class PaddedBackend(AttentionBackend):
+    """A slab ``[rows, slots, heads, dim]`` per layer and one masked attention call over the whole rectangle.
+
+    With both paddings off it computes what `ragged` computes, in these kernels, as the ablation asks.
+
+    Args:
+        pad_kv, pad_inputs: see `PaddedConfig`.
+    """
+
+    def __init__(self, *, pad_kv: bool = True, pad_inputs: bool = True) -> None:
+        self._pad_kv = pad_kv
+        self._pad_inputs = pad_inputs
+        self._table = SlabTable(pad_kv)
+        self._holes_before = self._peak_held = self._peak_pool = 0
+
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        return []
+
+    def allocate(self, spec: KVCacheSpec) -> None:
+        def empty(heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros(0, 0, heads, dim, dtype=spec.dtype, device=spec.device)
+
+        self._spec = spec
+        self._positions = torch.full((0, 0), _HOLE, dtype=torch.int64, device=spec.device)
+        self._keys = [empty(layer.num_kv_heads, layer.key_dim) for layer in spec.layers]
+        self._values = [empty(layer.num_kv_heads, layer.value_dim) for layer in spec.layers]
+
+    def plan(self, packed: PackedInputs) -> PaddedPlan:
+        rows = self._table.rows(packed.request_ids)
+        lengths = [stop - start for start, stop in zip(packed.qo_indptr, packed.qo_indptr[1:], strict=False)]
+        longest = max(lengths)
+        self._holes_before = self._table.num_holes
+        starts = [self._table.write_start(request_id) for request_id in packed.request_ids]
+        self._reserve(max(starts) + longest)
+        for request_id, start, length in zip(packed.request_ids, starts, lengths, strict=True):
+            self._table.append(request_id, range(start, start + length))
+        self._peak_held = max(self._peak_held, self.kv_usage.held)
+        rectangle: list[int] = []  # packed token at each place
+        real: list[int] = []  # place of each packed token
+        for row, (first, length) in enumerate(zip(packed.qo_indptr, lengths, strict=False)):
+            rectangle.extend(range(first, first + length))
+            rectangle.extend([first + length - 1] * (longest - length))
+            real.extend(range(row * longest, row * longest + length))
+        place, real_places = self._index(rectangle), self._index(real)
+        columns = torch.arange(longest, device=place.device)
+        write_rows = self._index(rows).repeat_interleave(longest)
+        write_slots = (self._index(starts).unsqueeze(1) + columns).flatten()
+        self._positions[write_rows[real_places], write_slots[real_places]] = packed.position_ids
+        dense = rows == list(range(len(rows)))
+        rows_used = slice(len(rows)) if dense else self._index(rows)
+        attention: dict[str, Any] = {
+            "rows": rows_used,
+            "positions": packed.position_ids[place].view(len(rows), longest),
+            "key_positions": self._positions[rows_used, : self._table.num_slots],
+        }
+        if self._pad_inputs:
+            wanted = real_places[packed.logit_rows]
+            keep, column_index = torch.unique(wanted % longest, return_inverse=True)
+            return PaddedPlan(
+                input_ids=packed.input_ids[place].view(len(rows), longest),
+                position_ids=attention["positions"],
+                logits_to_keep=keep,
+                logit_index=wanted // longest * len(keep) + column_index,
+                num_padding=len(rectangle) - packed.num_tokens,
+                rectangle=None,
+                real=None,
+                # A padding token writes its KV as well, to a slot that is a hole or is overwritten later.
+                write_rows=write_rows,
+                write_slots=write_slots,
+                **attention,
+            )
+        return PaddedPlan(
+            input_ids=packed.input_ids.unsqueeze(0),
+            position_ids=packed.position_ids.unsqueeze(0),
+            logits_to_keep=packed.logit_rows,
+            logit_index=None,
+            num_padding=0,
+            rectangle=place,
+            real=real_places,
+            write_rows=write_rows[real_places],
+            write_slots=write_slots[real_places],
+            **attention,
+        )
+
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(plan, PaddedPlan)
+        spec, num_slots = self._spec.layers[layer], plan.key_positions.shape[1]
+        keys, values = self._keys[layer], self._values[layer]
+        keys[plan.write_rows, plan.write_slots] = key
+        values[plan.write_rows, plan.write_slots] = value
+        rectangle = query if plan.rectangle is None else query[plan.rectangle]
+        out = masked_attention(
+            rectangle.view(plan.positions.shape[0], -1, *query.shape[1:]),
+            keys[plan.rows, :num_slots],
+            values[plan.rows, :num_slots],
+            plan.mask(spec.sliding_window),
+            spec,
+        ).reshape(-1, spec.num_qo_heads, spec.value_dim)
+        return out if plan.real is None else out[plan.real]
+
+    def commit(self, kept: Kept) -> int:
+        rows: list[int] = []
+        slots: list[int] = []
+        for row, request_id, kv_len in zip(
+            self._table.rows(kept.request_ids), kept.request_ids, kept.kv_lens, strict=True
+        ):
+            dropped = self._table.truncate(request_id, kv_len)
+            rows.extend([row] * len(dropped))
+            slots.extend(dropped)
+        self._positions[self._index(rows), self._index(slots)] = _HOLE
+        return max(0, self._table.num_holes - self._holes_before) if self._pad_kv else 0
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        before = self._table.num_rows
+        stay = self._table.release(request_ids)
+        if len(stay) < before:
+            index = self._index(stay)
+            for slab in (*self._keys, *self._values, self._positions):
+                slab[: len(stay)] = slab[index]
+            self._positions[len(stay) :] = _HOLE
+
+    @property
+    def kv_usage(self) -> KVUsage:
+        held = self._table.num_rows * self._table.num_slots * self._spec.bytes_per_token()
+        return KVUsage(held, self._peak_held, self._peak_pool)
+
+    def _index(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._spec.device, non_blocking=True)
+
+    def _reserve(self, num_slots: int) -> None:
+        """Make the slab at least ``[rows in use, num_slots]``."""
+        rows, slots = self._positions.shape
+        if rows < self._table.num_rows or slots < num_slots:
+            rows = max(rows, self._table.num_rows)
+            slots = max(slots, -(-num_slots // _SLOT_ROUNDING) * _SLOT_ROUNDING)
+            for slabs in (self._keys, self._values):
+                slabs[:] = [_enlarged(slab, rows, slots, 0) for slab in slabs]
+            self._positions = _enlarged(self._positions, rows, slots, _HOLE)
+        self._peak_pool = max(self._peak_pool, rows * slots * self._spec.bytes_per_token())
+
+
+def _enlarged(old: torch.Tensor, rows: int, slots: int, fill: int) -> torch.Tensor:
+    new = old.new_full((rows, slots, *old.shape[2:]), fill)
+    new[: old.shape[0], : old.shape[1]] = old
+    return new
