@@ -1,0 +1,159 @@
+"""Turns the topics of Python's own documentation into documents, the texts to train on, and prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import textwrap
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from random import Random
+
+__all__ = ["DemoPrompt", "Document", "digest", "documents", "make_prompts", "training_texts"]
+
+# A title and its underline; documents begin there.
+_HEADING = re.compile(r"""^(?=\S[^\n]*\n([*=~^"#-])\1{2,}\n)""", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\n\s*\n")
+# The minimum keeps "i.e." and the like from ending a sentence.
+_FIRST_SENTENCE = re.compile(r'.{30,}?\.(?=\s+["A-Z]|\Z)', re.DOTALL)
+
+_MARKER = "In short:"
+_MIN_DOCUMENT = 150  # characters
+_PROSE = range(100, 420)  # characters of a paragraph that can be restated
+_FULL_LINE = 45  # characters; prose is wrapped at about 70, code and tables have shorter lines
+_CONTINUE_LENGTH = range(130, 750)  # characters of a prompt; about 3.2 are a token
+_RESTATE_LENGTH = range(330, 750)
+_MIN_REST = 80  # characters that a passage leaves to continue with
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPrompt:
+    """One prompt: an id that outputs and errors name it by, and its text."""
+
+    prompt_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One section of the documentation: a name, and its paragraphs as pydoc prints them."""
+
+    name: str
+    paragraphs: tuple[str, ...]
+
+
+def documents() -> list[Document]:
+    """The sections of the running Python's `pydoc_data.topics`, in the order of the topics' names.
+
+    Topics repeat each other's sections; a section most of whose paragraphs came before is left out.
+    """
+    from pydoc_data.topics import topics
+
+    found: list[Document] = []
+    seen: set[str] = set()
+    for topic, text in sorted(topics.items()):
+        for number, section in enumerate(_sections(text)):
+            paragraphs = tuple(piece.rstrip() for piece in _BLANK_LINES.split(section.strip("\n")) if piece.strip())
+            new = [paragraph for paragraph in paragraphs if paragraph not in seen]
+            if len(section) >= _MIN_DOCUMENT and 2 * len(new) >= len(paragraphs):
+                found.append(Document(f"{topic}-{number}", paragraphs))
+                seen.update(new)
+    return found
+
+
+def digest(docs: Seq[Document]) -> str:
+    """SHA-256 of all paragraphs, in hexadecimal."""
+    return hashlib.sha256("\n\n".join(paragraph for doc in docs for paragraph in doc.paragraphs).encode()).hexdigest()
+
+
+def training_texts(docs: Seq[Document], rng: Random) -> Iterator[str]:
+    """Texts without end: the rest of a document from some paragraph on, or a passage and its restatement."""
+    starts = [_starts(doc) for doc in docs]
+    sizes = [len(doc.paragraphs) for doc in docs]
+    prose = [found for doc in docs if len(found := _prose(doc)) >= 2]
+    pool = sorted({paragraph for found in prose for paragraph in found})
+    while True:
+        if rng.random() < 0.5:
+            (chosen,) = rng.choices(range(len(docs)), sizes)
+            # Beginnings would be rare otherwise: only one start of a document shows them, but many show its end.
+            start = 0 if rng.random() < 0.3 else rng.choice(starts[chosen])
+            yield "\n\n".join(docs[chosen].paragraphs[start:])
+            continue
+        size = rng.choice(_RESTATE_LENGTH)
+        if rng.random() < 0.5:
+            paragraphs = rng.choice(prose)
+            passage = _passage(paragraphs, rng.randrange(len(paragraphs) - 1), size)
+        else:
+            # Paragraphs that do not belong together: what comes next has to be read off the passage.
+            passage = _passage(rng.sample(pool, 8), 0, size)
+        yield f"{_restate_prompt(passage)}\n\n" + "\n\n".join(_first_sentence(paragraph) for paragraph in passage)
+
+
+def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
+    """Two prompts of each document that has enough text: to continue a passage, and to restate one.
+
+    They come by turns and in an order that mixes topics and does not change when some documents do.
+    """
+    kinds: list[list[DemoPrompt]] = [[], []]
+    for doc in sorted(docs, key=lambda doc: digest([doc])):
+        rng = Random(digest([doc]))
+        to_continue = _continue_prompt(doc, rng)
+        if to_continue is not None:
+            kinds[0].append(DemoPrompt(f"{doc.name}-continue", to_continue))
+        paragraphs = _prose(doc)
+        if len(paragraphs) >= 2:
+            passage = _passage(paragraphs, rng.randrange(len(paragraphs) - 1), rng.choice(_RESTATE_LENGTH))
+            kinds[1].append(DemoPrompt(f"{doc.name}-restate", _restate_prompt(passage)))
+    return [prompt for pair in zip(*kinds, strict=False) for prompt in pair]
+
+
+def _sections(text: str) -> list[str]:
+    cuts = sorted({0, len(text), *(match.start() for match in _HEADING.finditer(text))})
+    return [text[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+
+
+def _starts(doc: Document) -> list[int]:
+    """Paragraphs that a passage may begin with: those that are not a part of what stands before them."""
+    return [index for index, paragraph in enumerate(doc.paragraphs) if index == 0 or not paragraph[0].isspace()]
+
+
+def _continue_prompt(doc: Document, rng: Random) -> str | None:
+    """The beginning of a passage, up to the end of some word; ``None`` if the document is too short."""
+    size = rng.choice(_CONTINUE_LENGTH)
+    passages = ["\n\n".join(doc.paragraphs[start:]) for start in _starts(doc)]
+    passages = [passage for passage in passages if len(passage) >= size + _MIN_REST]
+    if not passages:
+        return None
+    return rng.choice(passages)[:size].rsplit(maxsplit=1)[0].rstrip()
+
+
+def _prose(doc: Document) -> list[str]:
+    """The paragraphs that are plain sentences, without their indentation."""
+    found = []
+    for paragraph in doc.paragraphs:
+        text = textwrap.dedent(paragraph)
+        *full, last = text.split("\n")
+        plain = text[0].isupper() and text[-1] == "." and not any(line[0].isspace() for line in (*full, last))
+        if plain and len(text) in _PROSE and min(map(len, full), default=_FULL_LINE) >= _FULL_LINE:
+            found.append(text)
+    return found
+
+
+def _passage(paragraphs: Seq[str], start: int, size: int) -> list[str]:
+    """Paragraphs from `start` on, at least two, and more while they stay within `size` characters."""
+    passage = list(paragraphs[start : start + 2])
+    for paragraph in paragraphs[start + 2 :]:
+        if sum(map(len, passage)) + len(paragraph) > size:
+            break
+        passage.append(paragraph)
+    return passage
+
+
+def _restate_prompt(passage: Seq[str]) -> str:
+    return "\n\n".join((*passage, _MARKER))
+
+
+def _first_sentence(paragraph: str) -> str:
+    match = _FIRST_SENTENCE.match(paragraph)
+    return match[0] if match else paragraph

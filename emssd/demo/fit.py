@@ -1,0 +1,139 @@
+"""Makes the parts of the embedded pair: the tokenizer, the token rows to train on, and a trained OPT model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import OPTForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["MAX_POSITIONS", "Shape", "build_model", "fit", "token_rows", "train_tokenizer"]
+
+MAX_POSITIONS = 512
+_PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
+_REPORT_EVERY = 50  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Size of one OPT model."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `vocab_size` tokens that puts ``<s>`` in front of what it encodes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_PAD, _BOS, _EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{_BOS} $A", pair=f"{_BOS} $A $B", special_tokens=[(_BOS, backend.token_to_id(_BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=_PAD,
+        bos_token=_BOS,
+        eos_token=_EOS,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def token_rows(texts: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
+    """Rows of `MAX_POSITIONS` token ids: texts between ``<s>`` and ``</s>``, the last one cut.
+
+    Every row starts with a text, as a prompt does.
+    """
+    backend = tokenizer.backend_tokenizer  # unlike `tokenizer` itself, does not warn of long texts
+    end = tokenizer.convert_tokens_to_ids(_EOS)
+    row: list[int] = []
+    for text in texts:
+        row += [*backend.encode(text).ids, end]
+        if len(row) >= MAX_POSITIONS:
+            yield row[:MAX_POSITIONS]
+            row = []
+
+
+def build_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> OPTForCausalLM:
+    """An OPT model with random weights and without dropout."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        word_embed_proj_dim=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        ffn_dim=4 * shape.hidden_size,
+        max_position_embeddings=MAX_POSITIONS,
+        do_layer_norm_before=True,
+        dropout=0.0,
+        attention_dropout=0.0,
+        layerdrop=0.0,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return OPTForCausalLM(config)
+
+
+def fit(
+    model: OPTForCausalLM, rows: Iterator[list[int]], steps: int, rows_per_step: int, learning_rate: float, label: str
+) -> float:
+    """Train `model` in place for `steps` steps and print the progress after `label`.
+
+    Returns:
+        The loss in nats a token, a mean over the last steps.
+    """
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    warmup = max(1, min(100, steps // 10))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+    )
+    model.train()
+    losses: list[float] = []
+    began = time.perf_counter()
+    for step in range(1, steps + 1):
+        loss = _loss(model, torch.tensor(list(islice(rows, rows_per_step))))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses = [*losses, loss.item()][-_REPORT_EVERY:]
+        if step % _REPORT_EVERY == 0 or step == steps:
+            elapsed = time.perf_counter() - began
+            left = elapsed / step * (steps - step)
+            mean = sum(losses) / len(losses)
+            print(f"{label}: step {step}/{steps}, loss {mean:.3f}, {elapsed:.0f} s, {left:.0f} s left", flush=True)
+    model.eval()
+    return sum(losses) / len(losses)
+
+
+def _loss(model: OPTForCausalLM, input_ids: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the next token; `input_ids` is ``[rows, MAX_POSITIONS]``."""
+    from torch.nn.functional import cross_entropy
+
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())

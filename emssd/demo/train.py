@@ -1,0 +1,99 @@
+"""Trains the embedded pair anew: ``python -m emssd.demo.train --out DIR``.
+
+The text is the documentation that the running Python carries, so the same seed, Python version and library versions
+are needed to get the same weights again; TRAINING.json says which they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from emssd.demo.corpus import Document, digest, documents, training_texts
+from emssd.demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import OPTForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["main"]
+
+_VOCAB_SIZE = 2048
+_SHAPES = {"target": Shape(256, 4, 4), "draft": Shape(128, 2, 2)}
+_LEARNING_RATES = {"target": 1.5e-3, "draft": 3e-3}
+
+
+def main(argv: Seq[str] | None = None) -> None:
+    """Train tokenizer, target and draft, and write them with a TRAINING.json to the folder of ``--out``."""
+    import torch
+    import transformers
+
+    args = _arguments(argv)
+    began = time.perf_counter()
+    torch.set_num_threads(args.threads)
+    docs = documents()
+    tokenizer = train_tokenizer(("\n\n".join(doc.paragraphs) for doc in docs), _VOCAB_SIZE)
+    steps = {"target": args.steps, "draft": args.draft_steps}
+    losses = {}
+    for name in _SHAPES:
+        model, losses[name] = _train(name, docs, tokenizer, steps[name], args)
+        _save(model, tokenizer, args.out / name)
+    record = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "corpus_sha256": digest(docs),
+        "seed": args.seed,
+        "threads": args.threads,
+        "rows_per_step": args.rows,
+        "steps": steps,
+        "final_losses": {name: round(loss, 4) for name, loss in losses.items()},
+        "wall_seconds": round(time.perf_counter() - began),
+    }
+    (args.out / "TRAINING.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {args.out}")
+
+
+def _arguments(argv: Seq[str] | None) -> Any:
+    parser = argparse.ArgumentParser(
+        prog="python -m emssd.demo.train", description="Train the embedded pair from Python's own documentation."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for target/, draft/ and TRAINING.json")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2400, help="for the target (default: %(default)s)")
+    parser.add_argument("--draft-steps", type=int, default=2400, help="for the draft (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=2, help="rows of 512 tokens in a step (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def _train(
+    name: str, docs: Seq[Document], tokenizer: PreTrainedTokenizerFast, steps: int, args: Any
+) -> tuple[OPTForCausalLM, float]:
+    """A trained model and its final loss; each model draws its own numbers, so one can be trained without the other."""
+    import torch
+
+    torch.manual_seed(args.seed)
+    model = build_model(_SHAPES[name], tokenizer)
+    rows = token_rows(training_texts(docs, Random(f"{name} {args.seed}")), tokenizer)
+    loss = fit(model, rows, steps, args.rows, _LEARNING_RATES[name], name)
+    return model, loss
+
+
+def _save(model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write model and tokenizer: weights in float16 to save space, in a config that says float32 to compute exactly."""
+    import torch
+
+    halves = {name: value.to(torch.float16) for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(folder, state_dict=halves)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
