@@ -122,7 +122,7 @@ class AttentionBackend(ABC):
         """Once a step: reserve room for the new tokens and prepare indices and masks.
 
         A request id that is new begins an empty row. Row ``i`` attends causally to its first ``kv_lens[i]``
-        tokens, the new ones being the last of them.
+        tokens, the new ones being the last of them. Padding among the inputs may carry any valid id and position.
         """
 
     @abstractmethod
@@ -144,7 +144,12 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def commit(self, kept: Kept) -> int:
-        """After verification, drop the KV of rejected tokens. Returns the KV slots newly lost to padding."""
+        """After verification, drop the KV of rejected tokens.
+
+        Returns:
+            KV slots newly lost to padding by the last step: holes in rows that were shorter than the batch's longest,
+            at prefill also those of shorter prompts. 0 where KV is not padded.
+        """
 
     @abstractmethod
     def release(self, request_ids: Iterable[str]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import MissingMandatoryValue, OmegaConf
 
 from emssd.config import RunConfig, conf_dir, register_configs
-from emssd.errors import EmssdError, PluginError
+from emssd.errors import ConfigError, EmssdError
 from emssd.registry import KINDS, Registry
 
 if TYPE_CHECKING:
@@ -26,58 +27,76 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point of ``emssd`` and ``python -m emssd``. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # not a line for every attempt to reach the hub
     warnings.showwarning = lambda message, *_, **__: print(f"emssd: warning: {message}", file=sys.stderr)
     try:
         registry = Registry()
+        register_configs(registry)
         _check_choices(sys.argv[1:], registry)
+        _compose_and_run(registry)
     except EmssdError as error:
         _fail(error)
-    register_configs(registry)
+    except KeyboardInterrupt:
+        print("emssd: interrupted; what was finished is in the output folder", file=sys.stderr)
+        sys.exit(130)
 
+
+def _compose_and_run(registry: Registry) -> None:
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def run(config: DictConfig) -> None:
         from emssd.job import run_job
 
+        output_dir = Path(config.output_dir)
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            output_dir /= str(HydraConfig.get().job.num)
         try:
-            output_dir = Path(config.output_dir)
-            if HydraConfig.get().mode is RunMode.MULTIRUN:
-                output_dir /= str(HydraConfig.get().job.num)
-            options = OmegaConf.to_object(config)
-            assert isinstance(options, RunConfig)
-            run_job(options, output_dir, OmegaConf.to_yaml(config), registry)
+            run_job(_options(config), output_dir, OmegaConf.to_yaml(config), registry)
         except EmssdError as error:
-            _fail(error)
-        except KeyboardInterrupt:
-            print("emssd: interrupted; what was finished is in the output folder", file=sys.stderr)
-            sys.exit(130)
+            _fail(error)  # here, because Hydra would print a traceback of it
 
     run()
 
 
-def _check_choices(arguments: list[str], registry: Registry) -> None:
-    """Explain ``drafter=NAME`` and ``backend=NAME`` better than a missing config file would.
+def _options(config: DictConfig) -> RunConfig:
+    """The composed options as dataclasses.
 
     Raises:
-        PluginError: a plugin of that name failed to load, or cannot run here.
+        ConfigError: one that has no default is not given.
+    """
+    try:
+        options = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} is not given and has no default; add {error.full_key}=VALUE") from error
+    assert isinstance(options, RunConfig)
+    return options
+
+
+def _check_choices(arguments: list[str], registry: Registry) -> None:
+    """Explain ``drafter=NAME`` and its like better than a missing config file would.
+
+    Raises:
+        PluginError: there is no such name, a plugin of that name failed to load, or it cannot run here.
+        ConfigError: there is no such model preset.
     """
     for argument in arguments:
-        key, separator, value = argument.partition("=")
-        if separator and key in KINDS:
-            for name in value.split(","):
-                if not _has_preset(key, name):
-                    registry.find(key, name)
-        if separator and key == "model" and not _has_preset("model", value) and value != "hf":
-            presets = ", ".join(sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml")))
-            raise PluginError(
-                f"unknown model preset {value!r}; presets are {presets}. "
-                f"For a folder or an id of the Hugging Face hub write model.path={value}"
-            )
+        group, given, value = argument.partition("=")
+        for name in value.split(",") if given and group in (*KINDS, "model") else ():
+            presets = _presets(group)
+            if name in presets or not re.fullmatch(r"[\w.-]*", name):  # Hydra judges its sweep functions itself
+                continue
+            if group in KINDS:
+                registry.find(group, name, presets)
+            elif name != "hf":
+                raise ConfigError(
+                    f"unknown model preset {name!r}; presets are {', '.join(presets)}. "
+                    f"For a folder or an id of the Hugging Face hub write model.path={name}"
+                )
 
 
-def _has_preset(group: str, name: str) -> bool:
-    return (conf_dir() / group / f"{name}.yaml").is_file()
+def _presets(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
-def _fail(error: EmssdError) -> None:
+def _fail(error: EmssdError) -> NoReturn:
     print(f"emssd: error: {error}", file=sys.stderr)
     sys.exit(2)

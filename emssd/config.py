@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from emssd.hookspecs import Spec
 from emssd.registry import KINDS, Registry
 
 __all__ = ["Check", "ModelConfig", "RunConfig", "conf_dir", "register_configs"]
@@ -80,6 +82,20 @@ def register_configs(registry: Registry) -> None:
     store.store(group="model", name="hf", node=ModelConfig, provider="emssd")
     for kind in KINDS:
         for spec in registry.specs(kind):
-            # The plugin's own dataclass, and the name by which its node is found again after composition.
-            node = dataclasses.make_dataclass(spec.config.__name__, [("name", str, spec.name)], bases=(spec.config,))
-            store.store(group=kind, name=spec.name, node=node, provider=registry.source(kind, spec.name))
+            try:
+                node = _options_node(spec)
+            except OmegaConfBaseException as error:  # of its many, all say that a field's type or default cannot be
+                reason = str(error).partition("\n")[0]
+                registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")
+            else:
+                store.store(group=kind, name=spec.name, node=node, provider=registry.source(kind, spec.name))
+
+
+def _options_node(spec: Spec) -> DictConfig:
+    """The plugin's own dataclass, and the name by which its node is found again after composition."""
+    options = dataclasses.make_dataclass(spec.config.__name__, [("name", str, spec.name)], bases=(spec.config,))
+    node: DictConfig = OmegaConf.structured(options)
+    for _, child in node.items_ex(resolve=False):
+        if isinstance(child, DictConfig) and OmegaConf.get_type(child) is dict:
+            OmegaConf.set_struct(child, False)  # an option that is a dictionary takes any key
+    return node

@@ -141,13 +141,26 @@ def emssd_prompt_sources() -> list[Spec]:
     ]
 
 
-def truncated(ids: list[int], config: SourceConfig, room: int) -> list[int]:
-    """`ids` cut to `config.max_prompt_tokens`, or to `room` where that is not set, as `config.truncate` says."""
-    limit = config.max_prompt_tokens if config.max_prompt_tokens is not None else room
-    if config.truncate is Truncate.none or len(ids) <= limit:
+def truncated(ids: list[int], config: SourceConfig, room: int, name: str) -> list[int]:
+    """`ids` of prompt `name` cut to `config.max_prompt_tokens`, or to `room` if that is not set.
+
+    Raises:
+        PromptError: too many tokens, and ``truncate`` is ``none``; or there is no room at all.
+    """
+    limit = room if config.max_prompt_tokens is None else config.max_prompt_tokens
+    if config.truncate is Truncate.none:
+        if config.max_prompt_tokens is not None and len(ids) > limit:
+            raise PromptError(
+                f"prompt {name} has {len(ids)} tokens, and data.max_prompt_tokens is {limit}; "
+                f"raise it, or cut prompts with data.truncate=left or data.truncate=right"
+            )
         return ids
     if limit < 1:
-        raise PromptError(f"no room for prompts: max_prompt_tokens is {limit}; lower max_new_tokens or raise it")
+        raise PromptError(
+            f"max_new_tokens leaves {limit} tokens for prompts; lower it by {1 - limit} or more"
+            if config.max_prompt_tokens is None
+            else f"data.max_prompt_tokens is {limit}; it must be at least 1"
+        )
     return ids[-limit:] if config.truncate is Truncate.left else ids[:limit]
 
 
@@ -159,7 +172,7 @@ def _demo(config: DemoConfig) -> list[Prompt]:
 
 def _text(config: TextConfig) -> list[Prompt]:
     path = _existing(config.path)
-    text = path.read_text(encoding="utf-8")
+    text = _read(path)
     if config.unit is Unit.file:
         pieces = [(1, text)]
     elif config.unit is Unit.line:
@@ -207,18 +220,29 @@ def _existing(name: str) -> Path:
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Pairs of place and record; empty lines are skipped."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{path.name}:{number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise PromptError(f"{place} is not JSON: {error.msg} at column {error.colno}") from error
-            if not isinstance(record, dict):
-                raise PromptError(f"{place} is {type(record).__name__}, not a JSON object with fields")
-            yield place, record
+    for number, line in enumerate(_read(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{path.name}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise PromptError(
+                f"{place} is not JSON: {error.msg} at column {error.colno}; data=jsonl wants one JSON object per line, "
+                f"and data=text reads plain text"
+            ) from error
+        if not isinstance(record, dict):
+            raise PromptError(f"{place} is a {type(record).__name__}; data=jsonl wants one JSON object per line")
+        yield place, record
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _prompts(records: Iterable[tuple[str, dict[str, Any]]], config: JSONLConfig | DatasetConfig) -> list[Prompt]:
@@ -228,21 +252,34 @@ def _prompts(records: Iterable[tuple[str, dict[str, Any]]], config: JSONLConfig 
     chosen = ((place, record) for place, record in records if wanted(record))
     prompts = [_prompt(place, record, config) for place, record in islice(chosen, config.limit)]
     if not prompts:
-        raise PromptError(f"the prompt source holds no prompts{f' where {config.where}' if config.where else ''}")
+        where = " and ".join(f"{name}={value}" for name, value in config.where.items())
+        raise PromptError(f"no prompt has {where}; change data.where" if where else f"{config.path} holds no prompts")
     if len({prompt.prompt_id for prompt in prompts}) < len(prompts):
         raise PromptError(f"data.id_field={config.id_field} gives several prompts the same id; choose another field")
     return prompts
 
 
 def _prompt(place: str, record: dict[str, Any], config: JSONLConfig | DatasetConfig) -> Prompt:
-    try:
-        text = record[config.field] if config.template is None else config.template.format(**record)
-        prompt_id = str(record[config.id_field]) if config.id_field else place
-    except (KeyError, IndexError) as error:
-        raise PromptError(
-            f"{place} has no field {error}; it has {', '.join(map(repr, record))}. "
-            f"Set data.field=NAME or data.template='…{{NAME}}…'"
-        ) from error
+    has = f"it has {', '.join(map(repr, record))}"
+    for name in (config.id_field, config.field if config.template is None else None):
+        if name is not None and name not in record:
+            raise PromptError(
+                f"{place} has no field {name!r}; {has}. Choose with data.field, data.template and data.id_field"
+            )
+    prompt_id = str(record[config.id_field]) if config.id_field else place
+    if config.template is not None:
+        return Prompt(prompt_id, _filled(config.template, record, f"{place} does not fit data.template; {has}"))
+    text = record[config.field]
     if not isinstance(text, str):
-        raise PromptError(f"{place}: field {config.field!r} is {type(text).__name__}, not text; try data.template")
+        raise PromptError(
+            f"{place}: field {config.field!r} holds a value of type {type(text).__name__}, not text; "
+            f"choose another with data.field, or make text of it with \"data.template='{{{config.field}}}'\""
+        )
     return Prompt(prompt_id, text)
+
+
+def _filled(template: str, record: dict[str, Any], complaint: str) -> str:
+    try:
+        return template.format(**record)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:  # what str.format raises
+        raise PromptError(f"{complaint}. {template!r} gives {type(error).__name__}: {error}") from error

@@ -148,8 +148,13 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
     """Hold a drafter to its interface.
 
     Raises:
-        DraftError: wrong number of rows, more than the budget, a tree, or ids outside the vocabulary.
+        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, a tree, or ids outside the vocabulary.
     """
+    if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
+        raise DraftError(
+            f"its token_ids are {draft.token_ids.dtype} of {draft.token_ids.ndim} dimensions; "
+            f"give one int64 tensor of all rows' tokens"
+        )
     if draft.num_rows != len(batch) or draft.indptr[0] != 0 or draft.indptr[-1] != draft.token_ids.numel():
         raise DraftError(
             f"its draft has {draft.num_rows} rows over {draft.token_ids.numel()} tokens (indptr {draft.indptr}), "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -174,26 +175,38 @@ class Engine:
         return [done[str(i)] for i in range(len(done))]
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
-        """Decode requests; yields in finish order. Closing the iterator early frees what still runs."""
+        """Decode requests; yields in finish order. Closing the iterator early frees what still runs.
+
+        Raises:
+            ConfigError: two requests have the same id, or the engine is still busy with other requests.
+        """
+        if self.scheduler.has_work:
+            raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
+        requests = list(requests)
+        if len({request.request_id for request in requests}) < len(requests):
+            raise ConfigError("two requests have the same request_id; make them unique")
         self.report = RunReport()
         for request in requests:
             self.scheduler.add(request)
         try:
-            while len(self.scheduler.select()):
+            while self.scheduler.has_work:
                 for sequence in self.step():
                     yield self._generation(sequence)
         finally:
-            while len(left := self.scheduler.select()):
-                self._retire(list(left))
+            while self.scheduler.has_work:
+                with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
+                    self._retire(list(self.scheduler.select()))
 
     def _propose(self, batch: Batch) -> Draft:
-        budget = self.scheduler.budget(batch, self.drafter.num_speculative_tokens, self.target.max_model_len)
+        budget = tuple(self.scheduler.budget(batch, self.drafter.num_speculative_tokens, self.target.max_model_len))
         before = [len(row.tokens) for row in batch]
         try:
             draft = self.drafter.propose(batch, budget)
         except Exception as error:
             raise PluginError(f"drafter {self.drafter_name} failed in propose: {error!r}") from error
         try:
+            if not isinstance(draft, Draft):
+                raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.draft.Draft")
             if before != [len(row.tokens) for row in batch]:
                 raise DraftError("it changed the tokens of the batch, which it may only read")
             check_draft(draft, batch, budget, self.target.vocab_size)
@@ -221,12 +234,16 @@ class Engine:
         except Exception as error:
             raise PluginError(f"drafter {self.drafter_name} failed in observe: {error!r}") from error
 
+    @torch.inference_mode()  # an early close comes from outside of `step`, and a backend may write in place
     def _retire(self, sequences: list[Sequence]) -> None:
         if sequences:
             request_ids = [sequence.request_id for sequence in sequences]
             self.scheduler.retire(sequences)
             self.backend.release(request_ids)
-            self.drafter.release(request_ids)
+            try:
+                self.drafter.release(request_ids)
+            except Exception as error:
+                raise PluginError(f"drafter {self.drafter_name} failed in release: {error!r}") from error
 
     def _generation(self, sequence: Sequence) -> Generation:
         assert sequence.finish_reason is not None

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from emssd.assembly import assemble, make_backend
 from emssd.check import CheckReport, compare
 from emssd.config import RunConfig
-from emssd.data import Prompt, truncated
+from emssd.data import Prompt, SourceConfig, truncated
 from emssd.engine import Engine, Generation
 from emssd.errors import ConfigError
 from emssd.model import load_model
@@ -38,12 +38,9 @@ def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Reg
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    _check_numbers(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    if config.max_new_tokens < 1 or config.batch_size < 1:
-        raise ConfigError(
-            f"max_new_tokens is {config.max_new_tokens} and batch_size is {config.batch_size}; both must be at least 1"
-        )
     console = Console()
     with OutputFolder(output_dir, config_text) as output:
         prompts: list[Prompt] = list(registry.find("data", config.data.name).build(config.data))
@@ -73,6 +70,15 @@ def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Reg
     return metrics
 
 
+def _check_numbers(config: RunConfig) -> None:
+    numbers = {name: getattr(config, name) for name in ("batch_size", "max_new_tokens", "num_threads")}
+    if isinstance(config.data, SourceConfig):
+        numbers["data.limit"] = config.data.limit
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} is {number}; it must be at least 1")
+
+
 def _engine(config: RunConfig, registry: Registry, baseline: Engine | None = None) -> Engine:
     """The engine of `config`, or plain greedy decoding with the target of `baseline`."""
     if baseline is not None:
@@ -95,7 +101,9 @@ def _requests(config: RunConfig, engine: Engine, prompts: list[Prompt]) -> list[
     names = [prompt.prompt_id for prompt in prompts]
     texts = [prompt.text for prompt in prompts]
     unlimited = encode_prompts(texts, engine.tokenizer, 2**62, target.vocab_size, names)
-    ids = [truncated(tokens, config.data, room) for tokens in unlimited]
+    ids = unlimited
+    if isinstance(config.data, SourceConfig):  # a plugin's source may cut its prompts in its own way
+        ids = [truncated(tokens, config.data, room, name) for tokens, name in zip(unlimited, names, strict=True)]
     encode_prompts(ids, None, target.max_model_len, target.vocab_size, names)
     eos = frozenset[int]() if config.ignore_eos else engine.eos_token_ids
     return [Request(name, tuple(tokens), config.max_new_tokens, eos) for name, tokens in zip(names, ids, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,11 @@ __all__ = ["TargetModel", "load_model"]
 
 # Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
 ATTENTION_NAME = "emssd"
+
+_WHAT_TO_GIVE = (
+    "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
+    "model."
+)
 
 Attend = Callable[[int, LayerSpec, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -49,8 +55,8 @@ class TargetModel:
         AttentionInterface.register(ATTENTION_NAME, _attention)
         self.model: Any = model  # Transformers' own annotations do not describe how its models are called
         model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
+        model_support.check_config(model.config, type(model))
         self.max_model_len = model_support.resolve_max_model_len(model.config, max_model_len)
-        model_support.check_config(model.config, type(model), self.max_model_len)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -164,7 +170,7 @@ def load_model(
     Raises:
         ConfigError: no such model, dtype or device. UnsupportedModelError: see `TargetModel`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from emssd import model_support
 
@@ -172,25 +178,36 @@ def load_model(
     torch_dtype, torch_device = _resolve_dtype(dtype), _resolve_device(device)
     try:
         config = AutoConfig.from_pretrained(source)
-        limit = model_support.resolve_max_model_len(config, max_model_len)
-        model_support.check_config(config, None, limit)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        model_support.check_config(config, None)
+        model_support.resolve_max_model_len(config, max_model_len)
+        tokenizer = _load_tokenizer(path, source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(
-            f"cannot load model.path={path!r}: {_first_line(error)} Give a local folder with config.json and weights, "
-            f"a model id of the Hugging Face hub, or 'demo' for the embedded model."
-        ) from error
+        raise ConfigError(f"cannot load model.path={path!r}: {_first_line(error)} {_WHAT_TO_GIVE}") from error
     model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
     return TargetModel(model, max_model_len=max_model_len), tokenizer
+
+
+def _load_tokenizer(path: str, source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path={path!r} has no tokenizer that Transformers can load; save the model's there with "
+            f"tokenizer.save_pretrained(folder)"
+        ) from error
 
 
 def _source(path: str) -> str:
     """The folder of an embedded model, or `path` itself."""
     embedded = {"demo": "target", "demo-draft": "draft"}
     if path not in embedded:
+        if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+            raise ConfigError(f"cannot load model.path={path!r}: there is no such folder. {_WHAT_TO_GIVE}")
         return path
     from emssd.demo import model_path
 
@@ -219,5 +236,5 @@ def _resolve_device(name: str) -> torch.device:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    first = text[0] if text else type(error).__name__
+    first = text[0].rstrip(" :,") if text else type(error).__name__
     return first if first.endswith((".", "!")) else first + "."

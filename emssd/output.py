@@ -28,12 +28,13 @@ class OutputFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            (path / "metrics.json").unlink(missing_ok=True)  # of an earlier run; it would not fit the new rows
+            (path / "config.yaml").write_text(config, encoding="utf-8")
             self._generations = (path / "generations.jsonl").open("w", encoding="utf-8")
         except OSError as error:
             raise OutputError(
-                f"cannot write to output_dir={path}: {error}. Set output_dir to a writable folder"
+                f"cannot write to output_dir={path}: {error.strerror}; set output_dir to a writable folder"
             ) from error
-        self._write("config.yaml", config)
 
     def __enter__(self) -> OutputFolder:
         return self
@@ -45,7 +46,7 @@ class OutputFolder:
             self._generations.close()
         except OSError as failed:
             if error is None:
-                raise OutputError(f"cannot finish {self._generations.name}: {failed}") from failed
+                raise OutputError(f"cannot finish {self._generations.name}: {failed.strerror}") from failed
 
     def write_generation(self, prompt_id: str, prompt: str, generation: Generation) -> None:
         """Append one finished row."""
@@ -63,14 +64,15 @@ class OutputFolder:
             self._generations.write(json.dumps(record, ensure_ascii=False) + "\n")
             self._generations.flush()
         except OSError as error:
-            raise OutputError(f"cannot write {self._generations.name}: {error}; rows before it are kept") from error
+            raise OutputError(
+                f"cannot write {self._generations.name}: {error.strerror}; the rows before are kept. "
+                f"Make room, or set output_dir to another disk"
+            ) from error
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """Write ``metrics.json``."""
-        self._write("metrics.json", json.dumps(metrics, indent=2) + "\n")
-
-    def _write(self, name: str, text: str) -> None:
+        path = self.path / "metrics.json"
         try:
-            (self.path / name).write_text(text, encoding="utf-8")
+            path.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise OutputError(f"cannot write {self.path / name}: {error}") from error
+            raise OutputError(f"cannot write {path}: {error.strerror}; the rows are in {self.path}") from error

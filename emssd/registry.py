@@ -60,53 +60,56 @@ class Registry:
 
     def __init__(self, group: Iterable[EntryPoint] | None = None) -> None:
         self.records: list[PluginRecord] = []
-        self._specs: dict[tuple[str, str], Spec] = {}
-        self._sources: dict[tuple[str, str], str] = {}
+        self._offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
         points = entry_points(group="emssd") if group is None else group
         for point in sorted(points, key=lambda point: point.name):
             distribution = point.dist.name if point.dist else "?"
             version = point.dist.version if point.dist else "?"
             try:
-                self._load(point, distribution, version)
+                offers = self._load(point, distribution, version)
             except Exception as error:  # whatever a stranger's module raises must not take the others down
-                reason = f"{type(error).__name__}: {error}"
-                self.records.append(PluginRecord("plugin", point.name, distribution, version, "failed", reason))
-                message = f"plugin {point.name!r} of {distribution} {version} is not loaded: {reason}"
-                if os.environ.get("EMSSD_STRICT") == "1":
-                    raise PluginError(message) from error
-                warnings.warn(message, PluginWarning, stacklevel=2)
+                reason = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+                self._report(PluginRecord("plugin", point.name, distribution, version, "failed", reason))
+            else:
+                self._offers |= offers
+                self.records.extend(record for _, record in offers.values())
 
     def names(self, kind: str) -> list[str]:
         """Names of what is offered, sorted."""
-        return sorted(name for known, name in self._specs if known == kind)
+        return sorted(name for known, name in self._offers if known == kind)
 
     def specs(self, kind: str) -> list[Spec]:
         """What is offered, sorted by name."""
-        return [self._specs[kind, name] for name in self.names(kind)]
+        return [self._offers[kind, name][0] for name in self.names(kind)]
 
     def source(self, kind: str, name: str) -> str:
         """Distribution and version behind a name."""
-        return self._sources[kind, name]
+        record = self._offers[kind, name][1]
+        return f"{record.distribution} {record.version}"
 
-    def find(self, kind: str, name: str) -> Spec:
+    def find(self, kind: str, name: str, presets: Iterable[str] = ()) -> Spec:
         """What is offered as `name`.
+
+        Args:
+            presets: names of presets that the caller knows beside the plugins, for the message.
 
         Raises:
             PluginError: no such name (with what there is), its plugin failed, or it cannot run here.
         """
-        spec = self._specs.get((kind, name))
-        if spec is None:
-            message = f"unknown {kind} {name!r}; choose one of {', '.join(self.names(kind))}"
-            failed = [record for record in self.records if record.state == "failed"]
-            for record in failed:
-                message += (
-                    f". Plugin {record.name!r} ({record.distribution} {record.version}) failed to load: {record.reason}"
-                )
-            raise PluginError(message)
-        reason = spec.unavailable() if spec.unavailable else None
-        if reason:
-            raise PluginError(f"{kind} {name!r} is not available: {reason}.")
+        if (kind, name) not in self._offers:
+            message = f"unknown {kind} {name!r}; choose one of {', '.join(sorted({*self.names(kind), *presets}))}"
+            failed = (record for record in self.records if record.state == "failed")
+            raise PluginError(". ".join([message, *map(_failure, failed)]))
+        spec, record = self._offers[kind, name]
+        if record.state == "unavailable":
+            raise PluginError(f"{kind} {name!r} is not available: {record.reason}.")
         return spec
+
+    def withdraw(self, kind: str, name: str, reason: str) -> None:
+        """Offer `name` no longer, because of a fault found after loading; reported as if loading had failed."""
+        _, record = self._offers.pop((kind, name))
+        self.records.remove(record)
+        self._report(dataclasses.replace(record, state="failed", reason=reason))
 
     def resolve(self, kind: str, choice: Any) -> tuple[Spec, Any]:
         """The spec and config of `choice`: a name, or an instance of a plugin's config dataclass.
@@ -124,30 +127,51 @@ class Registry:
             f"{kind} is a {type(choice).__name__}; give a name ({', '.join(self.names(kind))}) or a plugin's config"
         )
 
-    def _load(self, point: EntryPoint, distribution: str, version: str) -> None:
+    def _report(self, record: PluginRecord) -> None:
+        self.records.append(record)
+        if os.environ.get("EMSSD_STRICT") == "1":
+            raise PluginError(_failure(record))
+        warnings.warn(_failure(record), PluginWarning, stacklevel=2)
+
+    def _load(
+        self, point: EntryPoint, distribution: str, version: str
+    ) -> dict[tuple[str, str], tuple[Spec, PluginRecord]]:
+        """All that one entry point offers; all or nothing."""
         manager = pluggy.PluginManager("emssd")
         manager.add_hookspecs(hookspecs)
         manager.register(point.load(), name=point.name)
         manager.check_pending()  # a misspelt hook is an error, not silence
-        offered: list[tuple[str, Spec]] = []
+        offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
         for kind, hook in KINDS.items():
-            for specs in getattr(manager.hook, hook)():
-                offered.extend((kind, spec) for spec in specs)
-        if not offered:
-            raise PluginError(f"it implements none of the hooks {', '.join(KINDS.values())}")
-        for kind, spec in offered:
-            self._check(kind, spec)
-        for kind, spec in offered:
-            self._specs[kind, spec.name] = spec
-            self._sources[kind, spec.name] = f"{distribution} {version}"
-            reason = spec.unavailable() if spec.unavailable else None
-            state = "unavailable" if reason else "ready"
-            self.records.append(PluginRecord(kind, spec.name, distribution, version, state, reason or ""))
+            for spec in _specs(getattr(manager.hook, hook)(), hook):
+                if known := offers.get((kind, spec.name)) or self._offers.get((kind, spec.name)):
+                    raise PluginError(f"{kind} {spec.name!r} is already offered by {known[1].distribution}")
+                _check_config(spec.config, f"{kind} {spec.name!r}")
+                reason = spec.unavailable() if spec.unavailable else None
+                state = "unavailable" if reason else "ready"
+                record = PluginRecord(kind, spec.name, distribution, version, state, reason or "")
+                offers[kind, spec.name] = spec, record
+        if not offers:
+            raise PluginError(f"none of the hooks {', '.join(KINDS.values())} returns anything")
+        return offers
 
-    def _check(self, kind: str, spec: Any) -> None:
-        if not isinstance(spec, Spec):
-            raise PluginError(f"hook {KINDS[kind]} returned {spec!r}, not a list of emssd.hookspecs.Spec")
-        if not (isinstance(spec.config, type) and dataclasses.is_dataclass(spec.config)):
-            raise PluginError(f"the config of {kind} {spec.name!r} is not a dataclass")
-        if (kind, spec.name) in self._specs:
-            raise PluginError(f"{kind} {spec.name!r} is already offered by {self._sources[kind, spec.name]}")
+
+def _specs(results: list[Any], hook: str) -> list[Spec]:
+    """What a hook returned, as one list."""
+    for result in results:
+        if not isinstance(result, list) or not all(isinstance(spec, Spec) for spec in result):
+            raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.hookspecs.Spec")
+    return [spec for result in results for spec in result]
+
+
+def _check_config(config: Any, owner: str) -> None:
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        raise PluginError(f"the config of {owner} is {config!r}, not a dataclass")
+    if config.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # not in typeshed
+        raise PluginError(f"the config of {owner} is a frozen dataclass, whose options could not be set")
+    if "name" in {field.name for field in dataclasses.fields(config)}:
+        raise PluginError(f"the config of {owner} has a field 'name', which is taken by the plugin's own name")
+
+
+def _failure(record: PluginRecord) -> str:
+    return f"{record.kind} {record.name!r} of {record.distribution} {record.version} is not loaded: {record.reason}"

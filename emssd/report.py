@@ -34,10 +34,10 @@ def print_report(console: Console, metrics: dict[str, Any]) -> None:
 
     row("tokens/s, decoding only", "decode_tokens_per_second", ".1f", ratio=True)
     row("tokens/s, end to end", "tokens_per_second", ".1f", ratio=True)
-    row("mean acceptance length τ (bonus token counted)", "mean_acceptance_length", ".2f")
+    row("acceptance length τ (bonus included)", "mean_acceptance_length", ".2f")
     row("drafted tokens accepted", "draft_acceptance_rate", ".1%")
     row("padding per new token (decoding)", "padding_per_new_token", ".1%")
-    row("padding ratio δ̄/τmax, if rows were aligned", "padding_ratio", ".1%")
+    row("padding ratio δ̄/τmax (rows aligned)", "padding_ratio", ".1%")
     row("steps", "num_steps", ",d")
     row("new tokens", "num_new_tokens", ",d")
     for label, key in (("KV cache, peak held", "kv_peak_bytes"), ("KV cache, peak allocated", "kv_peak_pool_bytes")):

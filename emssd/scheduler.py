@@ -18,6 +18,11 @@ class Scheduler(ABC):
     def add(self, request: Request) -> None:
         """Queue a request."""
 
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+
     @abstractmethod
     def select(self) -> Batch:
         """The rows of the next step; empty only when nothing is left to do."""
@@ -51,6 +56,10 @@ class StaticScheduler(Scheduler):
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
 
     def select(self) -> Batch:
         if not self._running:

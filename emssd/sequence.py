@@ -38,7 +38,7 @@ class Sequence:
     """A request while it runs.
 
     Invariant between steps once the prompt is computed: ``num_cached == len(tokens) - 1``, as the newest token
-    has no KV yet.
+    has no KV yet. (A row that EOS has just cut may have more, until it is released.)
 
     Attributes:
         tokens: prompt and generated token ids. Drafters read it; only the engine appends to it.

@@ -76,7 +76,9 @@ class RunReport:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    wasted_share_sum: float = 0.0
+    decode_steps: int = 0
+    decode_padding: int = 0
+    padding_ratio_sum: float = 0.0
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
     kv_usage: KVUsage = field(default_factory=KVUsage)
 
@@ -90,15 +92,17 @@ class RunReport:
         self.num_accepted += sum(step.acceptance) - len(step.acceptance)
         self.input_padding += step.input_padding
         self.kv_padding += step.kv_padding
-        longest = max(step.acceptance)
-        self.wasted_share_sum += (longest - sum(step.acceptance) / len(step.acceptance)) / longest
         for length in step.acceptance:
             self.acceptance_histogram[length] = self.acceptance_histogram.get(length, 0) + 1
         for phase, seconds in step.seconds.items():
             self.seconds[phase] += seconds
         if not step.is_prefill:
+            longest = max(step.acceptance)
+            self.decode_steps += 1
             self.decode_tokens += step.num_new_tokens
             self.decode_seconds += sum(step.seconds.values())
+            self.decode_padding += step.input_padding + step.kv_padding
+            self.padding_ratio_sum += (longest - sum(step.acceptance) / len(step.acceptance)) / longest
 
     @property
     def total_seconds(self) -> float:
@@ -122,18 +126,17 @@ class RunReport:
 
     def metrics(self) -> dict[str, Any]:
         """All metrics as plain values, with the names of ``docs/metrics.md``."""
-        row_steps, new_tokens = max(self.num_row_steps, 1), max(self.num_new_tokens, 1)
         return {
             "decode_tokens_per_second": self.decode_tokens_per_second,
             "tokens_per_second": self.tokens_per_second,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_histogram": {str(k): v for k, v in sorted(self.acceptance_histogram.items())},
             "draft_acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
-            "mean_draft_length": self.num_drafted / row_steps,
-            "padding_per_new_token": (self.input_padding + self.kv_padding) / new_tokens,
+            "mean_draft_length": self.num_drafted / max(self.num_row_steps, 1),
+            "padding_per_new_token": self.decode_padding / max(self.decode_tokens, 1),
             "input_padding_tokens": self.input_padding,
             "kv_padding_slots": self.kv_padding,
-            "padding_ratio": self.wasted_share_sum / max(self.num_steps, 1),
+            "padding_ratio": self.padding_ratio_sum / max(self.decode_steps, 1),
             "num_steps": self.num_steps,
             "num_row_steps": self.num_row_steps,
             "num_computed_tokens": self.num_tokens,

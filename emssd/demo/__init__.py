@@ -3,7 +3,7 @@
 Example:
     >>> from emssd import demo
     >>> demo.prompts(limit=2)[0].prompt_id  # doctest: +SKIP
-    'typesseq-3-continue'
+    'integers-0-continue'
     >>> demo.model_path("draft").name
     'draft'
 """
@@ -46,14 +46,15 @@ def model_path(name: str) -> Path:
 def prompts(limit: int | None = None) -> list[DemoPrompt]:
     """Prompts that the embedded target knows: passages to continue and passages to restate, by turns.
 
-    They are made from the documentation that the running Python carries, so another Python version has slightly
-    different ones; with one version they and their order are always the same.
+    They are made from the documentation that the running Python carries, so another Python version has
+    slightly different ones; with one version they and their order are always the same.
 
     Args:
         limit: only the first so many; all of them (about 200) by default.
 
     Raises:
         ConfigError: a negative limit.
+        PromptError: this Python was installed without its documentation.
     """
     from emssd.demo.corpus import documents, make_prompts
 

@@ -8,7 +8,10 @@ import textwrap
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
+
+from emssd.errors import PromptError
 
 __all__ = ["DemoPrompt", "Document", "digest", "documents", "make_prompts", "training_texts"]
 
@@ -47,14 +50,24 @@ def documents() -> list[Document]:
     """The sections of the running Python's `pydoc_data.topics`, in the order of the topics' names.
 
     Topics repeat each other's sections; a section most of whose paragraphs came before is left out.
+
+    Raises:
+        PromptError: this Python has no `pydoc_data`.
     """
-    from pydoc_data.topics import topics
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise PromptError(
+            "this Python was installed without its documentation (module pydoc_data), which the prompts of "
+            "the demo are made from; use another prompt source, such as data=text data.path=FILE"
+        ) from error
 
     found: list[Document] = []
     seen: set[str] = set()
     for topic, text in sorted(topics.items()):
         for number, section in enumerate(_sections(text)):
-            paragraphs = tuple(piece.rstrip() for piece in _BLANK_LINES.split(section.strip("\n")) if piece.strip())
+            pieces = _BLANK_LINES.split(section.strip("\n"))
+            paragraphs = tuple(piece.rstrip() for piece in pieces if piece.strip())
             new = [paragraph for paragraph in paragraphs if paragraph not in seen]
             if len(section) >= _MIN_DOCUMENT and 2 * len(new) >= len(paragraphs):
                 found.append(Document(f"{topic}-{number}", paragraphs))
@@ -64,7 +77,8 @@ def documents() -> list[Document]:
 
 def digest(docs: Seq[Document]) -> str:
     """SHA-256 of all paragraphs, in hexadecimal."""
-    return hashlib.sha256("\n\n".join(paragraph for doc in docs for paragraph in doc.paragraphs).encode()).hexdigest()
+    text = "\n\n".join(paragraph for doc in docs for paragraph in doc.paragraphs)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def training_texts(docs: Seq[Document], rng: Random) -> Iterator[str]:
@@ -76,7 +90,7 @@ def training_texts(docs: Seq[Document], rng: Random) -> Iterator[str]:
     while True:
         if rng.random() < 0.5:
             (chosen,) = rng.choices(range(len(docs)), sizes)
-            # Beginnings would be rare otherwise: only one start of a document shows them, but many show its end.
+            # Beginnings would be rare otherwise: one start of a document shows them, but many show its end.
             start = 0 if rng.random() < 0.3 else rng.choice(starts[chosen])
             yield "\n\n".join(docs[chosen].paragraphs[start:])
             continue
@@ -87,7 +101,7 @@ def training_texts(docs: Seq[Document], rng: Random) -> Iterator[str]:
         else:
             # Paragraphs that do not belong together: what comes next has to be read off the passage.
             passage = _passage(rng.sample(pool, 8), 0, size)
-        yield f"{_restate_prompt(passage)}\n\n" + "\n\n".join(_first_sentence(paragraph) for paragraph in passage)
+        yield "\n\n".join((_restate_prompt(passage), *map(_first_sentence, passage)))
 
 
 def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
@@ -110,12 +124,12 @@ def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
 
 def _sections(text: str) -> list[str]:
     cuts = sorted({0, len(text), *(match.start() for match in _HEADING.finditer(text))})
-    return [text[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+    return [text[begin:end] for begin, end in pairwise(cuts)]
 
 
 def _starts(doc: Document) -> list[int]:
     """Paragraphs that a passage may begin with: those that are not a part of what stands before them."""
-    return [index for index, paragraph in enumerate(doc.paragraphs) if index == 0 or not paragraph[0].isspace()]
+    return [index for index, text in enumerate(doc.paragraphs) if index == 0 or not text[0].isspace()]
 
 
 def _continue_prompt(doc: Document, rng: Random) -> str | None:

@@ -1,10 +1,11 @@
-"""Makes the parts of the embedded pair: the tokenizer, the token rows to train on, and a trained OPT model."""
+"""Makes the parts of the embedded pair: the tokenizer, rows of tokens to train on, and trained OPT models."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ __all__ = ["MAX_POSITIONS", "Shape", "build_model", "fit", "token_rows", "train_
 MAX_POSITIONS = 512
 _PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
 _REPORT_EVERY = 50  # steps
+_WARMUP = 20  # steps
+_MUON_RATE, _ADAMW_RATE = 0.025, 5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     backend.post_processor = processors.TemplateProcessing(
         single=f"{_BOS} $A", pair=f"{_BOS} $A $B", special_tokens=[(_BOS, backend.token_to_id(_BOS))]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         tokenizer_object=backend,
         pad_token=_PAD,
         bos_token=_BOS,
@@ -62,11 +65,11 @@ def token_rows(texts: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> Iter
 
     Every row starts with a text, as a prompt does.
     """
-    backend = tokenizer.backend_tokenizer  # unlike `tokenizer` itself, does not warn of long texts
-    end = tokenizer.convert_tokens_to_ids(_EOS)
+    encode = tokenizer.backend_tokenizer.encode  # unlike `tokenizer` itself, does not warn of long texts
+    eos_token_id = int(tokenizer.eos_token_id)
     row: list[int] = []
     for text in texts:
-        row += [*backend.encode(text).ids, end]
+        row += [*encode(text).ids, eos_token_id]
         if len(row) >= MAX_POSITIONS:
             yield row[:MAX_POSITIONS]
             row = []
@@ -97,7 +100,12 @@ def build_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> OPTForCausa
 
 
 def fit(
-    model: OPTForCausalLM, rows: Iterator[list[int]], steps: int, rows_per_step: int, learning_rate: float, label: str
+    model: OPTForCausalLM,
+    rows: Iterator[list[int]],
+    *,
+    steps: int,
+    rows_per_step: int,
+    label: str,
 ) -> float:
     """Train `model` in place for `steps` steps and print the progress after `label`.
 
@@ -106,29 +114,44 @@ def fit(
     """
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = max(1, min(100, steps // 10))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
-    )
+    optimizers = _optimizers(model)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, partial(_rate, steps=steps)) for each in optimizers]
     model.train()
     losses: list[float] = []
     began = time.perf_counter()
     for step in range(1, steps + 1):
         loss = _loss(model, torch.tensor(list(islice(rows, rows_per_step))))
-        optimizer.zero_grad()
-        loss.backward()
+        model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         losses = [*losses, loss.item()][-_REPORT_EVERY:]
         if step % _REPORT_EVERY == 0 or step == steps:
             elapsed = time.perf_counter() - began
             left = elapsed / step * (steps - step)
-            mean = sum(losses) / len(losses)
-            print(f"{label}: step {step}/{steps}, loss {mean:.3f}, {elapsed:.0f} s, {left:.0f} s left", flush=True)
-    model.eval()
+            state = f"loss {sum(losses) / len(losses):.3f}, {elapsed:.0f} s, {left:.0f} s left"
+            print(f"{label}: step {step}/{steps}, {state}", flush=True)
     return sum(losses) / len(losses)
+
+
+def _optimizers(model: OPTForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings and vectors."""
+    import torch
+
+    from emssd.demo.muon import Muon
+
+    params = dict(model.named_parameters())
+    hidden = [name for name, param in params.items() if param.dim() == 2 and "embed" not in name]
+    rest = [param for name, param in params.items() if name not in hidden]
+    adamw = torch.optim.AdamW(rest, lr=_ADAMW_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    return [Muon([params[name] for name in hidden], lr=_MUON_RATE), adamw]
+
+
+def _rate(step: int, steps: int) -> float:
+    """Share of the learning rate: a short rise, then a straight fall to zero."""
+    return min((step + 1) / _WARMUP, (steps - step) / steps)
 
 
 def _loss(model: OPTForCausalLM, input_ids: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Trains the embedded pair anew: ``python -m emssd.demo.train --out DIR``.
 
-The text is the documentation that the running Python carries, so the same seed, Python version and library versions
-are needed to get the same weights again; TRAINING.json says which they were.
+The text is the documentation that the running Python carries, so the same weights come only from the same
+seed, Python version, library versions and number of threads; TRAINING.json says which they were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ __all__ = ["main"]
 
 _VOCAB_SIZE = 2048
 _SHAPES = {"target": Shape(256, 4, 4), "draft": Shape(128, 2, 2)}
-_LEARNING_RATES = {"target": 1.5e-3, "draft": 3e-3}
 
 
 def main(argv: Seq[str] | None = None) -> None:
@@ -61,14 +60,13 @@ def main(argv: Seq[str] | None = None) -> None:
 
 
 def _arguments(argv: Seq[str] | None) -> Any:
-    parser = argparse.ArgumentParser(
-        prog="python -m emssd.demo.train", description="Train the embedded pair from Python's own documentation."
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for target/, draft/ and TRAINING.json")
+    description = "Train the embedded pair from Python's own documentation."
+    parser = argparse.ArgumentParser(prog="python -m emssd.demo.train", description=description)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the models and TRAINING.json")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=2400, help="for the target (default: %(default)s)")
-    parser.add_argument("--draft-steps", type=int, default=2400, help="for the draft (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=2, help="rows of 512 tokens in a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="for the target (default: %(default)s)")
+    parser.add_argument("--draft-steps", type=int, default=1000, help="for the draft (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=4, help="of 512 tokens, in a step (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     return parser.parse_args(argv)
 
@@ -76,22 +74,23 @@ def _arguments(argv: Seq[str] | None) -> Any:
 def _train(
     name: str, docs: Seq[Document], tokenizer: PreTrainedTokenizerFast, steps: int, args: Any
 ) -> tuple[OPTForCausalLM, float]:
-    """A trained model and its final loss; each model draws its own numbers, so one can be trained without the other."""
+    """A trained model and its final loss; what one model draws does not depend on the other."""
     import torch
 
     torch.manual_seed(args.seed)
     model = build_model(_SHAPES[name], tokenizer)
     rows = token_rows(training_texts(docs, Random(f"{name} {args.seed}")), tokenizer)
-    loss = fit(model, rows, steps, args.rows, _LEARNING_RATES[name], name)
-    return model, loss
+    return model, fit(model, rows, steps=steps, rows_per_step=args.rows, label=name)
 
 
 def _save(model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write model and tokenizer: weights in float16 to save space, in a config that says float32 to compute exactly."""
+    """Write model and tokenizer. Weights are stored in float16 to save space; the config asks for float32."""
     import torch
 
-    halves = {name: value.to(torch.float16) for name, value in model.state_dict().items() if name != "lm_head.weight"}
-    model.save_pretrained(folder, state_dict=halves)
+    weights = {name: value.to(torch.float16) for name, value in model.state_dict().items()}
+    del weights["lm_head.weight"]  # tied to the embeddings
+    model.save_pretrained(folder, state_dict=weights)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private; installed files must not be
     tokenizer.save_pretrained(folder)
 
 

@@ -28,7 +28,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": _GROUPED | {"use_sliding_window": False},
     "qwen3": _GROUPED,
     "mistral": _GROUPED | {"sliding_window": 7},
-    "gemma2": _GROUPED | {"sliding_window": 7, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+    "gemma2": _GROUPED
+    | {"sliding_window": 7, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     "gpt_neox": _COMMON,
     "phi": _COMMON,
@@ -62,10 +63,10 @@ def tiny_model(
     config = AutoConfig.for_model(architecture, **(values | overrides))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]  # as below
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(0.0, std)
     model.generation_config.eos_token_id = 2
-    return model.eval()  # type: ignore[no-any-return, no-untyped-call]  # Transformers' loaders have no annotations
+    return model.eval()  # type: ignore[no-any-return]  # Transformers' loaders have no annotations

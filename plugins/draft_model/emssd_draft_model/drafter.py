@@ -18,7 +18,7 @@ from emssd.draft import Draft, Drafter, DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd.packing import pack, pack_one
-from emssd.sequence import Batch
+from emssd.sequence import Batch, Sequence
 from emssd_draft_model import DraftModelConfig
 
 __all__ = ["DraftModelDrafter"]
@@ -62,7 +62,7 @@ class DraftModelDrafter(Drafter):
         """Load the model of `config`.
 
         Raises:
-            ConfigError: it does not share the target's vocabulary, or is shorter than the target.
+            ConfigError: it does not share the target's vocabulary.
         """
         model, tokenizer = context.load_model(config.path)
         _check_vocabulary(config.path, model, tokenizer, context)
@@ -70,11 +70,7 @@ class DraftModelDrafter(Drafter):
         return cls(model, backend, context.vocab_size, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        # Beyond its own length limit the draft model drafts nothing.
-        limits = [
-            max(0, min(limit, self._model.max_model_len - len(row.tokens)))
-            for row, limit in zip(batch, budget, strict=True)
-        ]
+        limits = [self._limit(row, limit) for row, limit in zip(batch, budget, strict=True)]
         rows = [
             _Row(row.request_id, row.tokens, self._num_cached.get(row.request_id, 0))
             for row, limit in zip(batch, limits, strict=True)
@@ -107,6 +103,13 @@ class DraftModelDrafter(Drafter):
         self._backend.release(request_ids)
         for request_id in request_ids:
             self._num_cached.pop(request_id, None)
+
+    def _limit(self, row: Sequence, budget: int) -> int:
+        """How much to draft: nothing beyond the draft model's length, nor after ids that only the target knows."""
+        limit = min(budget, self._model.max_model_len - len(row.tokens))
+        if limit <= 0 or max(row.tokens[self._num_cached.get(row.request_id, 0) :]) >= self._model.vocab_size:
+            return 0
+        return limit
 
     def _catch_up(self, rows: list[_Row]) -> torch.Tensor:
         """Compute what is not cached. Returns the first drafted token of each row, ``[r]``."""

@@ -18,7 +18,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def _shared() -> Path:
-    return Path(__file__).resolve().parents[2] / "shared"
+    return Path(__file__).resolve().parents[1] / "shared"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,135 @@
+"""Adversarial drafters: perfect, always wrong, random, EOS-injecting, scripted. None may change what is generated."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from emssd.draft import Draft, Drafter
+from emssd.sequence import Batch, Sequence
+
+__all__ = ["ChainDrafter", "EosDrafter", "PerfectDrafter", "RandomDrafter", "ScriptedDrafter", "WrongDrafter"]
+
+
+class ChainDrafter(Drafter):
+    """Drafts each row by itself; what the drafters of this module have in common.
+
+    Args:
+        vocab_size: of the target.
+        num_speculative_tokens: the most tokens drafted for one row in one step.
+        references: what the target alone generates, by request id or by prompt (a tuple of token ids). A row without
+            one is drafted for as if its reference were empty.
+    """
+
+    def __init__(
+        self, vocab_size: int, num_speculative_tokens: int = 4, references: Mapping[Any, Seq[int]] | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.num_speculative_tokens = num_speculative_tokens
+        self._references = references or {}
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.from_chains(self.chain(row, limit)[:limit] for row, limit in zip(batch, budget, strict=True))
+
+    @abstractmethod
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        """Draft for one row; what lies beyond `limit` is cut off."""
+
+    def upcoming(self, row: Sequence) -> list[int]:
+        """What the target is going to generate for `row` from here on, as far as the reference tells."""
+        reference = self._references.get(row.request_id, self._references.get(row.request.prompt_ids, ()))
+        return list(reference[len(row.output_ids) :])
+
+
+class PerfectDrafter(ChainDrafter):
+    """Drafts exactly what the target is going to generate, so that all of it must be accepted."""
+
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        return self.upcoming(row)
+
+
+class WrongDrafter(ChainDrafter):
+    """Drafts a wrong first token and right ones behind it: nothing may be accepted. Needs the references."""
+
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        upcoming = self.upcoming(row)
+        return [(upcoming[0] + 1) % self.vocab_size, *upcoming[1:]] if upcoming else []
+
+
+class RandomDrafter(ChainDrafter):
+    """Drafts of random length, none included: a right beginning of random length, then random ids.
+
+    Args:
+        vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
+        seed: of everything random.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_speculative_tokens: int = 4,
+        references: Mapping[Any, Seq[int]] | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(vocab_size, num_speculative_tokens, references)
+        self._random = random.Random(seed)
+
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        length = self._random.randint(0, limit)
+        right = self.upcoming(row)[: self._random.randint(0, length)]
+        return right + [self._random.randrange(self.vocab_size) for _ in range(length - len(right))]
+
+
+class EosDrafter(RandomDrafter):
+    """Drafts like `RandomDrafter`, with an EOS at a random place: behind right tokens, in rubbish, first or last.
+
+    Args:
+        eos_token_ids: the ids to inject, at least one.
+        vocab_size, num_speculative_tokens, references, seed: see `RandomDrafter`.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: Iterable[int],
+        vocab_size: int,
+        num_speculative_tokens: int = 4,
+        references: Mapping[Any, Seq[int]] | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(vocab_size, num_speculative_tokens, references, seed=seed)
+        self._eos_token_ids = sorted(eos_token_ids)
+
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        chain = super().chain(row, limit)
+        if chain:
+            chain[self._random.randrange(len(chain))] = self._random.choice(self._eos_token_ids)
+        return chain
+
+
+class ScriptedDrafter(ChainDrafter):
+    """Follows a script, so that Hypothesis can draw, and shrink, all that a drafter does.
+
+    Args:
+        script: the ``i``-th time that a row is drafted for, entry ``i`` modulo the script's length tells how many right
+            tokens come first and which ids follow them; ids wrap around at the vocabulary size.
+        vocab_size, num_speculative_tokens, references: see `ChainDrafter`.
+    """
+
+    def __init__(
+        self,
+        script: Seq[tuple[int, Seq[int]]],
+        vocab_size: int,
+        num_speculative_tokens: int = 4,
+        references: Mapping[Any, Seq[int]] | None = None,
+    ) -> None:
+        super().__init__(vocab_size, num_speculative_tokens, references)
+        self._script = script
+
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        num_right, rest = self._script[row.num_steps % len(self._script)]
+        return self.upcoming(row)[:num_right] + [token % self.vocab_size for token in rest]

@@ -1,0 +1,229 @@
+"""A state machine that drives an attention backend through random histories beside the dense reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
+from emssd.draft import Draft
+from emssd.packing import PackedInputs, pack, pack_one
+from emssd.testing.oracle import DenseBackend
+from emssd.testing.strategies import kv_layers
+
+__all__ = ["BackendMachine"]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence of tokens that are all different, so that every key ever written can be told from every other."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int = 0
+
+
+class BackendMachine(RuleBasedStateMachine):
+    """Random histories: prompts, ragged drafts, rollbacks, several steps before a rollback, releases, abandoned steps.
+
+    Each forward pass of each layer is compared with `DenseBackend` for every real token; what the plan feeds the model,
+    positions, padding and the choice of logits are checked too. Inherit, say how to make the backend, and run it::
+
+        class MyMachine(BackendMachine):
+            def make_backend(self):
+                return MyBackend()
+
+        TestMyBackend = MyMachine.TestCase
+
+    Attributes:
+        layers: strategy of the layers of the model; draws that the backend does not support are passed over.
+        dtype, device, atol: of the tensors, and the largest difference from the reference that is rounding.
+        max_batch_size, max_model_len: no history goes beyond them.
+    """
+
+    layers: st.SearchStrategy[tuple[LayerSpec, ...]] = kv_layers()
+    dtype = torch.float64
+    device = torch.device("cpu")
+    atol = 1e-10
+    max_batch_size = 4
+    max_model_len = 96
+
+    def make_backend(self) -> AttentionBackend:
+        """A backend that is not allocated yet."""
+        raise NotImplementedError
+
+    @initialize(data=st.data(), seed=st.integers(0, 2**16))
+    def allocate(self, data: st.DataObject, seed: int) -> None:
+        """Begin with an empty cache for drawn layers."""
+        layers = data.draw(self.layers, label="layers")
+        self.spec = KVCacheSpec(layers, self.dtype, self.device, self.max_batch_size, self.max_model_len)
+        self.backend, self.dense = self.make_backend(), DenseBackend()
+        assume(not self.backend.unsupported(self.spec))
+        self.backend.allocate(self.spec)
+        self.dense.allocate(self.spec)
+        self._rows: list[_Row] = []
+        self._num_ids = self._num_requests = 0
+        self._peak = KVUsage()
+        self._generator = torch.Generator().manual_seed(seed)
+        self._waves: dict[tuple[int, str], torch.Tensor] = {}
+
+    @precondition(lambda self: len(self._rows) < self.max_batch_size)
+    @rule(length=st.integers(1, 24))
+    def admit(self, length: int) -> None:
+        """A new sequence with a prompt."""
+        self._num_requests += 1
+        self._rows.append(_Row(f"request-{self._num_requests}", self._new_ids(length)))
+
+    @precondition(lambda self: self._rows)
+    @rule(data=st.data(), num_steps=st.integers(1, 4))
+    def verify(self, data: st.DataObject, num_steps: int) -> None:
+        """Engine steps for some rows in any order: ragged drafts, of which each row accepts its own number."""
+        rows = self._pick(data)
+        for _ in range(num_steps):
+            self._verify([row for row in rows if self._room(row) > 0], data)
+
+    def _verify(self, rows: list[_Row], data: st.DataObject) -> None:
+        if not rows:
+            return
+        lengths = [data.draw(st.integers(0, min(7, self._room(row))), label="drafted") for row in rows]
+        chains = [self._new_ids(length) for length in lengths]
+        self._step(pack(rows, Draft.from_chains(chains), self.device))
+        for row, chain in zip(rows, chains, strict=True):
+            accepted = data.draw(st.integers(0, len(chain)), label="accepted")
+            row.num_cached = len(row.tokens) + accepted
+            row.tokens = row.tokens + chain[:accepted] + self._new_ids(1)
+        self._commit(rows)
+
+    @precondition(lambda self: self._rows)
+    @rule(data=st.data())
+    def draft(self, data: st.DataObject) -> None:
+        """What a draft model does: catch up, decode some rows further and further, and only then roll back."""
+        rows = [row for row in self._pick(data) if self._room(row) > 0]
+        if not rows:
+            return
+        wanted = [data.draw(st.integers(1, min(5, self._room(row))), label="drafted") for row in rows]
+        self._step(pack(rows, Draft.empty(len(rows)), self.device))
+        fed = [list(row.tokens) for row in rows]
+        for depth in range(1, max(wanted)):
+            active = [i for i, limit in enumerate(wanted) if limit > depth]
+            ids = self._new_ids(len(active))
+            positions = [len(fed[i]) for i in active]
+            self._step(pack_one([rows[i].request_id for i in active], torch.tensor(ids, device=self.device), positions))
+            for i, token in zip(active, ids, strict=True):
+                fed[i].append(token)
+        for row, cached in zip(rows, fed, strict=True):
+            row.num_cached = data.draw(st.integers(len(row.tokens), len(cached)), label="kept")
+            row.tokens = cached[: row.num_cached] + self._new_ids(data.draw(st.integers(1, 2), label="uncached"))
+        self._commit(rows)
+
+    @precondition(lambda self: self._rows)
+    @rule(data=st.data(), planned=st.booleans())
+    def release(self, data: st.DataObject, planned: bool) -> None:
+        """Rows leave: finished ones, or, after an error, those of a step that was `planned` and never ran."""
+        rows = self._pick(data)
+        if planned:
+            packed = pack(rows, Draft.empty(len(rows)), self.device)
+            self.backend.plan(packed)
+            self.dense.plan(packed)
+        self._release(rows)
+
+    @invariant()
+    def memory(self) -> None:
+        """What is held covers the tokens there are, nothing is held for nothing, and peaks never fall."""
+        now, exact = self.backend.kv_usage, self.dense.kv_usage
+        assert exact.held <= now.held <= now.peak_held <= now.peak_pool, f"{now} for {exact.held} bytes of KV"
+        assert now.peak_held >= self._peak.peak_held, f"the peak fell from {self._peak} to {now}"
+        assert now.peak_pool >= self._peak.peak_pool, f"the peak fell from {self._peak} to {now}"
+        assert exact.held or not now.held, f"{now.held} bytes are held for no sequence"
+        self._peak = now
+
+    def teardown(self) -> None:
+        """At the end everything can be given back."""
+        if hasattr(self, "_rows") and self._rows:
+            self._release(self._rows)
+            self.memory()
+
+    def _pick(self, data: st.DataObject) -> list[_Row]:
+        """Some rows, at least one, in any order."""
+        rows = data.draw(st.permutations(self._rows), label="rows")
+        return rows[: data.draw(st.integers(1, len(rows)), label="number of rows")]
+
+    def _room(self, row: _Row) -> int:
+        """Tokens that may be drafted for a row, and two of the target's own behind them fit; a full row waits."""
+        return self.max_model_len - len(row.tokens) - 2
+
+    def _step(self, packed: PackedInputs) -> None:
+        """Plan and run all layers in both backends, and compare."""
+        plan, expected = self.backend.plan(packed), self.dense.plan(packed)
+        places = _check_plan(plan, packed)
+        ids, dense_ids = plan.input_ids.flatten(), expected.input_ids.flatten()
+        for layer, spec in enumerate(self.spec.layers):
+            out = self.backend.forward(plan, layer, *self._qkv(ids, layer, spec))
+            right = self.dense.forward(expected, layer, *self._qkv(dense_ids, layer, spec))
+            assert out.shape == (len(ids), spec.num_qo_heads, spec.value_dim)
+            assert bool(out.isfinite().all()), "an output, if only of a padding token, is not finite"
+            for token, candidates in enumerate(places):
+                errors = (out[candidates] - right[token]).abs().flatten(1).amax(dim=1)
+                assert float(errors.min()) <= self.atol, (
+                    f"layer {layer} ({spec}) is off by {float(errors.min()):.3g} for token {token} of {packed}"
+                )
+
+    def _commit(self, rows: Seq[_Row]) -> None:
+        kept = Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows))
+        assert self.backend.commit(kept) >= 0
+        self.dense.commit(kept)
+
+    def _release(self, rows: Iterable[_Row]) -> None:
+        request_ids = [row.request_id for row in rows]
+        for backend in (self.backend, self.dense):
+            backend.release([*request_ids, "never seen"])
+        self._rows = [row for row in self._rows if row.request_id not in request_ids]
+
+    def _new_ids(self, count: int) -> list[int]:
+        self._num_ids += count
+        return list(range(self._num_ids - count, self._num_ids))
+
+    def _qkv(self, ids: torch.Tensor, layer: int, spec: LayerSpec) -> tuple[torch.Tensor, ...]:
+        """Query, key and value of each token: a function of its id, and each id stands for one token ever fed."""
+        return (
+            self._wave(ids, layer, "query", spec.num_qo_heads, spec.key_dim),
+            self._wave(ids, layer, "key", spec.num_kv_heads, spec.key_dim),
+            self._wave(ids, layer, "value", spec.num_kv_heads, spec.value_dim),
+        )
+
+    def _wave(self, ids: torch.Tensor, layer: int, what: str, heads: int, dim: int) -> torch.Tensor:
+        if (layer, what) not in self._waves:
+            self._waves[layer, what] = torch.randn(2, heads, dim, generator=self._generator, dtype=torch.float64)
+        frequency, phase = self._waves[layer, what].to(ids.device)
+        return (1.5 * torch.sin(ids[:, None, None] * (1.0 + frequency) + phase)).to(self.dtype)
+
+
+def _check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
+    """Check what the model is fed. Returns for each packed token its possible places in the flattened input.
+
+    Tokens whose logits are wanted have exactly one, as the plan tells; a prompt's others may have been repeated as
+    padding, and nothing in the interface says which of the copies is the real one.
+    """
+    assert plan.input_ids.shape == plan.position_ids.shape
+    rows, columns = plan.input_ids.shape
+    assert plan.num_padding == rows * columns - packed.num_tokens
+    pairs = list(zip(packed.input_ids.tolist(), packed.position_ids.tolist(), strict=True))
+    fed = list(zip(plan.input_ids.flatten().tolist(), plan.position_ids.flatten().tolist(), strict=True))
+    assert min(token for token, _ in fed) >= 0, "padding must be a token of the vocabulary"
+    places = [[place for place, pair in enumerate(fed) if pair == wanted] for wanted in pairs]
+    assert all(places), f"tokens {pairs} at their positions are not all among those fed: {fed}"
+    keep = plan.logits_to_keep.tolist()
+    projected = [row * columns + column for row in range(rows) for column in keep]
+    index = range(len(projected)) if plan.logit_index is None else plan.logit_index.tolist()
+    wanted_rows = packed.logit_rows.tolist()
+    assert len(index) == len(wanted_rows), f"{len(index)} rows of logits for {len(wanted_rows)} tokens"
+    for token, place in zip(wanted_rows, index, strict=True):
+        assert projected[place] in places[token], f"the logits of token {token} are taken from {fed[projected[place]]}"
+        places[token] = [projected[place]]
+    return places

@@ -1,0 +1,154 @@
+"""What is right by definition: greedy decoding that recomputes everything, and attention written out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
+from emssd.packing import PackedInputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["DenseBackend", "DensePlan", "greedy_reference"]
+
+
+@torch.inference_mode()
+def greedy_reference(
+    model: PreTrainedModel, prompt_ids: Seq[int], max_new_tokens: int, eos_token_ids: Iterable[int] = ()
+) -> list[int]:
+    """Greedy decoding of one prompt: the whole sequence again for each token, by the model's own eager attention.
+
+    Nothing of emssd is used. Of equal logits the lowest token id wins. Meant for float64, where the order in which
+    sums are taken does not change which logit is the largest.
+
+    Args:
+        model: any causal LM; left as it was.
+        prompt_ids: one prompt. It and its new tokens must fit into the model.
+        max_new_tokens: upper limit of generated tokens.
+        eos_token_ids: generation ends after the first of these.
+
+    Returns:
+        The generated token ids, EOS included.
+    """
+    anything: Any = model  # Transformers' own annotations do not describe how its models are called
+    eos, tokens, output = frozenset(eos_token_ids), list(prompt_ids), list[int]()
+    before = anything.config._attn_implementation
+    anything.config._attn_implementation = "eager"
+    try:
+        while len(output) < max_new_tokens and not (output and output[-1] in eos):
+            inputs = torch.tensor([tokens + output], device=anything.device)
+            logits = anything(input_ids=inputs, use_cache=False).logits[0, -1]
+            output.append(int(torch.argmax(logits)))
+    finally:
+        anything.config._attn_implementation = before
+    return output
+
+
+@dataclass(slots=True)
+class DensePlan(StepPlan):
+    """One step, as it was packed."""
+
+    packed: PackedInputs
+
+
+class DenseBackend(AttentionBackend):
+    """The dense reference: each sequence's keys and values one after another, one query at a time, in float64.
+
+    It shares no arithmetic with `emssd.attention.masked_attention`, and it asserts what a caller owes to a backend:
+    that the new tokens follow the cached ones without a gap, and that a commit keeps no more than there is.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[str, list[torch.Tensor]] = {}
+        self._values: dict[str, list[torch.Tensor]] = {}
+        self._lengths: dict[str, int] = {}
+        self._peak = 0
+
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        return []
+
+    def allocate(self, spec: KVCacheSpec) -> None:
+        self._spec = spec
+
+    def plan(self, packed: PackedInputs) -> DensePlan:
+        assert len(set(packed.request_ids)) == packed.num_rows <= self._spec.max_batch_size
+        positions = packed.position_ids.tolist()
+        for request_id, kv_len, new in zip(packed.request_ids, packed.kv_lens, _rows(packed), strict=True):
+            if request_id not in self._lengths:
+                layers = self._spec.layers
+                self._keys[request_id] = [self._empty(layer.num_kv_heads, layer.key_dim) for layer in layers]
+                self._values[request_id] = [self._empty(layer.num_kv_heads, layer.value_dim) for layer in layers]
+            num_cached = self._lengths.get(request_id, 0)
+            assert num_cached + (new.stop - new.start) == kv_len <= self._spec.max_model_len, (request_id, num_cached)
+            assert positions[new] == list(range(num_cached, kv_len)), request_id
+            self._lengths[request_id] = kv_len
+        self._peak = max(self._peak, self.kv_usage.held)
+        return DensePlan(
+            input_ids=packed.input_ids.unsqueeze(0),
+            position_ids=packed.position_ids.unsqueeze(0),
+            logits_to_keep=packed.logit_rows,
+            logit_index=None,
+            num_padding=0,
+            packed=packed,
+        )
+
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(plan, DensePlan)
+        packed, spec = plan.packed, self._spec.layers[layer]
+        out = query.new_empty(packed.num_tokens, spec.num_qo_heads, spec.value_dim)
+        for request_id, kv_len, new in zip(packed.request_ids, packed.kv_lens, _rows(packed), strict=True):
+            keys = torch.cat([self._keys[request_id][layer], key[new].double()])
+            values = torch.cat([self._values[request_id][layer], value[new].double()])
+            assert len(keys) == len(values) == kv_len, f"layer {layer} of {request_id} missed a step"
+            self._keys[request_id][layer], self._values[request_id][layer] = keys, values
+            for token in range(new.start, new.stop):
+                seen = slice(0, kv_len - (new.stop - 1 - token))
+                if spec.sliding_window is not None:
+                    seen = slice(max(0, seen.stop - spec.sliding_window), seen.stop)
+                out[token] = _attend(query[token].double(), keys[seen], values[seen], spec).to(out.dtype)
+        return out
+
+    def commit(self, kept: Kept) -> int:
+        for request_id, kv_len in zip(kept.request_ids, kept.kv_lens, strict=True):
+            assert 0 <= kv_len <= self._lengths[request_id], f"{request_id} keeps more than it has"
+            self._lengths[request_id] = kv_len
+            for stored in (self._keys[request_id], self._values[request_id]):
+                stored[:] = [tensor[:kv_len] for tensor in stored]
+        return 0
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            for known in (self._lengths, self._keys, self._values):
+                known.pop(request_id, None)
+
+    @property
+    def kv_usage(self) -> KVUsage:
+        return KVUsage(sum(self._lengths.values()) * self._spec.bytes_per_token(), self._peak, self._peak)
+
+    def _empty(self, num_heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(0, num_heads, dim, dtype=torch.float64, device=self._spec.device)
+
+
+def _rows(packed: PackedInputs) -> list[slice]:
+    return [slice(start, stop) for start, stop in zip(packed.qo_indptr, packed.qo_indptr[1:], strict=False)]
+
+
+def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
+    """One query ``[heads, key_dim]`` over all of ``keys [m, kv_heads, key_dim]``, head by head."""
+    heads = []
+    for head in range(layer.num_qo_heads):
+        shared = head * layer.num_kv_heads // layer.num_qo_heads
+        scores = (keys[:, shared] * query[head]).sum(dim=1) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * (scores / layer.softcap).tanh()
+        weights = (scores - scores.max()).exp()
+        heads.append((weights[:, None] * values[:, shared]).sum(dim=0) / weights.sum())
+    return torch.stack(heads)

@@ -1,0 +1,78 @@
+"""The project's checks. `nox` runs the quick ones, `nox -l` lists all; `.ci/run` shows what CI runs.
+
+Sessions without a venv of their own use the environment of nox itself, so that torch is not installed again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+BIN = Path(sys.executable).parent
+EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
+
+nox.options.sessions = ["lint", "types", "imports", "tests"]
+nox.options.error_on_external_run = False
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Style and format, with ruff."""
+    session.run(BIN / "ruff", "check", ".")
+    session.run(BIN / "ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Types, with mypy in strict mode."""
+    session.run(BIN / "mypy")
+
+
+@nox.session(venv_backend="none")
+def imports(session: nox.Session) -> None:
+    """Walls between core, plugins and libraries: the contracts in pyproject.toml."""
+    session.run(BIN / "lint-imports")
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """All tests that need no GPU, with branch coverage; at least 95 % of it."""
+    session.run(BIN / "pytest", "-n", "2", "-m", "not gpu", "--cov", "--cov-branch", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The tests that need an NVIDIA GPU; skipped, and says so, where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        session.skip("PyTorch finds no NVIDIA GPU on this machine")
+    session.run(BIN / "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def wheel(session: nox.Session) -> None:
+    """Builds sdist and wheel, installs the wheel in a fresh venv, and tests it away from the checkout."""
+    away = Path(session.create_tmp()).resolve()
+    session.run(BIN / "python", "-m", "build", "--outdir", away, ROOT, silent=True)
+    (built,) = away.glob("*.whl")
+    session.install("-c", ROOT / "constraints.txt", f"emssd[testing] @ {built.as_uri()}")
+    with session.chdir(away):
+        session.run("pytest", ROOT / "tests" / "packaging", env={"EMSSD_WHEEL": str(built)})
+
+
+@nox.session(venv_backend="none")
+def example_plugin(session: nox.Session) -> None:
+    """Installs the example beside this environment as a distribution of its own, tests it and uses it."""
+    site = Path(session.create_tmp()).resolve() / "site"
+    session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, EXAMPLE)
+    env = {"PYTHONPATH": str(site), "COLUMNS": "200"}
+    session.run(BIN / "pytest", EXAMPLE, env=env)
+    for command in ([BIN / "emssd-plugins"], [BIN / "python", "-m", "emssd", "--help"]):
+        if "repeat_last" not in str(session.run(*command, env=env, silent=True)):
+            session.error(f"{command} does not list repeat_last")
+    with session.chdir(session.create_tmp()):
+        session.run(BIN / "python", "-m", "emssd", "drafter=repeat_last", "check=greedy", "data.limit=8", env=env)

@@ -1,0 +1,221 @@
+"""The draft model's own cache never drifts from the sequences, and it never drafts what the target cannot take."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from emssd_draft_model import DraftModelConfig
+from emssd_draft_model.drafter import DraftModelDrafter
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from emssd import Engine
+from emssd.assembly import make_backend
+from emssd.draft import Draft, DrafterContext, Outcome
+from emssd.errors import ConfigError
+from emssd.model import TargetModel
+from emssd.registry import Registry
+from emssd.sequence import Batch, Request, Sequence
+from emssd.testing.models import tiny_model
+
+VOCAB_SIZE = 13
+TOKENS = st.integers(3, VOCAB_SIZE - 1)
+
+
+@cache
+def draft_model(architecture: str = "llama", vocab_size: int = VOCAB_SIZE, max_model_len: int = 128) -> TargetModel:
+    return TargetModel(tiny_model(architecture, seed=3, vocab_size=vocab_size, max_model_len=max_model_len))
+
+
+def make_drafter(model: TargetModel, num_speculative_tokens: int = 4, backend: str = "ragged") -> DraftModelDrafter:
+    allocated = make_backend(model.kv_cache_spec(4), backend, Registry())
+    return DraftModelDrafter(model, allocated, VOCAB_SIZE, num_speculative_tokens)
+
+
+def make_context(model: TargetModel, tokenizer: Any = None, target_tokenizer: Any = None) -> DrafterContext:
+    return DrafterContext(
+        vocab_size=VOCAB_SIZE,
+        max_model_len=128,
+        max_batch_size=4,
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+        tokenizer=target_tokenizer,
+        load_model=lambda path: (model, tokenizer),
+        make_backend=lambda spec: make_backend(spec, "ragged", Registry()),
+    )
+
+
+def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(num_words)})))
+
+
+def sequence(tokens: list[int], name: str = "a") -> Sequence:
+    return Sequence(Request(name, tuple(tokens), 100))
+
+
+def chains(draft: Draft) -> list[list[int]]:
+    tokens = draft.token_ids.tolist()
+    return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
+
+
+def greedy(model: TargetModel, tokens: list[int], count: int) -> list[int]:
+    """What the draft model itself continues with, without any cache."""
+    text = list(tokens)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model.model(torch.tensor([text]), use_cache=False).logits[0, -1, :VOCAB_SIZE]
+            text.append(int(logits.argmax()))
+    return text[len(tokens) :]
+
+
+# A first run of a model takes seconds, and explaining a failure minutes.
+@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@given(data=st.data())
+def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str, data: st.DataObject) -> None:
+    model = draft_model()
+    drafter = make_drafter(model, backend=backend)
+    running: list[Sequence] = []
+    admitted = 0
+    for _ in range(data.draw(st.integers(1, 6), "steps")):
+        while not running or (len(running) < 4 and data.draw(st.booleans(), "admit")):
+            running.append(sequence(data.draw(st.lists(TOKENS, min_size=1, max_size=9), "prompt"), str(admitted)))
+            admitted += 1
+        batch = Batch(tuple(running))
+        budget = data.draw(st.lists(st.integers(0, 4), min_size=len(running), max_size=len(running)), "budget")
+        with torch.inference_mode():
+            draft = drafter.propose(batch, budget)
+            fresh = make_drafter(model, backend=backend).propose(batch, budget)
+        assert draft.lengths == budget
+        assert chains(draft) == chains(fresh)
+        accepted = tuple(range(data.draw(st.integers(0, length), "accepted")) for length in draft.lengths)
+        for row, chain, taken in zip(running, chains(draft), accepted, strict=True):
+            row.tokens.extend([*chain[: len(taken)], data.draw(TOKENS, "the target's own")])
+        gone = [row for row in running if data.draw(st.booleans(), "finished")]
+        with torch.inference_mode():
+            drafter.observe(Outcome(batch, draft, accepted))
+            drafter.release([row.request_id for row in gone])
+        running = [row for row in running if row not in gone]
+    with torch.inference_mode():
+        drafter.release([row.request_id for row in running])
+    assert drafter._num_cached == {}
+    assert drafter._backend.kv_usage.held == 0
+
+
+@pytest.mark.parametrize("architecture", ["opt", "llama", "mistral"])
+def test_it_drafts_the_draft_models_own_greedy_continuation(architecture: str) -> None:
+    model = draft_model(architecture)
+    prompts = [[3, 4, 5, 6, 7, 3, 4, 5], [8], [9, 10, 9]]
+    budget = [4, 2, 3]
+    with torch.inference_mode():
+        draft = make_drafter(model).propose(Batch(tuple(map(sequence, prompts, "abc"))), budget)
+    assert chains(draft) == [greedy(model, prompt, count) for prompt, count in zip(prompts, budget, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "budget", [[0, 0, 0], [0, 3, 0], [4, 0, 1], [1, 1, 1], [0, 0, 4]], ids=lambda budget: "-".join(map(str, budget))
+)
+def test_uneven_budgets_are_filled_exactly(budget: list[int]) -> None:
+    model = draft_model()
+    prompts = [[3, 4, 5], [6], [7, 8, 9, 10]]
+    with torch.inference_mode():
+        draft = make_drafter(model).propose(Batch(tuple(map(sequence, prompts, "abc"))), budget)
+    assert chains(draft) == [greedy(model, prompt, count) for prompt, count in zip(prompts, budget, strict=True)]
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4])
+def test_a_draft_model_that_is_the_target_has_everything_accepted(num_speculative_tokens: int) -> None:
+    target = draft_model()
+    engine = Engine.from_model(target.model, drafter=make_drafter(target, num_speculative_tokens), batch_size=3)
+    done = engine.generate([[3, 4, 5, 3], [6], [7, 8]], 1 + 6 * (num_speculative_tokens + 1), ignore_eos=True)
+    for generation in done:
+        assert generation.num_accepted == generation.num_drafted == 6 * num_speculative_tokens
+        assert generation.num_steps == 7  # six full ones, and one token that was left
+
+
+def test_a_draft_model_shorter_than_the_target_drafts_nothing_beyond_its_length() -> None:
+    target = tiny_model(seed=5, vocab_size=VOCAB_SIZE, max_model_len=64)
+    short = draft_model("opt", max_model_len=16)
+    prompts = [[3, 4, 5], list(range(3, 13)) + [3] * 20]
+    expected = Engine.from_model(target, drafter="none").generate(prompts, 30, ignore_eos=True)
+    done = Engine.from_model(target, drafter=make_drafter(short)).generate(prompts, 30, ignore_eos=True)
+    assert [ours.token_ids for ours in done] == [theirs.token_ids for theirs in expected]
+    assert done[0].num_drafted > 0
+    assert done[1].num_drafted == 0
+    with torch.inference_mode():
+        drafts = [make_drafter(short).propose(Batch((sequence([3] * n),)), [4]).lengths for n in (11, 12, 14, 16, 17)]
+    assert drafts == [[4], [4], [2], [0], [0]]
+
+
+def test_ids_that_only_the_padded_vocabulary_of_the_draft_model_has_are_never_drafted() -> None:
+    model = TargetModel(tiny_model("llama", vocab_size=VOCAB_SIZE + 5))
+    with torch.no_grad():
+        weight = model.model.lm_head.weight
+        weight[VOCAB_SIZE:] = 50 * weight[:5]  # far ahead of all others wherever their sign is right
+    prompts = [[3, 4, 5], [6, 7, 8], [9, 10]]
+    batch = Batch(tuple(map(sequence, prompts, "abc")))
+    with torch.inference_mode():
+        unlimited = DraftModelDrafter(
+            model, make_backend(model.kv_cache_spec(4), "ragged", Registry()), VOCAB_SIZE + 5, 4
+        ).propose(batch, [4, 4, 4])
+        draft = make_drafter(model).propose(batch, [4, 4, 4])
+    assert int(unlimited.token_ids.max()) >= VOCAB_SIZE  # it would like to
+    assert chains(draft) == [greedy(model, prompt, 4) for prompt in prompts]
+    assert int(draft.token_ids.max()) < VOCAB_SIZE
+
+
+def test_after_ids_that_only_the_target_has_nothing_is_drafted() -> None:
+    small = draft_model(vocab_size=VOCAB_SIZE - 3)
+    rows = [sequence([3, VOCAB_SIZE - 3, 4], "a"), sequence([3, 4, 5], "b")]
+    drafter = make_drafter(small)
+    with torch.inference_mode():
+        for _ in range(3):
+            batch = Batch(tuple(rows))
+            draft = drafter.propose(batch, [4, 4])
+            assert draft.lengths == [0, 4]
+            for row in rows:
+                row.tokens.append(5)
+            drafter.observe(Outcome(batch, draft, (range(0), range(0))))
+
+
+def test_another_vocabulary_is_refused_by_the_tokenizers() -> None:
+    context = make_context(draft_model(), make_tokenizer(13), make_tokenizer(12))
+    with pytest.raises(ConfigError, match=r"its tokenizer \(13 tokens\) is not the target's \(12 tokens\)"):
+        DraftModelDrafter.load(DraftModelConfig("small-one"), context)
+
+
+def test_without_tokenizers_another_vocabulary_is_refused_by_its_size() -> None:
+    context = make_context(draft_model(vocab_size=20))
+    with pytest.raises(
+        ConfigError, match=r"draft model 'small-one' cannot draft .*its vocabulary has 20 tokens and the target's 13\."
+    ):
+        DraftModelDrafter.load(DraftModelConfig("small-one"), context)
+
+
+def test_with_the_same_tokenizer_a_vocabulary_padded_to_another_size_is_served() -> None:
+    context = make_context(draft_model(vocab_size=20), make_tokenizer(13), make_tokenizer(13))
+    drafter = DraftModelDrafter.load(DraftModelConfig("small-one", num_speculative_tokens=3), context)
+    with torch.inference_mode():
+        draft = drafter.propose(Batch((sequence([3, 4, 5]),)), [3])
+    assert draft.lengths == [3]
+    assert int(draft.token_ids.max()) < VOCAB_SIZE
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [0, -1])
+def test_a_draft_of_nothing_is_a_config_error(num_speculative_tokens: int) -> None:
+    with pytest.raises(ConfigError, match=r"drafter\.num_speculative_tokens is .*at least 1"):
+        make_drafter(draft_model(), num_speculative_tokens)
+
+
+def test_a_draft_model_that_is_not_there_is_told_with_its_path() -> None:
+    with pytest.raises(ConfigError, match="/nowhere"):
+        Engine.from_model(tiny_model(), drafter=DraftModelConfig("/nowhere"))
+
+
+def test_releasing_what_was_never_seen_is_no_error() -> None:
+    make_drafter(draft_model()).release(["never seen"])

@@ -1,0 +1,144 @@
+"""Every backend equals the dense reference after any history, and the machine that says so finds planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from emssd_padded.backend import PaddedBackend
+from emssd_ragged.backend import RaggedBackend
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, StepPlan
+from emssd.packing import PackedInputs
+from emssd.testing.machines import BackendMachine
+from emssd.testing.oracle import DenseBackend
+
+MakeBackend = Callable[[], AttentionBackend]
+
+BACKENDS: dict[str, MakeBackend] = {
+    "ragged-page-1": lambda: RaggedBackend(page_size=1),
+    "ragged-page-3": lambda: RaggedBackend(page_size=3),
+    "ragged-page-16": lambda: RaggedBackend(page_size=16),
+    "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
+    "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
+    "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
+    "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
+    "dense": DenseBackend,
+}
+
+
+def run_machine(make: MakeBackend, **changes: object) -> None:
+    machine = type("Machine", (BackendMachine,), {"make_backend": lambda self: make()})
+    options = settings(settings.default, stateful_step_count=12, **changes)
+    run_state_machine_as_test(machine, settings=options)
+
+
+@pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
+def test_backend_equals_dense_reference_after_any_history(make: MakeBackend) -> None:
+    run_machine(make, max_examples=settings.default.max_examples * 2 // 3)
+
+
+class WrongLayers(DenseBackend):
+    """Computes by other rules than those it was given."""
+
+    def __init__(self, change: Callable[[LayerSpec], LayerSpec]) -> None:
+        super().__init__()
+        self._change = change
+
+    def allocate(self, spec: KVCacheSpec) -> None:
+        super().allocate(replace(spec, layers=tuple(self._change(layer) for layer in spec.layers)))
+
+
+class RollsBackOneLess(PaddedBackend):
+    def commit(self, kept: Kept) -> int:
+        return super().commit(Kept(kept.request_ids, tuple(length + 1 for length in kept.kv_lens)))
+
+
+class RollsBackOneMore(RaggedBackend):
+    def commit(self, kept: Kept) -> int:
+        return super().commit(Kept(kept.request_ids, tuple(length - 1 for length in kept.kv_lens)))
+
+
+class ForgetsToRelease(RaggedBackend):
+    def release(self, request_ids: Iterable[str]) -> None:
+        super().release(list(request_ids)[1:])
+
+
+class LeavesHolesVisible(PaddedBackend):
+    def commit(self, kept: Kept) -> int:
+        positions = self._positions.clone()
+        lost = super().commit(kept)
+        self._positions = positions
+        return lost
+
+
+class MixesRows(PaddedBackend):
+    """Finished rows leave, and the KV of the others stays where it was."""
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._table.release(request_ids)
+
+
+class ReadsBeforeWriting(RaggedBackend):
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        out = super().forward(plan, layer, query, torch.zeros_like(key), torch.zeros_like(value))
+        super().forward(plan, layer, query, key, value)
+        return out
+
+
+class InterleavesHeads(RaggedBackend):
+    """Query head h reads KV head h modulo their number, in the place of groups of neighbours."""
+
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        groups, heads = query.shape[1] // key.shape[1], query.shape[1]
+        order = torch.arange(heads).view(groups, -1).T.flatten()
+        out = torch.empty(len(query), heads, value.shape[2], dtype=query.dtype)
+        out[:, order] = super().forward(plan, layer, query[:, order], key, value)
+        return out
+
+
+class CountsPositionsFromOne(RaggedBackend):
+    def plan(self, packed: PackedInputs) -> StepPlan:  # type: ignore[override]
+        plan = super().plan(packed)
+        plan.position_ids = plan.position_ids + 1
+        return plan
+
+
+class TakesLogitsOfTheNextToken(RaggedBackend):
+    def plan(self, packed: PackedInputs) -> StepPlan:  # type: ignore[override]
+        plan = super().plan(packed)
+        plan.logits_to_keep = (plan.logits_to_keep + 1) % packed.num_tokens
+        return plan
+
+
+FAULTS: dict[str, MakeBackend] = {
+    "window one wider": lambda: WrongLayers(
+        lambda layer: replace(layer, sliding_window=layer.sliding_window and layer.sliding_window + 1)
+    ),
+    "window ignored": lambda: WrongLayers(lambda layer: replace(layer, sliding_window=None)),
+    "softcap ignored": lambda: WrongLayers(lambda layer: replace(layer, softcap=None)),
+    "scale ignored": lambda: WrongLayers(lambda layer: replace(layer, scale=layer.key_dim**-0.5)),
+    "rolls back one less": RollsBackOneLess,
+    "rolls back one more": lambda: RollsBackOneMore(page_size=1),
+    "forgets to release": lambda: ForgetsToRelease(page_size=3),
+    "leaves holes visible": LeavesHolesVisible,
+    "mixes rows": MixesRows,
+    "reads before writing": ReadsBeforeWriting,
+    "interleaves heads": InterleavesHeads,
+    "counts positions from one": CountsPositionsFromOne,
+    "takes logits of the next token": TakesLogitsOfTheNextToken,
+}
+
+
+@pytest.mark.parametrize("make", FAULTS.values(), ids=FAULTS)
+def test_machine_finds_a_planted_fault(make: MakeBackend) -> None:
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        run_machine(make, max_examples=300, phases=[Phase.generate], derandomize=True, database=None)

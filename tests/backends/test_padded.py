@@ -1,0 +1,151 @@
+"""The padded backend's own promises: the paddings of the paper's vanilla method, counted, and holes nobody sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emssd_padded.backend import PaddedBackend, PaddedPlan
+from emssd_padded.slab import SlabTable
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.attention import Kept, KVCacheSpec, LayerSpec
+from emssd.draft import Draft
+from emssd.packing import pack
+from emssd.sequence import Request, Sequence
+from emssd.testing.strategies import step_histories
+
+LAYER = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, scale=1.0)
+SPEC = KVCacheSpec((LAYER,), torch.float64, torch.device("cpu"), max_batch_size=8, max_model_len=512)
+CELLS = [(True, True), (True, False), (False, True), (False, False)]
+each_cell = pytest.mark.parametrize(("pad_kv", "pad_inputs"), CELLS)
+
+
+def allocated(pad_kv: bool, pad_inputs: bool) -> PaddedBackend:
+    backend = PaddedBackend(pad_kv=pad_kv, pad_inputs=pad_inputs)
+    backend.allocate(SPEC)
+    return backend
+
+
+def sequences(*lengths: int) -> list[Sequence]:
+    return [Sequence(Request(str(i), tuple(range(length)), 100)) for i, length in enumerate(lengths)]
+
+
+def step(backend: PaddedBackend, rows: list[Sequence], drafted: list[int], accepted: list[int]) -> tuple[int, int]:
+    """Run one step without a model. Returns its padding: inputs, KV."""
+    packed = pack(rows, Draft.from_chains([[0] * length for length in drafted]), SPEC.device)
+    plan = backend.plan(packed)
+    for row, number in zip(rows, accepted, strict=True):
+        row.num_cached = len(row.tokens) + number
+        row.tokens += [0] * (number + 1)
+    lost = backend.commit(Kept(packed.request_ids, tuple(row.num_cached for row in rows)))
+    return plan.num_padding, lost
+
+
+@each_cell
+def test_paddings_are_those_of_the_case_analysis_in_table_1(pad_kv: bool, pad_inputs: bool) -> None:
+    # Table 1 counts the target's own token among the accepted, as acceptance length does.
+    backend, rows = allocated(pad_kv, pad_inputs), sequences(9, 9)
+    assert step(backend, rows, [0, 0], [0, 0]) == (0, 0)
+    assert step(backend, rows, [5, 2], [3, 0]) == (3 if pad_inputs else 0, 3 if pad_kv else 0)
+    assert step(backend, rows, [2, 5], [1, 5]) == (3 if pad_inputs else 0, 4 if pad_kv else 0)
+
+
+@each_cell
+@given(lengths=st.lists(st.integers(1, 12), min_size=3, max_size=3), history=step_histories(3))
+def test_paddings_are_distances_from_the_longest_row(
+    pad_kv: bool, pad_inputs: bool, lengths: list[int], history: list[list[tuple[int, int]]]
+) -> None:
+    backend, rows = allocated(pad_kv, pad_inputs), sequences(*lengths)
+    fed = lengths
+    for rates in history:
+        drafted, accepted = [list(numbers) for numbers in zip(*rates, strict=True)]
+        fed = [number + more for number, more in zip(fed, drafted, strict=True)]
+        kept = [number - rejected + got for number, rejected, got in zip(fed, drafted, accepted, strict=True)]
+        inputs = sum(max(fed) - number for number in fed) if pad_inputs else 0
+        lost = sum(max(kept) - number for number in kept) if pad_kv else 0
+        assert step(backend, rows, drafted, accepted) == (inputs, lost)
+        fed = [1, 1, 1]
+
+
+@each_cell
+def test_held_memory_is_the_rectangle_in_use(pad_kv: bool, pad_inputs: bool) -> None:
+    backend, rows = allocated(pad_kv, pad_inputs), sequences(9, 4)
+    step(backend, rows, [0, 0], [0, 0])
+    step(backend, rows, [5, 5], [1, 5])
+    # Rows of 11 and 10 tokens; with padded KV the second wrote from slot 9 on as well.
+    assert backend.kv_usage.held == 2 * (15 if pad_kv else 11) * 2 * 8
+    backend.release(["1"])
+    assert backend.kv_usage.held == 11 * 2 * 8
+    backend.release(["0"])
+    assert backend.kv_usage.held == 0
+    assert backend.kv_usage.peak_held == 2 * 15 * 2 * 8
+
+
+@each_cell
+def test_positions_count_real_tokens_whatever_is_padded(pad_kv: bool, pad_inputs: bool) -> None:
+    backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
+    step(backend, rows, [3, 3], [3, 0])  # leaves holes in the second row, where KV is padded
+    plan = backend.plan(pack(rows, Draft.from_chains([[], [7, 8]]), SPEC.device))
+    if pad_inputs:
+        assert plan.input_ids.tolist() == [[0, 0, 0], [0, 7, 8]]
+        assert plan.position_ids.tolist() == [[8, 8, 8], [2, 3, 4]]
+    else:
+        assert plan.input_ids.tolist() == [[0, 0, 7, 8]]
+        assert plan.position_ids.tolist() == [[8, 2, 3, 4]]
+
+
+@each_cell
+def test_holes_are_never_attended(pad_kv: bool, pad_inputs: bool) -> None:
+    backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
+
+    def attend(drafted: list[int], value: float) -> torch.Tensor:
+        """All keys are equal, so that a query's output is the mean of all values that it sees."""
+        plan = backend.plan(pack(rows, Draft.from_chains([[0] * length for length in drafted]), SPEC.device))
+        zeros = torch.zeros(plan.input_ids.numel(), 1, 1, dtype=torch.float64)
+        return backend.forward(plan, 0, zeros, zeros, torch.full_like(zeros, value)).flatten()
+
+    attend([0, 0], 1.0)
+    for row in rows:
+        row.num_cached, row.tokens = len(row.tokens), [*row.tokens, 0]
+    backend.commit(Kept(("0", "1"), (5, 2)))
+    attend([4, 4], 1e6)
+    backend.commit(Kept(("0", "1"), (5, 2)))  # nothing of this step stays
+    out = attend([2, 0], 1.0)
+    assert out.tolist() == [1.0] * len(out), "a query sees the values of a rolled-back step"
+
+
+@each_cell
+def test_a_slab_with_rows_of_a_finished_batch_starts_the_next_one_clean(pad_kv: bool, pad_inputs: bool) -> None:
+    backend, rows = allocated(pad_kv, pad_inputs), sequences(30, 2)
+    step(backend, rows, [3, 3], [3, 0])
+    backend.release(["0", "1"])
+    rows = [Sequence(Request("next", (1, 2, 3), 9))]
+    plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
+    assert plan.key_positions.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3])
+def test_window_counts_the_token_itself(window: int | None) -> None:
+    backend, rows = allocated(True, True), sequences(4)
+    plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
+    assert isinstance(plan, PaddedPlan)
+    assert plan.mask(window)[0].sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
+
+
+def test_aligned_rows_write_behind_the_longest_and_others_behind_their_own() -> None:
+    for pad_kv, start in [(True, 5), (False, 2)]:
+        table = SlabTable(pad_kv)
+        table.rows(["long", "short"])
+        table.append("long", range(5))
+        table.append("short", range(2))
+        assert table.write_start("short") == start
+        assert table.num_holes == 3
+        assert table.truncate("long", 1) == [1, 2, 3, 4]
+        assert table.num_slots == 2
+        assert table.release(["long"]) == [1]
+        assert table.rows(["short", "new"]) == [0, 1]
+
+
+def test_any_model_is_supported() -> None:
+    assert PaddedBackend().unsupported(SPEC) == []

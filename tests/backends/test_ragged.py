@@ -1,0 +1,124 @@
+"""The ragged backend's own promises: whole pages and no more, a pool that grows, no padding at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emssd_ragged.backend import RaggedBackend
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.attention import Kept, KVCacheSpec, LayerSpec
+from emssd.draft import Draft
+from emssd.errors import ConfigError
+from emssd.packing import pack
+from emssd.sequence import Request, Sequence
+from emssd.testing.strategies import step_histories
+
+LAYER = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=3, value_dim=2, scale=1.0)
+SPEC = KVCacheSpec((LAYER, LAYER), torch.float64, torch.device("cpu"), max_batch_size=8, max_model_len=512)
+TOKEN_BYTES = 2 * (3 + 2) * 8
+PAGE_SIZES = [1, 3, 16]
+
+
+def allocated(page_size: int) -> RaggedBackend:
+    backend = RaggedBackend(page_size)
+    backend.allocate(SPEC)
+    return backend
+
+
+def sequences(*lengths: int) -> list[Sequence]:
+    return [Sequence(Request(str(i), tuple(range(length)), 100)) for i, length in enumerate(lengths)]
+
+
+def pages(lengths: list[int], page_size: int) -> int:
+    return sum(-(-length // page_size) for length in lengths)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@given(lengths=st.lists(st.integers(1, 40), min_size=3, max_size=3), history=step_histories(3))
+def test_held_memory_is_the_whole_pages_of_the_tokens_to_the_byte(
+    page_size: int, lengths: list[int], history: list[list[tuple[int, int]]]
+) -> None:
+    backend, rows = allocated(page_size), sequences(*lengths)
+    page_bytes, peak = page_size * TOKEN_BYTES, 0
+    for step in history:
+        draft = Draft.from_chains([[0] * drafted for drafted, _ in step])
+        plan = backend.plan(pack(rows, draft, SPEC.device))
+        fed = [len(row.tokens) + drafted for row, (drafted, _) in zip(rows, step, strict=True)]
+        peak = max(peak, pages(fed, page_size) * page_bytes)
+        assert backend.kv_usage.held == pages(fed, page_size) * page_bytes
+        assert backend.kv_usage.peak_held == peak
+        assert plan.num_padding == 0
+        for row, (_, accepted) in zip(rows, step, strict=True):
+            row.num_cached = len(row.tokens) + accepted
+            row.tokens += [0] * (accepted + 1)
+        kept = [row.num_cached for row in rows]
+        assert backend.commit(Kept(("0", "1", "2"), tuple(kept))) == 0
+        assert backend.kv_usage.held == pages(kept, page_size) * page_bytes
+    backend.release(["1"])
+    assert backend.kv_usage.held == pages([kept[0], kept[2]], page_size) * page_bytes
+    backend.release(["0", "2", "never seen"])
+    assert backend.kv_usage.held == 0
+    assert backend.kv_usage.peak_held == peak
+
+
+def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it() -> None:
+    backend, rows = allocated(4), sequences(4)
+    assert backend.kv_usage.peak_pool == 0
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int, heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(count, heads, dim, generator=generator, dtype=torch.float64)
+
+    value = draw(4, 1, 2)
+    plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
+    backend.forward(plan, 0, draw(4, 2, 3), torch.zeros(4, 1, 3, dtype=torch.float64), value)
+    small = backend.kv_usage.peak_pool
+    assert small == 4 * TOKEN_BYTES
+    rows[0].num_cached = 4
+    rows[0].tokens += [0] * 100
+    plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
+    zeros = torch.zeros(100, 1, 3, dtype=torch.float64)
+    out = backend.forward(plan, 0, draw(100, 2, 3), zeros, torch.zeros(100, 1, 2, dtype=torch.float64))
+    # Equal keys give equal weights, so a query sees the mean; only the old values are not zero.
+    torch.testing.assert_close(out[-1], value.sum(dim=0).expand(2, 2) / 104, atol=1e-12, rtol=0)
+    assert backend.kv_usage.peak_pool == 26 * 4 * TOKEN_BYTES
+    backend.release(["0"])
+    assert backend.kv_usage.peak_pool == 26 * 4 * TOKEN_BYTES
+
+
+def test_released_pages_are_used_again_before_the_pool_grows() -> None:
+    backend = allocated(4)
+    for serial in range(20):
+        row = Sequence(Request(str(serial), (0,) * 17, 9))
+        backend.plan(pack([row], Draft.empty(1), SPEC.device))
+        backend.release([row.request_id])
+    assert backend.kv_usage.peak_pool == 5 * 4 * TOKEN_BYTES
+
+
+def test_a_long_prompt_beside_short_rows_attends_in_a_group_of_its_own() -> None:
+    backend, rows = allocated(4), sequences(3, 17, 16, 40)
+    plan = backend.plan(pack(rows, Draft.empty(4), SPEC.device))
+    assert [group.num_rows for group in plan.groups] == [2, 1, 1]
+    assert [tuple(group.positions.shape) for group in plan.groups] == [(2, 16), (1, 17), (1, 40)]
+
+
+def test_fed_tokens_are_those_packed_in_one_row() -> None:
+    backend, rows = allocated(4), sequences(3, 5)
+    packed = pack(rows, Draft.from_chains([[7, 8], []]), SPEC.device)
+    plan = backend.plan(packed)
+    assert plan.input_ids.tolist() == [packed.input_ids.tolist()] == [[0, 1, 2, 7, 8, 0, 1, 2, 3, 4]]
+    assert plan.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]
+    assert plan.logits_to_keep.tolist() == [2, 3, 4, 9]
+    assert plan.logit_index is None
+
+
+@pytest.mark.parametrize("page_size", [0, -1])
+def test_page_size_below_one_is_refused(page_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"page_size is {page_size}; it must be at least 1"):
+        RaggedBackend(page_size)
+
+
+def test_any_model_is_supported() -> None:
+    assert RaggedBackend().unsupported(SPEC) == []

@@ -1,0 +1,186 @@
+"""A tiny model in a folder, and the command line as a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from emssd import cli
+from emssd.testing.models import tiny_model
+
+_SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3, as the tiny models' configs say
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run of the command line left."""
+
+    status: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def sentence(self) -> str:
+        """The one line on stderr that a user's error gives."""
+        assert self.status == 2, self
+        assert "Traceback" not in self.err + self.out
+        (line,) = self.err.splitlines()
+        assert line.startswith("emssd: error: ")
+        return line.removeprefix("emssd: error: ")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of ``generations.jsonl``."""
+        return [json.loads(line) for line in (self.folder / "generations.jsonl").read_text().splitlines()]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """``metrics.json``, of a run that went well."""
+        assert self.status == 0, self
+        values: dict[str, Any] = json.loads((self.folder / "metrics.json").read_text())
+        return values
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte; needs no training and reads any text."""
+    vocab = {token: i for i, token in enumerate(_SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def save_model(folder: Path, *, eos: bool = True) -> Path:
+    """A tiny OPT and its tokenizer, in float64, 96 tokens long.
+
+    With this seed its greedy text soon repeats itself, so that retrieval drafts get accepted, and EOS comes up.
+    """
+    tokenizer = byte_tokenizer()
+    model = tiny_model("opt", dtype=torch.float64, vocab_size=len(tokenizer), max_model_len=96, std=0.12)
+    if not eos:
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
+        tokenizer.eos_token = None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    logging.disable_progress_bar()
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def model_without_eos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    logging.disable_progress_bar()
+    return str(save_model(tmp_path_factory.mktemp("model_without_eos"), eos=False))
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def prompts(work: Path) -> Path:
+    """Five prompts, one per line; an empty line does not count."""
+    path = work / "prompts.txt"
+    path.write_text("hello hello hello\nabc abcd abc\n\nround and round\nx\nfoo bar foo bar foo\n")
+    return path
+
+
+@pytest.fixture
+def emssd(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """``emssd(*arguments)`` runs the command line in this process, without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "120")
+    Plugins.instance()  # Hydra's own entries of the store come with its plugins, once in a process
+    monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
+
+    def run(*arguments: object) -> Result:
+        in_order = sorted(map(str, arguments), key=lambda argument: argument != "-m")  # Hydra wants it first
+        monkeypatch.setattr(sys, "argv", ["emssd", *in_order])
+        capsys.readouterr()
+        status: Any = 0
+        with warnings.catch_warnings():  # main() sets how its process shows them
+            warnings.simplefilter("default")
+            try:
+                cli.main()
+            except SystemExit as stop:
+                status = stop.code or 0
+        captured = capsys.readouterr()
+        return Result(int(status), captured.out, captured.err, work / "out")
+
+    return run
+
+
+@pytest.fixture
+def decode(emssd: Callable[..., Result], model: str, prompts: Path) -> Callable[..., Result]:
+    """``decode(*arguments)`` decodes the five prompts with the tiny model into the folder ``out``."""
+
+    def run(*arguments: object) -> Result:
+        return emssd(
+            f"model.path={model}", "data=text", f"data.path={prompts}", "max_new_tokens=24", "batch_size=3",
+            "output_dir=out", "progress=false", *arguments,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """``install(name, source)`` puts a distribution ``third-party-NAME 1.2`` on the path, with one plugin module."""
+
+    def run(name: str, source: str) -> None:
+        site = tmp_path / f"site_{name}"
+        info = site / f"third_party_{name}-1.2.dist-info"
+        info.mkdir(parents=True)
+        (site / f"third_party_{name}.py").write_text(source)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: third-party-{name}\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text(f"[emssd]\n{name} = third_party_{name}\n")
+        monkeypatch.syspath_prepend(str(site))
+        monkeypatch.delitem(sys.modules, f"third_party_{name}", raising=False)
+
+    return run
+
+
+@pytest.fixture
+def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``start(*arguments)`` starts ``python -m emssd`` as a process of its own, without a network."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "emssd", *map(str, arguments)],
+            cwd=work, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()  # nothing happens to one that has ended
+        process.wait()

@@ -1,0 +1,233 @@
+"""Prompt sources on the command line: files, records, templates, filters, truncation; and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORDS: list[dict[str, Any]] = [
+    {"prompt": "one", "turns": ["a?", "b?"], "id": "x", "kind": "math", "level": 1},
+    {"prompt": "two", "turns": ["c?"], "id": "y", "kind": "code", "level": 2},
+    {"prompt": "three", "turns": ["d?"], "id": "z", "kind": "math", "level": 2},
+]
+
+
+@pytest.fixture
+def read(emssd: Callable, model: str) -> Callable[..., Any]:
+    """``read(*arguments)`` decodes two tokens of each prompt of a source."""
+
+    def run(*arguments: object) -> Any:
+        return emssd(f"model.path={model}", "max_new_tokens=2", "output_dir=out", "progress=false", *arguments)
+
+    return run
+
+
+@pytest.fixture
+def records(work: Path) -> Path:
+    path = work / "records.jsonl"
+    path.write_text("\n".join(map(json.dumps, RECORDS)) + "\n\n")
+    return path
+
+
+def taken(result: Any) -> dict[str, str]:
+    assert result.status == 0, result
+    return {row["id"]: row["prompt"] for row in result.rows}
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [
+        ("line", {"t.txt:1": "one", "t.txt:2": "two", "t.txt:4": "three"}),
+        ("paragraph", {"t.txt:1": "one\ntwo", "t.txt:2": "three"}),
+        ("file", {"t.txt:1": "one\ntwo\n\nthree\n"}),
+    ],
+)
+def test_text_files(unit: str, expected: dict[str, str], read: Callable, work: Path) -> None:
+    (work / "t.txt").write_text("one\ntwo\n\nthree\n")
+    assert taken(read("data=text", "data.path=t.txt", f"data.unit={unit}")) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"records.jsonl:1": "one", "records.jsonl:2": "two", "records.jsonl:3": "three"}),
+        (["data.field=kind", "data.id_field=id"], {"x": "math", "y": "code", "z": "math"}),
+        (
+            ["data.template='Q: {turns[0]} {level}'", "data.id_field=id"],
+            {"x": "Q: a? 1", "y": "Q: c? 2", "z": "Q: d? 2"},
+        ),
+        (["data.where.kind=math", "data.id_field=id"], {"x": "one", "z": "three"}),
+        (["data.where.kind=math", "data.where.level=2", "data.id_field=id"], {"z": "three"}),
+        (["data.limit=1"], {"records.jsonl:1": "one"}),
+        (["data.where.kind=math", "data.limit=1", "data.id_field=id"], {"x": "one"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("source", ["jsonl", "hf"])
+def test_records(source: str, arguments: list[str], expected: dict[str, str], read: Callable, records: Path) -> None:
+    assert taken(read(f"data={source}", f"data.path={records}", *arguments)) == expected
+
+
+def test_gsm8k_from_its_real_file(read: Callable, shared: Path) -> None:
+    path = shared / "data" / "gsm8k_test_first600.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])["question"]
+    result = read("data=gsm8k", f"data.path={path}", "data.limit=2", "data.truncate=left")
+    assert taken(result)["gsm8k_test_first600.jsonl:1"] == f"Question: {first}\nAnswer:"
+    assert len(result.rows) == 2
+
+
+def test_spec_bench_from_its_real_file(read: Callable, shared: Path) -> None:
+    path = shared / "data" / "spec_bench_half.jsonl"
+    wanted = [record for record in map(json.loads, path.read_text().splitlines()) if record["category"] == "math"][:3]
+    result = read(
+        "data=spec_bench", f"data.path={path}", "data.where.category=math", "data.limit=3", "data.truncate=right"
+    )
+    assert taken(result) == {str(record["question_id"]): record["turns"][0] for record in wanted}
+
+
+def test_cnn_dailymail_is_cut_on_the_left(read: Callable, work: Path) -> None:
+    (work / "cnn.jsonl").write_text(json.dumps({"article": "x" * 200}) + "\n")
+    result = read("data=cnn_dailymail", "data.path=cnn.jsonl", "data.max_prompt_tokens=50")
+    assert result.rows[0]["prompt"] == "x" * 200 + " TL;DR:"
+    assert result.rows[0]["num_prompt_tokens"] == 50
+
+
+def test_mt_bench_first_turns(read: Callable, work: Path) -> None:
+    (work / "mt.jsonl").write_text(json.dumps({"prompt": ["first", "second"]}) + "\n")
+    assert taken(read("data=mt_bench", "data.path=mt.jsonl")) == {"mt.jsonl:1": "first"}
+
+
+@pytest.mark.parametrize(("truncate", "kept"), [("left", "fghij"), ("right", "abcde")])
+def test_truncation_keeps_one_end(truncate: str, kept: str, read: Callable, work: Path) -> None:
+    (work / "t.txt").write_text(f"abcdefghij\n{kept}\n")
+    result = read("data=text", "data.path=t.txt", f"data.truncate={truncate}", "data.max_prompt_tokens=5")
+    cut, whole = sorted(result.rows, key=lambda row: row["id"])
+    assert (cut["num_prompt_tokens"], whole["num_prompt_tokens"]) == (5, 5)
+    assert cut["token_ids"] == whole["token_ids"]
+
+
+def test_truncation_leaves_room_for_the_new_tokens(read: Callable, work: Path) -> None:
+    (work / "t.txt").write_text("x" * 300)
+    result = read("data=text", "data.path=t.txt", "data.truncate=left", "max_new_tokens=10")
+    assert result.rows[0]["num_prompt_tokens"] == 86  # of the model's 96
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "sentence"),
+    [
+        ("", ["data=text"], "no/file holds no prompts: it is empty"),
+        ("\n \n", ["data=text"], "no/file holds no prompts: it is empty"),
+        (b"caf\xe9", ["data=text"], "no/file is not UTF-8 text (unexpected end of data at byte 3); convert it"),
+        (
+            "x" * 300,
+            ["data=text"],
+            "prompt file:1 has 300 tokens, and the model takes 96 with at least one new one; shorten it or "
+            "truncate prompts to 95 tokens or fewer (data.max_prompt_tokens)",
+        ),
+        (
+            "x" * 30,
+            ["data=text", "data.max_prompt_tokens=20"],
+            "prompt file:1 has 30 tokens, and data.max_prompt_tokens is 20; raise it, or cut prompts with "
+            "data.truncate=left or data.truncate=right",
+        ),
+        (
+            "abc",
+            ["data=text", "data.truncate=left", "max_new_tokens=100"],
+            "max_new_tokens leaves -4 tokens for prompts; lower it by 5 or more",
+        ),
+        (
+            "abc",
+            ["data=text", "data.truncate=left", "data.max_prompt_tokens=0"],
+            "data.max_prompt_tokens is 0; it must be at least 1",
+        ),
+        ('{"prompt": ""}', ["data=jsonl"], "prompt file:1 is empty; there is nothing to continue"),
+        ("\n", ["data=jsonl"], "no/file holds no prompts"),
+        (
+            '{"prompt": "a"}\n\n{oops\n',
+            ["data=jsonl"],
+            "file:3 is not JSON: Expecting property name enclosed in double quotes at column 2; "
+            "data=jsonl wants one JSON object per line, and data=text reads plain text",
+        ),
+        ("[1]", ["data=jsonl"], "file:1 is a list; data=jsonl wants one JSON object per line"),
+        (
+            '{"text": "a", "n": 1}',
+            ["data=jsonl"],
+            "file:1 has no field 'prompt'; it has 'text', 'n'. Choose with data.field, data.template and data.id_field",
+        ),
+        (
+            '{"text": "a", "n": 1}',
+            ["data=jsonl", "data.field=text", "data.id_field=key"],
+            "file:1 has no field 'key'; it has 'text', 'n'. Choose with data.field, data.template and data.id_field",
+        ),
+        (
+            '{"prompt": 7}',
+            ["data=jsonl"],
+            "file:1: field 'prompt' holds a value of type int, not text; choose another with data.field, "
+            "or make text of it with \"data.template='{prompt}'\"",
+        ),
+        (
+            '{"turns": ["a"]}',
+            ["data=jsonl", "data.template='{turns[1]}'"],
+            "file:1 does not fit data.template; it has 'turns'. '{turns[1]}' gives IndexError: list index out of range",
+        ),
+        (
+            '{"turns": ["a"]}',
+            ["data=jsonl", "data.template='{turns'"],
+            "file:1 does not fit data.template; it has 'turns'. "
+            "'{turns' gives ValueError: expected '}' before end of string",
+        ),
+        ('{"prompt": "a", "k": 1}', ["data=jsonl", "data.where.k=2"], "no prompt has k=2; change data.where"),
+        (
+            '{"prompt": "a", "k": 1}\n{"prompt": "b", "k": 1}',
+            ["data=jsonl", "data.id_field=k"],
+            "data.id_field=k gives several prompts the same id; choose another field",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_bad_file_is_named_with_the_place(
+    content: str | bytes, arguments: list[str], sentence: str, read: Callable, work: Path
+) -> None:
+    (work / "no").mkdir()
+    (work / "no" / "file").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert read(*arguments, "data.path=no/file").sentence == sentence
+
+
+def test_a_missing_file(read: Callable, work: Path) -> None:
+    sentence = f"data.path=prompts.txt: no such file (looked in {work})"
+    assert read("data=text", "data.path=prompts.txt").sentence == sentence
+
+
+def test_the_hub_needs_a_dataset_and_its_client(read: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("data=hf").sentence == (
+        "data=hf needs data.hub=DATASET (an id of the Hugging Face hub) or data.path=FILE.jsonl"
+    )
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    assert read("data=gsm8k").sentence == (
+        "reading 'openai/gsm8k' from the hub needs the package 'datasets': pip install 'emssd[datasets]', "
+        "or give a local copy with data.path=FILE.jsonl"
+    )
+
+
+def test_a_dataset_of_the_hub(read: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client stands in for itself: what it is asked for, and what becomes of its rows and its errors."""
+    asked = []
+
+    class Hub:
+        @staticmethod
+        def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, str]]:
+            asked.append((name, subset, split))
+            if name == "nobody/nothing":
+                raise ConnectionError("no route")
+            return [{"question": "1+1?"}, {"question": "2+2?"}]
+
+    monkeypatch.setitem(__import__("sys").modules, "datasets", Hub)
+    assert taken(read("data=gsm8k", "data.limit=1")) == {"openai/gsm8k[0]": "Question: 1+1?\nAnswer:"}
+    assert asked == [("openai/gsm8k", "main", "test")]
+    assert read("data=hf", "data.hub=nobody/nothing").sentence == (
+        "cannot read dataset 'nobody/nothing' (None, test): no route. A local copy works with data.path=FILE.jsonl"
+    )

@@ -1,0 +1,154 @@
+"""What a user can get wrong: one sentence on stderr, exit status 2, no traceback, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OFFERED = {
+    "drafter": ["draft_model", "llma", "llma_original", "none"],
+    "backend": ["flashinfer", "padded", "ragged", "unpad_both", "unpad_inputs", "unpad_kv"],
+    "data": ["cnn_dailymail", "demo", "gsm8k", "hf", "jsonl", "mt_bench", "spec_bench", "text"],
+}
+
+
+@pytest.mark.parametrize("kind", OFFERED)
+def test_an_unknown_name_is_answered_with_the_known_ones(kind: str, decode: Callable) -> None:
+    sentence = decode(f"{kind}=lama").sentence
+    assert sentence.startswith(f"unknown {kind} 'lama'; choose one of ")
+    assert set(OFFERED[kind]) <= set(sentence.partition("choose one of ")[2].split(", "))
+
+
+def test_an_unknown_name_in_a_sweep_stops_it_before_it_starts(decode: Callable) -> None:
+    result = decode("-m", "drafter=none,lama")
+    assert result.sentence.startswith("unknown drafter 'lama'")
+    assert not result.folder.exists()
+
+
+def test_an_unknown_model_preset(decode: Callable) -> None:
+    sentence = decode("model=opt_66b").sentence
+    assert sentence.startswith("unknown model preset 'opt_66b'; presets are demo, opt_125m, ")
+    assert sentence.endswith("write model.path=opt_66b")
+
+
+@pytest.mark.parametrize("path", ["gpt-that-is-not-there", "./folder/that/is/not/there", "notes.txt"])
+def test_a_model_path_that_holds_no_model(path: str, decode: Callable, work: Path) -> None:
+    (work / "notes.txt").write_text("not a model")
+    sentence = decode(f"model.path={path}").sentence
+    assert sentence.startswith(f"cannot load model.path={path!r}: ")
+    assert sentence.endswith(
+        "Give a local folder with config.json and weights, a model id of the Hugging Face hub, "
+        "or 'demo' for the embedded model."
+    )
+
+
+@pytest.mark.parametrize("choice", ["backend=flashinfer", "-m backend=ragged,flashinfer"])
+def test_flashinfer_without_cuda_says_why_not_and_what_instead(choice: str, decode: Callable) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = decode(*choice.split())
+    assert result.sentence.startswith("backend 'flashinfer' is not available: it needs an NVIDIA GPU, and ")
+    assert result.sentence.endswith("; use backend=ragged, which runs on any device.")
+    assert not result.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("batch_size=0", "batch_size is 0; it must be at least 1"),
+        ("max_new_tokens=0", "max_new_tokens is 0; it must be at least 1"),
+        ("num_threads=0", "num_threads is 0; it must be at least 1"),
+        ("data.limit=0", "data.limit is 0; it must be at least 1"),
+        ("model.max_model_len=97", "max_model_len is 97; this model takes 2 to 96 tokens"),
+        ("model.dtype=int8", "unknown dtype 'int8'; choose auto, float64, float32, bfloat16, float16"),
+        ("~drafter", "drafter is not given and has no default; add drafter=VALUE"),
+        (
+            "drafter.match_length=0",
+            "drafter.match_length is 0 and drafter.copy_length is 7; both must be at least 1",
+        ),
+    ],
+)
+def test_an_option_out_of_range(argument: str, sentence: str, decode: Callable) -> None:
+    assert decode(argument).sentence == sentence
+
+
+@pytest.mark.parametrize(("argument", "key"), [("drafter.mach_length=3", "mach_length"), ("batchsize=3", "batchsize")])
+def test_a_misspelt_option_gives_hydras_error(argument: str, key: str, decode: Callable) -> None:
+    result = decode(argument)
+    assert result.status == 1
+    assert f"Key '{key}' not in" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_missing_option(emssd: Callable) -> None:
+    assert emssd("data=text").sentence == "data.path is not given and has no default; add data.path=VALUE"
+
+
+def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> None:
+    (work / "taken").write_text("")
+    sentence = decode("output_dir=taken/out").sentence
+    assert sentence == "cannot write to output_dir=taken/out: Not a directory; set output_dir to a writable folder"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "generations.jsonl",
+            "cannot write out/generations.jsonl: No space left on device; the rows before are kept. "
+            "Make room, or set output_dir to another disk",
+        ),
+        (
+            "config.yaml",
+            "cannot write to output_dir=out: No space left on device; set output_dir to a writable folder",
+        ),
+    ],
+)
+def test_a_full_disk(name: str, sentence: str, decode: Callable, work: Path) -> None:
+    (work / "out").mkdir()
+    (work / "out" / name).symlink_to("/dev/full")
+    assert decode().sentence == sentence
+
+
+def test_a_disk_that_fills_up_before_the_metrics(decode: Callable, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text = Path.write_text
+
+    def full(path: Path, *arguments: Any, **options: Any) -> int:
+        if path.name == "metrics.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = decode()
+    assert result.sentence == "cannot write out/metrics.json: No space left on device; the rows are in out"
+    assert len(result.rows) == 5
+
+
+def test_ctrl_c_keeps_the_finished_rows(start: Callable[..., subprocess.Popen[str]], model: str, work: Path) -> None:
+    (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(5000)))
+    process = start(
+        f"model.path={model}", "data=text", "data.path=many.txt", "max_new_tokens=8", "batch_size=2", "output_dir=out"
+    )
+    path = work / "out" / "generations.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and not (path.exists() and path.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "emssd: interrupted; what was finished is in the output folder\n"
+    lines = path.read_text().splitlines()
+    assert 1 <= len(lines) < 5000
+    assert {json.loads(line)["id"] for line in lines} <= {f"many.txt:{i}" for i in range(1, 5001)}
+    assert not (work / "out" / "metrics.json").exists()

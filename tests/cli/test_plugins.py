@@ -1,0 +1,208 @@
+"""Strangers' plugins, good and broken, installed as real distributions: what the user is told, and what still works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from emssd import plugins
+from emssd.errors import PluginError
+from emssd.registry import PluginWarning, Registry
+
+DRAFTER = """
+from dataclasses import dataclass, field
+from emssd.draft import Draft, Drafter
+from emssd.hookspecs import Spec, hookimpl
+
+@dataclass
+class Config:
+    {options}
+
+class Third(Drafter):
+    num_speculative_tokens = 2
+
+    def propose(self, batch, budget):
+        {propose}
+
+@hookimpl
+def emssd_drafters():
+    return [Spec("{name}", Config, lambda config, context: Third())]
+"""
+
+
+def drafter(propose: str = "return Draft.empty(len(batch))", *, name: str = "third", options: str = "pass") -> str:
+    return DRAFTER.format(propose=propose, name=name, options=options)
+
+
+BROKEN = {
+    "import": ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named 'a_module_that"),
+    "raise": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+    "misspelt": (
+        "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafter(): return []",
+        "PluginValidationError: unknown hook 'emssd_drafter'",
+    ),
+    "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_prompt_sources returns"),
+    "no_list": (
+        "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
+        "hook emssd_drafters returned 'third', not a list of emssd.hookspecs.Spec",
+    ),
+    "no_spec": (
+        "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return [3]",
+        "hook emssd_drafters returned [3], not a list of emssd.hookspecs.Spec",
+    ),
+    "z_duplicate": (  # entry points load in the order of their names
+        drafter(name="llma"), "drafter 'llma' is already offered by emssd"),
+    "twice": (
+        drafter().replace("return [Spec(", "return 2 * [Spec("),
+        "drafter 'third' is already offered by third-party-twice",
+    ),
+    "no_dataclass": (
+        drafter().replace("@dataclass\n", ""),
+        "the config of drafter 'third' is <class 'third_party_no_dataclass.Config'>, not a dataclass",
+    ),
+    "frozen": (
+        drafter().replace("@dataclass\n", "@dataclass(frozen=True)\n"),
+        "the config of drafter 'third' is a frozen dataclass, whose options could not be set",
+    ),
+    "taken": (
+        drafter(options="name: str = 'x'"),
+        "the config of drafter 'third' has a field 'name', which is taken by the plugin's own name",
+    ),
+    "unavailable": (
+        drafter().replace("Third())]", "Third(), lambda: 1 / 0)]"),
+        "ZeroDivisionError: division by zero",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Callable, emssd: Callable) -> None:
+    source, reason = BROKEN[name]
+    install(name, source)
+    with pytest.warns(PluginWarning) as warned:
+        registry = Registry()
+    (message,) = [str(warning.message) for warning in warned]
+    assert message.startswith(f"plugin '{name}' of third-party-{name} 1.2 is not loaded: {reason}")
+    assert {"draft_model", "llma", "none"} <= set(registry.names("drafter"))
+    known = ", ".join(registry.names("drafter"))
+    with pytest.raises(PluginError) as caught:
+        registry.find("drafter", "third")
+    assert str(caught.value) == f"unknown drafter 'third'; choose one of {known}. {message}"
+
+
+def test_the_command_line_warns_of_a_broken_plugin_and_runs(install: Callable, decode: Callable) -> None:
+    install("broken", "raise RuntimeError('no licence')")
+    result = decode("max_new_tokens=2")
+    assert result.err == (
+        "emssd: warning: plugin 'broken' of third-party-broken 1.2 is not loaded: RuntimeError: no licence\n"
+    )
+    assert len(result.rows) == 5
+
+
+def test_strict_mode_stops_at_a_broken_plugin(
+    install: Callable, decode: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("broken", "raise RuntimeError('no licence')")
+    monkeypatch.setenv("EMSSD_STRICT", "1")
+    with pytest.raises(PluginError, match="plugin 'broken' of third-party-broken"):
+        Registry()
+    assert decode().sentence == "plugin 'broken' of third-party-broken 1.2 is not loaded: RuntimeError: no licence"
+
+
+def test_a_config_that_hydra_cannot_hold(install: Callable, decode: Callable) -> None:
+    install("odd", drafter(options="value: object = lambda: 3"))
+    result = decode("drafter=third")
+    warning, error = result.err.splitlines()
+    reason = "drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: "
+    assert warning.startswith(f"emssd: warning: {reason}")
+    assert error.startswith("emssd: error: unknown drafter 'third'; choose one of draft_model, llma, llma_original, n")
+    assert reason in error
+    assert result.status == 2
+
+
+def test_a_good_plugin_is_listed_and_takes_options(
+    install: Callable, decode: Callable, emssd: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("good", drafter(options="depth: int = 4\n    names: dict = field(default_factory=dict)"))
+    assert "drafter: draft_model, llma, llma_original, none, third" in emssd("--help").out
+    composed = emssd("drafter=third", "drafter.depth=5", "drafter.names.any=7", "--cfg", "job", "-p", "drafter").out
+    assert "depth: 5" in composed
+    assert "any: 7" in composed
+    assert decode("drafter=third", "check=greedy").metrics["check"]["exact"] == 5
+    plugins.main([])
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if " third " in line]
+    assert line == ["drafter", "third", "ready", "third-party-good", "1.2", "–"]
+
+
+def test_the_list_of_plugins_shows_every_state(
+    install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    install("absent", drafter().replace("Third())]", "Third(), lambda: 'it needs a licence')]"))
+    plugins.main(["list"])
+    install("broken", "raise RuntimeError('no licence')")
+    with pytest.raises(SystemExit) as stop:
+        plugins.main([])
+    assert stop.value.code == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines.count("drafter third unavailable third-party-absent 1.2 it needs a licence") == 2
+    assert lines.count("plugin broken failed third-party-broken 1.2 RuntimeError: no licence") == 1
+    assert any(line.startswith("backend ragged ready emssd 0.") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("propose", "complaint"),
+    [
+        ("raise KeyError('lost')", "failed in propose: KeyError('lost')"),
+        (
+            "return Draft.from_chains([[10**6]] * len(batch))",
+            "broke its interface: it drafted token id 1000000, outside the target's vocabulary of 260; "
+            "ids must be in 0..259",
+        ),
+        (
+            "return Draft.from_chains([[-1]] * len(batch))",
+            "broke its interface: it drafted token id -1, outside the target's vocabulary of 260; "
+            "ids must be in 0..259",
+        ),
+        (
+            "return Draft.from_chains([[1, 2, 3]] * len(batch))",
+            "broke its interface: it drafted 3 tokens for request 'prompts.txt:6' with a budget of 2; "
+            "draft at most budget[row] tokens",
+        ),
+    ],
+)
+def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
+    propose: str, complaint: str, install: Callable, decode: Callable
+) -> None:
+    """It fails at the last prompt, so that four rows are finished by then."""
+    install(
+        "late",
+        drafter(f"if 'prompts.txt:6' not in batch.request_ids: return Draft.empty(len(batch))\n        {propose}"),
+    )
+    result = decode("drafter=third", "batch_size=1")
+    assert result.sentence == f"drafter 'third' (third-party-late 1.2) {complaint}"
+    assert [row["id"] for row in result.rows] == [f"prompts.txt:{line}" for line in (1, 2, 4, 5)]
+    assert not (result.folder / "metrics.json").exists()
+
+
+def test_a_prompt_source_of_a_plugin_needs_no_options_of_ours(install: Callable, decode: Callable) -> None:
+    install(
+        "source",
+        """
+from dataclasses import dataclass
+from emssd.data import Prompt
+from emssd.hookspecs import Spec, hookimpl
+
+@dataclass
+class Config:
+    path: str = ""
+    words: str = "one two"
+
+@hookimpl
+def emssd_prompt_sources():
+    return [Spec("words", Config, lambda config: [Prompt(word, word) for word in config.words.split()])]
+""",
+    )
+    result = decode("data=words", "data.words='a b c'", "max_new_tokens=2")
+    assert [row["id"] for row in result.rows] == ["a", "b", "c"]

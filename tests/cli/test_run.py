@@ -1,0 +1,140 @@
+"""A run of the command line: what it writes, what it prints, and that every way to decode gives the same tokens."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
+
+
+def test_a_run_writes_a_line_per_prompt_metrics_and_the_config(decode: Callable) -> None:
+    result = decode()
+    metrics = result.metrics
+    assert {row["id"] for row in result.rows} == {f"prompts.txt:{line}" for line in (1, 2, 4, 5, 6)}
+    by_id = {row["id"]: row for row in result.rows}
+    assert by_id["prompts.txt:4"]["prompt"] == "round and round"
+    assert {row["finish_reason"] for row in result.rows} == {"eos", "length"}
+    for row in result.rows:
+        assert isinstance(row["text"], str)
+        assert row["num_prompt_tokens"] == len(row["prompt"])  # the tokenizer's tokens are bytes
+        assert (len(row["token_ids"]) == 24) == (row["finish_reason"] == "length")
+        assert (row["token_ids"][-1] == 2) == (row["finish_reason"] == "eos")
+        assert row["acceptance_length"] >= 1
+    assert metrics["num_prompts"] == 5
+    assert metrics["num_new_tokens"] == sum(len(row["token_ids"]) for row in result.rows)
+    config = OmegaConf.load(result.folder / "config.yaml")
+    assert (config.drafter.name, config.batch_size, config.max_new_tokens) == ("llma", 3, 24)
+    assert sorted(path.name for path in result.folder.iterdir()) == ["config.yaml", "generations.jsonl", "metrics.json"]
+
+
+def test_the_table_shows_the_numbers_of_the_metrics_file(decode: Callable) -> None:
+    result = decode(*RETRIEVE, "check=greedy")
+    metrics, greedy = result.metrics, result.metrics["greedy"]
+    table = {}
+    for line in result.out.splitlines():
+        if line.startswith("│"):
+            label, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+            table[label] = cells
+    speed = ("decode_tokens_per_second", "tokens_per_second")
+    for label, key in zip(("tokens/s, decoding only", "tokens/s, end to end"), speed, strict=True):
+        ratio = {"decode_tokens_per_second": "speedup", "tokens_per_second": "speedup_end_to_end"}[key]
+        assert table[label] == [f"{metrics[key]:.1f}", f"{greedy[key]:.1f}", f"{metrics[ratio]:.2f}×"]
+    for label, key, form in [
+        ("acceptance length τ (bonus included)", "mean_acceptance_length", ".2f"),
+        ("drafted tokens accepted", "draft_acceptance_rate", ".1%"),
+        ("padding per new token (decoding)", "padding_per_new_token", ".1%"),
+        ("padding ratio δ̄/τmax (rows aligned)", "padding_ratio", ".1%"),
+        ("steps", "num_steps", ",d"),
+        ("new tokens", "num_new_tokens", ",d"),
+    ]:
+        assert table[label] == [format(metrics[key], form), format(greedy[key], form), ""]
+    total = metrics["seconds"]["total"]
+    seconds = next(cells for cells in result.out.splitlines() if cells.endswith(f"{total:.2f} s │"))
+    assert seconds.count(" s") == 6
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ["drafter=none"],
+        [*RETRIEVE],
+        ["drafter=llma_original", "drafter.search=prompt_and_output"],
+        [*RETRIEVE, "batch_size=1"],
+        [*RETRIEVE, "batch_size=8", "ignore_eos=true"],
+        *([*RETRIEVE, f"backend={cell}"] for cell in ("padded", "unpad_kv", "unpad_inputs", "unpad_both")),
+    ],
+    ids=" ".join,
+)
+def test_every_way_to_decode_gives_the_tokens_of_plain_greedy(choice: list[str], decode: Callable) -> None:
+    metrics = decode(*choice, "check=greedy").metrics
+    assert metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}
+    if choice != ["drafter=none"]:
+        assert metrics["num_accepted_tokens"] > 0  # else the comparison would say little
+
+
+def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from emssd import engine
+
+    right = engine.verify_greedy
+
+    def wrong(logits, draft):
+        verification = right(logits, draft)
+        if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
+            verification.new_tokens[0][-1] = 5
+        return verification
+
+    monkeypatch.setattr(engine, "verify_greedy", wrong)
+    result = decode(*RETRIEVE, "check=greedy")
+    assert result.metrics["check"]["differences"] > 0
+    assert result.metrics["check"]["details"][0]["margin"] > result.metrics["check"]["details"][0]["tolerance"]
+    assert re.search(r"DIFFERENCE in prompts.txt:\d at new token \d+", result.out)
+
+
+def test_plugin_options_are_set_by_name(decode: Callable) -> None:
+    short, long = (decode(*RETRIEVE, f"drafter.match_length={length}").metrics for length in (1, 6))
+    assert short["num_drafted_tokens"] > long["num_drafted_tokens"]
+
+
+def test_a_model_without_eos_runs_to_the_limit_with_a_note(decode: Callable, model_without_eos: str) -> None:
+    result = decode(f"model.path={model_without_eos}")
+    assert {row["finish_reason"] for row in result.rows} == {"length"}
+    assert "the model names no EOS token: only max_new_tokens ends a row" in result.out
+
+
+def test_a_sweep_writes_a_folder_per_job(decode: Callable) -> None:
+    result = decode("-m", "drafter=none,llma", "batch_size=1,2", "max_new_tokens=4")
+    assert result.status == 0
+    jobs = [OmegaConf.load(result.folder / str(job) / "config.yaml") for job in range(4)]
+    assert [(job.drafter.name, job.batch_size) for job in jobs] == [("none", 1), ("llma", 1), ("none", 2), ("llma", 2)]
+    for job in range(4):
+        assert (result.folder / str(job) / "metrics.json").is_file()
+        assert len((result.folder / str(job) / "generations.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_sweep_over_all_of_a_group_is_left_to_hydra(decode: Callable) -> None:
+    result = decode("-m", "drafter=glob(n*)", "backend=choice(ragged,padded)", "max_new_tokens=2")
+    assert result.status == 0
+    assert [OmegaConf.load(result.folder / f"{job}/config.yaml").backend.name for job in (0, 1)] == ["ragged", "padded"]
+
+
+def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable) -> None:
+    assert decode().metrics
+    assert decode("data.path=missing.txt").status == 2
+    assert not (decode("data.path=missing.txt").folder / "metrics.json").exists()
+
+
+def test_the_module_runs_as_a_process_with_a_progress_bar(
+    start: Callable[..., subprocess.Popen[str]], model: str, prompts: Path
+) -> None:
+    process = start(f"model.path={model}", "data=text", f"data.path={prompts}", "max_new_tokens=4", "output_dir=out")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "decoding" in out
+    assert "5/5" in out
+    assert "written to out/: generations.jsonl, metrics.json, config.yaml" in out

@@ -1,0 +1,361 @@
+"""The engine's tokens are those of plain greedy decoding, exactly, for any drafter; and it cleans up after anything.
+
+Oracle: `greedy_reference`, eager attention without a cache, float64, of equal logits the lowest id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+from emssd_none import NoneDrafter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emssd.attention import AttentionBackend, StepPlan
+from emssd.draft import Draft, Drafter, Outcome
+from emssd.engine import Engine, Generation
+from emssd.errors import ConfigError, DraftError, PluginError, PromptError
+from emssd.sequence import Batch, FinishReason, Request
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter
+from emssd.testing.strategies import drafters, prompt_batches
+
+MakeBackend = Callable[[], AttentionBackend]
+MAX_NEW = 14
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(data=st.data())
+def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(
+    data: st.DataObject, oracles: Any, model_names: list[str], make_backend: MakeBackend, build: Any
+) -> None:
+    oracle = oracles(data.draw(st.sampled_from(model_names), label="model"))
+    ids = st.integers(0, oracle.vocab_size - 1)
+    prompts = data.draw(prompt_batches(oracle.vocab_size, 5, 20), label="prompts")
+    limits = [data.draw(st.integers(1, MAX_NEW), label="max_new_tokens") for _ in prompts]
+    eos = data.draw(st.frozensets(ids, max_size=2), label="eos")
+    drafter = data.draw(drafters(oracle.vocab_size, oracle.references(prompts, MAX_NEW), sorted(eos)), label="drafter")
+    engine = build(oracle, make_backend, drafter, data.draw(st.integers(1, 6), label="batch size"))
+    requests = [
+        Request(str(i), tuple(prompt), limit, eos)
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
+    done = {generation.request_id: generation for generation in engine.run(requests)}
+    assert len(done) == len(requests)
+    for request in requests:
+        generation = done[request.request_id]
+        expected = oracle.reference(request.prompt_ids, request.max_new_tokens, eos)
+        assert generation.token_ids == expected
+        assert generation.prompt_ids == request.prompt_ids
+        assert generation.finish_reason is (FinishReason.EOS if expected[-1] in eos else FinishReason.LENGTH)
+    _check_accounting(engine, list(done.values()))
+    assert engine.backend.kv_usage.held == 0
+
+
+def _check_accounting(engine: Engine, done: list[Generation]) -> None:
+    report = engine.report
+    for generation in done:
+        assert 0 <= generation.num_accepted <= generation.num_drafted
+        gained = generation.num_steps + generation.num_accepted
+        if generation.finish_reason is FinishReason.LENGTH:
+            assert len(generation.token_ids) == gained, "budgets leave nothing to cut off at the limit"
+        else:
+            assert gained - engine.drafter.num_speculative_tokens <= len(generation.token_ids) <= gained
+        assert generation.acceptance_length == 1 + generation.num_accepted / generation.num_steps
+    assert report.num_row_steps == sum(generation.num_steps for generation in done)
+    assert report.num_drafted == sum(generation.num_drafted for generation in done)
+    assert report.num_accepted == sum(generation.num_accepted for generation in done)
+    assert report.num_new_tokens == sum(len(generation.token_ids) for generation in done)
+    assert report.num_tokens == sum(
+        len(generation.prompt_ids) + generation.num_steps - 1 + generation.num_drafted for generation in done
+    )
+    assert sum(report.acceptance_histogram.values()) == report.num_row_steps
+    assert sum(k * v for k, v in report.acceptance_histogram.items()) == report.num_accepted + report.num_row_steps
+    assert report.num_steps >= max(generation.num_steps for generation in done)
+
+
+@pytest.mark.parametrize("length", [1, 30, 62, 63])
+def test_generation_ends_at_the_models_length(
+    length: int, oracle: Any, make_backend: MakeBackend, build: Any, spy: Any
+) -> None:
+    prompts = [[i % 11 for i in range(length)], [1, 2]]
+    references = {str(i): oracle.reference(prompt, 64 - len(prompt)) for i, prompt in enumerate(prompts)}
+    drafter = spy(PerfectDrafter(11, 5, references))
+    done = build(oracle, make_backend, drafter).generate(prompts, 1000)
+    assert [generation.token_ids for generation in done] == list(references.values())
+    assert {generation.finish_reason for generation in done} == {FinishReason.LENGTH}
+    assert max(max(lengths.values()) for lengths in drafter.proposed) == 63, "KV of the newest token is never needed"
+
+
+def test_generations_stream_in_finish_order_and_are_returned_in_prompt_order(
+    oracle: Any, make_ragged: MakeBackend, build: Any
+) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
+    requests = [Request(name, (1, 2), limit) for name, limit in [("a", 3), ("b", 1), ("c", 2), ("d", 2), ("e", 1)]]
+    assert [generation.request_id for generation in engine.run(requests)] == ["b", "a", "c", "d", "e"]
+    assert engine.report.num_steps == 3 + 2 + 1
+    prompts = [[1, 2, 3], [4], [5, 6], [7]]
+    eos = oracle.reference(prompts[1], 1)
+    engine.eos_token_ids = frozenset(eos)
+    streamed = list(engine.stream(prompts, 6))
+    assert streamed[0].request_id == "1"
+    returned = engine.generate(prompts, 6)
+    assert [generation.request_id for generation in returned] == ["0", "1", "2", "3"]
+    assert sorted(streamed, key=lambda generation: generation.request_id) == returned
+    assert [generation.token_ids for generation in returned] == [oracle.reference(ids, 6, eos) for ids in prompts]
+
+
+def test_ignore_eos_lets_only_the_limit_end_a_sequence(
+    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
+) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter(), eos_token_ids=range(11))
+    assert [len(generation.token_ids) for generation in engine.generate(prompts, 6)] == [1] * 5
+    done = engine.generate(prompts, 6, ignore_eos=True)
+    assert [generation.token_ids for generation in done] == [oracle.reference(ids, 6) for ids in prompts]
+
+
+def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
+    oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
+) -> None:
+    drafter = spy(RandomDrafter(11, 4, oracle.references(prompts, 8)))
+    engine = build(oracle, make_backend, drafter, batch_size=2)
+    stream = engine.stream(prompts, 8)
+    next(stream)
+    assert engine.backend.kv_usage.held > 0
+    stream.close()
+    assert engine.backend.kv_usage.held == 0
+    assert len(engine.scheduler.select()) == 0
+    assert sorted(drafter.released) == ["0", "1", "2", "3", "4"]
+    done = engine.generate(prompts, 8)
+    assert [generation.token_ids for generation in done] == [oracle.reference(ids, 8) for ids in prompts]
+
+
+class Faulty(Drafter):
+    """Works until its `fault` is due in step `due`."""
+
+    num_speculative_tokens = 3
+
+    def __init__(self, fault: str, due: int) -> None:
+        self.fault, self.due, self.num_steps = fault, due, 0
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self.num_steps += 1
+        if self.num_steps != self.due:
+            return Draft.from_chains([[1] * limit for limit in budget])
+        match self.fault:
+            case "propose":
+                raise ZeroDivisionError("of its own")
+            case "budget":
+                return Draft.from_chains([[1] * (limit + 1) for limit in budget])
+            case "high id":
+                return Draft.from_chains([[11] for _ in batch])
+            case "negative id":
+                return Draft.from_chains([[-1] for _ in batch])
+            case "one row more":
+                return Draft.empty(len(batch) + 1)
+            case "one row less":
+                return Draft.empty(len(batch) - 1)
+            case "tree":
+                return Draft(torch.tensor([1, 1]), (0, *[2] * len(batch)), (-1, -1))
+            case "appends":
+                next(iter(batch)).tokens.append(1)
+            case "removes":
+                next(iter(batch)).tokens.pop()
+        return Draft.empty(len(batch))
+
+    def observe(self, outcome: Outcome) -> None:
+        if self.fault == "observe" and self.num_steps == self.due:
+            raise ZeroDivisionError("of its own")
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("propose", PluginError, r"failed in propose: ZeroDivisionError\('of its own'\)"),
+        ("observe", PluginError, r"failed in observe: ZeroDivisionError\('of its own'\)"),
+        ("budget", DraftError, "broke its interface: it drafted 4 tokens for request '2' with a budget of 3"),
+        ("high id", DraftError, "it drafted token id 11, outside the target's vocabulary of 11"),
+        ("negative id", DraftError, "it drafted token id -1, outside"),
+        ("one row more", DraftError, "its draft has 3 rows .* but the batch has 2 rows"),
+        ("one row less", DraftError, "its draft has 1 rows .* but the batch has 2 rows"),
+        ("tree", DraftError, "only chains are verified"),
+        ("appends", DraftError, "it changed the tokens of the batch, which it may only read"),
+        ("removes", DraftError, "it changed the tokens of the batch"),
+    ],
+)
+def test_a_faulty_drafter_is_named_its_memory_is_freed_and_finished_work_is_kept(
+    fault: str,
+    error: type[Exception],
+    message: str,
+    oracle: Any,
+    make_ragged: MakeBackend,
+    build: Any,
+    prompts: list[list[int]],
+) -> None:
+    counting = Faulty("none", 0)
+    first = build(oracle, make_ragged, counting, batch_size=2).generate(prompts[:2], 7)
+    engine = build(oracle, make_ragged, Faulty(fault, counting.num_steps + 1), batch_size=2, drafter_name="'bad' (x 1)")
+    with pytest.raises(error, match=message) as caught:
+        engine.generate(prompts, 7)
+    assert type(caught.value) is error
+    assert "drafter 'bad' (x 1) " in str(caught.value)
+    finished = caught.value.finished  # type: ignore[attr-defined]  # set by generate
+    assert sorted(finished, key=lambda generation: generation.request_id) == first
+    assert engine.backend.kv_usage.held == 0
+    assert len(engine.scheduler.select()) == 0
+    done = engine.generate(prompts, 7)
+    assert [generation.token_ids for generation in done] == [oracle.reference(ids, 7) for ids in prompts]
+
+
+def test_an_error_inside_the_backend_frees_everything_too(
+    oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(oracle, make_backend, RandomDrafter(11, 4), batch_size=2)
+    forward, calls = engine.backend.forward, iter(range(1000))
+
+    def failing(plan: StepPlan, layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 5:  # in the second layer of the third step
+            raise MemoryError("no room")
+        return forward(plan, layer, *qkv)
+
+    monkeypatch.setattr(engine.backend, "forward", failing)
+    with pytest.raises(MemoryError, match="no room"):
+        engine.generate(prompts, 8)
+    assert engine.backend.kv_usage.held == 0
+    done = engine.generate(prompts, 8)
+    assert [generation.token_ids for generation in done] == [oracle.reference(ids, 8) for ids in prompts]
+
+
+@pytest.mark.parametrize(("backend_name", "page_size"), [("ragged-page-1", 1), ("ragged-page-16", 16)])
+def test_peak_kv_memory_is_exactly_the_pages_that_the_rows_of_a_step_need(
+    backend_name: str, page_size: int, oracle: Any, build: Any, spy: Any, prompts: list[list[int]]
+) -> None:
+    from emssd_ragged.backend import RaggedBackend
+
+    drafter = spy(RandomDrafter(11, 6, oracle.references(prompts, 20), seed=3))
+    engine = build(oracle, lambda: RaggedBackend(page_size), drafter, batch_size=3)
+    engine.generate(prompts, 20)
+    page_bytes = page_size * 2 * (2 * (8 + 8)) * 8  # layers, KV heads, their key and value dimensions, float64
+    steps = [sum(-(-kv_len // page_size) for kv_len in lengths.values()) for lengths in drafter.proposed]
+    assert engine.report.kv_usage.peak_held == max(steps) * page_bytes
+    assert engine.report.kv_usage.held == 0
+
+
+def test_finished_and_abandoned_requests_are_released_once_each(
+    oracle: Any, make_ragged: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
+) -> None:
+    drafter = spy(NoneDrafter())
+    build(oracle, make_ragged, drafter, batch_size=2).generate(prompts, 4)
+    assert sorted(drafter.released) == ["0", "1", "2", "3", "4"]
+
+
+def test_steps_that_compute_a_prompt_are_told_from_decoding_steps(
+    oracle: Any, make_ragged: MakeBackend, build: Any
+) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
+    engine.generate([[1, 2, 3], [4]], 5)
+    assert engine.report.decode_tokens == 2 * 4
+    engine.generate([[1], [4]], 5)  # prompts of one token are decoding steps from the beginning
+    assert engine.report.decode_tokens == 2 * 5
+
+
+def test_the_model_works_as_before_beside_an_engine(
+    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
+) -> None:
+    model, ids = oracle.target.model, torch.tensor([prompts[0]])
+    before = model(input_ids=ids, use_cache=False).logits
+    stream = build(oracle, make_ragged, NoneDrafter(), batch_size=1).stream(prompts, 3)
+    next(stream)
+    between = model(input_ids=ids, use_cache=False).logits
+    stream.close()
+    assert torch.equal(between, before)
+    assert int(between[0, -1].argmax()) == oracle.reference(prompts[0], 1)[0]
+
+
+def test_no_prompts_give_no_generations(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
+    assert build(oracle, make_ragged, NoneDrafter()).generate([]) == []
+
+
+def test_two_runs_at_a_time_and_equal_ids_are_refused_and_the_first_run_goes_on(
+    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
+) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter(), batch_size=1)
+    with pytest.raises(ConfigError, match="two requests have the same request_id"):
+        next(engine.run([Request("a", (1,), 2), Request("a", (2,), 2)]))
+    stream = engine.stream(prompts[:2], 3)
+    first = next(stream)
+    with pytest.raises(ConfigError, match="still decoding"):
+        engine.generate([[1]])
+    done = [first, *stream]
+    assert [generation.token_ids for generation in done] == [oracle.reference(ids, 3) for ids in prompts[:2]]
+
+
+@pytest.mark.parametrize("batch_size", [0, -2])
+def test_batch_size_below_one_is_refused(batch_size: int, oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
+    with pytest.raises(ConfigError, match=f"batch_size is {batch_size}; it must be at least 1"):
+        build(oracle, make_ragged, NoneDrafter(), batch_size=batch_size)
+
+
+def test_bad_limits_and_prompts_are_refused_before_anything_runs(
+    oracle: Any, make_ragged: MakeBackend, build: Any
+) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter())
+    with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be at least 1"):
+        engine.stream([[1]], 0)
+    for bad in ([], [11], [-1], [1] * 64):
+        with pytest.raises(PromptError, match="prompt 1"):
+            engine.stream([[1], bad])
+    assert engine.report.num_steps == 0
+
+
+def test_an_engine_serves_one_iterator_at_a_time(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter(), batch_size=1)
+    first, second = engine.stream([[1], [2]], 2), engine.stream([[3]], 2)
+    next(first)
+    with pytest.raises(ConfigError, match="still decoding"):
+        next(second)
+    assert next(first).prompt_ids == (2,)
+
+
+def test_requests_with_the_same_id_are_refused(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter())
+    with pytest.raises(ConfigError, match="same request_id"):
+        next(engine.run([Request("a", (1,), 2), Request("a", (2,), 2)]))
+    assert not engine.scheduler.has_work
+
+
+class _Faulty(Drafter):
+    """Drafts nothing, or something that is no draft, and cannot forget."""
+
+    num_speculative_tokens = 2
+
+    def __init__(self, draft: Any) -> None:
+        self.draft = draft
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.empty(len(batch)) if self.draft is None else self.draft  # type: ignore[no-any-return]
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        raise RuntimeError("cannot forget")
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ([[1], [2]], "it returned a list; return an emssd.draft.Draft"),
+        (Draft(torch.tensor([1.0]), (0, 1)), "its token_ids are torch.float32 of 1 dimensions"),
+        (Draft(torch.tensor([[1]]), (0, 1)), "its token_ids are torch.int64 of 2 dimensions"),
+        (None, "_Faulty failed in release: RuntimeError"),
+    ],
+)
+def test_what_is_no_draft_and_what_cannot_be_released_is_named(
+    draft: Any, message: str, oracle: Any, make_ragged: MakeBackend, build: Any
+) -> None:
+    engine = build(oracle, make_ragged, _Faulty(draft), batch_size=1)
+    with pytest.raises(PluginError, match=message):
+        engine.generate([[1], [2]], 2)
+    assert not engine.scheduler.has_work
+    assert engine.backend.kv_usage.held == 0

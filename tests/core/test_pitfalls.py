@@ -1,0 +1,308 @@
+"""The ten ways in which batched speculative decoding has been got wrong, each with its test, or several.
+
+Oracle: `greedy_reference`, eager attention without a cache, float64, of equal logits the lowest id.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_llma import LLMAConfig, Occurrence, Search
+from emssd_llma.drafter import LLMADrafter
+from emssd_none import NoneDrafter
+
+import emssd
+from emssd.attention import AttentionBackend, StepPlan
+from emssd.draft import Draft
+from emssd.engine import Engine
+from emssd.errors import ConfigError
+from emssd.model import TargetModel
+from emssd.packing import PackedInputs, pack
+from emssd.sequence import FinishReason, Request, Sequence
+from emssd.testing.drafters import EosDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+
+MakeBackend = Callable[[], AttentionBackend]
+
+
+def outputs(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> list[tuple[int, ...]]:
+    return [generation.token_ids for generation in engine.generate(prompts, max_new_tokens)]
+
+
+def test_1_positions_are_those_of_the_real_tokens_and_not_of_padded_ones(
+    oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = RandomDrafter(11, 5, oracle.references(prompts, 12), seed=1)
+    engine = build(oracle, make_backend, drafter, batch_size=5)
+    plan, begun = engine.backend.plan, set[str]()
+
+    def checked(packed: PackedInputs) -> StepPlan:
+        planned = plan(packed)
+        rows = {row.request_id: row for row in engine.scheduler.select()}
+        expected = []
+        for name, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
+            first = len(rows[name].tokens) - 1 if name in begun else 0  # the first step computes the prompt
+            expected.append(list(range(first, kv_len)))
+        begun.update(packed.request_ids)
+        if len(planned.position_ids) == 1:
+            assert planned.position_ids[0].tolist() == [position for row in expected for position in row]
+        else:
+            fed = [sorted(set(row)) for row in planned.position_ids.tolist()]
+            assert fed == expected, "padding repeats a position of its row"
+        return planned
+
+    monkeypatch.setattr(engine.backend, "plan", checked)
+    together = outputs(engine, prompts, 12)
+    alone = build(oracle, make_backend, NoneDrafter(), batch_size=1)
+    assert together == outputs(alone, prompts, 12)
+
+
+def test_2_after_each_step_the_cache_equals_a_fresh_prefill(
+    oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+) -> None:
+    drafter = RandomDrafter(11, 5, oracle.references(prompts, 12), seed=2)
+    engine = build(oracle, make_backend, drafter, batch_size=5)
+    for i, prompt in enumerate(prompts):
+        engine.scheduler.add(Request(str(i), tuple(prompt), 12))
+    num_checked = 0
+    while True:
+        engine.step()
+        rows = list(engine.scheduler.select())
+        if not any(row.num_steps for row in rows):
+            break
+        with torch.inference_mode():
+            for row in rows:
+                assert row.num_cached == len(row.tokens) - 1
+            # A copy, so that looking at the cache does not write to it; the probe reads all of it, through attention.
+            used, fresh = copy.deepcopy(engine.backend), make_backend()
+            fresh.allocate(oracle.target.kv_cache_spec(5))
+            probe = Draft.from_chains([[1, 2, 3]] * len(rows))
+            from_cache = oracle.target(used.plan(pack(rows, probe, oracle.target.device)), used)
+            anew = [Sequence(Request(row.request_id, tuple(row.tokens), 1)) for row in rows]
+            from_scratch = oracle.target(fresh.plan(pack(anew, probe, oracle.target.device)), fresh)
+        torch.testing.assert_close(from_cache, from_scratch, atol=1e-10, rtol=0)
+        num_checked += 1
+    assert num_checked > 3
+    assert engine.report.num_accepted > 10
+    assert engine.report.num_accepted < engine.report.num_drafted
+
+
+def test_3_an_always_wrong_drafter_gives_one_token_a_step_and_the_same_output(
+    oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+) -> None:
+    references = oracle.references(prompts, 9)
+    engine = build(oracle, make_backend, WrongDrafter(11, 4, references))
+    for generation in engine.generate(prompts, 9):
+        assert generation.token_ids == references[generation.request_id]
+        assert generation.num_steps == 9
+        assert generation.num_accepted == 0
+        assert generation.num_drafted == 4 * 5 + 3 + 2 + 1
+    assert engine.report.acceptance_histogram == {1: 9 * 5}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_4_with_the_target_as_draft_model_everything_is_accepted(
+    k: int,
+    oracle: Any,
+    make_backend: MakeBackend,
+    build: Any,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draft_backend = make_backend()
+    draft_backend.allocate(oracle.target.kv_cache_spec(5))
+    plan, computed = draft_backend.plan, list[int]()
+
+    def counted(packed: PackedInputs) -> StepPlan:
+        computed.append(packed.num_tokens)
+        return plan(packed)
+
+    monkeypatch.setattr(draft_backend, "plan", counted)
+    drafter = DraftModelDrafter(oracle.target, draft_backend, 11, k)
+    engine = build(oracle, make_backend, drafter, batch_size=5)
+    n = 4 * (k + 1)
+    done = engine.generate(prompts, n)
+    assert [generation.token_ids for generation in done] == [oracle.reference(prompt, n) for prompt in prompts]
+    assert engine.report.acceptance_histogram == {k + 1: 4 * 5}
+    assert engine.report.mean_acceptance_length == k + 1
+    # Nothing is computed twice: prompts and k - 1 drafts at first, then the last draft, the bonus, and k - 1 drafts.
+    assert sum(computed) == sum(len(prompt) + k - 1 + 3 * (k + 1) for prompt in prompts)
+    assert draft_backend.kv_usage.held == 0
+
+
+def test_4_a_draft_model_of_the_same_weights_is_never_rejected_whatever_the_budgets(
+    oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
+) -> None:
+    draft_backend = make_backend()
+    draft_backend.allocate(oracle.target.kv_cache_spec(3))
+    drafter = spy(DraftModelDrafter(oracle.target, draft_backend, 11, 3))
+    engine = build(oracle, make_backend, drafter, batch_size=3)
+    limits = [13, 6, 9, 2, 1]
+    requests = [Request(str(i), tuple(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    for generation in engine.run(requests):
+        n = limits[int(generation.request_id)]
+        assert generation.token_ids == oracle.reference(generation.prompt_ids, n)
+        assert generation.num_steps == -(-n // 4)
+    assert all(drafted == accepted for step in drafter.trace for _, drafted, accepted in step)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_5_eos_inside_an_accepted_run_ends_the_sequence_there(
+    place: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+) -> None:
+    references = oracle.references(prompts, 10)
+    eos = {references["0"][place]}
+    engine = build(oracle, make_backend, PerfectDrafter(11, 4, references), eos_token_ids=eos)
+    done = engine.generate(prompts, 10)
+    assert [generation.token_ids for generation in done] == [oracle.reference(prompt, 10, eos) for prompt in prompts]
+    assert done[0].finish_reason is FinishReason.EOS
+    assert len(done[0].token_ids) == references["0"].index(references["0"][place]) + 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2, 6])
+def test_5_the_length_limit_is_never_overshot(
+    limit: int, k: int, oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
+) -> None:
+    drafter = spy(PerfectDrafter(11, k, oracle.references(prompts, 20)))
+    engine = build(oracle, make_backend, drafter, batch_size=3)
+    assert outputs(engine, prompts, limit) == [oracle.reference(prompt, limit) for prompt in prompts]
+    assert max(max(drafted for _, drafted, _ in step) for step in drafter.trace) == min(k, limit - 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_5_eos_in_drafts_and_in_the_prompt_ends_nothing(
+    seed: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+) -> None:
+    eos = {prompts[0][0], 7}
+    drafter = EosDrafter(eos, 11, 5, oracle.references(prompts, 12), seed=seed)
+    engine = build(oracle, make_backend, drafter, eos_token_ids=eos)
+    assert outputs(engine, prompts, 12) == [oracle.reference(prompt, 12, eos) for prompt in prompts]
+    assert engine.report.num_drafted > 0
+
+
+def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
+    oracle: Any,
+    make_backend: MakeBackend,
+    build: Any,
+    spy: Any,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [9, 1, 5, 14, 2]
+    requests = [Request(str(i), tuple(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    expected = {
+        request.request_id: oracle.reference(request.prompt_ids, request.max_new_tokens) for request in requests
+    }
+    shuffle = random.Random(0)
+    for order in range(4):
+        drafter = spy(RandomDrafter(11, 4, oracle.references(prompts, 14), seed=order))
+        engine = build(oracle, make_backend, drafter, batch_size=5)
+        plan, finished, planned = engine.backend.plan, set[str](), list[tuple[str, ...]]()
+
+        def watched(packed: PackedInputs, plan: Any = plan, planned: Any = planned) -> StepPlan:
+            planned.append(packed.request_ids)
+            return plan(packed)
+
+        monkeypatch.setattr(engine.backend, "plan", watched)
+        for generation in engine.run(requests):
+            assert generation.token_ids == expected[generation.request_id]
+            finished.add(generation.request_id)
+        assert finished == set(expected)
+        for row in expected:
+            steps = [i for i, names in enumerate(planned) if row in names]
+            assert steps == [i for i, lengths in enumerate(drafter.proposed) if row in lengths]
+            assert steps == list(range(len(steps))), "a row computes from the first step on until it is finished"
+        assert len({len(names) for names in planned}) > 2, "rows finish at different times"
+        shuffle.shuffle(requests)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_7_no_token_reads_kv_that_its_own_step_has_not_written_yet(
+    seed: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+) -> None:
+    # Prompts of 1, 9 and 20 tokens, of which later ones draft, and rows without drafts share a step.
+    mixed = [prompts[2], prompts[1], prompts[4]]
+    engine = build(oracle, make_backend, RandomDrafter(11, 6, oracle.references(mixed, 7), seed=seed), batch_size=3)
+    assert outputs(engine, mixed, 7) == [oracle.reference(prompt, 7) for prompt in mixed]
+
+
+@pytest.mark.parametrize("occurrence", list(Occurrence))
+def test_8_holes_are_no_context_so_that_padding_changes_no_acceptance(
+    occurrence: Occurrence,
+    oracle: Any,
+    make_backend: MakeBackend,
+    make_ragged: MakeBackend,
+    build: Any,
+    spy: Any,
+    prompts: list[list[int]],
+) -> None:
+    config = LLMAConfig(1, 4, Search.prompt_and_output, occurrence, require_full_copy=False)
+    traces = []
+    for make in (make_ragged, make_backend):
+        drafter = spy(LLMADrafter(config))
+        engine = build(oracle, make, drafter, batch_size=5)
+        assert outputs(engine, prompts, 24) == [oracle.reference(prompt, 24) for prompt in prompts]
+        traces.append(drafter.trace)
+    assert traces[0] == traces[1]
+    assert engine.report.num_accepted > 5
+    assert engine.report.num_accepted < engine.report.num_drafted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest_tie"),
+    [(torch.float64, 0.0), (torch.float32, 1e-4), (torch.bfloat16, 0.25)],
+    ids=["float64", "float32", "bfloat16"],
+)
+@pytest.mark.parametrize("drafting", [True, False], ids=["drafting", "control"])
+def test_9_where_precision_is_low_the_first_difference_is_a_tie(
+    drafting: bool,
+    dtype: torch.dtype,
+    largest_tie: float,
+    make_backend: MakeBackend,
+    build: Any,
+    prompts: list[list[int]],
+) -> None:
+    """`largest_tie`: between the reference's choice and ours, in the reference's logits. The control drafts nothing."""
+    model = tiny_model("llama", vocab_size=61, dtype=dtype, max_model_len=64)
+    target = TargetModel(model)
+    references = {str(i): greedy_reference(model, prompt, 12) for i, prompt in enumerate(prompts)}
+    drafter = RandomDrafter(61, 4, references) if drafting else NoneDrafter()
+    backend = make_backend()
+    backend.allocate(target.kv_cache_spec(5))
+    done = Engine(target, backend, drafter, batch_size=5).generate(prompts, 12)
+    for generation in done:
+        reference = references[generation.request_id]
+        agreed = 0
+        while agreed < 12 and generation.token_ids[agreed] == reference[agreed]:
+            agreed += 1
+        if agreed < 12:
+            inputs = torch.tensor([[*generation.prompt_ids, *reference[:agreed]]])
+            with torch.inference_mode():
+                logits = model(input_ids=inputs, use_cache=False).logits[0, -1].double()
+            assert float(logits[reference[agreed]] - logits[generation.token_ids[agreed]]) <= largest_tie
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_sample": True}, "do_sample=True"),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 5}, "do_sample=True"),
+        ({"repetition_penalty": 1.3}, "RepetitionPenalty"),
+    ],
+)
+def test_10_sampling_and_penalties_are_refused_until_they_are_exact(
+    options: dict[str, Any], message: str, oracle: Any
+) -> None:
+    ids = torch.tensor([[1, 3, 4]])
+    with pytest.raises(ConfigError, match=message):
+        oracle.target.model.generate(
+            ids, max_new_tokens=3, pad_token_id=0, custom_generate=emssd.custom_generate, **options
+        )

@@ -1,0 +1,79 @@
+"""A sequence grows by what it is given, up to its first EOS and its limit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.sequence import Batch, FinishReason, Request, Sequence
+
+
+def sequence(max_new_tokens: int = 5, eos: frozenset[int] = frozenset({2})) -> Sequence:
+    return Sequence(Request("a", (7, 2, 8), max_new_tokens, eos))
+
+
+@pytest.mark.parametrize(
+    ("new", "output", "reason"),
+    [
+        ([4, 5], [4, 5], None),
+        ([4, 2], [4, 2], FinishReason.EOS),
+        ([2], [2], FinishReason.EOS),
+        ([4, 2, 5, 2], [4, 2], FinishReason.EOS),
+        ([4, 4, 4, 4, 4], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+        ([4, 4, 4, 4, 4, 4, 2], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+        ([4, 4, 4, 4, 2], [4, 4, 4, 4, 2], FinishReason.EOS),  # both at once: EOS is the reason
+        ([4, 4, 4, 4, 4, 2], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+    ],
+)
+def test_is_cut_after_the_first_eos_and_at_the_limit(
+    new: list[int], output: list[int], reason: FinishReason | None
+) -> None:
+    row = sequence()
+    row.extend(new)
+    assert row.output_ids == output
+    assert row.tokens == [7, 2, 8, *output]
+    assert row.finish_reason is reason
+    assert row.num_remaining == 5 - len(output)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(1, 12))
+def test_growing_in_pieces_equals_growing_at_once(pieces: list[list[int]], limit: int) -> None:
+    piecewise, whole = sequence(limit), sequence(limit)
+    for piece in pieces:
+        if piecewise.finish_reason is None:
+            piecewise.extend(piece)
+    whole.extend([token for piece in pieces for token in piece])
+    assert (piecewise.output_ids, piecewise.finish_reason) == (whole.output_ids, whole.finish_reason)
+    assert len(whole.output_ids) <= limit
+    assert 2 not in whole.output_ids[:-1]
+
+
+def test_eos_in_the_prompt_ends_nothing() -> None:
+    row = sequence()
+    assert row.finish_reason is None
+    assert row.output_ids == []
+
+
+def test_without_eos_ids_only_the_limit_ends() -> None:
+    row = sequence(eos=frozenset())
+    row.extend([2, 2, 2, 2])
+    assert row.finish_reason is None
+    row.extend([2])
+    assert row.finish_reason is FinishReason.LENGTH
+
+
+def test_a_sequence_does_not_share_its_tokens_with_another() -> None:
+    request = Request("a", (1, 2), 3)
+    first, second = Sequence(request), Sequence(request)
+    first.extend([5])
+    assert second.tokens == [1, 2]
+    assert request.prompt_ids == (1, 2)
+
+
+def test_batch_keeps_row_order() -> None:
+    rows = [Sequence(Request(name, (1,), 1)) for name in ("b", "a", "c")]
+    batch = Batch(tuple(rows))
+    assert batch.request_ids == ("b", "a", "c")
+    assert list(batch) == rows
+    assert len(batch) == 3

@@ -1,0 +1,119 @@
+"""Each metric is its formula, on steps made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from emssd.attention import KVUsage
+from emssd.stats import PHASES, RunReport, StepStats, StepTimer
+
+PREFILL = StepStats(
+    is_prefill=True,
+    num_tokens=30,
+    num_new_tokens=2,
+    drafted=(0, 0),
+    acceptance=(1, 1),
+    input_padding=10,
+    kv_padding=10,
+    seconds={"draft": 0.0, "plan": 0.5, "forward": 2.0, "verify": 0.25, "other": 0.25},
+)
+DECODE = StepStats(
+    is_prefill=False,
+    num_tokens=9,
+    num_new_tokens=5,
+    drafted=(5, 2),
+    acceptance=(4, 1),
+    input_padding=3,
+    kv_padding=3,
+    seconds={"draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+)
+LAST = StepStats(  # 5 of 6 tokens count: a limit cut one off
+    is_prefill=False,
+    num_tokens=6,
+    num_new_tokens=5,
+    drafted=(5,),
+    acceptance=(6,),
+    input_padding=0,
+    kv_padding=0,
+    seconds={"draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+)
+
+
+def report_of(*steps: StepStats) -> RunReport:
+    report = RunReport()
+    for step in steps:
+        report.add(step)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("decode_tokens_per_second", (5 + 5) / (2 + 2)),
+        ("tokens_per_second", (2 + 5 + 5) / (3 + 2 + 2)),
+        ("mean_acceptance_length", (1 + 1 + 4 + 1 + 6) / 5),
+        ("acceptance_histogram", {"1": 3, "4": 1, "6": 1}),
+        ("draft_acceptance_rate", (3 + 0 + 5) / (5 + 2 + 5)),
+        ("mean_draft_length", (5 + 2 + 5) / 5),
+        ("padding_per_new_token", (3 + 3) / (5 + 5)),  # of decoding steps, as the padding ratio
+        ("input_padding_tokens", 13),
+        ("kv_padding_slots", 13),
+        ("padding_ratio", ((4 - 2.5) / 4 + 0) / 2),
+        ("num_steps", 3),
+        ("num_row_steps", 5),
+        ("num_computed_tokens", 30 + 9 + 6),
+        ("num_new_tokens", 12),
+        ("num_drafted_tokens", 12),
+        ("num_accepted_tokens", 8),
+        ("kv_peak_bytes", 70),
+        ("kv_peak_pool_bytes", 90),
+        (
+            "seconds",
+            {"draft": 0.5, "plan": 1.0, "forward": 4.0, "verify": 0.75, "other": 0.75, "total": 7.0, "decode": 4.0},
+        ),
+    ],
+)
+def test_metric_is_its_formula(name: str, value: object) -> None:
+    report = report_of(PREFILL, DECODE, LAST)
+    report.kv_usage = KVUsage(held=5, peak_held=70, peak_pool=90)
+    assert report.metrics()[name] == pytest.approx(value, rel=1e-12)
+
+
+def test_every_metric_is_checked_by_the_test_above() -> None:
+    (mark,) = test_metric_is_its_formula.pytestmark  # type: ignore[attr-defined]  # set by the decorator
+    assert sorted(name for name, _ in mark.args[1]) == sorted(RunReport().metrics())
+
+
+def test_a_run_without_steps_divides_by_nothing() -> None:
+    metrics = RunReport().metrics()
+    assert metrics["seconds"] == dict.fromkeys([*PHASES, "total", "decode"], 0.0)
+    assert metrics["acceptance_histogram"] == {}
+    assert {value for name, value in metrics.items() if name not in {"seconds", "acceptance_histogram"}} == {0}
+
+
+def test_a_run_of_prompts_only_has_no_decoding_throughput() -> None:
+    report = report_of(PREFILL)
+    assert report.decode_tokens_per_second == 0.0
+    assert report.tokens_per_second == 2 / 3
+
+
+def test_timer_splits_all_of_the_time_into_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 13.0, 14.0, 18.0, 20.0, 21.0, 100.0])
+    monkeypatch.setattr("emssd.stats.time.perf_counter", lambda: next(clock))
+    timer = StepTimer()
+    with timer.phase("draft"):
+        pass
+    with timer.phase("forward"):
+        pass
+    with timer.phase("draft"):
+        pass
+    assert timer.finish() == {"draft": 3.0, "plan": 0.0, "forward": 4.0, "verify": 0.0, "other": 83.0}
+
+
+def test_timer_counts_a_phase_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 5.0, 6.0])
+    monkeypatch.setattr("emssd.stats.time.perf_counter", lambda: next(clock))
+    timer = StepTimer()
+    with pytest.raises(ValueError, match="boom"), timer.phase("plan"):
+        raise ValueError("boom")
+    assert timer.finish() == {"draft": 0.0, "plan": 4.0, "forward": 0.0, "verify": 0.0, "other": 2.0}

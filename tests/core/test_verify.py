@@ -1,0 +1,75 @@
+"""Greedy verification accepts the longest right beginning of a draft, and adds one token of the target's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.draft import Draft
+from emssd.verify import verify_greedy
+
+VOCAB = 4
+
+
+@dataclass
+class Case:
+    chains: list[list[int]]
+    targets: list[list[int]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Per row a draft and what the target says after each of its tokens; four tokens make agreement frequent."""
+    ids = st.integers(0, VOCAB - 1)
+    chains = draw(st.lists(st.lists(ids, max_size=5), min_size=1, max_size=5))
+    return Case(chains, [draw(st.lists(ids, min_size=len(c) + 1, max_size=len(c) + 1)) for c in chains])
+
+
+def logits_for(targets: list[list[int]]) -> torch.Tensor:
+    flat = torch.tensor([token for row in targets for token in row])
+    return F.one_hot(flat, VOCAB).double() - 3.0
+
+
+@given(cases())
+def test_accepts_exactly_the_tokens_that_step_by_step_decoding_would_give(case: Case) -> None:
+    result = verify_greedy(logits_for(case.targets), Draft.from_chains(case.chains))
+    assert len(result.new_tokens) == len(result.accepted) == len(case.chains)
+    for chain, targets, accepted, new in zip(
+        case.chains, case.targets, result.accepted, result.new_tokens, strict=True
+    ):
+        expected = [targets[0]]
+        while len(expected) <= len(chain) and chain[len(expected) - 1] == expected[-1]:
+            expected.append(targets[len(expected)])
+        assert new == expected
+        assert list(accepted) == list(range(len(expected) - 1))
+
+
+@pytest.mark.parametrize(
+    ("chain", "targets", "new"),
+    [
+        ([], [2], [2]),
+        ([1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 0]),  # bonus
+        ([1, 2, 3], [1, 0, 3, 0], [1, 0]),  # recovered
+        ([1, 2, 3], [0, 2, 3, 0], [0]),  # what follows a rejected token counts for nothing
+        ([1, 1], [1, 1, 1], [1, 1, 1]),
+    ],
+)
+def test_recovered_and_bonus_tokens(chain: list[int], targets: list[int], new: list[int]) -> None:
+    result = verify_greedy(logits_for([targets]), Draft.from_chains([chain]))
+    assert result.new_tokens == (new,)
+    assert result.accepted == (range(len(new) - 1),)
+
+
+def test_of_equal_logits_the_lowest_id_wins() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0], [5.0, 0.0, 0.0, 5.0]])
+    assert verify_greedy(logits, Draft.from_chains([[1]])).new_tokens == ([1, 0],)
+
+
+def test_drafted_ids_may_be_of_another_integer_type() -> None:
+    draft = Draft(torch.tensor([1, 2], dtype=torch.int32), (0, 2))
+    assert verify_greedy(logits_for([[1, 2, 3]]), draft).new_tokens == ([1, 2, 3],)

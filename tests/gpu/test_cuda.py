@@ -1,0 +1,53 @@
+"""What only a GPU can show: the same tokens on CUDA. Run by ``nox -s gpu``; results belong into docs/gpu.md."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_padded import PaddedConfig
+
+from emssd.assembly import make_backend
+from emssd.engine import Engine
+from emssd.model import TargetModel
+from emssd.registry import Registry
+from emssd.testing.models import ARCHITECTURES, tiny_model
+from emssd.testing.oracle import greedy_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: run nox -s gpu on a machine with one"),
+]
+
+PROMPTS = [[1, 5, 6, 7, 5, 6, 7, 5, 6], [1, 9], [1, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4], [1, 3, 8, 3, 8, 3]]
+BACKENDS = {
+    "ragged": "ragged",
+    "padded": PaddedConfig(),
+    "unpad_kv": PaddedConfig(pad_kv=False),
+    "unpad_inputs": PaddedConfig(pad_inputs=False),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_tokens_on_cuda_equal_greedy_decoding_on_the_cpu(architecture: str, drafter: str, backend: str) -> None:
+    expected = [greedy_reference(tiny_model(architecture), prompt, 24, {2}) for prompt in PROMPTS]
+    target = TargetModel(tiny_model(architecture).to("cuda"))
+    registry = Registry()
+    if drafter == "draft_model":
+        twin = TargetModel(tiny_model(architecture).to("cuda"))
+        chosen = DraftModelDrafter(
+            twin, make_backend(twin.kv_cache_spec(3), BACKENDS[backend], registry), twin.vocab_size, 4
+        )
+    else:
+        chosen = registry.find("drafter", drafter)
+        chosen = chosen.build(chosen.config(), None)
+    engine = Engine(
+        target,
+        make_backend(target.kv_cache_spec(3), BACKENDS[backend], registry),
+        chosen,
+        batch_size=3,
+        eos_token_ids={2},
+    )
+    assert [list(generation.token_ids) for generation in engine.generate(PROMPTS, 24)] == expected

@@ -1,0 +1,204 @@
+"""Exactness against Hugging Face: `model.generate(do_sample=False)`, one unpadded row at a time, is the oracle.
+
+float64: tokens are equal. float32: equal, or the first difference is a numerical tie as `emssd.check.compare` judges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_llma import LLMAConfig, Search
+from emssd_padded import PaddedConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from emssd import Engine, Generation
+from emssd.assembly import make_backend
+from emssd.check import compare
+from emssd.draft import Drafter
+from emssd.model import TargetModel
+from emssd.registry import Registry
+from emssd.testing.models import ARCHITECTURES, tiny_model
+
+NEW_TOKENS = 24
+VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
+# Ragged; all but the second are longer than the sliding windows of 7. The first repeats itself.
+PROMPTS = (
+    (3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4),
+    (8,),
+    (9, 3, 11, 4, 9, 3, 12, 5, 9, 3),
+    (10, 6, 6, 7, 10, 6, 6, 8, 10, 5, 4, 10, 6),
+)
+BACKENDS: dict[str, Any] = {
+    "ragged": "ragged",
+    "padded": PaddedConfig(),
+    "unpad_kv": PaddedConfig(pad_kv=False),
+    "unpad_inputs": PaddedConfig(pad_inputs=False),
+    "unpad_both": PaddedConfig(pad_kv=False, pad_inputs=False),
+}
+# Looks everywhere after a single token, so that its drafts are often there, often wrong, and of every length.
+LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@cache
+def model_of(architecture: str, dtype: str) -> PreTrainedModel:
+    return tiny_model(architecture, dtype=DTYPES[dtype], vocab_size=VOCAB_SIZE, max_model_len=64)
+
+
+@cache
+def hugging_face(architecture: str, dtype: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(generate_row(model_of(architecture, dtype), prompt) for prompt in PROMPTS)
+
+
+def generate_row(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def same_weights_drafter(model: PreTrainedModel, backend: Any, batch_size: int) -> Drafter:
+    """A draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
+    draft = TargetModel(model)
+    return DraftModelDrafter(
+        draft, make_backend(draft.kv_cache_spec(batch_size), backend, Registry()), VOCAB_SIZE, num_speculative_tokens=4
+    )
+
+
+def generate(
+    model: PreTrainedModel, drafter: str, backend: Any, batch_size: int = len(PROMPTS)
+) -> tuple[Engine, list[Generation]]:
+    chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(model, backend, batch_size)
+    engine = Engine.from_model(model, drafter=chosen, backend=backend, batch_size=batch_size)
+    return engine, engine.generate(PROMPTS, NEW_TOKENS)
+
+
+def assert_equal_to_hugging_face(architecture: str, dtype: str, engine: Engine, done: list[Generation]) -> None:
+    expected = hugging_face(architecture, dtype)
+    if dtype == "float64":
+        assert [generation.token_ids for generation in done] == list(expected)
+        return
+    greedy = [dataclasses.replace(ours, token_ids=theirs) for ours, theirs in zip(done, expected, strict=True)]
+    report = compare(done, greedy, engine.target, engine.backend)
+    assert report.true_differences == []
+    assert report.num_exact + len(report.ties) == len(PROMPTS)
+
+
+@EVERY_DTYPE
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("drafter", ["llma", "draft_model", "none"])
+def test_every_architecture_and_drafter_equals_generate_of_hugging_face(
+    architecture: str, dtype: str, drafter: str
+) -> None:
+    engine, done = generate(model_of(architecture, dtype), drafter, "ragged")
+    assert_equal_to_hugging_face(architecture, dtype, engine, done)
+
+
+@EVERY_DTYPE
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "ragged"])
+def test_every_cell_of_the_padded_baseline_equals_generate_of_hugging_face(
+    architecture: str, dtype: str, backend: str
+) -> None:
+    engine, done = generate(model_of(architecture, dtype), "llma", BACKENDS[backend])
+    assert_equal_to_hugging_face(architecture, dtype, engine, done)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("drafter", ["llma", "draft_model", "none"])
+@pytest.mark.parametrize("architecture", ["opt", "gemma2"])
+def test_drafters_and_backends_in_every_combination_equal_generate_of_hugging_face(
+    architecture: str, drafter: str, backend: str
+) -> None:
+    engine, done = generate(model_of(architecture, "float64"), drafter, BACKENDS[backend])
+    assert_equal_to_hugging_face(architecture, "float64", engine, done)
+
+
+@EVERY_ARCHITECTURE
+def test_a_draft_model_with_the_weights_of_the_target_is_always_accepted(architecture: str) -> None:
+    engine, done = generate(model_of(architecture, "float64"), "draft_model", "ragged")
+    assert engine.report.mean_acceptance_length > 3
+    # Every step but a row's last gives 4 drafted tokens and a bonus; what a limit or an EOS cut off is no rejection.
+    for generation in done:
+        assert generation.num_steps == -(-len(generation.token_ids) // 5)
+        assert generation.num_accepted == generation.num_drafted
+
+
+@EVERY_ARCHITECTURE
+def test_retrieved_drafts_are_really_accepted_in_these_comparisons(architecture: str) -> None:
+    engine, _ = generate(model_of(architecture, "float64"), "llma", "ragged")
+    assert engine.report.num_accepted > 0
+    assert engine.report.num_drafted > engine.report.num_accepted  # and others are rejected
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("architecture", ["opt", "mistral"])
+def test_the_batch_size_does_not_change_the_tokens(architecture: str, batch_size: int) -> None:
+    engine, done = generate(model_of(architecture, "float64"), "llma", "ragged", batch_size)
+    assert_equal_to_hugging_face(architecture, "float64", engine, done)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows"),
+    [("mistral", (7, 7)), ("gemma2", (7, None)), ("qwen2", (None, None)), ("llama", (None, None))],
+)
+def test_the_probe_learns_each_layers_window(architecture: str, windows: tuple[int | None, ...]) -> None:
+    layers = TargetModel(model_of(architecture, "float64")).layers
+    assert tuple(layer.sliding_window for layer in layers) == windows
+
+
+def test_the_probe_learns_grouped_heads_scale_and_soft_cap() -> None:
+    llama, gemma2 = (TargetModel(model_of(name, "float64")).layers[0] for name in ("llama", "gemma2"))
+    assert (llama.num_qo_heads, llama.num_kv_heads, llama.key_dim) == (4, 2, 8)
+    assert llama.softcap is None
+    assert gemma2.softcap == 5.0
+    assert gemma2.scale == pytest.approx(8**-0.5)
+    assert TargetModel(model_of("opt", "float64")).layers[0].scale == 1.0
+
+
+def test_a_window_shorter_than_the_probe_is_served() -> None:
+    model = tiny_model("mistral", sliding_window=2, vocab_size=VOCAB_SIZE, max_model_len=64)
+    _, done = generate(model, "llma", "ragged")
+    assert [generation.token_ids for generation in done] == [generate_row(model, prompt) for prompt in PROMPTS]
+
+
+def save_with_tokenizer(path: Path, architecture: str, words: list[str]) -> None:
+    model = tiny_model(architecture, vocab_size=len(words), dtype=torch.float32, max_model_len=64)
+    model.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    ).save_pretrained(path)
+
+
+@pytest.mark.parametrize("architecture", ["opt", "llama"])
+def test_a_saved_model_with_its_tokenizer_continues_texts_as_hugging_face_does(
+    architecture: str, tmp_path: Path
+) -> None:
+    words = ["<pad>", "<s>", "</s>", *["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to"]]
+    save_with_tokenizer(tmp_path, architecture, words)
+    engine = Engine.from_pretrained(str(tmp_path), dtype="float64", device="cpu", batch_size=2)
+    texts = ["the cat sat on the mat and the cat sat on", "a dog", "to the dog ran a cat"]
+    done = engine.generate(texts, NEW_TOKENS)
+    for text, generation in zip(texts, done, strict=True):
+        prompt = tuple(words.index(word) for word in text.split())
+        expected = generate_row(engine.target.model, prompt)
+        assert generation.prompt_ids == prompt
+        assert generation.token_ids == expected
+        assert generation.text == " ".join(words[token] for token in expected if token > 2)
+
+
+def test_a_saved_model_runs_in_the_precision_of_its_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
+    words = ["<pad>", "<s>", "</s>", "one", "two", "three"]
+    save_with_tokenizer(tmp_path, "llama", words)
+    assert Engine.from_pretrained(str(tmp_path), device="cpu").target.dtype == torch.float32
+    assert Engine.from_pretrained(str(tmp_path), device="cpu", dtype="bfloat16").target.dtype == torch.bfloat16

@@ -1,0 +1,285 @@
+"""`model.generate(..., custom_generate=emssd.custom_generate)` gives what `model.generate(do_sample=False)` gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from emssd_llma import LLMAConfig, Search
+from emssd_padded import PaddedConfig
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextStreamer
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
+
+import emssd
+from emssd.draft import Draft, Drafter
+from emssd.errors import ConfigError, PluginError
+from emssd.testing.models import tiny_model
+
+PAD = 0
+PROMPTS = ([3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3], [8], [9, 10, 11, 9, 10], [4, 4, 4, 4, 12, 4, 4])
+LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
+
+
+def left_padded(prompts: tuple[list[int], ...] = PROMPTS) -> dict[str, torch.Tensor]:
+    width = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts]),
+        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+    }
+
+
+def make_model(architecture: str = "llama", **options: Any) -> PreTrainedModel:
+    return tiny_model(architecture, vocab_size=13, max_model_len=64, **options)
+
+
+def both(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], ours: dict[str, Any] | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `generate` returns without emssd and with it."""
+    options = {"max_new_tokens": 20, "do_sample": False} | options
+    drafting: dict[str, Any] = {"drafter": LLMA} | (ours or {})
+    theirs = model.generate(**inputs, **options)
+    return theirs, model.generate(**inputs, **options, custom_generate=emssd.custom_generate, **drafting)
+
+
+@pytest.mark.parametrize("backend", ["ragged", PaddedConfig()], ids=["ragged", "padded"])
+@pytest.mark.parametrize("drafter", ["llma", LLMA, "none"], ids=["llma", "llma_everywhere", "none"])
+# Not gemma2: Transformers' eager attention in float64 gives NaN in padded rows, as it takes a softmax in float32.
+@pytest.mark.parametrize("architecture", ["opt", "llama", "mistral", "gpt2"])
+def test_a_batch_padded_on_the_left_gives_the_same_tensor(architecture: str, drafter: Any, backend: Any) -> None:
+    expected, got = both(make_model(architecture), left_padded(), {"drafter": drafter, "backend": backend})
+    assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_padding_behind_eos_and_the_width_are_the_same(seed: int) -> None:
+    model = make_model(seed=seed)
+    expected, got = both(model, left_padded(), eos_token_id=[5, 7, 9], pad_token_id=PAD)
+    new = expected[:, max(map(len, PROMPTS)) :]
+    assert (new == PAD).any()  # some row ends before another
+    assert torch.equal(expected, got)
+
+
+def test_rows_that_all_end_early_give_a_narrow_tensor() -> None:
+    expected, got = both(make_model(), left_padded(), eos_token_id=list(range(1, 13)), pad_token_id=PAD)
+    assert expected.shape[1] == max(map(len, PROMPTS)) + 1
+    assert torch.equal(expected, got)
+
+
+def test_without_a_pad_token_the_first_eos_token_pads() -> None:
+    model = make_model(seed=1)
+    model.generation_config.pad_token_id = None
+    expected, got = both(model, left_padded(), eos_token_id=[9, 5, 7])
+    assert (expected[:, -1] == 9).any()
+    assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eos_token_id": None},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": None, "max_length": 25},
+        {"max_new_tokens": None},  # Transformers' own default
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"output_scores": True},  # no effect without return_dict_in_generate
+        {"top_k": 5, "temperature": 0.5},  # no effect without do_sample
+        {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0},
+    ],
+    ids=str,
+)
+def test_options_that_leave_greedy_decoding_alone_give_the_same_tensor(options: dict[str, Any]) -> None:
+    expected, got = both(make_model(), left_padded(), **options)
+    assert torch.equal(expected, got)
+
+
+def test_an_unpadded_batch_and_a_single_row_without_a_mask_give_the_same_tensor() -> None:
+    for prompts in (([3, 4, 5, 3], [6, 7, 8, 9]), ([3, 4, 3, 4, 3],)):
+        expected, got = both(make_model(), {"input_ids": torch.tensor(prompts)})
+        assert torch.equal(expected, got)
+
+
+def test_padding_that_transformers_infers_from_the_pad_token_gives_the_same_tensor() -> None:
+    expected, got = both(make_model(), {"input_ids": left_padded()["input_ids"]}, pad_token_id=PAD)
+    assert torch.equal(expected, got)
+
+
+def test_a_generation_config_object_and_the_models_own_are_followed() -> None:
+    model = make_model(seed=1)
+    config = GenerationConfig(max_new_tokens=7, eos_token_id=[5, 9], pad_token_id=PAD, do_sample=False)
+    inputs = left_padded()
+    expected = model.generate(**inputs, generation_config=config)
+    got = model.generate(**inputs, generation_config=config, custom_generate=emssd.custom_generate)
+    assert torch.equal(expected, got)
+    model.generation_config = config
+    assert torch.equal(expected, model.generate(**inputs, custom_generate=emssd.custom_generate, drafter=LLMA))
+
+
+@pytest.mark.parametrize("criteria", [[MaxLengthCriteria(14)], [EosTokenCriteria(5)], [EosTokenCriteria([7, 9])]])
+def test_a_callers_own_length_and_eos_criteria_are_followed(criteria: list[Any]) -> None:
+    options = {"stopping_criteria": StoppingCriteriaList(criteria), "pad_token_id": PAD}
+    expected, got = both(make_model(seed=1), left_padded(), **options)
+    assert torch.equal(expected, got)
+
+
+class TestTheModelAfterwards:
+    def test_is_as_before(self) -> None:
+        model = make_model()
+        before, alone = model.config._attn_implementation, model.generate(**left_padded(), max_new_tokens=9)
+        model.generate(**left_padded(), max_new_tokens=9, custom_generate=emssd.custom_generate)
+        assert model.config._attn_implementation == before != "emssd"
+        assert torch.equal(model.generate(**left_padded(), max_new_tokens=9), alone)
+
+    def test_is_as_before_when_a_drafter_fails(self) -> None:
+        class Failing(Drafter):
+            num_speculative_tokens = 1
+
+            def propose(self, batch: Any, budget: Any) -> Draft:
+                raise RuntimeError("no idea")
+
+        model = make_model()
+        before, alone = model.config._attn_implementation, model.generate(**left_padded(), max_new_tokens=9)
+        with pytest.raises(PluginError, match="no idea"):
+            model.generate(**left_padded(), max_new_tokens=9, custom_generate=emssd.custom_generate, drafter=Failing())
+        assert model.config._attn_implementation == before
+        assert torch.equal(model.generate(**left_padded(), max_new_tokens=9), alone)
+
+    def test_is_as_before_when_attention_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from emssd_ragged.backend import RaggedBackend
+
+        def broken(*args: Any) -> torch.Tensor:
+            raise MemoryError("out of memory")
+
+        model = make_model()
+        before = model.config._attn_implementation
+        monkeypatch.setattr(RaggedBackend, "forward", broken)
+        with pytest.raises(MemoryError):
+            model.generate(**left_padded(), max_new_tokens=9, custom_generate=emssd.custom_generate)
+        assert model.config._attn_implementation == before
+
+    def test_is_in_training_again_module_by_module(self) -> None:
+        model = make_model("gpt2")
+        model.train()
+        model.transformer.h[0].eval()
+        expected = [module.training for module in model.modules()]
+        model.generate(**left_padded(), max_new_tokens=3, custom_generate=emssd.custom_generate)
+        assert [module.training for module in model.modules()] == expected
+
+    def test_can_be_trained(self) -> None:
+        model = make_model()
+        model.generate(**left_padded(), max_new_tokens=3, custom_generate=emssd.custom_generate)
+        ids = torch.tensor([[3, 4, 5]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert model.lm_head.weight.grad is not None
+
+
+def allow_all(batch_id: int, ids: torch.Tensor) -> list[int]:
+    return [3, 4]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sampling": ({"do_sample": True}, "do_sample=True"),
+    "beams": ({"num_beams": 2}, "num_beams=2"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+    "dola": ({"dola_layers": "low"}, "dola_layers=low"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
+    "dict": ({"return_dict_in_generate": True, "output_scores": True}, "return_dict_in_generate=True"),
+    "max_time": ({"max_time": 1.0}, "max_time=1.0"),
+    "repetition": ({"repetition_penalty": 1.3}, "RepetitionPenalty"),
+    "no repeat": ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
+    "bad words": ({"bad_words_ids": [[5]]}, "NoBadWords"),
+    "min_length": ({"min_length": 15}, "MinLength"),
+    "min_new_tokens": ({"min_new_tokens": 3}, "MinNewTokens"),
+    "prefix": ({"prefix_allowed_tokens_fn": allow_all}, "PrefixConstrained"),
+    "forced bos": ({"forced_bos_token_id": 4}, "ForcedBOS"),
+    "forced eos": ({"forced_eos_token_id": 4}, "ForcedEOS"),
+    "invalid values": ({"remove_invalid_values": True}, "InfNanRemove"),
+    "decay": ({"exponential_decay_length_penalty": (2, 1.5)}, "ExponentialDecay"),
+    "suppress": ({"suppress_tokens": [5]}, "SuppressTokens"),
+    "begin suppress": ({"begin_suppress_tokens": [5]}, "SuppressTokensAtBegin"),
+    "bias": ({"sequence_bias": {(5,): -9.0}}, "SequenceBias"),
+    "guidance": ({"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
+    "watermark": ({"watermarking_config": {"bias": 2.5}}, "Watermark"),
+    "renormalize": ({"renormalize_logits": True}, "LogitNormalization"),
+    "processor": ({"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])}, "TemperatureLogits"),
+    "criterion": ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])}, "MaxTimeCriteria"),
+    "positions": ({"position_ids": torch.arange(11).expand(4, -1)}, "position_ids"),
+    "cache": ({"past_key_values": DynamicCache()}, "past_key_values"),
+    "segments": ({"token_type_ids": torch.ones(4, 11, dtype=torch.int64)}, "token_type_ids"),
+    "embeddings": ({"inputs_embeds": torch.ones(4, 11, 32, dtype=torch.float64)}, "inputs_embeds"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_tokens_is_refused_by_its_name(name: str) -> None:
+    options, reason = REFUSED[name]
+    model = make_model("gpt2")
+    with pytest.raises(ConfigError, match=reason):
+        model.generate(**left_padded(), **({"max_new_tokens": 9} | options), custom_generate=emssd.custom_generate)
+    assert model.config._attn_implementation != "emssd"
+
+
+def test_stop_strings_are_refused() -> None:
+    # By Transformers itself: it takes the tokenizer that they need away from custom functions.
+    with pytest.raises(ValueError, match="stop strings"):
+        make_model().generate(**left_padded(), stop_strings=["a"], custom_generate=emssd.custom_generate)
+
+
+def test_several_return_sequences_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        make_model().generate(**left_padded(), num_return_sequences=2, custom_generate=emssd.custom_generate)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 1, 0]], [[1, 0, 1, 1]], [[0, 0, 0, 0]]], ids=["right", "hole", "empty"])
+def test_padding_that_is_not_on_the_left_is_refused(mask: list[list[int]]) -> None:
+    inputs = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "attention_mask": torch.tensor(mask)}
+    with pytest.raises(ConfigError, match="padded on the left"):
+        make_model().generate(**inputs, max_new_tokens=3, custom_generate=emssd.custom_generate)
+
+
+def test_more_new_tokens_than_the_model_takes_are_refused_instead_of_cut_off() -> None:
+    model = make_model()
+    options: dict[str, Any] = {"eos_token_id": None, "custom_generate": emssd.custom_generate}
+    with pytest.raises(ConfigError, match="a prompt of 11 tokens and 54 new ones are more than the 64"):
+        model.generate(**left_padded(), max_new_tokens=54, **options)
+    assert model.generate(**left_padded(), max_new_tokens=53, **options).shape == (4, 64)
+
+
+def test_what_transformers_keeps_from_custom_functions_changes_no_token() -> None:
+    model = make_model("opt")
+    plain = model.generate(**left_padded(), max_new_tokens=9)
+    assisted = model.generate(
+        **left_padded(), max_new_tokens=9, assistant_model=make_model("opt"), custom_generate=emssd.custom_generate
+    )
+    assert torch.equal(assisted, plain)
+
+    class Silent(TextStreamer):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def put(self, value: Any) -> None:
+            self.seen.append(value)
+
+        def end(self) -> None:
+            self.seen.append("end")
+
+    one = {name: value[:1] for name, value in left_padded().items()}
+    streamed = model.generate(**one, max_new_tokens=9, streamer=Silent(), custom_generate=emssd.custom_generate)
+    assert torch.equal(streamed, model.generate(**one, max_new_tokens=9))
+
+
+def test_a_misspelt_drafter_option_is_an_error() -> None:
+    with pytest.raises(ValueError, match="draftr"):
+        make_model().generate(**left_padded(), draftr="llma", custom_generate=emssd.custom_generate)
+    with pytest.raises(PluginError, match="unknown drafter 'lama'; choose one of"):
+        make_model().generate(**left_padded(), drafter="lama", custom_generate=emssd.custom_generate)

@@ -1,0 +1,327 @@
+"""What cannot be served is refused before any work, with the reason in words; nothing that changes tokens gets by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.llama import modeling_llama
+
+from emssd import Engine
+from emssd.errors import ConfigError, PluginError, UnsupportedModelError
+from emssd.model import TargetModel, load_model
+from emssd.testing.models import tiny_model
+
+ENCODER_DECODER = "encoder-decoder model, and emssd decodes decoder-only"
+ALIBI = "ALiBi biases"
+NO_INTERFACE = "does not use Transformers' attention interface"
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def folder_with_config_only(path: Path, architecture: str, **values: Any) -> str:
+    AutoConfig.for_model(architecture, **values).save_pretrained(path)
+    return str(path)
+
+
+def random_model(architecture: str, **values: Any) -> PreTrainedModel:
+    """A tiny model of an architecture that `emssd.testing.models` has no entry for."""
+    config = AutoConfig.for_model(architecture, **(SMALL | values))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "reason"),
+    [
+        ("t5", {}, ENCODER_DECODER),
+        ("bart", {}, ENCODER_DECODER),
+        ("bloom", {}, ALIBI),
+        ("mpt", {}, ALIBI),
+        ("falcon", {"alibi": True}, ALIBI),
+        ("mamba", {}, "layers of type linear_attention"),
+        ("mamba2", {}, "layers of type linear_attention"),
+        ("falcon_mamba", {}, "layers of type linear_attention"),
+        ("rwkv", {}, NO_INTERFACE),
+        ("recurrent_gemma", {}, "layers of type linear_attention"),
+        ("gpt_neo", {}, NO_INTERFACE),
+        ("jamba", {}, "layers of type linear_attention"),
+        ("bamba", {}, "layers of type linear_attention"),
+        ("falcon_h1", {}, "layers of type hybrid"),
+        ("qwen3_next", {}, "layers of type linear_attention"),
+        ("granitemoehybrid", {}, "layers of type linear_attention"),
+        ("llama4_text", {}, "layers of type chunked_attention"),
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ("vit", {}, "no causal language model for it"),
+    ],
+)
+def test_a_config_that_shows_it_cannot_be_served_is_refused_without_looking_for_weights(
+    architecture: str, values: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason) as refusal:
+        load_model(folder_with_config_only(tmp_path, architecture, **values))
+    assert str(refusal.value).startswith(f"{architecture} cannot be served")
+
+
+def test_a_loaded_model_is_refused_for_the_same_reasons() -> None:
+    with pytest.raises(UnsupportedModelError, match=ALIBI):
+        Engine.from_model(AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("bloom", vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+        ))  # fmt: skip
+    encoder_decoder: Any = SimpleNamespace(
+        config=AutoConfig.for_model("t5"), eval=lambda: None, device=torch.device("cpu"), dtype=torch.float32
+    )
+    with pytest.raises(UnsupportedModelError, match=ENCODER_DECODER):
+        TargetModel(encoder_decoder)
+
+
+def test_rotary_frequencies_that_depend_on_the_batch_are_refused_and_served_where_they_do_not(tmp_path: Path) -> None:
+    path = folder_with_config_only(tmp_path, "llama", **SMALL, rope_parameters=dict(LONGROPE))
+    with pytest.raises(UnsupportedModelError, match=r"longrope .*model\.max_model_len=32 or less works"):
+        load_model(path)
+    with pytest.raises(ConfigError, match="no tokenizer"):  # that length is fine, and now more than a config is missed
+        load_model(path, max_model_len=32)
+    model = random_model("llama", rope_parameters=dict(LONGROPE))
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        Engine.from_model(model, max_model_len=33)
+    engine = Engine.from_model(model.double(), max_model_len=32)
+    prompts = [[3, 4, 5, 6, 3, 4], [7] * 20]
+    for prompt, ours in zip(prompts, engine.generate(prompts, 12), strict=True):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        assert list(ours.token_ids) == theirs[0, len(prompt) :].tolist()
+
+
+def test_longrope_of_one_type_of_layers_only_is_refused(tmp_path: Path) -> None:
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    rope = {"full_attention": dict(LONGROPE), "sliding_attention": default}
+    path = folder_with_config_only(tmp_path, "gemma3_text", **SMALL, head_dim=8, rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        load_model(path)
+
+
+def test_dynamic_rotary_frequencies_are_served_up_to_the_models_length() -> None:
+    model = random_model(
+        "llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    ).double()
+    prompts = [[3, 4, 5, 6, 3, 4, 5, 6, 3, 4], [7, 8]]
+    done = Engine.from_model(model).generate(prompts, 22, ignore_eos=True)
+    assert len(prompts[0]) + len(done[0].token_ids) == 32
+    for prompt, ours in zip(prompts, done, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=22, eos_token_id=None
+        )
+        assert list(ours.token_ids) == theirs[0, len(prompt) :].tolist()
+
+
+def test_attention_sinks_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"GptOssAttention asks its attention for s_aux.*does not compute"):
+        Engine.from_model(random_model("gpt_oss", head_dim=8, num_local_experts=2, num_experts_per_tok=1))
+
+
+@pytest.mark.parametrize("keyword", ["alibi_slopes", "some_new_feature"])
+def test_a_keyword_that_emssd_does_not_know_is_refused(keyword: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_llama.LlamaAttention.forward
+
+    def with_keyword(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs, **{keyword: torch.ones(4)})
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", with_keyword)
+    with pytest.raises(UnsupportedModelError, match=f"LlamaAttention asks its attention for {keyword}"):
+        Engine.from_model(tiny_model("llama"))
+
+
+def test_a_mask_of_the_models_own_and_dropout_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_llama.LlamaAttention.forward
+
+    def with_mask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **(kwargs | {"attention_mask": torch.ones(1, 1, 8, 8)}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama.LlamaAttention, "forward", with_mask)
+        with pytest.raises(UnsupportedModelError, match="an attention mask of its own"):
+            Engine.from_model(tiny_model("llama"))
+
+    def in_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.training, self.attention_dropout = True, 0.1
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", in_training)
+    with pytest.raises(UnsupportedModelError, match="dropout"):
+        Engine.from_model(tiny_model("llama"))
+
+
+class TestTheProbe:
+    """No config tells these; only running the model does."""
+
+    def test_refuses_tokens_that_are_mixed_outside_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = modeling_llama.LlamaMLP.forward
+
+        def cumulative_mean(self: Any, x: torch.Tensor) -> torch.Tensor:
+            count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype).view(1, -1, 1)
+            return original(self, x.cumsum(dim=1) / count)
+
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", cumulative_mean)
+        with pytest.raises(UnsupportedModelError, match="other logits when sequences are packed into one row"):
+            TargetModel(tiny_model("llama"))
+
+    def test_refuses_positions_that_are_not_taken_from_position_ids(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = modeling_llama.LlamaRotaryEmbedding.forward
+
+        def counted(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            return original(self, x, torch.arange(x.shape[1]).unsqueeze(0) ** 2)  # rotary alone sees no shift
+
+        monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", counted)
+        with pytest.raises(UnsupportedModelError, match="other logits when sequences are packed into one row"):
+            TargetModel(tiny_model("llama"))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_refuses_learned_positions_counted_along_the_packed_row_in_any_precision(
+        self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Model
+
+        original = GPT2Model.forward
+
+        def counted(self: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(GPT2Model, "forward", counted)
+        with pytest.raises(UnsupportedModelError, match="other logits when sequences are packed into one row"):
+            TargetModel(tiny_model("gpt2", dtype=dtype))
+
+    def test_refuses_a_layer_that_goes_round_the_attention_interface(self) -> None:
+        model = tiny_model("llama")
+        attention = model.model.layers[1].self_attn
+        attention.forward = lambda hidden_states, **_: (hidden_states.cumsum(dim=1), None)
+        with pytest.raises(UnsupportedModelError, match="sends 1 of its 2 layers through the attention interface"):
+            TargetModel(model)
+
+    def test_refuses_a_layer_that_runs_twice(self) -> None:
+        model = tiny_model("llama")
+        model.model.layers[1] = model.model.layers[0]
+        with pytest.raises(UnsupportedModelError, match="runs attention layer 0 twice"):
+            TargetModel(model)
+
+    def test_refuses_attention_that_is_told_nothing_by_the_model(self) -> None:
+        model = tiny_model("llama")
+        attention = model.model.layers[0].self_attn
+        original = attention.forward
+
+        def without_keywords(hidden_states: Any, position_embeddings: Any, attention_mask: Any, **_: Any) -> Any:
+            return original(hidden_states, position_embeddings, attention_mask)
+
+        attention.forward = without_keywords
+        with pytest.raises(UnsupportedModelError, match="does not pass keywords on"):
+            TargetModel(model)
+
+    def test_refuses_a_scale_that_never_reaches_the_attention_function(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = modeling_llama.eager_attention_forward
+
+        def sharper(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return original(module, 2 * query, *args, **kwargs)
+
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
+        with pytest.raises(UnsupportedModelError, match="a feature that does not go through its attention function"):
+            TargetModel(tiny_model("llama"))
+
+    def test_refuses_logits_that_are_not_numbers(self) -> None:
+        model = tiny_model("llama")
+        with torch.no_grad():
+            model.lm_head.weight.fill_(float("nan"))
+        with pytest.raises(UnsupportedModelError):
+            TargetModel(model)
+
+    def test_leaves_the_model_as_it_was(self) -> None:
+        model = tiny_model("llama")
+        before = model.config._attn_implementation
+        TargetModel(model)
+        assert model.config._attn_implementation == before
+        model.model.layers[1] = model.model.layers[0]
+        with pytest.raises(UnsupportedModelError):
+            TargetModel(model)
+        assert model.config._attn_implementation == before
+
+
+def test_a_layer_that_changes_its_rules_while_running_is_refused() -> None:
+    model = tiny_model("mistral", max_model_len=64)
+    engine = Engine.from_model(model)
+    model.model.layers[1].self_attn.scaling *= 2
+    with pytest.raises(UnsupportedModelError, match="layer 1 changed its attention from"):
+        engine.generate([[3, 4, 5]], 4)
+
+
+def test_an_unknown_path_is_told_with_what_is_possible(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot load model\.path='.*nowhere': there is no such folder.*or 'demo'"):
+        load_model(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"cannot load model\.path"):
+        load_model(str(tmp_path))  # a folder without a config
+
+
+def test_a_model_without_a_tokenizer_is_told_so(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no tokenizer that .*tokenizer\.save_pretrained"):
+        load_model(str(tmp_path))
+
+
+def test_a_folder_without_weights_is_told_so(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot load model\.path=.*safetensors.*config\.json and weights"):
+        load_model(folder_with_config_only(tmp_path, "llama", **SMALL))
+
+
+def test_unknown_dtypes_and_devices_are_told_with_what_is_possible(tmp_path: Path) -> None:
+    path = folder_with_config_only(tmp_path, "llama", **SMALL)
+    with pytest.raises(ConfigError, match="unknown dtype 'float8'; choose auto, float64, float32, bfloat16, float16"):
+        load_model(path, dtype="float8")
+    with pytest.raises(ConfigError, match=r"device 'nowhere' cannot be used here.*Try device=cpu"):
+        load_model(path, device="nowhere")
+
+
+def test_unknown_drafters_and_backends_are_told_before_a_model_is_looked_for() -> None:
+    with pytest.raises(PluginError, match=r"unknown drafter 'telepathy'; choose one of .*llma"):
+        Engine.from_pretrained("/nowhere", drafter="telepathy")
+    with pytest.raises(PluginError, match=r"unknown backend 'abacus'; choose one of .*ragged"):
+        Engine.from_pretrained("/nowhere", backend="abacus")
+
+
+@pytest.mark.parametrize("max_model_len", [-1, 0, 1, 129])
+def test_a_max_model_len_outside_the_models_range_is_refused(max_model_len: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"max_model_len is {max_model_len}; this model takes 2 to 128 tokens"):
+        Engine.from_model(tiny_model("opt"), max_model_len=max_model_len)
+    path = folder_with_config_only(tmp_path, "opt", max_position_embeddings=128)
+    with pytest.raises(ConfigError, match=f"max_model_len is {max_model_len}"):
+        load_model(path, max_model_len=max_model_len)
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 5, 128])
+def test_every_max_model_len_in_the_models_range_is_served(max_model_len: int) -> None:
+    engine = Engine.from_model(tiny_model("opt"), max_model_len=max_model_len)
+    (generation,) = engine.generate([[3]], 200, ignore_eos=True)
+    assert len(generation.token_ids) == max_model_len - 1
+
+
+def test_a_model_without_a_length_limit_asks_for_one() -> None:
+    model = tiny_model("llama")
+    object.__setattr__(model.config, "max_position_embeddings", None)  # as configs without such an entry have it
+    with pytest.raises(ConfigError, match=r"llama has no length limit in its config; set model\.max_model_len"):
+        Engine.from_model(model)
+    assert Engine.from_model(model, max_model_len=50).target.max_model_len == 50

@@ -1,0 +1,105 @@
+"""What an installation must bring. `nox -s wheel` runs this against the built wheel, far from the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution, entry_points
+from importlib.resources import files
+from pathlib import Path
+
+import hydra
+import pytest
+
+import emssd
+from emssd.config import conf_dir, register_configs
+from emssd.registry import Registry
+
+BIN = Path(sys.executable).parent
+MEGABYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    """The wheel that is installed here."""
+    if "EMSSD_WHEEL" not in os.environ:
+        pytest.skip("it tests a wheel, and this is a checkout; run nox -s wheel")
+    return Path(os.environ["EMSSD_WHEEL"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store() -> None:
+    register_configs(Registry())
+
+
+def run(*command: object, cwd: Path) -> str:
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_is_not_the_checkout(wheel: Path) -> None:
+    package = Path(emssd.__file__).parent
+    assert package.parent.name == "site-packages"
+    assert conf_dir() == package / "conf"
+
+
+def test_the_wheel_holds_the_marker_the_presets_and_the_demo(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"emssd/py.typed", "emssd/conf/config.yaml", "emssd/conf/backend/unpad_kv.yaml"} <= set(names)
+    for model in ("target", "draft"):
+        assert f"emssd/demo/weights/{model}/model.safetensors" in names
+        assert f"emssd/demo/weights/{model}/tokenizer.json" in names
+    assert not [name for name in names if name.startswith("tests") or "/tests/" in name or name.endswith(".pyc")]
+
+
+def test_the_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size < 25 * MEGABYTE
+
+
+def test_the_marker_of_types_is_installed() -> None:
+    assert files("emssd").joinpath("py.typed").is_file()
+
+
+def test_the_version_is_told_once() -> None:
+    assert distribution("emssd").version == emssd.__version__
+
+
+def test_every_plugin_loads() -> None:
+    registry = Registry()
+    mine = [record for record in registry.records if record.distribution == "emssd"]
+    assert [record for record in mine if record.state == "failed"] == []
+    assert {point.name for point in entry_points(group="emssd")} >= {"data", "llma", "none", "padded", "ragged"}
+
+
+@pytest.mark.parametrize("preset", ["/".join(path.parts[-2:])[:-5] for path in sorted(conf_dir().glob("*/*.yaml"))])
+def test_every_preset_composes(preset: str) -> None:
+    group, name = preset.split("/")
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        assert group in hydra.compose("config", [f"{group}={name}"])
+
+
+def test_no_preset_was_left_behind() -> None:
+    groups = {path.name: len(list(path.glob("*.yaml"))) for path in conf_dir().iterdir() if path.is_dir()}
+    assert set(groups) >= {"backend", "data", "drafter", "model"}
+    assert all(groups.values())
+
+
+def test_the_console_scripts_work(tmp_path: Path) -> None:
+    assert "drafter: draft_model, llma, llma_original, none" in run(BIN / "emssd", "--help", cwd=tmp_path)
+    assert "llma" in run(BIN / "emssd-plugins", cwd=tmp_path)
+
+
+def test_the_demo_decodes_and_checks_itself(tmp_path: Path) -> None:
+    run(
+        BIN / "python", "-m", "emssd", "data.limit=4", "max_new_tokens=16", "check=greedy", "output_dir=out",
+        "progress=false", cwd=tmp_path,
+    )  # fmt: skip
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["num_prompts"] == 4
+    assert metrics["check"]["differences"] == 0
+    assert len((tmp_path / "out" / "generations.jsonl").read_text().splitlines()) == 4
