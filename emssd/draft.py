@@ -148,7 +148,8 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
     """Hold a drafter to its interface.
 
     Raises:
-        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, a tree, or ids outside the vocabulary.
+        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, a tree,
+            or ids outside the vocabulary.
     """
     if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
         raise DraftError(
