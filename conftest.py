@@ -17,6 +17,11 @@ settings.register_profile("thorough", max_examples=300, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A plugin that fails to load is an error; named here, as pytest.ini would import emssd before coverage starts."""
+    config.addinivalue_line("filterwarnings", "error::emssd.registry.PluginWarning")
+
+
 def _shared() -> Path:
     return Path(__file__).resolve().parents[1] / "shared"
 

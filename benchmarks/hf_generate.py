@@ -25,11 +25,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from emssd.assembly import assemble
-from emssd.data import JSONLConfig, _jsonl
 from emssd.demo import prompts as demo_prompts
 from emssd.engine import Engine
 from emssd.model import TargetModel, load_model
 from emssd.prompts import encode_prompts
+from emssd.records import RecordsConfig, existing_file, read_records, to_prompts
 
 Tokens = list[tuple[int, ...]]
 Run = Callable[[], Tokens]
@@ -78,8 +78,9 @@ def load_prompts(arguments: argparse.Namespace, target: TargetModel, tokenizer: 
     if arguments.data is None:
         texts = [prompt.text for prompt in demo_prompts(arguments.limit)]
     else:
-        config = JSONLConfig(path=arguments.data, template=arguments.template, limit=arguments.limit)
-        texts = [prompt.text for prompt in _jsonl(config)]
+        config = RecordsConfig(template=arguments.template, limit=arguments.limit)
+        records = read_records(existing_file(arguments.data))
+        texts = [prompt.text for prompt in to_prompts(records, config, arguments.data)]
     return encode_prompts(texts, tokenizer, target.max_model_len, target.vocab_size)
 
 

@@ -13,12 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from emssd.assembly import assemble, make_backend
 from emssd.check import CheckReport, compare
 from emssd.config import RunConfig
-from emssd.data import Prompt, SourceConfig, truncated
 from emssd.engine import Engine, Generation
 from emssd.errors import ConfigError
 from emssd.model import load_model
 from emssd.output import OutputFolder
-from emssd.prompts import encode_prompts
+from emssd.prompts import Prompt, SourceConfig, encode_prompts, truncated
 from emssd.registry import Registry
 from emssd.report import print_check, print_report
 from emssd.sequence import Request

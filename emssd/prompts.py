@@ -1,14 +1,47 @@
-"""Turns prompts into token ids and refuses, before any work, those that cannot run."""
+"""Prompts: what a source yields, how they become token ids, and which are refused before any work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from emssd.errors import ConfigError, PromptError
 
-__all__ = ["encode_prompts"]
+__all__ = ["Prompt", "SourceConfig", "Truncate", "encode_prompts", "truncated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: an id that outputs and errors name it by, and its text."""
+
+    prompt_id: str
+    text: str
+
+
+class Truncate(str, Enum):
+    """Which end of a too long prompt is cut off."""
+
+    none = "none"
+    left = "left"
+    right = "right"
+
+
+@dataclass
+class SourceConfig:
+    """Options that every prompt source has.
+
+    Attributes:
+        limit: use only this many prompts.
+        truncate: shorten prompts of more than `max_prompt_tokens`; ``none`` makes them an error.
+        max_prompt_tokens: ``null`` takes what the model's length leaves beside `max_new_tokens`.
+    """
+
+    limit: int | None = None
+    truncate: Truncate = Truncate.none
+    max_prompt_tokens: int | None = None
 
 
 def encode_prompts(
@@ -50,6 +83,29 @@ def encode_prompts(
             raise PromptError(f"prompt {name} has token ids outside the model's vocabulary of {vocab_size}")
         encoded.append(ids)
     return encoded
+
+
+def truncated(ids: list[int], config: SourceConfig, room: int, name: str) -> list[int]:
+    """`ids` of prompt `name` cut to `config.max_prompt_tokens`, or to `room` if that is not set.
+
+    Raises:
+        PromptError: too many tokens, and ``truncate`` is ``none``; or there is no room at all.
+    """
+    limit = room if config.max_prompt_tokens is None else config.max_prompt_tokens
+    if config.truncate is Truncate.none:
+        if config.max_prompt_tokens is not None and len(ids) > limit:
+            raise PromptError(
+                f"prompt {name} has {len(ids)} tokens, and data.max_prompt_tokens is {limit}; "
+                f"raise it, or cut prompts with data.truncate=left or data.truncate=right"
+            )
+        return ids
+    if limit < 1:
+        raise PromptError(
+            f"max_new_tokens leaves {limit} tokens for prompts; lower it by {1 - limit} or more"
+            if config.max_prompt_tokens is None
+            else f"data.max_prompt_tokens is {limit}; it must be at least 1"
+        )
+    return ids[-limit:] if config.truncate is Truncate.left else ids[:limit]
 
 
 def _encode_text(text: str, tokenizer: Any) -> list[int]:

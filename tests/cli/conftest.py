@@ -116,6 +116,7 @@ def emssd(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """``emssd(*arguments)`` runs the command line in this process, without a network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("hydra._internal.utils.is_under_debugger", lambda: False)  # it takes coverage for one
     Plugins.instance()  # Hydra's own entries of the store come with its plugins, once in a process
     monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
 

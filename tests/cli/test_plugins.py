@@ -191,7 +191,7 @@ def test_a_prompt_source_of_a_plugin_needs_no_options_of_ours(install: Callable,
         "source",
         """
 from dataclasses import dataclass
-from emssd.data import Prompt
+from emssd.prompts import Prompt
 from emssd.hookspecs import Spec, hookimpl
 
 @dataclass

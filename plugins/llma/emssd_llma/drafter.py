@@ -37,7 +37,7 @@ class NGramIndex:
         """
         size = self._config.match_length
         needed = self._config.copy_length if self._config.require_full_copy else 1
-        keep_first = self._config.occurrence is Occurrence.first
+        keep_first = self._config.occurrence == Occurrence.first
         for start in range(self._next, limit - size - needed + 1):
             gram = tuple(tokens[start : start + size])
             if not (keep_first and gram in self._starts):
@@ -56,7 +56,7 @@ class LLMADrafter(Drafter):
         config: see `LLMAConfig`.
 
     Raises:
-        ConfigError: a length below one.
+        ConfigError: a length below one, or a choice that does not exist.
     """
 
     def __init__(self, config: LLMAConfig) -> None:
@@ -64,6 +64,11 @@ class LLMADrafter(Drafter):
             raise ConfigError(
                 f"drafter.match_length is {config.match_length} and drafter.copy_length is {config.copy_length}; "
                 f"both must be at least 1"
+            )
+        if config.search not in set(Search) or config.occurrence not in set(Occurrence):
+            raise ConfigError(
+                f"drafter.search is {config.search!r} and drafter.occurrence is {config.occurrence!r}; choose "
+                f"{' or '.join(Search)}, and {' or '.join(Occurrence)}"
             )
         self._config = config
         self._indexes: dict[str, NGramIndex] = {}
@@ -83,7 +88,7 @@ class LLMADrafter(Drafter):
         index = self._indexes.get(row.request_id)
         if index is None:
             index = self._indexes[row.request_id] = NGramIndex(config)
-        end = len(tokens) if config.search is Search.prompt_and_output else len(row.request.prompt_ids)
+        end = len(tokens) if config.search == Search.prompt_and_output else len(row.request.prompt_ids)
         index.extend(tokens, end)
         start = index.find(tuple(tokens[-config.match_length :]))
         return [] if start is None else tokens[start : min(start + min(config.copy_length, budget), end)]

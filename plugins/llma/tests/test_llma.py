@@ -166,3 +166,12 @@ def test_lengths_below_one_are_config_errors_that_name_the_options(options: dict
         LLMADrafter(LLMAConfig(**options))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least 1"):
         Engine.from_model(tiny_model(), drafter=LLMAConfig(**options))  # type: ignore[arg-type]
+
+
+def test_choices_may_be_given_as_text_and_a_wrong_one_is_refused() -> None:
+    row = Sequence(Request("a", (1, 2, 3), 9))
+    row.tokens += [8, 9, 7, 8, 9]
+    drafter = LLMADrafter(LLMAConfig(copy_length=1, search="prompt_and_output", occurrence="first"))  # type: ignore[arg-type]
+    assert drafter.propose(Batch((row,)), [1]).token_ids.tolist() == [7]
+    with pytest.raises(ConfigError, match="choose prompt or prompt_and_output, and first or last"):
+        LLMADrafter(LLMAConfig(search="output"))  # type: ignore[arg-type]
