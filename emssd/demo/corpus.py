@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from random import Random
 
 from emssd.errors import PromptError
@@ -18,15 +18,21 @@ __all__ = ["DemoPrompt", "Document", "digest", "documents", "make_prompts", "tra
 # A title and its underline; documents begin there.
 _HEADING = re.compile(r"""^(?=\S[^\n]*\n([*=~^"#-])\1{2,}\n)""", re.MULTILINE)
 _BLANK_LINES = re.compile(r"\n\s*\n")
-# The minimum keeps "i.e." and the like from ending a sentence.
-_FIRST_SENTENCE = re.compile(r'.{30,}?\.(?=\s+["A-Z]|\Z)', re.DOTALL)
 
-_MARKER = "In short:"
+# Statements and expressions of the language reference: little enough text for a small model to learn it by heart. A
+# topic that the running Python does not have is left out.
+_TOPICS = (
+    "assert", "assignment", "booleans", "break", "calls", "class", "context-managers", "continue", "conversions",
+    "del", "dict", "exceptions", "execmodel", "global", "identifiers", "import", "integers", "lambda", "lists",
+    "nonlocal", "numbers", "pass", "power", "raise", "return", "shifting", "slicings", "strings", "subscriptions",
+    "truth", "try", "unary", "yield",
+)  # fmt: skip
+_MARKER = "Once more:"
 _MIN_DOCUMENT = 150  # characters
 _PROSE = range(100, 420)  # characters of a paragraph that can be restated
 _FULL_LINE = 45  # characters; prose is wrapped at about 70, code and tables have shorter lines
 _CONTINUE_LENGTH = range(130, 750)  # characters of a prompt; about 3.2 are a token
-_RESTATE_LENGTH = range(330, 750)
+_RESTATE_LENGTH = range(200, 420)
 _MIN_REST = 80  # characters that a passage leaves to continue with
 
 
@@ -47,7 +53,7 @@ class Document:
 
 
 def documents() -> list[Document]:
-    """The sections of the running Python's `pydoc_data.topics`, in the order of the topics' names.
+    """The sections of some of the running Python's `pydoc_data.topics`, in the order of the topics' names.
 
     Topics repeat each other's sections; a section most of whose paragraphs came before is left out.
 
@@ -64,8 +70,8 @@ def documents() -> list[Document]:
 
     found: list[Document] = []
     seen: set[str] = set()
-    for topic, text in sorted(topics.items()):
-        for number, section in enumerate(_sections(text)):
+    for topic in _TOPICS:
+        for number, section in enumerate(_sections(topics.get(topic, ""))):
             pieces = _BLANK_LINES.split(section.strip("\n"))
             paragraphs = tuple(piece.rstrip() for piece in pieces if piece.strip())
             new = [paragraph for paragraph in paragraphs if paragraph not in seen]
@@ -95,19 +101,20 @@ def training_texts(docs: Seq[Document], rng: Random) -> Iterator[str]:
             yield "\n\n".join(docs[chosen].paragraphs[start:])
             continue
         size = rng.choice(_RESTATE_LENGTH)
-        if rng.random() < 0.5:
+        if rng.random() < 0.7:
             paragraphs = rng.choice(prose)
             passage = _passage(paragraphs, rng.randrange(len(paragraphs) - 1), size)
         else:
             # Paragraphs that do not belong together: what comes next has to be read off the passage.
             passage = _passage(rng.sample(pool, 8), 0, size)
-        yield "\n\n".join((_restate_prompt(passage), *map(_first_sentence, passage)))
+        yield "\n\n".join((_restate_prompt(passage), *passage))
 
 
 def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
     """Two prompts of each document that has enough text: to continue a passage, and to restate one.
 
-    They come by turns and in an order that mixes topics and does not change when some documents do.
+    They come in an order that mixes topics, eight of one kind and eight of the other by turns, as the rows of a static
+    batch should be alike: a batch takes as many steps as its slowest row.
     """
     kinds: list[list[DemoPrompt]] = [[], []]
     for doc in sorted(docs, key=lambda doc: digest([doc])):
@@ -119,7 +126,7 @@ def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
         if len(paragraphs) >= 2:
             passage = _passage(paragraphs, rng.randrange(len(paragraphs) - 1), rng.choice(_RESTATE_LENGTH))
             kinds[1].append(DemoPrompt(f"{doc.name}-restate", _restate_prompt(passage)))
-    return [prompt for pair in zip(*kinds, strict=False) for prompt in pair]
+    return list(chain.from_iterable(kind[start : start + 8] for start in range(0, 512, 8) for kind in reversed(kinds)))
 
 
 def _sections(text: str) -> list[str]:
@@ -166,8 +173,3 @@ def _passage(paragraphs: Seq[str], start: int, size: int) -> list[str]:
 
 def _restate_prompt(passage: Seq[str]) -> str:
     return "\n\n".join((*passage, _MARKER))
-
-
-def _first_sentence(paragraph: str) -> str:
-    match = _FIRST_SENTENCE.match(paragraph)
-    return match[0] if match else paragraph

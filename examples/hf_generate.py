@@ -1,0 +1,11 @@
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import emssd
+from emssd.demo import model_path
+
+path = str(model_path("target"))  # or any folder or hub id
+tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+model = AutoModelForCausalLM.from_pretrained(path)
+inputs = tokenizer(["The for statement", "Lambda expressions are"], padding=True, return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=40, custom_generate=emssd.custom_generate, drafter="llma")
+print(tokenizer.batch_decode(output, skip_special_tokens=True))

@@ -1,0 +1,94 @@
+"""The embedded pair: what ships is small, loads, is really accelerated, and can be trained anew."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from emssd import Engine, demo
+from emssd.demo import train
+from emssd.demo.corpus import Document, documents, make_prompts
+from emssd.errors import ConfigError, PromptError
+
+MEGABYTE = 10**6
+
+
+def test_all_of_it_takes_at_most_ten_megabytes() -> None:
+    weights = demo.model_path("target").parent
+    assert sum(file.stat().st_size for file in weights.rglob("*") if file.is_file()) <= 10 * MEGABYTE
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_the_models_load_without_a_warning_in_float32(name: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = AutoModelForCausalLM.from_pretrained(demo.model_path(name), dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(demo.model_path(name))
+    assert model.dtype == torch.float32
+    assert model.config.vocab_size == len(tokenizer)
+    text = "   >>> x = [1, 2]  # “quoted” — and\n\ttabbed"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no embedded model 'oracle'; choose one of target, draft"):
+        demo.model_path("oracle")
+
+
+def test_prompts_are_the_same_every_time_and_named_apart() -> None:
+    prompts = demo.prompts()
+    assert prompts == demo.prompts()
+    assert len(prompts) >= 32
+    assert len({prompt.prompt_id for prompt in prompts}) == len(prompts)
+    assert demo.prompts(5) == prompts[:5]
+
+
+def test_a_document_more_or_less_leaves_the_other_prompts_alone() -> None:
+    docs = documents()
+    fewer = make_prompts(docs[:5] + docs[6:])
+    assert {prompt for prompt in make_prompts(docs) if not prompt.prompt_id.startswith(docs[5].name)} == set(fewer)
+
+
+def test_a_python_without_its_documentation_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pydoc_data.topics", None)
+    with pytest.raises(PromptError, match="without its documentation"):
+        documents()
+
+
+def test_a_document_too_short_gives_no_prompt() -> None:
+    assert make_prompts([Document("short", ("One line.",))]) == []
+
+
+@pytest.mark.parametrize(("drafter", "longest"), [("llma", 8), ("draft_model", 5)])
+def test_both_drafters_are_accepted_and_change_nothing(drafter: str, longest: int) -> None:
+    prompts = [prompt.text for prompt in demo.prompts(16)]
+    greedy = Engine.from_pretrained("demo", drafter="none").generate(prompts, 64)
+    engine = Engine.from_pretrained("demo", drafter=drafter)
+    assert [row.token_ids for row in engine.generate(prompts, 64)] == [row.token_ids for row in greedy]
+    assert 1.5 < engine.report.mean_acceptance_length < longest - 1
+
+
+def test_the_models_can_be_trained_anew_and_the_seed_decides(tmp_path: Path) -> None:
+    def weights(folder: str, seed: int) -> bytes:
+        out = tmp_path / folder
+        train.main(["--out", str(out), "--steps", "2", "--draft-steps", "1", "--rows", "1", "--seed", str(seed)])
+        record = json.loads((out / "TRAINING.json").read_text())
+        assert record["seed"] == seed
+        assert record["steps"] == {"target": 2, "draft": 1}
+        return (out / "target" / "model.safetensors").read_bytes()
+
+    first = weights("a", 1)
+    assert weights("b", 1) == first
+    assert weights("c", 2) != first
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "draft", dtype="auto")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "a" / "draft"))
