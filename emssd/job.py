@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +157,7 @@ def _describe(config: RunConfig, engine: Engine, prompts: Iterable[Prompt]) -> d
     target = engine.target
     cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
     return {
-        "title": f"{config.model.path} · drafter={config.drafter.name} · backend={config.backend.name} · "
+        "title": f"{config.model.path} · drafter={_label(config.drafter)} · backend={_label(config.backend)} · "
         f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
         "num_prompts": len(list(prompts)),
         "versions": {
@@ -166,6 +168,16 @@ def _describe(config: RunConfig, engine: Engine, prompts: Iterable[Prompt]) -> d
         },
         "hardware": {"device": cuda or platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
     }
+
+
+def _label(options: Any) -> str:
+    """A plugin's name, and its options where they are not the defaults: ``padded(pad_kv=False)``."""
+    given = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name != "name" and field.default is not dataclasses.MISSING and value != field.default:
+            given.append(f"{field.name}={value.value if isinstance(value, Enum) else value}")
+    return f"{options.name}({', '.join(given)})" if given else str(options.name)
 
 
 def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: Engine) -> dict[str, Any]:

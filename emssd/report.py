@@ -18,7 +18,8 @@ _SHOWN_DIFFERENCES = 10
 def print_report(console: Console, metrics: dict[str, Any]) -> None:
     """The run's figures; ``metrics`` as in ``docs/metrics.md``."""
     greedy = metrics.get("greedy")
-    table = Table(title=metrics["title"], title_justify="left", title_style="bold", min_width=60)
+    console.print(metrics["title"], style="bold", highlight=False)
+    table = Table(min_width=60)
     table.add_column("")
     table.add_column("this run", justify="right")
     if greedy:

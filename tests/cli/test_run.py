@@ -138,3 +138,8 @@ def test_the_module_runs_as_a_process_with_a_progress_bar(
     assert "decoding" in out
     assert "5/5" in out
     assert "written to out/: generations.jsonl, metrics.json, config.yaml" in out
+
+
+def test_the_title_names_the_options_that_are_not_the_defaults(decode: Callable) -> None:
+    title = decode("backend=unpad_kv", "drafter.search=prompt_and_output").metrics["title"]
+    assert "drafter=llma(search=prompt_and_output) · backend=padded(pad_kv=False) · " in title
