@@ -23,6 +23,7 @@ from emssd.prompts import Prompt, SourceConfig, encode_prompts, truncated
 from emssd.registry import Registry
 from emssd.report import print_check, print_report
 from emssd.sequence import Request
+from emssd.stats import RunReport
 
 __all__ = ["run_job"]
 
@@ -55,17 +56,14 @@ def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Reg
         names = {prompt.prompt_id: prompt.text for prompt in prompts}
         done = _decode(engine, requests, "decoding", console, config.progress, output, names)
         metrics = _describe(config, engine, prompts) | engine.report.metrics()
+        output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
+        report = None
         if config.check is not None:
-            greedy = _engine(config, registry, baseline=engine)
-            _warm_up(greedy, requests)
-            expected = _decode(greedy, requests, "plain greedy", console, config.progress)
-            judge = make_backend(engine.target.kv_cache_spec(1), config.backend, registry)
-            report = compare([done[r.request_id] for r in requests], [expected[r.request_id] for r in requests],
-                             engine.target, judge)  # fmt: skip
-            metrics |= {"greedy": greedy.report.metrics()} | _check_metrics(report, metrics, greedy)
-        output.write_metrics(metrics)
+            report, greedy = _compare_with_greedy(config, engine, requests, done, console, registry)
+            metrics |= _check_metrics(report, metrics, greedy)
+            output.write_metrics(metrics)
     print_report(console, metrics)
-    if config.check is not None:
+    if report is not None:
         print_check(console, report)
     console.print(f"written to {output.path}/: generations.jsonl, metrics.json, config.yaml", highlight=False)
     return metrics
@@ -93,6 +91,24 @@ def _engine(config: RunConfig, registry: Registry, baseline: Engine | None = Non
     return assemble(
         target, tokenizer, drafter=drafter, backend=config.backend, batch_size=config.batch_size, registry=registry
     )
+
+
+def _compare_with_greedy(
+    config: RunConfig,
+    engine: Engine,
+    requests: list[Request],
+    done: dict[str, Generation],
+    console: Console,
+    registry: Registry,
+) -> tuple[CheckReport, RunReport]:
+    """Decode `requests` plainly with the same target and compare. Returns the verdict and the plain run's figures."""
+    greedy = _engine(config, registry, baseline=engine)
+    _warm_up(greedy, requests)
+    expected = _decode(greedy, requests, "plain greedy", console, config.progress)
+    judge = make_backend(engine.target.kv_cache_spec(1), config.backend, registry)
+    names = [request.request_id for request in requests]
+    report = compare([done[name] for name in names], [expected[name] for name in names], engine.target, judge)
+    return report, greedy.report
 
 
 def _requests(config: RunConfig, engine: Engine, prompts: list[Prompt]) -> list[Request]:
@@ -180,9 +196,9 @@ def _label(options: Any) -> str:
     return f"{options.name}({', '.join(given)})" if given else str(options.name)
 
 
-def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: Engine) -> dict[str, Any]:
-    baseline = greedy.report
+def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: RunReport) -> dict[str, Any]:
     return {
+        "greedy": greedy.metrics(),
         "check": {
             "exact": report.num_exact,
             "ties": len(report.ties),
@@ -199,6 +215,6 @@ def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: Engine)
                 for difference in report.differences
             ],
         },
-        "speedup": metrics["decode_tokens_per_second"] / max(baseline.decode_tokens_per_second, 1e-9),
-        "speedup_end_to_end": metrics["tokens_per_second"] / max(baseline.tokens_per_second, 1e-9),
+        "speedup": metrics["decode_tokens_per_second"] / max(greedy.decode_tokens_per_second, 1e-9),
+        "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy.tokens_per_second, 1e-9),
     }
