@@ -59,7 +59,8 @@ def check_config(config: Any, model_class: type | None) -> None:
         model_class = cast("type", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     if getattr(text, "alibi", False) or name in {"bloom", "mpt"}:
         raise _refused(name, "it encodes positions with ALiBi biases, which reach no attention function")
-    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES)
+    layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    foreign = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
     if foreign:
         raise _refused(
             name,

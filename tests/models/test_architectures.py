@@ -61,6 +61,8 @@ def hugging_face(architecture: str, dtype: str) -> tuple[tuple[int, ...], ...]:
 
 def generate_row(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
     ids = torch.tensor([prompt])
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # older Transformers let SDPA serve it, which drops the soft-cap
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
     return tuple(out[0, len(prompt) :].tolist())
 
