@@ -3,7 +3,7 @@
 Example:
     >>> from emssd import demo
     >>> demo.prompts(limit=2)[0].prompt_id  # doctest: +SKIP
-    'integers-0-continue'
+    'integers-0-restate'
     >>> demo.model_path("draft").name
     'draft'
 """
@@ -44,13 +44,13 @@ def model_path(name: str) -> Path:
 
 
 def prompts(limit: int | None = None) -> list[DemoPrompt]:
-    """Prompts that the embedded target knows: passages to continue and passages to restate, by turns.
+    """Prompts that the embedded target knows: passages to restate and passages to continue, eight by eight.
 
     They are made from the documentation that the running Python carries, so another Python version has
     slightly different ones; with one version they and their order are always the same.
 
     Args:
-        limit: only the first so many; all of them (about 200) by default.
+        limit: only the first so many; all of them (about 70) by default.
 
     Raises:
         ConfigError: a negative limit.

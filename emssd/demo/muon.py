@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal; learns from about half the tokens that AdamW needs here.
+"""Muon: momentum whose update is made orthogonal; it learnt faster than AdamW in short trials here.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". PyTorch has one too, which
 computes in bfloat16; that is many times slower on processors without it.
