@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -50,6 +51,11 @@ class PackedInputs:
     def num_rows(self) -> int:
         """Number of rows ``B``."""
         return len(self.request_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """``[B]`` number of tokens of each row."""
+        return [stop - start for start, stop in pairwise(self.qo_indptr)]
 
     @property
     def num_tokens(self) -> int:

@@ -89,7 +89,7 @@ class PaddedBackend(AttentionBackend):
 
     def plan(self, packed: PackedInputs) -> PaddedPlan:
         rows = self._table.rows(packed.request_ids)
-        lengths = [stop - start for start, stop in zip(packed.qo_indptr, packed.qo_indptr[1:], strict=False)]
+        lengths = packed.lengths
         longest = max(lengths)
         self._holes_before = self._table.num_holes
         starts = [self._table.write_start(request_id) for request_id in packed.request_ids]

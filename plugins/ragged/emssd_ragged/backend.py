@@ -96,7 +96,7 @@ class RaggedBackend(AttentionBackend):
             self._values.append(torch.zeros(*shape, layer.value_dim, dtype=spec.dtype, device=spec.device))
 
     def plan(self, packed: PackedInputs) -> RaggedPlan:
-        lengths = [stop - start for start, stop in zip(packed.qo_indptr, packed.qo_indptr[1:], strict=False)]
+        lengths = packed.lengths
         slots: list[int] = []
         for request_id, length, kv_len in zip(packed.request_ids, lengths, packed.kv_lens, strict=True):
             self._table.reserve(request_id, kv_len)
