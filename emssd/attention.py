@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +45,25 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What a KV cache has to hold: per-layer shapes, precision, place and the largest batch."""
+    """What a KV cache has to hold, and how it will be used.
+
+    Attributes:
+        layers: shape and rules of each layer.
+        dtype, device: of keys and values.
+        max_batch_size: rows of the largest batch.
+        max_model_len: tokens of the longest sequence.
+        max_tokens: tokens that all sequences together may hold at most; ``None`` leaves it to the backend.
+        continuous: whether rows come and go at any step, and long prompts are computed piece by piece; else a batch
+            begins and ends as a whole.
+    """
 
     layers: tuple[LayerSpec, ...]
     dtype: torch.dtype
     device: torch.device
     max_batch_size: int
     max_model_len: int
+    max_tokens: int | None = None
+    continuous: bool = False
 
     def bytes_per_token(self) -> int:
         """Bytes of KV that one token takes over all layers."""
@@ -116,6 +128,13 @@ class AttentionBackend(ABC):
     @abstractmethod
     def allocate(self, spec: KVCacheSpec) -> None:
         """Prepare an empty cache for `spec`. Called once, before anything else."""
+
+    @abstractmethod
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        """Whether the cache can hold these sequences, each at this many tokens, and no others.
+
+        A caller that asks before every `plan`, and releases what it leaves out, never runs out of memory.
+        """
 
     @abstractmethod
     def plan(self, packed: PackedInputs) -> StepPlan:

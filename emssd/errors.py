@@ -6,6 +6,7 @@ __all__ = [
     "ConfigError",
     "DraftError",
     "EmssdError",
+    "OutOfMemoryError",
     "OutputError",
     "PluginError",
     "PromptError",
@@ -31,6 +32,10 @@ class OutputError(EmssdError, OSError):
 
 class UnsupportedModelError(EmssdError):
     """A model that emssd cannot serve without changing its output; the message holds the reason."""
+
+
+class OutOfMemoryError(EmssdError):
+    """The KV cache, or the device, has no room left; the message says what takes it and which option lowers it."""
 
 
 class PluginError(EmssdError):

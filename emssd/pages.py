@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from emssd.errors import OutOfMemoryError
+
 __all__ = ["PageTable"]
 
 
@@ -12,10 +14,12 @@ class PageTable:
 
     Args:
         page_size: tokens per page.
+        max_pages: the pool grows no further; ``None`` for no limit.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size = page_size
+        self.max_pages = max_pages
         self.num_pages = 0
         self._free: list[int] = []
         self._pages: dict[str, list[int]] = {}
@@ -25,15 +29,28 @@ class PageTable:
         """Pages that belong to a sequence."""
         return self.num_pages - len(self._free)
 
+    def fits(self, lengths: Iterable[int]) -> bool:
+        """Whether the pool could hold sequences of these lengths, and no others."""
+        return self.max_pages is None or sum(map(self._pages_for, lengths)) <= self.max_pages
+
     def pages(self, request_id: str) -> list[int]:
         """The pages of a sequence in token order; empty if it is unknown."""
         return self._pages.get(request_id, [])
 
     def reserve(self, request_id: str, num_tokens: int) -> None:
-        """Give a sequence the pages that `num_tokens` tokens need; those it has stay in place."""
+        """Give a sequence the pages that `num_tokens` tokens need; those it has stay in place.
+
+        Raises:
+            OutOfMemoryError: the pool is at its limit; a caller that asks `fits` first never sees it.
+        """
         pages = self._pages.setdefault(request_id, [])
         for _ in range(self._pages_for(num_tokens) - len(pages)):
             if not self._free:
+                if self.num_pages == self.max_pages:
+                    raise OutOfMemoryError(
+                        f"the KV cache is full: its {self.max_pages} pages of {self.page_size} tokens all belong to "
+                        f"sequences. Raise kv_memory, or lower batch_size"
+                    )
                 self._free.append(self.num_pages)
                 self.num_pages += 1
             pages.append(self._free.pop())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,9 @@ class DenseBackend(AttentionBackend):
 
     def allocate(self, spec: KVCacheSpec) -> None:
         self._spec = spec
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return self._spec.max_tokens is None or sum(kv_lens.values()) <= self._spec.max_tokens
 
     def plan(self, packed: PackedInputs) -> DensePlan:
         assert len(set(packed.request_ids)) == packed.num_rows <= self._spec.max_batch_size

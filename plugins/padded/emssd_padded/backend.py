@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,12 @@ class PaddedBackend(AttentionBackend):
         self._holes_before = self._peak_held = self._peak_pool = 0
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
-        return []
+        reasons = []
+        if spec.continuous:
+            reasons.append("its rows form one rectangle, so that a batch is refilled only when all of them are done")
+        if spec.max_tokens is not None:
+            reasons.append("how many slots its holes will take cannot be foreseen, so it keeps no memory limit")
+        return reasons
 
     def allocate(self, spec: KVCacheSpec) -> None:
         def empty(heads: int, dim: int) -> torch.Tensor:
@@ -86,6 +91,9 @@ class PaddedBackend(AttentionBackend):
         self._positions = torch.full((0, 0), _HOLE, dtype=torch.int64, device=spec.device)
         self._keys = [empty(layer.num_kv_heads, layer.key_dim) for layer in spec.layers]
         self._values = [empty(layer.num_kv_heads, layer.value_dim) for layer in spec.layers]
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return True
 
     def plan(self, packed: PackedInputs) -> PaddedPlan:
         rows = self._table.rows(packed.request_ids)

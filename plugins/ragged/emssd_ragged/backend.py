@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -88,12 +88,17 @@ class RaggedBackend(AttentionBackend):
 
     def allocate(self, spec: KVCacheSpec) -> None:
         self._spec = spec
+        if spec.max_tokens is not None:
+            self._table.max_pages = spec.max_tokens // self._table.page_size
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         for layer in spec.layers:
             shape = (0, self._table.page_size, layer.num_kv_heads)
             self._keys.append(torch.zeros(*shape, layer.key_dim, dtype=spec.dtype, device=spec.device))
             self._values.append(torch.zeros(*shape, layer.value_dim, dtype=spec.dtype, device=spec.device))
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return self._table.fits(kv_lens.values())
 
     def plan(self, packed: PackedInputs) -> RaggedPlan:
         lengths = packed.lengths
@@ -186,7 +191,7 @@ class RaggedBackend(AttentionBackend):
         """Make the pool as large as the page table, with an eighth to spare so that copying stays rare."""
         page_bytes = self._spec.bytes_per_token() * self._table.page_size
         if (have := self._keys[0].shape[0]) < self._table.num_pages:
-            want = max(self._table.num_pages, have + have // 8)
+            want = max(self._table.num_pages, min(have + have // 8, self._table.max_pages or have + have // 8))
             for pool in (self._keys, self._values):
                 for layer, old in enumerate(pool):
                     pool[layer] = torch.cat([old, old.new_zeros(want - have, *old.shape[1:])])
