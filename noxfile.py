@@ -50,7 +50,14 @@ def gpu(session: nox.Session) -> None:
 
     if not torch.cuda.is_available():
         session.skip("PyTorch finds no NVIDIA GPU on this machine")
-    session.run(BIN / "pytest", "-m", "gpu", *session.posargs)
+    session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def kernels(session: nox.Session) -> None:
+    """Compiles the FlashInfer kernels in use for sm_90a with the local nvcc, no GPU needed; some six minutes alone."""
+    script = ROOT / "benchmarks" / "compile_flashinfer.py"
+    session.run(sys.executable, script, "--test", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

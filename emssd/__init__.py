@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from emssd.engine import Engine, Generation
+    from emssd.engine import Engine
+    from emssd.generation import Generation
     from emssd.hf import custom_generate
 
 __all__ = ["Engine", "Generation", "__version__", "custom_generate"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"Engine": "emssd.engine", "Generation": "emssd.engine", "custom_generate": "emssd.hf"}
+_HOMES = {"Engine": "emssd.engine", "Generation": "emssd.generation", "custom_generate": "emssd.hf"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +81,9 @@ class StepPlan:
         logit_index: ``[R]`` int64 into the flattened ``[b * m]`` projected rows, or ``None`` where the projected
             rows are the wanted ones already.
         num_padding: padding tokens among the inputs.
+        replay: of a backend that records the model's forward pass (a CUDA graph): given the pass as a function of this
+            plan's tensors, gives its logits ``[b * m, vocab]``, by recording it or by running an earlier recording of
+            the same shapes. The tensors of such plans are the same ones in every step. ``None``: run the pass itself.
     """
 
     input_ids: torch.Tensor
@@ -88,6 +91,7 @@ class StepPlan:
     logits_to_keep: torch.Tensor
     logit_index: torch.Tensor | None
     num_padding: int
+    replay: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

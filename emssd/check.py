@@ -9,7 +9,7 @@ import torch
 
 from emssd.attention import AttentionBackend
 from emssd.draft import Draft
-from emssd.engine import Generation
+from emssd.generation import Generation
 from emssd.model import TargetModel
 from emssd.packing import pack
 from emssd.sequence import Request, Sequence

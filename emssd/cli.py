@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import MissingMandatoryValue, OmegaConf
 
-from emssd.config import RunConfig, conf_dir, register_configs
+from emssd.config import DEFAULT_OUTPUT_DIR, RunConfig, conf_dir, register_configs
 from emssd.errors import ConfigError, EmssdError
 from emssd.registry import KINDS, Registry
 
@@ -37,8 +37,7 @@ def main() -> None:
     except EmssdError as error:
         _fail(error)
     except KeyboardInterrupt:
-        print("emssd: interrupted; what was finished is in the output folder", file=sys.stderr)
-        sys.exit(130)
+        _leave("interrupted")
 
 
 def _compose_and_run(registry: Registry) -> None:
@@ -53,6 +52,9 @@ def _compose_and_run(registry: Registry) -> None:
             run_job(_options(config), output_dir, OmegaConf.to_yaml(config), registry)
         except EmssdError as error:
             _fail(error)  # here, because Hydra would print a traceback of it
+        except KeyboardInterrupt:
+            options = f"resume=true output_dir={config.output_dir}"
+            _leave(f"interrupted; the rows that were finished are in {output_dir}/, and {options} goes on from there")
 
     run()
 
@@ -61,13 +63,15 @@ def _options(config: DictConfig) -> RunConfig:
     """The composed options as dataclasses.
 
     Raises:
-        ConfigError: one that has no default is not given.
+        ConfigError: one that has no default is not given, or ``resume`` without a folder.
     """
     try:
         options = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} is not given and has no default; add {error.full_key}=VALUE") from error
     assert isinstance(options, RunConfig)
+    if options.resume and DEFAULT_OUTPUT_DIR in OmegaConf.to_yaml(config):
+        raise ConfigError("resume=true goes on with the job of a folder; say which, with output_dir=FOLDER")
     return options
 
 
@@ -95,6 +99,12 @@ def _check_choices(arguments: list[str], registry: Registry) -> None:
 
 def _presets(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def _leave(why: str) -> NoReturn:
+    """End as a program does that Ctrl-C has stopped."""
+    print(f"emssd: {why}", file=sys.stderr)
+    sys.exit(130)
 
 
 def _fail(error: EmssdError) -> NoReturn:

@@ -13,15 +13,35 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from emssd.hookspecs import Spec
+from emssd.options import EngineOptions
 from emssd.registry import KINDS, Registry
 
-__all__ = ["Check", "ModelConfig", "RunConfig", "conf_dir", "register_configs"]
+__all__ = [
+    "DEFAULT_OUTPUT_DIR",
+    "Check",
+    "ModelConfig",
+    "OnError",
+    "RunConfig",
+    "changed_options",
+    "conf_dir",
+    "register_configs",
+]
+
+DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
+_ROW_OPTIONS = ("model", "data", "max_new_tokens", "stop", "ignore_eos")
 
 
 class Check(str, Enum):
     """What the output is compared with."""
 
     greedy = "greedy"
+
+
+class OnError(str, Enum):
+    """What a prompt that cannot be used does to the run."""
+
+    fail = "fail"
+    skip = "skip"
 
 
 @dataclass
@@ -42,31 +62,58 @@ class ModelConfig:
 
 
 @dataclass
-class RunConfig:
-    """Options of one run of ``python -m emssd``.
+class RunConfig(EngineOptions):
+    r"""Options of one run of ``python -m emssd``, beside those of `EngineOptions`.
 
     Attributes:
-        drafter, backend, model, data: config groups; see ``--help`` for what is installed.
-        batch_size: rows decoded together.
-        max_new_tokens: upper limit of new tokens per prompt.
+        drafter, backend, budget, model, data: config groups; see ``--help`` for what is installed.
+        max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
+        stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
+            stand for newline, tab, carriage return and backslash.
+        ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
         check: ``greedy`` also decodes plainly and compares every token; this gives the speed-up as well.
-        ignore_eos: let only the limit end a sequence.
+        on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on.
         output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go.
+        resume: go on with the job whose rows are in `output_dir`; its finished rows are not decoded again.
+        overwrite: replace what an earlier run left in `output_dir`.
         progress: show a progress bar.
         num_threads: CPU threads of PyTorch; ``null`` leaves its choice.
     """
 
     drafter: Any = MISSING
     backend: Any = MISSING
+    budget: Any = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: Any = MISSING
-    batch_size: int = 8
     max_new_tokens: int = 128
-    check: Check | None = None
+    stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
-    output_dir: str = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
+    check: Check | None = None
+    on_error: OnError = OnError.fail
+    output_dir: str = DEFAULT_OUTPUT_DIR
+    resume: bool = False
+    overwrite: bool = False
     progress: bool = True
     num_threads: int | None = None
+
+
+def changed_options(before: str, now: str) -> list[str]:
+    """Names of the options that determine a row's tokens and differ between two ``config.yaml``.
+
+    Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor is
+    ``data.limit``, as it only says how many rows there are.
+    """
+    first, second = OmegaConf.create(before), OmegaConf.create(now)
+    changed = []
+    for name in _ROW_OPTIONS:
+        pair = [OmegaConf.select(config, name) for config in (first, second)]
+        if not all(isinstance(value, DictConfig) for value in pair):
+            changed += [name] if pair[0] != pair[1] else []
+            continue
+        for key in sorted({str(key) for value in pair for key in value}):
+            values = [value.get(key) for value in pair]
+            changed += [f"{name}.{key}"] if values[0] != values[1] and (name, key) != ("data", "limit") else []
+    return changed
 
 
 def conf_dir() -> Path:

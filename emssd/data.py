@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from emssd.errors import ConfigError, PromptError
 from emssd.hookspecs import Spec, hookimpl
-from emssd.prompts import Prompt, SourceConfig
+from emssd.prompts import FailedPrompt, Prompt, SourceConfig
 from emssd.records import RecordsConfig, existing_file, read_records, read_text, to_prompts
 
 __all__ = ["DatasetConfig", "DemoConfig", "JSONLConfig", "TextConfig", "Unit", "emssd_prompt_sources"]
@@ -102,11 +102,11 @@ def _text(config: TextConfig) -> list[Prompt]:
     return prompts[: config.limit]
 
 
-def _jsonl(config: JSONLConfig) -> list[Prompt]:
+def _jsonl(config: JSONLConfig) -> list[Prompt | FailedPrompt]:
     return to_prompts(read_records(existing_file(config.path)), config, config.path)
 
 
-def _dataset(config: DatasetConfig) -> list[Prompt]:
+def _dataset(config: DatasetConfig) -> list[Prompt | FailedPrompt]:
     if config.path is not None:
         return to_prompts(read_records(existing_file(config.path)), config, config.path)
     if config.hub is None:

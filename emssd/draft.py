@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from emssd.errors import DraftError
+from emssd.transfer import on_device
 
 if TYPE_CHECKING:
     from emssd.attention import AttentionBackend, KVCacheSpec
     from emssd.model import TargetModel
     from emssd.sequence import Batch
 
-__all__ = ["Draft", "Drafter", "DrafterContext", "Outcome", "check_draft"]
+__all__ = ["Draft", "Drafter", "DrafterContext", "Outcome", "check_draft", "check_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,15 @@ class Draft:
             chain.
         probs: ``[num_draft, vocab]`` the drafter's distribution at each node; ``None`` means a deterministic
             drafter. Greedy verification does not read it.
+        confidence: ``[num_draft]`` host floats in 0..1, how sure the drafter is of each node, given that those before
+            it are right; on any scale of its own, which budget policies learn. ``None``: it does not know.
     """
 
     token_ids: torch.Tensor
     indptr: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     probs: torch.Tensor | None = None
+    confidence: tuple[float, ...] | None = None
 
     @classmethod
     def from_chains(cls, chains: Iterable[Seq[int]]) -> Draft:
@@ -66,6 +71,34 @@ class Draft:
         """Number of drafted tokens of each row."""
         return [stop - start for start, stop in zip(self.indptr, self.indptr[1:], strict=False)]
 
+    def cut(self, lengths: Seq[int]) -> Draft:
+        """The first `lengths` tokens of each row's chain, ``[B]``."""
+        if list(lengths) == self.lengths:
+            return self
+        kept = [range(start, start + length) for start, length in zip(self.indptr, lengths, strict=False)]
+        index = [node for nodes in kept for node in nodes]
+        device = self.token_ids.device
+        return Draft(
+            token_ids=self.token_ids[on_device(index, device)],
+            indptr=(0, *accumulate(lengths)),
+            probs=None if self.probs is None else self.probs[on_device(index, device)],
+            confidence=None if self.confidence is None else tuple(self.confidence[node] for node in index),
+        )
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host can read the ids without waiting for a device."""
+        return self.token_ids.device.type == "cpu"
+
+    def within(self, vocab_size: int) -> Draft:
+        """The same with ids that the host has not seen forced into the vocabulary, so that nobody reads beyond a table.
+
+        An id that this changes was no token of the target's, so what is verified is still the draft itself.
+        """
+        if self.on_host:
+            return self
+        return replace(self, token_ids=self.token_ids.clamp(0, vocab_size - 1))
+
     @property
     def is_chain(self) -> bool:
         """Whether every row is a chain."""
@@ -81,7 +114,7 @@ class Outcome:
 
     Attributes:
         batch: the batch that was drafted for, finished rows included.
-        draft: the draft that was verified.
+        draft: what was verified: of each row's draft the beginning, all of it or less, as the budget policy decided.
         accepted: per row the accepted nodes of its draft, as indices within the row, in order; for a chain
             ``range(n)``. What an EOS or a length limit later cut off the sequence is not taken out here.
     """
@@ -104,6 +137,7 @@ class DrafterContext:
         load_model: ``load_model(path)`` gives a further model, ready to run, and its tokenizer (or ``None``).
         make_backend: ``make_backend(spec)`` gives a further attention backend of the kind the target uses,
             allocated for `spec`.
+        make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
     """
 
     vocab_size: int
@@ -114,6 +148,7 @@ class DrafterContext:
     tokenizer: Any
     load_model: Callable[[str], tuple[TargetModel, Any]]
     make_backend: Callable[[KVCacheSpec], AttentionBackend]
+    make_drafter: Callable[[str, Mapping[str, Any]], Drafter]
 
 
 class Drafter(ABC):
@@ -141,7 +176,10 @@ class Drafter(ABC):
         """Learn what was accepted: roll back an own cache, adapt. Called once after every step."""
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests; they will not be seen again. Unknown ids are no error."""
+        """Forget these requests. Unknown ids are no error.
+
+        A request that comes again was preempted: it begins anew, with the tokens that it had.
+        """
 
 
 def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> None:
@@ -149,7 +187,7 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
 
     Raises:
         DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, a tree,
-            or ids outside the vocabulary.
+            probabilities or confidence of other tokens, or, where they lie on the host, ids outside the vocabulary.
     """
     if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
         raise DraftError(
@@ -169,10 +207,24 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
             )
     if not draft.is_chain:
         raise DraftError("it drafted a token tree, and only chains are verified so far; draft one chain per row")
-    if draft.token_ids.numel():
-        low, high = (int(bound) for bound in torch.aminmax(draft.token_ids))
-        if low < 0 or high >= vocab_size:
+    for name, values in (("probs", draft.probs), ("confidence", draft.confidence)):
+        if values is not None and len(values) != draft.token_ids.numel():
             raise DraftError(
-                f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
-                f"of {vocab_size}; ids must be in 0..{vocab_size - 1}"
+                f"its {name} are of {len(values)} tokens, and it drafted {draft.token_ids.numel()}; give one for each"
             )
+    if draft.on_host:
+        check_ids(draft.token_ids.tolist(), vocab_size)
+
+
+def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
+    """Hold a drafter to the vocabulary; its ids on a device are checked when verification brings them to the host.
+
+    Raises:
+        DraftError: an id is outside of it.
+    """
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise DraftError(
+            f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
+            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}"
+        )

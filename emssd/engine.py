@@ -5,51 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from emssd.attention import AttentionBackend, Kept
-from emssd.draft import Draft, Drafter, Outcome, check_draft
-from emssd.errors import ConfigError, DraftError, EmssdError, PluginError
+from emssd.budget import BudgetPolicy, FixedBudget
+from emssd.draft import Draft, Drafter, Outcome
+from emssd.drafting import CheckedDrafter
+from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
+from emssd.generation import Generation
 from emssd.model import TargetModel
 from emssd.packing import pack
-from emssd.prompts import encode_prompts
-from emssd.scheduler import Scheduler, StaticScheduler
-from emssd.sequence import Batch, FinishReason, Request, Sequence
+from emssd.prompts import encode_prompts, limit_per_prompt
+from emssd.scheduler import ContinuousScheduler, Schedule, Scheduler
+from emssd.sequence import Request, Sequence
+from emssd.stages import DraftStages
 from emssd.stats import RunReport, StepStats, StepTimer
+from emssd.stopping import StopStrings
 from emssd.verify import Verification, verify_greedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Engine", "Generation"]
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A finished request.
-
-    Attributes:
-        request_id: for prompts given to `Engine.generate`, the prompt's index as text.
-        text: the new tokens decoded without special tokens; ``None`` if the engine has no tokenizer.
-        num_steps, num_drafted, num_accepted: verification steps, tokens drafted, and drafted tokens accepted.
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str | None
-    finish_reason: FinishReason
-    num_steps: int
-    num_drafted: int
-    num_accepted: int
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean acceptance length τ of this request, the target's own token included."""
-        return 1.0 + self.num_accepted / self.num_steps
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -58,36 +37,41 @@ class Engine:
     Args:
         target: the model.
         backend: attention backend, already allocated for `target`.
-        drafter: the drafter.
+        drafter: the drafter, or several that are asked in turn, each for the rows that those before it had nothing for.
         tokenizer: a Hugging Face tokenizer; without one, prompts are token ids and generations have no text.
         batch_size: rows decoded together.
         eos_token_ids: what ends a sequence.
-        scheduler: who runs when; static batches of `batch_size` by default.
+        scheduler: who runs when; continuous batches of `batch_size` by default.
+        budget: how much each row drafts; as much as the drafter wants by default.
         drafter_name: how errors call the drafter.
+        on_drafter_error: ``"disable"`` goes on without a drafter that fails, with a warning; ``"fail"`` raises.
     """
 
     def __init__(
         self,
         target: TargetModel,
         backend: AttentionBackend,
-        drafter: Drafter,
+        drafter: Drafter | Seq[Drafter],
         *,
         tokenizer: Any = None,
         batch_size: int = 8,
         eos_token_ids: Iterable[int] = (),
         scheduler: Scheduler | None = None,
+        budget: BudgetPolicy | None = None,
         drafter_name: str | None = None,
+        on_drafter_error: str = "disable",
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
         self.target = target
         self.backend = backend
-        self.drafter = drafter
+        drafters = [drafter] if isinstance(drafter, Drafter) else drafter
+        checked = [
+            CheckedDrafter(each, drafter_name, target.vocab_size, on_error=on_drafter_error) for each in drafters
+        ]
+        self.drafting = DraftStages(checked, budget or FixedBudget())
         self.tokenizer = tokenizer
-        self.batch_size = batch_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.scheduler = scheduler or StaticScheduler(batch_size)
-        self.drafter_name = drafter_name or type(drafter).__name__
+        self.scheduler = scheduler or ContinuousScheduler(batch_size)
+        self.batch_size = self.scheduler.batch_size
         self.report = RunReport()
 
     @classmethod
@@ -107,59 +91,87 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Draft, verify and commit once for the rows that the scheduler selects. Returns those that finished."""
+        if not self.scheduler.has_work:
+            return []
         timer = StepTimer()
-        batch = self.scheduler.select()
-        with timer.phase("draft"):
-            draft = self._propose(batch)
+        with timer.phase("schedule"):
+            schedule = self.scheduler.select(self.backend.fits, self.drafting.num_speculative_tokens)
+            self._free(schedule.preempted)
+            self.drafting.policy.release([row.request_id for row in schedule.preempted])
+            batch, num_prefilled = schedule.batch, sum(piece.num_tokens for piece in schedule.prefills)
+        draft = self.drafting.propose(batch, schedule.limits, num_prefilled, timer)
         with timer.phase("plan"):
-            packed = pack(batch, draft, self.target.device)
+            pieces = [(piece.sequence, piece.num_tokens) for piece in schedule.prefills]
+            packed = pack(batch, draft.within(self.target.vocab_size), self.target.device, pieces)
             plan = self.backend.plan(packed)
         with timer.phase("forward"):
             logits = self.target(plan, self.backend)
         with timer.phase("verify"):
             verification = verify_greedy(logits, draft)
-        num_new_tokens, kv_padding = self._commit(batch, draft, verification)
+            self.drafting.check_ids(draft, verification.drafted)
+        num_before = sum(len(row.tokens) for row in batch)
+        kv_padding = self._commit(schedule, draft, verification)
+        outcome = Outcome(batch, draft, verification.accepted)
         with timer.phase("draft"):
-            self._observe(Outcome(batch, draft, verification.accepted))
+            self.drafting.observe(outcome)
         finished = [row for row in batch if row.finish_reason is not None]
-        self._retire(finished)
-        self.report.add(
-            StepStats(
-                is_prefill=packed.num_tokens > len(batch) + draft.indptr[-1],
-                num_tokens=packed.num_tokens,
-                num_new_tokens=num_new_tokens,
-                drafted=tuple(draft.lengths),
-                acceptance=tuple(len(tokens) for tokens in verification.new_tokens),
-                input_padding=plan.num_padding,
-                kv_padding=kv_padding,
-                seconds=timer.finish(),
-            )
+        self.scheduler.retire(finished)
+        self._free(finished)
+        stats = StepStats(
+            is_prefill=packed.num_tokens > len(batch) + draft.indptr[-1],
+            num_rows=packed.num_rows,
+            num_waiting=self.scheduler.num_waiting,
+            num_tokens=packed.num_tokens,
+            num_kv_tokens=sum(packed.kv_lens),
+            num_new_tokens=sum(len(row.tokens) for row in batch) - num_before,
+            drafted=tuple(draft.lengths),
+            acceptance=tuple(len(tokens) for tokens in verification.new_tokens),
+            input_padding=plan.num_padding,
+            kv_padding=kv_padding,
+            num_preempted=len(schedule.preempted),
+            seconds=timer.finish(),
+            stages=self.drafting.stats,
         )
+        self.drafting.policy.observe(outcome, stats)
+        self.drafting.policy.release([row.request_id for row in finished])
+        self.report.add(stats, self.batch_size)
         self.report.kv_usage = self.backend.kv_usage
         return finished
 
     def stream(
-        self, prompts: Iterable[str | Seq[int]], max_new_tokens: int = 128, *, ignore_eos: bool = False
+        self,
+        prompts: Iterable[str | Seq[int]],
+        max_new_tokens: int | Seq[int] = 128,
+        *,
+        stop: Seq[str] = (),
+        ignore_eos: bool = False,
     ) -> Iterator[Generation]:
         """Decode `prompts` and yield each `Generation` as its row finishes, in finish order.
 
         Args:
             prompts: texts, or token ids of prompts already encoded.
-            max_new_tokens: upper limit of new tokens per prompt; EOS counts.
-            ignore_eos: let only the limits end a sequence (for benchmarks).
+            max_new_tokens: upper limit of new tokens, EOS included; one for all prompts, or one for each.
+            stop: texts that end a sequence with the token that completes one; see `emssd.stopping.StopStrings`.
+            ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
 
         Raises:
+            ConfigError: a limit below one, not one limit per prompt, or stop strings that cannot be.
             PromptError: an empty or too long prompt, before anything runs.
         """
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         encoded = encode_prompts(prompts, self.tokenizer, self.target.max_model_len, self.target.vocab_size)
+        limits = limit_per_prompt(max_new_tokens, len(encoded))
+        stops = StopStrings(stop, self.tokenizer) if stop else None
         eos = frozenset[int]() if ignore_eos else self.eos_token_ids
-        requests = [Request(str(i), tuple(ids), max_new_tokens, eos) for i, ids in enumerate(encoded)]
-        return self.run(requests)
+        pairs = enumerate(zip(encoded, limits, strict=True))
+        return self.run([Request(str(i), tuple(ids), limit, eos, stops) for i, (ids, limit) in pairs])
 
     def generate(
-        self, prompts: Iterable[str | Seq[int]], max_new_tokens: int = 128, *, ignore_eos: bool = False
+        self,
+        prompts: Iterable[str | Seq[int]],
+        max_new_tokens: int | Seq[int] = 128,
+        *,
+        stop: Seq[str] = (),
+        ignore_eos: bool = False,
     ) -> list[Generation]:
         """Like `stream`, but returns all generations in the order of the prompts.
 
@@ -167,7 +179,7 @@ class Engine:
         """
         done: dict[str, Generation] = {}
         try:
-            for generation in self.stream(prompts, max_new_tokens, ignore_eos=ignore_eos):
+            for generation in self.stream(prompts, max_new_tokens, stop=stop, ignore_eos=ignore_eos):
                 done[generation.request_id] = generation
         except EmssdError as error:
             error.finished = list(done.values())  # type: ignore[attr-defined]  # an extra for whoever catches it
@@ -179,83 +191,92 @@ class Engine:
 
         Raises:
             ConfigError: two requests have the same id, or the engine is still busy with other requests.
+            PromptError: a request that the KV cache could not hold even alone, before anything runs.
         """
         if self.scheduler.has_work:
             raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
         requests = list(requests)
         if len({request.request_id for request in requests}) < len(requests):
             raise ConfigError("two requests have the same request_id; make them unique")
+        sequences = [self.sequence(request) for request in requests]
         self.report = RunReport()
-        for request in requests:
-            self.scheduler.add(request)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
         try:
             while self.scheduler.has_work:
-                for sequence in self.step():
-                    yield self._generation(sequence)
+                for sequence in self._step_in_memory():
+                    yield Generation.of(sequence, self.tokenizer)
         finally:
-            while self.scheduler.has_work:
-                with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
-                    self._retire(list(self.scheduler.select()))
+            with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
+                self.clear()
 
-    def _propose(self, batch: Batch) -> Draft:
-        budget = tuple(self.scheduler.budget(batch, self.drafter.num_speculative_tokens, self.target.max_model_len))
-        before = [len(row.tokens) for row in batch]
-        try:
-            draft = self.drafter.propose(batch, budget)
-        except Exception as error:
-            raise PluginError(f"drafter {self.drafter_name} failed in propose: {error!r}") from error
-        try:
-            if not isinstance(draft, Draft):
-                raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.draft.Draft")
-            if before != [len(row.tokens) for row in batch]:
-                raise DraftError("it changed the tokens of the batch, which it may only read")
-            check_draft(draft, batch, budget, self.target.vocab_size)
-        except DraftError as error:
-            raise DraftError(f"drafter {self.drafter_name} broke its interface: {error}") from error
-        return draft
+    def add(self, request: Request) -> None:
+        """Queue one more request, also between two calls of `step`; for those who drive the loop themselves.
 
-    def _commit(self, batch: Batch, draft: Draft, verification: Verification) -> tuple[int, int]:
-        """Advance every row by its own acceptance. Returns the new tokens and the KV slots lost to padding."""
-        num_before = sum(len(row.tokens) for row in batch)
-        for row, drafted, tokens in zip(batch, draft.lengths, verification.new_tokens, strict=True):
+        Raises:
+            ConfigError: a request of the same id waits or runs.
+            PromptError: see `sequence`.
+        """
+        if self.scheduler.knows(request.request_id):
+            raise ConfigError(f"request {request.request_id!r} is there already; make request ids unique")
+        self.scheduler.add(self.sequence(request))
+
+    def clear(self) -> None:
+        """Drop all requests that wait or run."""
+        left = self.scheduler.clear()
+        self.drafting.policy.release([row.request_id for row in left])
+        self._free(left)
+
+    def sequence(self, request: Request) -> Sequence:
+        """The sequence of `request` as it will begin.
+
+        Raises:
+            PromptError: its prompt cannot be used, or the KV cache could not hold it even alone.
+            ConfigError: nothing may be generated.
+        """
+        num_prompt, name = len(request.prompt_ids), request.request_id
+        encode_prompts([request.prompt_ids], None, self.target.max_model_len, self.target.vocab_size, [name])
+        if request.max_new_tokens < 1:
+            raise ConfigError(f"request {name!r} has max_new_tokens {request.max_new_tokens}; it must be at least 1")
+        sequence = Sequence(request, max_length=min(num_prompt + request.max_new_tokens, self.target.max_model_len))
+        if not self.backend.fits({request.request_id: sequence.max_length}):
+            raise PromptError(
+                f"request {request.request_id} takes up to {sequence.max_length} tokens of KV cache, {num_prompt} of "
+                f"them for its prompt, and there is no room for so many; raise kv_memory, or lower max_new_tokens"
+            )
+        return sequence
+
+    def _step_in_memory(self) -> list[Sequence]:
+        """`step`, with a word on what to lower when the device has no room left."""
+        try:
+            return self.step()
+        except torch.OutOfMemoryError as error:
+            held = self.backend.kv_usage
+            raise OutOfMemoryError(
+                f"{self.target.device} is out of memory in a step of up to {self.batch_size} rows, with "
+                f"{held.peak_pool / 2**30:.2f} GiB in the KV cache; lower kv_memory, batch_size or max_step_tokens. "
+                f"Rows that were finished are kept"
+            ) from error
+
+    def _commit(self, schedule: Schedule, draft: Draft, verification: Verification) -> int:
+        """Advance every row by its own acceptance. Returns the KV slots lost to padding."""
+        for row, drafted, tokens in zip(schedule.batch, draft.lengths, verification.new_tokens, strict=True):
             row.num_cached = len(row.tokens) + len(tokens) - 1  # all but the target's own newest token
             row.num_steps += 1
             row.num_drafted += drafted
             row.num_accepted += len(tokens) - 1
             row.extend(tokens)
-            if row.finish_reason is None and len(row.tokens) >= self.target.max_model_len:
-                row.finish_reason = FinishReason.LENGTH
-        kv_padding = self.backend.commit(Kept(batch.request_ids, tuple(row.num_cached for row in batch)))
-        return sum(len(row.tokens) for row in batch) - num_before, kv_padding
-
-    def _observe(self, outcome: Outcome) -> None:
-        try:
-            self.drafter.observe(outcome)
-        except Exception as error:
-            raise PluginError(f"drafter {self.drafter_name} failed in observe: {error!r}") from error
+        for piece in schedule.prefills:
+            piece.sequence.num_cached += piece.num_tokens
+        rows = [*schedule.batch, *(piece.sequence for piece in schedule.prefills)]
+        return self.backend.commit(Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows)))
 
     @torch.inference_mode()  # an early close comes from outside of `step`, and a backend may write in place
-    def _retire(self, sequences: list[Sequence]) -> None:
+    def _free(self, sequences: Seq[Sequence]) -> None:
+        """Give back what backend and drafters hold of sequences that ended, or were preempted and will come again."""
         if sequences:
             request_ids = [sequence.request_id for sequence in sequences]
-            self.scheduler.retire(sequences)
+            for sequence in sequences:
+                sequence.num_cached = 0
             self.backend.release(request_ids)
-            try:
-                self.drafter.release(request_ids)
-            except Exception as error:
-                raise PluginError(f"drafter {self.drafter_name} failed in release: {error!r}") from error
-
-    def _generation(self, sequence: Sequence) -> Generation:
-        assert sequence.finish_reason is not None
-        output = tuple(sequence.output_ids)
-        text = None if self.tokenizer is None else self.tokenizer.decode(output, skip_special_tokens=True)
-        return Generation(
-            request_id=sequence.request_id,
-            prompt_ids=sequence.request.prompt_ids,
-            token_ids=output,
-            text=text,
-            finish_reason=sequence.finish_reason,
-            num_steps=sequence.num_steps,
-            num_drafted=sequence.num_drafted,
-            num_accepted=sequence.num_accepted,
-        )
+            self.drafting.release(request_ids)

@@ -9,6 +9,7 @@ __all__ = [
     "OutOfMemoryError",
     "OutputError",
     "PluginError",
+    "PluginWarning",
     "PromptError",
     "UnsupportedModelError",
 ]
@@ -40,6 +41,10 @@ class OutOfMemoryError(EmssdError):
 
 class PluginError(EmssdError):
     """A plugin is missing, broken, or failed while it ran; the message names it and its distribution."""
+
+
+class PluginWarning(UserWarning):
+    """A plugin could not be used, or no longer; what else runs is not affected."""
 
 
 class DraftError(PluginError):

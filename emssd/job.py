@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from emssd.assembly import assemble, make_backend
 from emssd.check import CheckReport, compare
 from emssd.config import RunConfig
-from emssd.engine import Engine, Generation
-from emssd.errors import ConfigError
+from emssd.engine import Engine
+from emssd.errors import PromptError
+from emssd.generation import Generation
+from emssd.intake import Failures, check_options, to_requests, unfinished
 from emssd.model import load_model
 from emssd.output import OutputFolder
-from emssd.prompts import Prompt, SourceConfig, encode_prompts, truncated
+from emssd.progress import LiveFigures
+from emssd.prompts import Prompt
 from emssd.registry import Registry
-from emssd.report import print_check, print_report
+from emssd.report import print_check, print_failures, print_report
 from emssd.sequence import Request
 from emssd.stats import RunReport
+from emssd.warmup import warm_up
 
 __all__ = ["run_job"]
 
-_WARM_UP_TOKENS = 4  # new tokens of the untimed run that fills caches and starts thread pools
+
+@dataclass(frozen=True)
+class _Work:
+    """What a run has to do: `requests`, which come from `prompts` (by id); some prompts may be among `failures`."""
+
+    engine: Engine
+    requests: list[Request]
+    prompts: dict[str, Prompt]
+    failures: Failures
 
 
 def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Registry) -> dict[str, Any]:
-    """Run `config` and return its metrics.
+    """Run `config` and return its metrics; of a job that is resumed with nothing left to do, those that it has.
 
     Raises:
         EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
@@ -40,42 +51,65 @@ def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Reg
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
-    _check_numbers(config)
+    check_options(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     console = Console()
-    with OutputFolder(output_dir, config_text) as output:
-        prompts: list[Prompt] = list(registry.find("data", config.data.name).build(config.data))
-        registry.find("backend", config.backend.name)
-        console.print(f"loading {config.model.path} …", highlight=False)
-        engine = _engine(config, registry)
-        if not engine.eos_token_ids and not config.ignore_eos:
-            console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
-        requests = _requests(config, engine, prompts)
-        _warm_up(engine, requests)
-        names = {prompt.prompt_id: prompt.text for prompt in prompts}
-        done = _decode(engine, requests, "decoding", console, config.progress, output, names)
-        metrics = _describe(config, engine, prompts) | engine.report.metrics()
+    with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
+        work = _prepare(config, config_text, output, console, registry)
+        if work is None:
+            return output.read_metrics()
+        output.begin(config_text)
+        warm_up(work.engine, work.requests)
+        num_before, num_here = len(output.finished), len(work.requests)
+        live = LiveFigures(console, "decoding", num_before + num_here, done=num_before, show=config.progress)
+        done = _decode(work, live, output)
+        counts = {"num_prompts": num_before + num_here, "num_resumed_prompts": num_before}
+        counts["num_failed_prompts"] = len(work.failures.prompts)
+        metrics = _describe(config, work.engine) | counts | work.engine.report.metrics()
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         report = None
         if config.check is not None:
-            report, greedy = _compare_with_greedy(config, engine, requests, done, console, registry)
+            report, greedy = _compare_with_greedy(config, work, done, console, registry)
             metrics |= _check_metrics(report, metrics, greedy)
             output.write_metrics(metrics)
     print_report(console, metrics)
     if report is not None:
         print_check(console, report)
-    console.print(f"written to {output.path}/: generations.jsonl, metrics.json, config.yaml", highlight=False)
+    print_failures(console, work.failures.prompts)
+    errors = ", errors.jsonl" if work.failures.prompts else ""
+    console.print(f"written to {output.path}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
     return metrics
 
 
-def _check_numbers(config: RunConfig) -> None:
-    numbers = {name: getattr(config, name) for name in ("batch_size", "max_new_tokens", "num_threads")}
-    if isinstance(config.data, SourceConfig):
-        numbers["data.limit"] = config.data.limit
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} is {number}; it must be at least 1")
+def _prepare(
+    config: RunConfig, config_text: str, output: OutputFolder, console: Console, registry: Registry
+) -> _Work | None:
+    """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
+    failures = Failures(config.on_error)
+    prompts = failures.passed(registry.find("data", config.data.name).build(config.data))
+    registry.find("backend", config.backend.name)
+    left = unfinished(prompts, output, config_text)
+    if config.resume:
+        num_done = len(output.finished)
+        there = f"{num_done} of {len(prompts)} rows" if num_done else "no rows, so this is a fresh start"
+        console.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
+    if output.finished and not left:
+        console.print("nothing is left to do")
+        return None
+    console.print(f"loading {config.model.path} …", highlight=False)
+    engine = _engine(config, registry)
+    if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
+        console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
+    requests = to_requests(config, engine, left, failures)
+    output.write_errors(failures.prompts)
+    if requests:
+        return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures)
+    print_failures(console, failures.prompts)
+    if output.finished:
+        console.print("nothing else is left to do")
+        return None
+    raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.path}/errors.jsonl says why")
 
 
 def _engine(config: RunConfig, registry: Registry, baseline: Engine | None = None) -> Engine:
@@ -89,81 +123,43 @@ def _engine(config: RunConfig, registry: Registry, baseline: Engine | None = Non
         )
         drafter = config.drafter
     return assemble(
-        target, tokenizer, drafter=drafter, backend=config.backend, batch_size=config.batch_size, registry=registry
+        target,
+        tokenizer,
+        drafter=drafter,
+        backend=config.backend,
+        budget=config.budget,
+        options=config,
+        registry=registry,
     )
 
 
 def _compare_with_greedy(
-    config: RunConfig,
-    engine: Engine,
-    requests: list[Request],
-    done: dict[str, Generation],
-    console: Console,
-    registry: Registry,
+    config: RunConfig, work: _Work, done: dict[str, Generation], console: Console, registry: Registry
 ) -> tuple[CheckReport, RunReport]:
-    """Decode `requests` plainly with the same target and compare. Returns the verdict and the plain run's figures."""
-    greedy = _engine(config, registry, baseline=engine)
-    _warm_up(greedy, requests)
-    expected = _decode(greedy, requests, "plain greedy", console, config.progress)
-    judge = make_backend(engine.target.kv_cache_spec(1), config.backend, registry)
-    names = [request.request_id for request in requests]
-    report = compare([done[name] for name in names], [expected[name] for name in names], engine.target, judge)
-    return report, greedy.report
+    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's figures."""
+    target = work.engine.target
+    greedy = dataclasses.replace(work, engine=_engine(config, registry, baseline=work.engine))
+    warm_up(greedy.engine, greedy.requests)
+    expected = _decode(greedy, LiveFigures(console, "plain greedy", len(work.requests), show=config.progress))
+    judge = make_backend(target.kv_cache_spec(1), config.backend, registry)
+    names = [request.request_id for request in work.requests]
+    report = compare([done[name] for name in names], [expected[name] for name in names], target, judge)
+    return report, greedy.engine.report
 
 
-def _requests(config: RunConfig, engine: Engine, prompts: list[Prompt]) -> list[Request]:
-    """Encode, truncate and check all prompts before anything runs."""
-    target = engine.target
-    room = target.max_model_len - config.max_new_tokens
-    names = [prompt.prompt_id for prompt in prompts]
-    texts = [prompt.text for prompt in prompts]
-    unlimited = encode_prompts(texts, engine.tokenizer, 2**62, target.vocab_size, names)
-    ids = unlimited
-    if isinstance(config.data, SourceConfig):  # a plugin's source may cut its prompts in its own way
-        ids = [truncated(tokens, config.data, room, name) for tokens, name in zip(unlimited, names, strict=True)]
-    encode_prompts(ids, None, target.max_model_len, target.vocab_size, names)
-    eos = frozenset[int]() if config.ignore_eos else engine.eos_token_ids
-    return [Request(name, tuple(tokens), config.max_new_tokens, eos) for name, tokens in zip(names, ids, strict=True)]
-
-
-def _warm_up(engine: Engine, requests: list[Request]) -> None:
-    """Run one batch for a few tokens, untimed."""
-    few = [
-        Request(request.request_id, request.prompt_ids, min(_WARM_UP_TOKENS, request.max_new_tokens))
-        for request in requests[: engine.batch_size]
-    ]
-    for _ in engine.run(few):
-        pass
-
-
-def _decode(
-    engine: Engine,
-    requests: list[Request],
-    title: str,
-    console: Console,
-    show: bool,
-    output: OutputFolder | None = None,
-    texts: dict[str, str] | None = None,
-) -> dict[str, Generation]:
-    """Decode all requests under a progress bar; rows are written as they finish."""
+def _decode(work: _Work, live: LiveFigures, output: OutputFolder | None = None) -> dict[str, Generation]:
+    """Decode all requests under live figures; rows are written as they finish."""
     done: dict[str, Generation] = {}
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[live]}"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=not show) as progress:
-        task = progress.add_task(title, total=len(requests), live="")
-        for generation in engine.run(requests):
+    with live:
+        for generation in work.engine.run(work.requests):
             done[generation.request_id] = generation
-            if output is not None and texts is not None:
-                output.write_generation(generation.request_id, texts[generation.request_id], generation)
-            report = engine.report
-            live = f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}"
-            progress.update(task, advance=1, live=live)
+            if output is not None:
+                output.write_generation(work.prompts[generation.request_id], generation)
+            live.row_done(work.engine.report)
     return done
 
 
-def _describe(config: RunConfig, engine: Engine, prompts: Iterable[Prompt]) -> dict[str, Any]:
+def _describe(config: RunConfig, engine: Engine) -> dict[str, Any]:
     """What ran, on what."""
     import torch
     import transformers
@@ -174,8 +170,8 @@ def _describe(config: RunConfig, engine: Engine, prompts: Iterable[Prompt]) -> d
     cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
     return {
         "title": f"{config.model.path} · drafter={_label(config.drafter)} · backend={_label(config.backend)} · "
+        f"budget={_label(config.budget)} · "
         f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
-        "num_prompts": len(list(prompts)),
         "versions": {
             "emssd": __version__,
             "torch": torch.__version__,

@@ -79,8 +79,10 @@ class TargetModel:
                 )
             return backend.forward(plan, layer, query, key, value)
 
-        logits = self.run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep)
-        logits = logits.flatten(0, 1)
+        def forward() -> torch.Tensor:
+            return self.run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep).flatten(0, 1)
+
+        logits = forward() if plan.replay is None else plan.replay(forward)
         return logits if plan.logit_index is None else logits[plan.logit_index]
 
     def run(

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from emssd.draft import Draft
+from emssd.transfer import on_device
 
 __all__ = ["PackedInputs", "Row", "pack", "pack_one"]
 
@@ -37,7 +38,7 @@ class PackedInputs:
         qo_indptr: ``[B + 1]`` host integers with a leading zero.
         kv_lens: ``[B]`` host integers: KV length of each row once this step's tokens are written.
         logit_rows: ``[R]`` int64, the tokens of which logits are wanted: of each row the newest token and its
-            drafts.
+            drafts; of rows that compute a piece of their prompt, none.
     """
 
     request_ids: tuple[str, ...]
@@ -63,13 +64,16 @@ class PackedInputs:
         return self.qo_indptr[-1]
 
 
-def pack(rows: Iterable[Row], draft: Draft, device: torch.device) -> PackedInputs:
+def pack(
+    rows: Iterable[Row], draft: Draft, device: torch.device, prefills: Iterable[tuple[Row, int]] = ()
+) -> PackedInputs:
     """Row ``i`` becomes ``tokens[num_cached:]`` followed by its draft: prefill and decoding are one path.
 
     Args:
         rows: sequences, each with at least one token that is not cached.
         draft: chains for these rows.
         device: where the model's inputs are wanted.
+        prefills: further rows, of each the number of tokens behind the cached ones; no logits of theirs are wanted.
     """
     request_ids: list[str] = []
     input_ids: list[int] = []
@@ -90,16 +94,27 @@ def pack(rows: Iterable[Row], draft: Draft, device: torch.device) -> PackedInput
         request_ids.append(row.request_id)
         qo_indptr.append(len(input_ids))
         kv_lens.append(kv_len)
-    ids = torch.tensor(input_ids, dtype=torch.int64).to(device, non_blocking=True)
+    for row, num_tokens in prefills:
+        kv_len = row.num_cached + num_tokens
+        input_ids.extend(row.tokens[row.num_cached : kv_len])
+        position_ids.extend(range(row.num_cached, kv_len))
+        request_ids.append(row.request_id)
+        qo_indptr.append(len(input_ids))
+        kv_lens.append(kv_len)
+    if draft.on_host:
+        for place, token in zip(draft_rows, draft.token_ids.tolist(), strict=True):
+            input_ids[place] = token
+        draft_rows = []
+    ids = on_device(input_ids, device)
     if draft_rows:
-        ids[torch.tensor(draft_rows).to(device, non_blocking=True)] = draft.token_ids.to(device, non_blocking=True)
+        ids[on_device(draft_rows, device)] = draft.token_ids.to(device, non_blocking=True)
     return PackedInputs(
         request_ids=tuple(request_ids),
         input_ids=ids,
-        position_ids=torch.tensor(position_ids, dtype=torch.int64).to(device, non_blocking=True),
+        position_ids=on_device(position_ids, device),
         qo_indptr=tuple(qo_indptr),
         kv_lens=tuple(kv_lens),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True),
+        logit_rows=on_device(logit_rows, device),
     )
 
 
@@ -115,7 +130,7 @@ def pack_one(request_ids: Seq[str], token_ids: torch.Tensor, positions: Seq[int]
     return PackedInputs(
         request_ids=tuple(request_ids),
         input_ids=token_ids,
-        position_ids=torch.tensor(positions, dtype=torch.int64).to(device, non_blocking=True),
+        position_ids=on_device(positions, device),
         qo_indptr=tuple(range(len(request_ids) + 1)),
         kv_lens=tuple(position + 1 for position in positions),
         logit_rows=torch.arange(len(request_ids), device=device),

@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from emssd.chat import check_messages
 from emssd.errors import PromptError
-from emssd.prompts import Prompt, SourceConfig
+from emssd.prompts import FailedPrompt, Prompt, SourceConfig
 
 __all__ = ["RecordsConfig", "existing_file", "read_records", "read_text", "to_prompts"]
 
@@ -21,16 +22,18 @@ class RecordsConfig(SourceConfig):
     """Options of sources whose prompts are records with fields.
 
     Attributes:
-        field: the prompt's field.
+        field: the prompt's field; with `chat`, it may hold a list of messages.
         template: makes the prompt from several fields, as in ``"Question: {question}\\nAnswer:"`` or ``"{turns[0]}"``;
             stands in for `field`.
         id_field: names each prompt; its place in the file or dataset by default.
+        max_new_tokens_field: holds a prompt's own limit of new tokens; where it is ``null``, the run's holds.
         where: keep only records with these values, as in ``data.where.category=math``.
     """
 
     field: str = "prompt"
     template: str | None = None
     id_field: str | None = None
+    max_new_tokens_field: str | None = None
     where: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -46,26 +49,32 @@ def existing_file(name: str) -> Path:
     return path
 
 
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pairs of place and record of a JSONL file; empty lines are skipped.
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
+    """Pairs of place and record of a JSONL file, or what is wrong with a line; empty lines are skipped.
 
     Raises:
-        PromptError: a line that is no JSON object, with its number.
+        PromptError: the file cannot be read.
     """
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
         if not line.strip():
             continue
         place = f"{path.name}:{number}"
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode("utf-8"))
         except json.JSONDecodeError as error:
-            raise PromptError(
+            yield FailedPrompt(
+                place,
                 f"{place} is not JSON: {error.msg} at column {error.colno}; data=jsonl wants one JSON object per line, "
-                f"and data=text reads plain text"
-            ) from error
-        if not isinstance(record, dict):
-            raise PromptError(f"{place} is a {type(record).__name__}; data=jsonl wants one JSON object per line")
-        yield place, record
+                f"and data=text reads plain text",
+            )
+        except UnicodeDecodeError as error:
+            yield FailedPrompt(place, f"{place} is not UTF-8 text ({error.reason} at byte {error.start}); convert it")
+        else:
+            if isinstance(record, dict):
+                yield place, record
+            else:
+                kind = type(record).__name__
+                yield FailedPrompt(place, f"{place} is a {kind}; data=jsonl wants one JSON object per line")
 
 
 def read_text(path: Path) -> str:
@@ -82,43 +91,88 @@ def read_text(path: Path) -> str:
         raise PromptError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def to_prompts(records: Iterable[tuple[str, dict[str, Any]]], config: RecordsConfig, origin: str) -> list[Prompt]:
-    """The prompts of pairs of place and record, which come from `origin`.
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def to_prompts(
+    records: Iterable[tuple[str, dict[str, Any]] | FailedPrompt], config: RecordsConfig, origin: str
+) -> list[Prompt | FailedPrompt]:
+    """The prompts of pairs of place and record, which come from `origin`, and what is wrong with the others.
+
+    A record that cannot be read counts towards ``limit``, and no ``where`` leaves it out.
 
     Raises:
-        PromptError: a field is missing or holds no text, ids repeat, or nothing is left.
+        PromptError: nothing is left.
     """
 
-    def wanted(record: dict[str, Any]) -> bool:
-        return all(str(record.get(name)) == value for name, value in config.where.items())
+    def wanted(item: tuple[str, dict[str, Any]] | FailedPrompt) -> bool:
+        if isinstance(item, FailedPrompt):
+            return True
+        return all(str(item[1].get(name)) == value for name, value in config.where.items())
 
-    chosen = ((place, record) for place, record in records if wanted(record))
-    prompts = [_prompt(place, record, config) for place, record in islice(chosen, config.limit)]
+    prompts: list[Prompt | FailedPrompt] = []
+    taken: dict[str, str] = {}  # the place of each id
+    for item in islice(filter(wanted, records), config.limit):
+        if isinstance(item, FailedPrompt):
+            prompts.append(item)
+            continue
+        place, record = item
+        try:
+            prompt = _prompt(place, record, config)
+            if prompt.prompt_id in taken:
+                raise PromptError(
+                    f"{place} has the id {prompt.prompt_id!r} of {taken[prompt.prompt_id]}; choose a field that "
+                    f"differs with data.id_field"
+                )
+        except PromptError as error:
+            prompts.append(FailedPrompt(place, str(error)))
+        else:
+            taken[prompt.prompt_id] = place
+            prompts.append(prompt)
     if not prompts:
         where = " and ".join(f"{name}={value}" for name, value in config.where.items())
         raise PromptError(f"no prompt has {where}; change data.where" if where else f"{origin} holds no prompts")
-    if len({prompt.prompt_id for prompt in prompts}) < len(prompts):
-        raise PromptError(f"data.id_field={config.id_field} gives several prompts the same id; choose another field")
     return prompts
 
 
 def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt:
     has = f"it has {', '.join(map(repr, record))}"
-    for name in (config.id_field, config.field if config.template is None else None):
+    options = {"id_field": config.id_field, "max_new_tokens_field": config.max_new_tokens_field}
+    if config.template is None:
+        options["field"] = config.field
+    for option, name in options.items():
         if name is not None and name not in record:
-            raise PromptError(
-                f"{place} has no field {name!r}; {has}. Choose with data.field, data.template and data.id_field"
-            )
+            choice = "data.field or data.template" if option == "field" else f"data.{option}"
+            raise PromptError(f"{place} has no field {name!r}; {has}. Choose with {choice}")
     prompt_id = str(record[config.id_field]) if config.id_field else place
+    limit = _limit(place, record, config.max_new_tokens_field)
     if config.template is not None:
-        return Prompt(prompt_id, _filled(config.template, record, f"{place} does not fit data.template; {has}"))
-    text = record[config.field]
-    if not isinstance(text, str):
+        text = _filled(config.template, record, f"{place} does not fit data.template; {has}")
+        return Prompt(prompt_id, text, max_new_tokens=limit)
+    value = record[config.field]
+    if config.chat and isinstance(value, list):
+        check_messages(value, place)
+        return Prompt(prompt_id, messages=tuple(value), max_new_tokens=limit)
+    if not isinstance(value, str):
         raise PromptError(
-            f"{place}: field {config.field!r} holds a value of type {type(text).__name__}, not text; "
+            f"{place}: field {config.field!r} holds a value of type {type(value).__name__}, not text; "
             f"choose another with data.field, or make text of it with \"data.template='{{{config.field}}}'\""
+            + ("; data.chat=true takes a list of messages" if isinstance(value, list) else "")
         )
-    return Prompt(prompt_id, text)
+    return Prompt(prompt_id, value, max_new_tokens=limit)
+
+
+def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
+    limit = None if name is None else record[name]
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise PromptError(
+            f"{place}: field {name!r} holds {limit!r}; a limit of new tokens is a whole number of at least 1, or null"
+        )
+    return limit
 
 
 def _filled(template: str, record: dict[str, Any], complaint: str) -> str:

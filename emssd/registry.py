@@ -13,20 +13,17 @@ from typing import Any
 import pluggy
 
 from emssd import hookspecs
-from emssd.errors import ConfigError, PluginError
+from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.hookspecs import Spec
 
-__all__ = ["KINDS", "PluginRecord", "PluginWarning", "Registry"]
+__all__ = ["KINDS", "PluginRecord", "Registry"]
 
 KINDS = {
     "drafter": "emssd_drafters",
     "backend": "emssd_attention_backends",
+    "budget": "emssd_budget_policies",
     "data": "emssd_prompt_sources",
 }
-
-
-class PluginWarning(UserWarning):
-    """A plugin could not be used; the others are not affected. An error with ``EMSSD_STRICT=1``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class PluginRecord:
     """What became of one entry point, or of one thing it offers.
 
     Attributes:
-        kind: ``drafter``, ``backend``, ``data``, or ``plugin`` where loading failed before anything was offered.
+        kind: ``drafter``, ``backend``, ``budget``, ``data``, or ``plugin`` where nothing was offered.
         name: of what is offered, or of the entry point.
         distribution, version: the installed package.
         state: ``ready``, ``unavailable`` (cannot run on this machine) or ``failed``.

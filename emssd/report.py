@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from emssd.check import CheckReport, Difference
+from emssd.prompts import FailedPrompt
 from emssd.stats import PHASES
 
-__all__ = ["print_check", "print_report"]
+__all__ = ["print_check", "print_failures", "print_report"]
 
 _SHOWN_DIFFERENCES = 10
+_SHOWN_FAILURES = 3
 
 
 def print_report(console: Console, metrics: dict[str, Any]) -> None:
     """The run's figures; ``metrics`` as in ``docs/metrics.md``."""
     greedy = metrics.get("greedy")
     console.print(metrics["title"], style="bold", highlight=False)
+    if num_resumed := metrics["num_resumed_prompts"]:
+        num_here = metrics["num_prompts"] - num_resumed
+        console.print(f"of the {num_here} rows of this run; {num_resumed} were finished before", highlight=False)
     table = Table(min_width=60)
     table.add_column("")
     table.add_column("this run", justify="right")
@@ -33,12 +39,14 @@ def print_report(console: Console, metrics: dict[str, Any]) -> None:
             cells.append(f"{metrics[key] / greedy[key]:.2f}×" if ratio and greedy[key] else "")
         table.add_row(label, *cells)
 
-    row("tokens/s, decoding only", "decode_tokens_per_second", ".1f", ratio=True)
     row("tokens/s, end to end", "tokens_per_second", ".1f", ratio=True)
+    row("tokens/s of steps without prompts", "decode_tokens_per_second", ".1f", ratio=True)
     row("acceptance length τ (bonus included)", "mean_acceptance_length", ".2f")
     row("drafted tokens accepted", "draft_acceptance_rate", ".1%")
     row("padding per new token (decoding)", "padding_per_new_token", ".1%")
     row("padding ratio δ̄/τmax (rows aligned)", "padding_ratio", ".1%")
+    row("batch in use while prompts wait", "batch_fill", ".1%")
+    row("preempted rows", "num_preempted", ",d")
     row("steps", "num_steps", ",d")
     row("new tokens", "num_new_tokens", ",d")
     for label, key in (("KV cache, peak held", "kv_peak_bytes"), ("KV cache, peak allocated", "kv_peak_pool_bytes")):
@@ -67,6 +75,16 @@ def print_check(console: Console, report: CheckReport) -> None:
     hidden = len(report.differences) - _SHOWN_DIFFERENCES
     if hidden > 0:
         console.print(f"  … and {hidden} more in metrics.json", highlight=False)
+
+
+def print_failures(console: Console, failed: Sequence[FailedPrompt]) -> None:
+    """What `on_error=skip` passed over."""
+    if failed:
+        console.print(f"{len(failed)} prompts were skipped, see errors.jsonl:", style="yellow", highlight=False)
+    for prompt in failed[:_SHOWN_FAILURES]:
+        console.print("  " + prompt.error, highlight=False, markup=False, emoji=False)  # it may quote the data
+    if len(failed) > _SHOWN_FAILURES:
+        console.print(f"  … and {len(failed) - _SHOWN_FAILURES} more", highlight=False)
 
 
 def _describe(difference: Difference) -> str:

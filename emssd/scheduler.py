@@ -1,72 +1,212 @@
-"""Who runs in the next step, and with how large a draft budget."""
+"""Who runs in the next step: whole batches (`StaticScheduler`) or rows that come and go (`ContinuousScheduler`)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-from emssd.sequence import Batch, Request, Sequence
+from emssd.errors import ConfigError
+from emssd.sequence import Batch, Sequence
 
-__all__ = ["Scheduler", "StaticScheduler"]
+__all__ = ["ContinuousScheduler", "Fits", "Prefill", "Schedule", "Scheduler", "StaticScheduler"]
+
+Fits = Callable[[Mapping[str, int]], bool]
+"""`AttentionBackend.fits`: whether the KV cache can hold these sequences at these lengths, and no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A piece of a long prompt: the next `num_tokens` of a sequence, behind which more of its prompt is to come."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the next step computes.
+
+    Attributes:
+        batch: rows whose tokens are all computed by this step, so that they can be drafted for and verified.
+        limits: ``[B]`` the most tokens that may be drafted for each row of `batch`.
+        prefills: rows that compute a piece of their prompt, and nothing is verified.
+        preempted: rows that lose their KV to others and wait to be computed again.
+    """
+
+    batch: Batch
+    limits: tuple[int, ...]
+    prefills: tuple[Prefill, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
 
 
 class Scheduler(ABC):
-    """Holds the waiting and the running sequences. `select` may admit rows one by one or whole batches."""
+    """Holds the waiting and the running sequences.
+
+    Attributes:
+        batch_size: the most rows that run at once.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
+        self.batch_size = batch_size
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
 
     @abstractmethod
-    def add(self, request: Request) -> None:
-        """Queue a request."""
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        """The next step; it has rows as long as there is work.
+
+        Args:
+            fits: of the target's KV cache. Every sequence fits if it is alone.
+            num_speculative_tokens: the most tokens to draft for a row.
+        """
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self._waiting.append(sequence)
 
     @property
-    @abstractmethod
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
+        return bool(self._running or self._waiting)
 
-    @abstractmethod
-    def select(self) -> Batch:
-        """The rows of the next step; empty only when nothing is left to do."""
+    def knows(self, request_id: str) -> bool:
+        """Whether a sequence of this id waits or runs."""
+        return any(row.request_id == request_id for rows in (self._running, self._waiting) for row in rows)
 
-    @abstractmethod
-    def retire(self, finished: Iterable[Sequence]) -> None:
-        """Take finished or abandoned sequences out."""
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run."""
+        return len(self._waiting)
 
-    def budget(self, batch: Batch, num_speculative_tokens: int, max_model_len: int) -> list[int]:
-        """``[B]`` the most tokens to draft per row.
+    def retire(self, finished: Seq[Sequence]) -> None:
+        """Take finished sequences out."""
+        gone = {sequence.request_id for sequence in finished}
+        self._running = [sequence for sequence in self._running if sequence.request_id not in gone]
 
-        That is one below what the row may still generate, since every step gives one token of the target's own.
-        """
-        return [
-            max(0, min(num_speculative_tokens, row.num_remaining - 1, max_model_len - len(row.tokens) - 1))
-            for row in batch
-        ]
+    def clear(self) -> list[Sequence]:
+        """Take everything out. Returns what was there, running or not."""
+        everything = [*self._running, *self._waiting]
+        self._running, self._waiting = [], deque()
+        return everything
 
 
 class StaticScheduler(Scheduler):
     """Fills a batch from the queue and refills it when all of its rows are done, as in the paper's experiments.
 
     Args:
-        batch_size: rows of a batch, at least one.
+        batch_size: rows of a batch, at least one; fewer run if the KV cache may not hold them to their ends.
     """
 
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self._waiting: deque[Request] = deque()
-        self._running: list[Sequence] = []
-
-    def add(self, request: Request) -> None:
-        self._waiting.append(request)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
-
-    def select(self) -> Batch:
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
         if not self._running:
-            count = min(self.batch_size, len(self._waiting))
-            self._running = [Sequence(self._waiting.popleft()) for _ in range(count)]
-        return Batch(tuple(self._running))
+            lengths: dict[str, int] = {}
+            while self._waiting and len(self._running) < self.batch_size:
+                lengths[self._waiting[0].request_id] = self._waiting[0].max_length
+                if self._running and not fits(lengths):
+                    break
+                self._running.append(self._waiting.popleft())
+        batch = Batch(tuple(self._running))
+        return Schedule(batch, tuple(_draft_limit(row, num_speculative_tokens) for row in batch))
 
-    def retire(self, finished: Iterable[Sequence]) -> None:
-        gone = {sequence.request_id for sequence in finished}
-        self._running = [sequence for sequence in self._running if sequence.request_id not in gone]
+
+class ContinuousScheduler(Scheduler):
+    """Replaces a row in the step after it ends, and mixes pieces of long prompts with decoding rows.
+
+    Rows are admitted in order of arrival. Where the KV cache runs out, the latest row gives its KV up and is computed
+    again later; the earliest never is, so that there is always progress.
+
+    Args:
+        batch_size: the most rows that run at once.
+        max_step_tokens: the most tokens that a step computes, as far as prompts are concerned: decoding rows, at
+            ``1 + num_speculative_tokens`` each, come first, and prompts share what is left, but at least a quarter.
+        worst_case: admit a row only if all rows could grow to their full length, so that none is ever preempted.
+        headroom: else admit a row if it and all running rows could grow by so many tokens.
+    """
+
+    def __init__(
+        self, batch_size: int, max_step_tokens: int = 512, *, worst_case: bool = False, headroom: int = 64
+    ) -> None:
+        super().__init__(batch_size)
+        if max_step_tokens < 1:
+            raise ConfigError(f"max_step_tokens is {max_step_tokens}; it must be at least 1")
+        if headroom < 0:
+            raise ConfigError(f"headroom is {headroom}; it must be at least 0")
+        self._max_step_tokens = max_step_tokens
+        self._worst_case = worst_case
+        self._headroom = headroom
+
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        preempted = self._preempt(fits)
+        if not preempted:
+            self._admit(fits)
+        needs = [row.num_uncached for row in self._running]
+        budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
+        shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
+        complete, pieces = [], []
+        for row, need in zip(self._running, needs, strict=True):
+            share = shares.pop(0) if need > 1 else 1
+            if share == need:
+                complete.append(row)
+            elif share:
+                pieces.append(Prefill(row, share))
+        limits = self._draft_limits(complete, num_speculative_tokens, fits)
+        return Schedule(Batch(tuple(complete)), limits, tuple(pieces), preempted)
+
+    def _preempt(self, fits: Fits) -> tuple[Sequence, ...]:
+        """Take out the latest rows until the others fit, each with all of its tokens."""
+        preempted: list[Sequence] = []
+        while len(self._running) > 1 and not fits({row.request_id: len(row.tokens) for row in self._running}):
+            preempted.append(self._running.pop())
+        self._waiting.extendleft(preempted)
+        return tuple(preempted)
+
+    def _admit(self, fits: Fits) -> None:
+        lengths = {row.request_id: self._length_to_come(row) for row in self._running}
+        while self._waiting and len(self._running) < self.batch_size:
+            candidate = self._waiting[0]
+            lengths[candidate.request_id] = self._length_to_come(candidate)
+            if self._running and not fits(lengths):
+                return
+            self._running.append(self._waiting.popleft())
+
+    def _length_to_come(self, row: Sequence) -> int:
+        return row.max_length if self._worst_case else min(row.max_length, len(row.tokens) + self._headroom)
+
+    def _draft_limits(self, rows: list[Sequence], num_speculative_tokens: int, fits: Fits) -> tuple[int, ...]:
+        """Drafting never pushes a row out: where the cache is nearly full, all rows draft less."""
+        while True:
+            limits = tuple(_draft_limit(row, num_speculative_tokens) for row in rows)
+            if not any(limits):
+                return limits
+            lengths = {row.request_id: len(row.tokens) for row in self._running}
+            lengths |= {row.request_id: len(row.tokens) + limit for row, limit in zip(rows, limits, strict=True)}
+            if fits(lengths):
+                return limits
+            num_speculative_tokens //= 2
+
+
+def _draft_limit(row: Sequence, num_speculative_tokens: int) -> int:
+    """One below what the row may still generate, since every step gives one token of the target's own."""
+    return max(0, min(num_speculative_tokens, row.num_remaining - 1))
+
+
+def _shares(needs: list[int], budget: int) -> list[int]:
+    """How `budget` tokens are shared among prompts, which need `needs`, in order of arrival.
+
+    Half, rounded up, is kept for the first, so that it ends; the other prompts go by length, so that none waits for a
+    longer one; what they leave goes to the first again.
+    """
+    if not needs:
+        return []
+    shares = [0] * len(needs)
+    left = budget - min(needs[0], max((budget + 1) // 2, budget - sum(needs[1:])))
+    shares[0] = budget - left
+    for i in sorted(range(1, len(needs)), key=needs.__getitem__):
+        shares[i] = min(needs[i], left)
+        left -= shares[i]
+    return shares

@@ -10,9 +10,23 @@ from typing import Any
 
 from emssd.attention import KVUsage
 
-__all__ = ["PHASES", "RunReport", "StepStats", "StepTimer"]
+__all__ = ["PHASES", "RunReport", "StageStats", "StepStats", "StepTimer"]
 
-PHASES = ("draft", "plan", "forward", "verify", "other")
+PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """What one drafter did in a step.
+
+    Attributes:
+        budget, drafted: ``[B]`` what each row was allowed to draft; tokens of it that were verified.
+        seconds: inside the drafter's `propose`.
+    """
+
+    budget: tuple[int, ...]
+    drafted: tuple[int, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +35,30 @@ class StepStats:
 
     Attributes:
         is_prefill: whether any row computed more of its prompt than the newest token.
+        num_rows, num_waiting: rows of the step, rows with a piece of a prompt included; sequences in the queue behind.
         num_tokens: ``nnz``, tokens computed without padding.
+        num_kv_tokens: tokens of KV that the rows have after the step, rejected ones included.
         num_new_tokens: tokens added to sequences, after the cut at EOS and limits.
         drafted, acceptance: ``[B]`` tokens drafted, and acceptance length τ (accepted + 1), of each row.
         input_padding, kv_padding: padding tokens among the inputs; KV slots lost to padding.
+        num_preempted: rows that lost their KV in this step.
         seconds: of each phase in `PHASES`.
+        stages: of each drafter that was asked.
     """
 
     is_prefill: bool
+    num_rows: int
+    num_waiting: int
     num_tokens: int
+    num_kv_tokens: int
     num_new_tokens: int
     drafted: tuple[int, ...]
     acceptance: tuple[int, ...]
     input_padding: int
     kv_padding: int
+    num_preempted: int
     seconds: dict[str, float]
+    stages: tuple[StageStats, ...] = ()
 
 
 class StepTimer:
@@ -79,11 +102,14 @@ class RunReport:
     decode_steps: int = 0
     decode_padding: int = 0
     padding_ratio_sum: float = 0.0
+    num_preempted: int = 0
+    queued_steps: int = 0
+    queued_fill_sum: float = 0.0
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
     kv_usage: KVUsage = field(default_factory=KVUsage)
 
-    def add(self, step: StepStats) -> None:
-        """Count one step."""
+    def add(self, step: StepStats, batch_size: int) -> None:
+        """Count one step of an engine that runs up to `batch_size` rows."""
         self.num_steps += 1
         self.num_row_steps += len(step.acceptance)
         self.num_tokens += step.num_tokens
@@ -92,6 +118,10 @@ class RunReport:
         self.num_accepted += sum(step.acceptance) - len(step.acceptance)
         self.input_padding += step.input_padding
         self.kv_padding += step.kv_padding
+        self.num_preempted += step.num_preempted
+        if step.num_waiting:
+            self.queued_steps += 1
+            self.queued_fill_sum += step.num_rows / batch_size
         for length in step.acceptance:
             self.acceptance_histogram[length] = self.acceptance_histogram.get(length, 0) + 1
         for phase, seconds in step.seconds.items():
@@ -113,6 +143,11 @@ class RunReport:
     def mean_acceptance_length(self) -> float:
         """τ̄: tokens gained per row and step, the target's own token included."""
         return (self.num_accepted + self.num_row_steps) / self.num_row_steps if self.num_row_steps else 0.0
+
+    @property
+    def batch_fill(self) -> float:
+        """Rows that ran ÷ rows of the batch, while sequences waited."""
+        return self.queued_fill_sum / self.queued_steps if self.queued_steps else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -137,6 +172,8 @@ class RunReport:
             "input_padding_tokens": self.input_padding,
             "kv_padding_slots": self.kv_padding,
             "padding_ratio": self.padding_ratio_sum / max(self.decode_steps, 1),
+            "batch_fill": self.batch_fill,
+            "num_preempted": self.num_preempted,
             "num_steps": self.num_steps,
             "num_row_steps": self.num_row_steps,
             "num_computed_tokens": self.num_tokens,

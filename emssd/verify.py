@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from emssd.draft import Draft
+from emssd.transfer import to_host
 
 __all__ = ["Verification", "verify_greedy"]
 
@@ -21,10 +22,12 @@ class Verification:
         new_tokens: ``[B]`` per row the accepted tokens followed by one token of the target's own: *recovered* where
             a draft token was rejected, *bonus* where all were accepted. Never empty; its length is the acceptance
             length τ.
+        drafted: ``[num_draft]`` the drafted token ids, now on the host.
     """
 
     accepted: tuple[Seq[int], ...]
     new_tokens: tuple[list[int], ...]
+    drafted: tuple[int, ...]
 
 
 def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
@@ -36,9 +39,12 @@ def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
         draft: the chains that were verified.
     """
     best = logits.argmax(dim=-1)
-    # One copy to the host brings everything that the step needs to know.
-    host: list[int] = torch.cat([best, draft.token_ids.to(best.device)]).tolist()
-    targets, drafted = host[: best.numel()], host[best.numel() :]
+    # One copy to the host brings everything that the step needs to know, and is the only time that the host waits.
+    if draft.on_host:
+        targets, drafted = to_host(best), draft.token_ids.tolist()
+    else:
+        host = to_host(torch.cat([best, draft.token_ids]))
+        targets, drafted = host[: best.numel()], host[best.numel() :]
     accepted: list[Seq[int]] = []
     new_tokens: list[list[int]] = []
     for row, (start, stop) in enumerate(zip(draft.indptr, draft.indptr[1:], strict=False)):
@@ -50,4 +56,4 @@ def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
             num_accepted += 1
         accepted.append(range(num_accepted))
         new_tokens.append(target_row[: num_accepted + 1])
-    return Verification(tuple(accepted), tuple(new_tokens))
+    return Verification(tuple(accepted), tuple(new_tokens), tuple(drafted))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,14 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.packing import PackedInputs
+from emssd.sequence import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DenseBackend", "DensePlan", "greedy_reference"]
+    from emssd.model import TargetModel
+
+__all__ = ["DenseBackend", "DensePlan", "References", "greedy_reference"]
 
 
 @torch.inference_mode()
@@ -48,6 +51,43 @@ def greedy_reference(
     finally:
         anything.config._attn_implementation = before
     return output
+
+
+class References(Mapping[tuple[int, ...], tuple[int, ...]]):
+    """What a target generates by `greedy_reference`, past any EOS, by prompt: computed when asked for, and remembered.
+
+    Args:
+        target: the model.
+        max_new_tokens: of each reference; fewer where the model's length ends it.
+    """
+
+    def __init__(self, target: TargetModel, max_new_tokens: int) -> None:
+        self.target = target
+        self.max_new_tokens = max_new_tokens
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def __getitem__(self, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+        if not isinstance(prompt_ids, tuple):
+            raise KeyError(prompt_ids)
+        if prompt_ids not in self._known:
+            room = min(self.max_new_tokens, self.target.max_model_len - len(prompt_ids))
+            self._known[prompt_ids] = tuple(greedy_reference(self.target.model, prompt_ids, room))
+        return self._known[prompt_ids]
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __bool__(self) -> bool:
+        return True  # there is an answer to every prompt
+
+    def of(self, request: Request) -> tuple[int, ...]:
+        """The tokens that `request` must get."""
+        tokens = self[request.prompt_ids][: request.max_new_tokens]
+        ends = (place for place, token in enumerate(tokens, start=1) if token in request.eos_token_ids)
+        return tokens[: next(ends, len(tokens))]
 
 
 @dataclass(slots=True)

@@ -9,10 +9,22 @@ from typing import Any
 from hypothesis import strategies as st
 
 from emssd.attention import LayerSpec
+from emssd.budget import BudgetPolicy, FixedBudget
 from emssd.draft import Draft, Drafter
+from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import EosDrafter, PerfectDrafter, RandomDrafter, ScriptedDrafter, WrongDrafter
 
-__all__ = ["drafters", "drafts", "kv_layers", "layer_specs", "prompt_batches", "prompts", "scripts", "step_histories"]
+__all__ = [
+    "drafters",
+    "drafts",
+    "kv_layers",
+    "layer_specs",
+    "policies",
+    "prompt_batches",
+    "prompts",
+    "scripts",
+    "step_histories",
+]
 
 
 def prompts(vocab_size: int, max_length: int = 12) -> st.SearchStrategy[list[int]]:
@@ -82,6 +94,13 @@ def drafters(
         case "eos":
             return EosDrafter(eos_token_ids, vocab_size, num_tokens, references, seed=seed)
     return ScriptedDrafter(draw(scripts()), vocab_size, num_tokens, references)
+
+
+def policies(max_draft: int = 6) -> st.SearchStrategy[BudgetPolicy]:
+    """Any budget policy: fixed, or one that allots and trims at will."""
+    length = st.integers(0, max_draft)
+    scripted = st.lists(st.tuples(length, length), min_size=1, max_size=8).map(ScriptedBudget)
+    return st.none().map(FixedBudget) | length.map(FixedBudget) | scripted
 
 
 def step_histories(

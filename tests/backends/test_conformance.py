@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emssd_flashinfer.backend import FlashInferBackend, FlashInferPlan
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.backend import RaggedBackend
 from hypothesis import Phase, settings
@@ -16,6 +17,7 @@ from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, Step
 from emssd.packing import PackedInputs
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
+from emssd.testing.paged import ReferenceKernels, rerun
 
 MakeBackend = Callable[[], AttentionBackend]
 
@@ -27,6 +29,9 @@ BACKENDS: dict[str, MakeBackend] = {
     "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
     "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
     "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
+    "paged-page-1": lambda: FlashInferBackend(ReferenceKernels(), page_size=1),
+    "paged-page-16": lambda: FlashInferBackend(ReferenceKernels(), page_size=16),
+    "paged-recorded": lambda: FlashInferBackend(ReferenceKernels(), page_size=3, capture=rerun, max_graph_tokens=12),
     "dense": DenseBackend,
 }
 
@@ -119,7 +124,34 @@ class TakesLogitsOfTheNextToken(RaggedBackend):
         return plan
 
 
+class WritesPaddingOverRealTokens(FlashInferBackend):
+    """The KV of padding tokens goes to the first page in the place of the one that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(ReferenceKernels(), page_size=3, capture=rerun)
+
+    def plan(self, packed: PackedInputs) -> FlashInferPlan:  # type: ignore[override]
+        plan = super().plan(packed)
+        plan.slots[packed.num_tokens :] = 0
+        return plan
+
+
+class AttendsToStalePages(FlashInferBackend):
+    """Plans the rows of the step before."""
+
+    def __init__(self) -> None:
+        super().__init__(ReferenceKernels(), page_size=3)
+
+    def plan(self, packed: PackedInputs) -> FlashInferPlan:  # type: ignore[override]
+        before = self._table.pages(packed.request_ids[0])[:]
+        plan = super().plan(packed)
+        self._table.pages(packed.request_ids[0])[: len(before)] = reversed(before)
+        return plan
+
+
 FAULTS: dict[str, MakeBackend] = {
+    "writes padding over real tokens": WritesPaddingOverRealTokens,
+    "attends to stale pages": AttendsToStalePages,
     "window one wider": lambda: WrongLayers(
         lambda layer: replace(layer, sliding_window=layer.sliding_window and layer.sliding_window + 1)
     ),

@@ -69,12 +69,20 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_model(folder: Path, *, eos: bool = True) -> Path:
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'robot' %}{{ raise_exception('no role robot') }}{% endif %}"
+    "[{{ message.role[0] }}]{{ message.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+def save_model(folder: Path, *, eos: bool = True, chat_template: str | None = None) -> Path:
     """A tiny OPT and its tokenizer, in float64, 96 tokens long.
 
     With this seed its greedy text soon repeats itself, so that retrieval drafts get accepted, and EOS comes up.
     """
     tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template
     model = tiny_model("opt", dtype=torch.float64, vocab_size=len(tokenizer), max_model_len=96, std=0.12)
     if not eos:
         model.config.eos_token_id = model.generation_config.eos_token_id = None
@@ -94,6 +102,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def model_without_eos(tmp_path_factory: pytest.TempPathFactory) -> str:
     logging.disable_progress_bar()
     return str(save_model(tmp_path_factory.mktemp("model_without_eos"), eos=False))
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Its prompt for the message "hi" is ``<s>[u]hi[a]``."""
+    logging.disable_progress_bar()
+    return str(save_model(tmp_path_factory.mktemp("chat_model"), chat_template=CHAT_TEMPLATE))
 
 
 @pytest.fixture
@@ -139,12 +154,12 @@ def emssd(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 @pytest.fixture
 def decode(emssd: Callable[..., Result], model: str, prompts: Path) -> Callable[..., Result]:
-    """``decode(*arguments)`` decodes the five prompts with the tiny model into the folder ``out``."""
+    """``decode(*arguments)`` decodes the five prompts with the tiny model into the folder ``out``, anew each time."""
 
     def run(*arguments: object) -> Result:
         return emssd(
             f"model.path={model}", "data=text", f"data.path={prompts}", "max_new_tokens=24", "batch_size=3",
-            "output_dir=out", "progress=false", *arguments,
+            "output_dir=out", "overwrite=true", "progress=false", *arguments,
         )  # fmt: skip
 
     return run

@@ -21,7 +21,9 @@ def read(emssd: Callable, model: str) -> Callable[..., Any]:
     """``read(*arguments)`` decodes two tokens of each prompt of a source."""
 
     def run(*arguments: object) -> Any:
-        return emssd(f"model.path={model}", "max_new_tokens=2", "output_dir=out", "progress=false", *arguments)
+        return emssd(
+            f"model.path={model}", "max_new_tokens=2", "output_dir=out", "overwrite=true", "progress=false", *arguments
+        )
 
     return run
 
@@ -156,12 +158,12 @@ def test_truncation_leaves_room_for_the_new_tokens(read: Callable, work: Path) -
         (
             '{"text": "a", "n": 1}',
             ["data=jsonl"],
-            "file:1 has no field 'prompt'; it has 'text', 'n'. Choose with data.field, data.template and data.id_field",
+            "file:1 has no field 'prompt'; it has 'text', 'n'. Choose with data.field or data.template",
         ),
         (
             '{"text": "a", "n": 1}',
             ["data=jsonl", "data.field=text", "data.id_field=key"],
-            "file:1 has no field 'key'; it has 'text', 'n'. Choose with data.field, data.template and data.id_field",
+            "file:1 has no field 'key'; it has 'text', 'n'. Choose with data.id_field",
         ),
         (
             '{"prompt": 7}',
@@ -184,7 +186,7 @@ def test_truncation_leaves_room_for_the_new_tokens(read: Callable, work: Path) -
         (
             '{"prompt": "a", "k": 1}\n{"prompt": "b", "k": 1}',
             ["data=jsonl", "data.id_field=k"],
-            "data.id_field=k gives several prompts the same id; choose another field",
+            "file:2 has the id '1' of file:1; choose a field that differs with data.id_field",
         ),
     ],
     ids=lambda value: str(value)[:30],

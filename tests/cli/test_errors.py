@@ -110,7 +110,7 @@ def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> 
             "Make room, or set output_dir to another disk",
         ),
         (
-            "config.yaml",
+            "config.yaml.part",
             "cannot write to output_dir=out: No space left on device; set output_dir to a writable folder",
         ),
     ],
@@ -122,14 +122,14 @@ def test_a_full_disk(name: str, sentence: str, decode: Callable, work: Path) -> 
 
 
 def test_a_disk_that_fills_up_before_the_metrics(decode: Callable, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
     def full(path: Path, *arguments: Any, **options: Any) -> int:
-        if path.name == "metrics.json":
+        if path.name == "metrics.json.part":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_text(path, *arguments, **options)
+        return write_bytes(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     result = decode()
     assert result.sentence == "cannot write out/metrics.json: No space left on device; the rows are in out"
     assert len(result.rows) == 5
@@ -147,7 +147,10 @@ def test_ctrl_c_keeps_the_finished_rows(start: Callable[..., subprocess.Popen[st
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == "emssd: interrupted; what was finished is in the output folder\n"
+    assert err == (
+        "emssd: interrupted; the rows that were finished are in out/, "
+        "and resume=true output_dir=out goes on from there\n"
+    )
     lines = path.read_text().splitlines()
     assert 1 <= len(lines) < 5000
     assert {json.loads(line)["id"] for line in lines} <= {f"many.txt:{i}" for i in range(1, 5001)}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from emssd import plugins
-from emssd.errors import PluginError
-from emssd.registry import PluginWarning, Registry
+from emssd.errors import PluginError, PluginWarning
+from emssd.registry import Registry
 
 DRAFTER = """
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ BROKEN = {
         "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafter(): return []",
         "PluginValidationError: unknown hook 'emssd_drafter'",
     ),
-    "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_prompt_sources returns"),
+    "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_budget_policies, "),
     "no_list": (
         "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
         "hook emssd_drafters returned 'third', not a list of emssd.hookspecs.Spec",
@@ -116,7 +116,7 @@ def test_a_config_that_hydra_cannot_hold(install: Callable, decode: Callable) ->
     warning, error = result.err.splitlines()
     reason = "drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: "
     assert warning.startswith(f"emssd: warning: {reason}")
-    assert error.startswith("emssd: error: unknown drafter 'third'; choose one of draft_model, llma, llma_original, n")
+    assert error.startswith("emssd: error: unknown drafter 'third'; choose one of cascade, draft_model, llma, ")
     assert reason in error
     assert result.status == 2
 
@@ -125,7 +125,7 @@ def test_a_good_plugin_is_listed_and_takes_options(
     install: Callable, decode: Callable, emssd: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("good", drafter(options="depth: int = 4\n    names: dict = field(default_factory=dict)"))
-    assert "drafter: draft_model, llma, llma_original, none, third" in emssd("--help").out
+    assert "drafter: cascade, draft_model, llma, llma_original, none, third" in emssd("--help").out
     composed = emssd("drafter=third", "drafter.depth=5", "drafter.names.any=7", "--cfg", "job", "-p", "drafter").out
     assert "depth: 5" in composed
     assert "any: 7" in composed
@@ -180,7 +180,10 @@ def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
         "late",
         drafter(f"if 'prompts.txt:6' not in batch.request_ids: return Draft.empty(len(batch))\n        {propose}"),
     )
-    result = decode("drafter=third", "batch_size=1")
+    goes_on = decode("drafter=third", "batch_size=1")
+    assert len(goes_on.rows) == 5
+    assert f"drafter 'third' (third-party-late 1.2) {complaint}" in goes_on.err
+    result = decode("drafter=third", "batch_size=1", "on_drafter_error=fail")
     assert result.sentence == f"drafter 'third' (third-party-late 1.2) {complaint}"
     assert [row["id"] for row in result.rows] == [f"prompts.txt:{line}" for line in (1, 2, 4, 5)]
     assert not (result.folder / "metrics.json").exists()

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from emssd.sequence import Sequence
+from emssd.stats import PHASES
+
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
 
 
@@ -42,7 +45,7 @@ def test_the_table_shows_the_numbers_of_the_metrics_file(decode: Callable) -> No
             label, *cells = (cell.strip() for cell in line.strip("│").split("│"))
             table[label] = cells
     speed = ("decode_tokens_per_second", "tokens_per_second")
-    for label, key in zip(("tokens/s, decoding only", "tokens/s, end to end"), speed, strict=True):
+    for label, key in zip(("tokens/s of steps without prompts", "tokens/s, end to end"), speed, strict=True):
         ratio = {"decode_tokens_per_second": "speedup", "tokens_per_second": "speedup_end_to_end"}[key]
         assert table[label] == [f"{metrics[key]:.1f}", f"{greedy[key]:.1f}", f"{metrics[ratio]:.2f}×"]
     for label, key, form in [
@@ -56,7 +59,7 @@ def test_the_table_shows_the_numbers_of_the_metrics_file(decode: Callable) -> No
         assert table[label] == [format(metrics[key], form), format(greedy[key], form), ""]
     total = metrics["seconds"]["total"]
     seconds = next(cells for cells in result.out.splitlines() if cells.endswith(f"{total:.2f} s │"))
-    assert seconds.count(" s") == 6
+    assert seconds.count(" s") == len(PHASES) + 1
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,8 @@ def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.Monkey
 
 
 def test_plugin_options_are_set_by_name(decode: Callable) -> None:
-    short, long = (decode(*RETRIEVE, f"drafter.match_length={length}").metrics for length in (1, 6))
+    options = (*RETRIEVE, "budget=fixed")
+    short, long = (decode(*options, f"drafter.match_length={length}").metrics for length in (1, 6))
     assert short["num_drafted_tokens"] > long["num_drafted_tokens"]
 
 
@@ -123,10 +127,30 @@ def test_a_sweep_over_all_of_a_group_is_left_to_hydra(decode: Callable) -> None:
     assert [OmegaConf.load(result.folder / f"{job}/config.yaml").backend.name for job in (0, 1)] == ["ragged", "padded"]
 
 
-def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable) -> None:
-    assert decode().metrics
+def test_an_earlier_run_stays_until_the_new_one_is_known_to_work(decode: Callable) -> None:
+    first = decode()
+    before = {path.name: path.read_text() for path in first.folder.iterdir()}
     assert decode("data.path=missing.txt").status == 2
-    assert not (decode("data.path=missing.txt").folder / "metrics.json").exists()
+    assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
+
+
+def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from emssd.engine import Engine
+    from emssd.errors import OutOfMemoryError
+
+    assert decode().metrics
+    step, steps = Engine.step, iter(range(100))
+
+    def fails(engine: Engine) -> list[Sequence]:
+        if next(steps) > 9:
+            raise OutOfMemoryError("out of memory")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", fails)
+    result = decode()
+    assert result.sentence == "out of memory"
+    assert not (result.folder / "metrics.json").exists()
+    assert len(result.rows) < 5
 
 
 def test_the_module_runs_as_a_process_with_a_progress_bar(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_flashinfer.backend import FlashInferBackend
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.backend import RaggedBackend
 
@@ -16,9 +18,11 @@ from emssd.attention import AttentionBackend
 from emssd.draft import Draft, Drafter, Outcome
 from emssd.engine import Engine
 from emssd.model import TargetModel
+from emssd.scheduler import StaticScheduler
 from emssd.sequence import Batch
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, greedy_reference
+from emssd.testing.paged import ReferenceKernels, rerun
 
 # Small vocabularies make rubbish right by chance; untied embeddings keep Gemma from repeating its last token for ever.
 MODELS: dict[str, dict[str, Any]] = {
@@ -36,6 +40,8 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
     "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
     "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
+    "paged": lambda: FlashInferBackend(ReferenceKernels()),
+    "paged-recorded": lambda: FlashInferBackend(ReferenceKernels(), page_size=3, capture=rerun, max_graph_tokens=12),
     "dense": DenseBackend,  # slow, and it asserts what the engine owes to a backend
 }
 
@@ -142,8 +148,14 @@ def build() -> Callable[..., Engine]:
         batch_size: int = 4,
         **options: Any,
     ) -> Engine:
-        backend = make_backend()
-        backend.allocate(oracle.target.kv_cache_spec(batch_size))
+        backend, spec = make_backend(), oracle.target.kv_cache_spec(batch_size)
+        continuous = dataclasses.replace(spec, continuous=True)
+        if backend.unsupported(continuous):
+            options.setdefault("scheduler", StaticScheduler(batch_size))
+        else:
+            spec = continuous
+        backend.allocate(spec)
+        options.setdefault("on_drafter_error", "fail")
         return Engine(oracle.target, backend, drafter, batch_size=batch_size, **options)
 
     return build_engine

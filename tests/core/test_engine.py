@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, StepPlan
 from emssd.draft import Draft, Drafter, Outcome
-from emssd.engine import Engine, Generation
-from emssd.errors import ConfigError, DraftError, PluginError, PromptError
+from emssd.engine import Engine
+from emssd.errors import ConfigError, DraftError, OutOfMemoryError, PluginError, PromptError
+from emssd.generation import Generation
+from emssd.scheduler import StaticScheduler
 from emssd.sequence import Batch, FinishReason, Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.strategies import drafters, prompt_batches
@@ -63,7 +65,7 @@ def _check_accounting(engine: Engine, done: list[Generation]) -> None:
         if generation.finish_reason is FinishReason.LENGTH:
             assert len(generation.token_ids) == gained, "budgets leave nothing to cut off at the limit"
         else:
-            assert gained - engine.drafter.num_speculative_tokens <= len(generation.token_ids) <= gained
+            assert gained - engine.drafting.num_speculative_tokens <= len(generation.token_ids) <= gained
         assert generation.acceptance_length == 1 + generation.num_accepted / generation.num_steps
     assert report.num_row_steps == sum(generation.num_steps for generation in done)
     assert report.num_drafted == sum(generation.num_drafted for generation in done)
@@ -95,8 +97,11 @@ def test_generations_stream_in_finish_order_and_are_returned_in_prompt_order(
 ) -> None:
     engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
     requests = [Request(name, (1, 2), limit) for name, limit in [("a", 3), ("b", 1), ("c", 2), ("d", 2), ("e", 1)]]
-    assert [generation.request_id for generation in engine.run(requests)] == ["b", "a", "c", "d", "e"]
-    assert engine.report.num_steps == 3 + 2 + 1
+    assert [generation.request_id for generation in engine.run(requests)] == ["b", "a", "c", "e", "d"]
+    assert engine.report.num_steps == 5, "b makes room for c at once, a and c for d and e"
+    static = build(oracle, make_ragged, NoneDrafter(), scheduler=StaticScheduler(2))
+    assert [generation.request_id for generation in static.run(requests)] == ["b", "a", "c", "d", "e"]
+    assert static.report.num_steps == 3 + 2 + 1
     prompts = [[1, 2, 3], [4], [5, 6], [7]]
     eos = oracle.reference(prompts[1], 1)
     engine.eos_token_ids = frozenset(eos)
@@ -122,12 +127,12 @@ def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
 ) -> None:
     drafter = spy(RandomDrafter(11, 4, oracle.references(prompts, 8)))
     engine = build(oracle, make_backend, drafter, batch_size=2)
-    stream = engine.stream(prompts, 8)
+    stream = engine.stream(prompts, [2, 8, 8, 8, 8])
     next(stream)
     assert engine.backend.kv_usage.held > 0
     stream.close()
     assert engine.backend.kv_usage.held == 0
-    assert len(engine.scheduler.select()) == 0
+    assert not engine.scheduler.has_work
     assert sorted(drafter.released) == ["0", "1", "2", "3", "4"]
     done = engine.generate(prompts, 8)
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 8) for ids in prompts]
@@ -205,7 +210,7 @@ def test_a_faulty_drafter_is_named_its_memory_is_freed_and_finished_work_is_kept
     finished = caught.value.finished  # type: ignore[attr-defined]  # set by generate
     assert sorted(finished, key=lambda generation: generation.request_id) == first
     assert engine.backend.kv_usage.held == 0
-    assert len(engine.scheduler.select()) == 0
+    assert not engine.scheduler.has_work
     done = engine.generate(prompts, 7)
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 7) for ids in prompts]
 
@@ -227,6 +232,25 @@ def test_an_error_inside_the_backend_frees_everything_too(
     assert engine.backend.kv_usage.held == 0
     done = engine.generate(prompts, 8)
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 8) for ids in prompts]
+
+
+def test_a_device_without_room_says_what_to_lower_and_keeps_what_was_finished(
+    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
+    forward = engine.backend.forward
+
+    def full(plan: StepPlan, layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+        if engine.report.num_steps == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(plan, layer, *qkv)
+
+    monkeypatch.setattr(engine.backend, "forward", full)
+    with pytest.raises(OutOfMemoryError, match="GiB in the KV cache; lower kv_memory, batch_size or") as caught:
+        engine.generate(prompts, [2, 9, 9, 9, 9])
+    finished = caught.value.finished  # type: ignore[attr-defined]  # set by generate
+    assert [generation.token_ids for generation in finished] == [oracle.reference(prompts[0], 2)]
+    assert engine.backend.kv_usage.held == 0
 
 
 @pytest.mark.parametrize(("backend_name", "page_size"), [("ragged-page-1", 1), ("ragged-page-16", 16)])
@@ -359,3 +383,28 @@ def test_what_is_no_draft_and_what_cannot_be_released_is_named(
         engine.generate([[1], [2]], 2)
     assert not engine.scheduler.has_work
     assert engine.backend.kv_usage.held == 0
+
+
+def test_without_work_a_step_does_nothing(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
+    assert build(oracle, make_ragged, NoneDrafter()).step() == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (Request("a", (1,), 9), ConfigError, "request 'a' is there already"),
+        (Request("b", (), 9), PromptError, "prompt b is empty"),
+        (Request("b", (1, 11), 9), PromptError, "prompt b has token ids outside the model's vocabulary of 11"),
+        (Request("b", (1,) * 64, 9), PromptError, "prompt b has 64 tokens, and the model takes 64"),
+        (Request("b", (1,), 0), ConfigError, "request 'b' has max_new_tokens 0; it must be at least 1"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_when_it_is_added(
+    request_: Request, error: type[Exception], message: str, oracle: Any, make_ragged: MakeBackend, build: Any
+) -> None:
+    engine = build(oracle, make_ragged, NoneDrafter())
+    engine.add(Request("a", (1,), 9))
+    with pytest.raises(error, match=message):
+        engine.add(request_)
+    engine.clear()
+    assert not engine.scheduler.has_work

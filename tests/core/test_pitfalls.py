@@ -45,17 +45,19 @@ def test_1_positions_are_those_of_the_real_tokens_and_not_of_padded_ones(
 
     def checked(packed: PackedInputs) -> StepPlan:
         planned = plan(packed)
-        rows = {row.request_id: row for row in engine.scheduler.select()}
+        rows = {row.request_id: row for row in engine.scheduler.select(engine.backend.fits, 0).batch}
         expected = []
         for name, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
             first = len(rows[name].tokens) - 1 if name in begun else 0  # the first step computes the prompt
             expected.append(list(range(first, kv_len)))
         begun.update(packed.request_ids)
         if len(planned.position_ids) == 1:
-            assert planned.position_ids[0].tolist() == [position for row in expected for position in row]
+            fed = planned.position_ids[0].tolist()
+            assert fed[: packed.num_tokens] == [position for row in expected for position in row]
+            assert len(fed) == packed.num_tokens + planned.num_padding
         else:
-            fed = [sorted(set(row)) for row in planned.position_ids.tolist()]
-            assert fed == expected, "padding repeats a position of its row"
+            rectangle = [sorted(set(row)) for row in planned.position_ids.tolist()]
+            assert rectangle == expected, "padding repeats a position of its row"
         return planned
 
     monkeypatch.setattr(engine.backend, "plan", checked)
@@ -70,11 +72,11 @@ def test_2_after_each_step_the_cache_equals_a_fresh_prefill(
     drafter = RandomDrafter(11, 5, oracle.references(prompts, 12), seed=2)
     engine = build(oracle, make_backend, drafter, batch_size=5)
     for i, prompt in enumerate(prompts):
-        engine.scheduler.add(Request(str(i), tuple(prompt), 12))
+        engine.add(Request(str(i), tuple(prompt), 12))
     num_checked = 0
     while True:
         engine.step()
-        rows = list(engine.scheduler.select())
+        rows = list(engine.scheduler.select(engine.backend.fits, 0).batch)
         if not any(row.num_steps for row in rows):
             break
         with torch.inference_mode():

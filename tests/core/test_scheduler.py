@@ -1,60 +1,406 @@
-"""Static batches in order of arrival, and budgets that leave room for the target's own token."""
+"""Who runs when: static batches, continuous ones in pieces and with preemption, and limits of drafts.
+
+`ContinuousScheduler` is run through random histories without any model, and each schedule is held to what the class
+and `Schedule` say of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emssd.scheduler import StaticScheduler
-from emssd.sequence import Batch, Request, Sequence
+from emssd import Engine
+from emssd.errors import ConfigError, PluginError
+from emssd.scheduler import ContinuousScheduler, Fits, Schedule, Scheduler, StaticScheduler
+from emssd.sequence import Request, Sequence
+from emssd.testing.models import tiny_model
+
+
+def no_limit(kv_lens: Mapping[str, int]) -> bool:
+    return True
+
+
+def at_most(num_pages: int, page_size: int = 1) -> Fits:
+    return lambda kv_lens: sum(-(-length // page_size) for length in kv_lens.values()) <= num_pages
+
+
+def row(name: str, num_prompt: int = 1, num_new: int = 10) -> Sequence:
+    return Sequence(Request(name, (1,) * num_prompt, num_new))
+
+
+def names(schedule: Schedule) -> list[str]:
+    return list(schedule.batch.request_ids)
+
+
+def pieces(schedule: Schedule) -> dict[str, int]:
+    return {piece.sequence.request_id: piece.num_tokens for piece in schedule.prefills}
+
+
+def advance(schedule: Schedule, accepted: list[int] | None = None) -> list[Sequence]:
+    """What the engine does with a schedule, each row accepting so many drafted tokens. Returns finished rows."""
+    for sequence in schedule.preempted:
+        sequence.num_cached = 0
+    for piece in schedule.prefills:
+        piece.sequence.num_cached += piece.num_tokens
+    for index, sequence in enumerate(schedule.batch):
+        num_new = 1 + (accepted[index] if accepted else 0)
+        sequence.num_cached = len(sequence.tokens) + num_new - 1
+        sequence.extend([5] * num_new)
+    return [sequence for sequence in schedule.batch if sequence.finish_reason is not None]
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.data())
-def test_batches_fill_in_order_shrink_as_rows_finish_and_refill_when_empty(
+def test_static_batches_fill_in_order_shrink_as_rows_finish_and_refill_when_empty(
     batch_size: int, count: int, data: st.DataObject
 ) -> None:
     scheduler = StaticScheduler(batch_size)
-    names = [str(i) for i in range(count)]
-    for name in names:
-        scheduler.add(Request(name, (1,), 1))
+    waiting = [str(i) for i in range(count)]
+    for name in waiting:
+        scheduler.add(row(name))
     expected: list[str] = []
-    while names or expected:
+    while waiting or expected:
         if not expected:
-            expected, names = names[:batch_size], names[batch_size:]
+            expected, waiting = waiting[:batch_size], waiting[batch_size:]
         assert scheduler.has_work
-        batch = scheduler.select()
-        assert list(batch.request_ids) == expected
-        assert scheduler.select().sequences == batch.sequences, "to select twice selects the same rows"
+        schedule = scheduler.select(no_limit, 4)
+        assert names(schedule) == expected
+        assert not schedule.prefills
+        assert not schedule.preempted
+        assert names(scheduler.select(no_limit, 4)) == expected, "to select twice selects the same rows"
+        assert scheduler.num_waiting == len(waiting)
         finished = data.draw(st.lists(st.sampled_from(expected), min_size=1, unique=True))
-        scheduler.retire([row for row in batch if row.request_id in finished])
+        scheduler.retire([sequence for sequence in schedule.batch if sequence.request_id in finished])
         expected = [name for name in expected if name not in finished]
     assert not scheduler.has_work
-    assert len(scheduler.select()) == 0
+    assert len(scheduler.select(no_limit, 4).batch) == 0
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(30, 60))
+def test_static_batches_hold_only_rows_that_fit_to_their_ends(lengths: list[int], limit: int) -> None:
+    scheduler = StaticScheduler(4)
+    rows = [row(str(i), 1, length - 1 or 1) for i, length in enumerate(lengths)]
+    for sequence in rows:
+        scheduler.add(sequence)
+    left = list(rows)
+    while scheduler.has_work:
+        batch = list(scheduler.select(at_most(limit), 4).batch)
+        assert batch == left[: len(batch)]
+        assert sum(sequence.max_length for sequence in batch) <= limit
+        if len(batch) < min(4, len(left)):
+            assert sum(sequence.max_length for sequence in left[: len(batch) + 1]) > limit, "one more would have fit"
+        scheduler.retire(batch)
+        left = left[len(batch) :]
+    assert not left
+
+
+@pytest.mark.parametrize("make", [StaticScheduler, ContinuousScheduler])
+@pytest.mark.parametrize(
+    ("num_speculative_tokens", "num_generated", "max_length", "limit"),
+    [(4, 0, 103, 4), (0, 0, 103, 0), (4, 0, 4, 0), (4, 0, 5, 1), (4, 7, 13, 2), (4, 9, 13, 0), (4, 0, 6, 2)],
+)
+def test_limits_leave_room_for_the_targets_own_token(
+    make: type[Scheduler], num_speculative_tokens: int, num_generated: int, max_length: int, limit: int
+) -> None:
+    sequence = Sequence(Request("a", (1, 2, 3), 100), max_length=max_length)
+    sequence.extend([5] * num_generated)
+    scheduler = make(1)
+    scheduler.add(sequence)
+    assert scheduler.select(no_limit, num_speculative_tokens).limits == (limit,)
+
+
+@pytest.mark.parametrize("make", [StaticScheduler, ContinuousScheduler])
+def test_limits_are_each_rows_own(make: type[Scheduler]) -> None:
+    scheduler = make(3)
+    for limit in (1, 3, 9):
+        scheduler.add(row(str(limit), 1, limit))
+    assert scheduler.select(no_limit, 5).limits == (0, 2, 5)
+
+
+@dataclass
+class Options:
+    """Of one history of `ContinuousScheduler`."""
+
+    batch_size: int
+    max_step_tokens: int
+    num_speculative_tokens: int
+    headroom: int | None
+    page_size: int
+    num_tokens: int
+    fits: Fits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fits = at_most(-(-self.num_tokens // self.page_size), self.page_size)
+
+    def make(self) -> ContinuousScheduler:
+        worst_case, headroom = self.headroom is None, self.headroom or 0
+        return ContinuousScheduler(self.batch_size, self.max_step_tokens, worst_case=worst_case, headroom=headroom)
+
+
+OPTIONS = st.builds(
+    Options,
+    batch_size=st.integers(1, 6),
+    max_step_tokens=st.integers(1, 12) | st.integers(1, 100),
+    num_speculative_tokens=st.integers(0, 7),
+    headroom=st.none() | st.integers(0, 20),
+    page_size=st.sampled_from([1, 3, 16]),
+    num_tokens=st.integers(60, 160),
+)
+
+
+@settings(max_examples=settings.default.max_examples * 5)
+@given(options=OPTIONS, data=st.data())
+def test_every_schedule_of_any_history_is_as_documented(options: Options, data: st.DataObject) -> None:
+    scheduler = options.make()
+    unfinished: list[Sequence] = []  # in order of arrival
+    arrivals = [
+        (step, row(str(i), num_prompt, num_new))
+        for i, (step, num_prompt, num_new) in enumerate(
+            sorted(
+                data.draw(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 40), st.integers(1, 20)), max_size=9))
+            )
+        )
+    ]
+    bound = sum(sequence.max_length for _, sequence in arrivals) + 16
+    ran: list[Sequence] = []
+    for step in range(bound):
+        for due, sequence in arrivals:
+            if due == step:
+                scheduler.add(sequence)
+                unfinished.append(sequence)
+        assert scheduler.has_work == bool(unfinished)
+        if not unfinished:
+            continue
+        uncached = {sequence.request_id: sequence.num_uncached for sequence in unfinished}
+        schedule = scheduler.select(options.fits, options.num_speculative_tokens)
+        running = unfinished[: len(unfinished) - scheduler.num_waiting]
+        check_rows(schedule, options, unfinished, running, ran)
+        check_limits(schedule, options, running)
+        check_tokens(schedule, options, running, uncached)
+        accepted = [data.draw(st.integers(0, limit), label="accepted") for limit in schedule.limits]
+        before = len(running[0].tokens), running[0].num_cached
+        finished = advance(schedule, accepted)
+        assert (len(running[0].tokens), running[0].num_cached) > before, "the earliest row stands still"
+        scheduler.retire(finished)
+        unfinished = [sequence for sequence in unfinished if sequence not in finished]
+        ran = [sequence for sequence in running if sequence not in finished]
+    assert not unfinished, "a row never ends"
+
+
+def check_rows(
+    schedule: Schedule, options: Options, unfinished: list[Sequence], running: list[Sequence], ran: list[Sequence]
+) -> None:
+    """Those that run are always the earliest of all; the latest leave, and only if they must."""
+    assert 1 <= len(running) <= options.batch_size
+    lost = {sequence.request_id for sequence in schedule.preempted}
+    assert lost == {sequence.request_id for sequence in ran[len(ran) - len(lost) :]}
+    assert options.fits({sequence.request_id: len(sequence.tokens) for sequence in running}) or len(running) == 1
+    if schedule.preempted:
+        assert options.headroom is not None, "a row was preempted in spite of worst_case"
+        assert running == ran[: len(running)], "a row was admitted in the step that preempts another"
+        kept = ran[: len(running) + 1]
+        assert not options.fits({sequence.request_id: len(sequence.tokens) for sequence in kept}), "it had room"
+        return
+    assert running[: len(ran)] == ran
+    for count in range(len(ran) + 1, len(running) + 1):
+        assert count == 1 or options.fits(to_come(options, unfinished[:count])), "admitted without room"
+    if len(running) < min(options.batch_size, len(unfinished)):
+        assert not options.fits(to_come(options, unfinished[: len(running) + 1])), "there was room for one more"
+
+
+def to_come(options: Options, rows: list[Sequence]) -> dict[str, int]:
+    grown = 1000 if options.headroom is None else options.headroom
+    return {sequence.request_id: min(sequence.max_length, len(sequence.tokens) + grown) for sequence in rows}
+
+
+def check_limits(schedule: Schedule, options: Options, running: list[Sequence]) -> None:
+    wanted = [min(options.num_speculative_tokens, sequence.num_remaining - 1) for sequence in schedule.batch]
+    assert len(schedule.limits) == len(wanted)
+    assert all(0 <= limit <= want for limit, want in zip(schedule.limits, wanted, strict=True))
+
+    def needed(limits: Any) -> dict[str, int]:
+        lengths = {sequence.request_id: len(sequence.tokens) for sequence in running}
+        drafted = zip(schedule.batch, limits, strict=True)
+        return lengths | {sequence.request_id: len(sequence.tokens) + limit for sequence, limit in drafted}
+
+    assert options.fits(needed(schedule.limits)) or len(running) == 1, "drafts would push a row out"
+    if options.fits(needed(wanted)):
+        assert list(schedule.limits) == wanted, "there was room to draft more"
+
+
+def check_tokens(schedule: Schedule, options: Options, running: list[Sequence], uncached: dict[str, int]) -> None:
+    """All decoding rows run; prompts share what they leave, half of it for the first, then the shortest."""
+    computed = {name: uncached[name] for name in names(schedule)} | pieces(schedule)
+    assert all(1 <= count < uncached[name] for name, count in pieces(schedule).items())
+    decoding = [sequence.request_id for sequence in running if uncached[sequence.request_id] == 1]
+    assert set(decoding) <= set(names(schedule))
+    prompts = [sequence.request_id for sequence in running if uncached[sequence.request_id] > 1]
+    assert set(computed) <= {*decoding, *prompts}
+    left = options.max_step_tokens - len(decoding) * (1 + options.num_speculative_tokens)
+    budget = max(left, options.max_step_tokens // 4, 1)
+    shares = {name: computed.get(name, 0) for name in prompts}
+    assert sum(shares.values()) == min(budget, sum(uncached[name] for name in prompts))
+    if prompts:
+        first, others = prompts[0], sorted(prompts[1:], key=lambda name: uncached[name])
+        assert shares[first] >= min(uncached[first], -(-budget // 2)), "half is kept for the first"
+        for shorter, longer in pairwise(others):
+            if uncached[shorter] < uncached[longer] and shares[longer]:
+                assert shares[shorter] == uncached[shorter], "a prompt waits for a longer one"
+
+
+def test_a_long_prompt_holds_up_neither_decoding_rows_nor_short_prompts() -> None:
+    scheduler = ContinuousScheduler(8, max_step_tokens=40)
+    scheduler.add(row("decoding"))
+    advance(scheduler.select(no_limit, 3))
+    for name, length in (("long", 100), ("longer", 200), ("short", 7), ("middle", 9)):
+        scheduler.add(row(name, length))
+    schedule = scheduler.select(no_limit, 3)
+    assert names(schedule) == ["decoding", "short", "middle"]
+    assert schedule.limits == (3, 3, 3)
+    assert pieces(schedule) == {"long": (40 - 4) // 2, "longer": (40 - 4) // 2 - 7 - 9}
+    advance(schedule)
+    schedule = scheduler.select(no_limit, 3)
+    assert pieces(schedule) == {"long": (40 - 3 * 4) // 2, "longer": (40 - 3 * 4) // 2}
+
+
+def test_prompts_get_a_quarter_of_a_step_that_decoding_rows_fill() -> None:
+    scheduler = ContinuousScheduler(5, max_step_tokens=16)
+    for name in "abcd":
+        scheduler.add(row(name))
+    advance(scheduler.select(no_limit, 7))
+    scheduler.add(row("long", 100))
+    schedule = scheduler.select(no_limit, 7)
+    assert names(schedule) == list("abcd")
+    assert pieces(schedule) == {"long": 4}
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 2, 3, 4, 5])
+def test_the_first_prompt_advances_however_few_tokens_a_step_has_and_however_many_come(max_step_tokens: int) -> None:
+    scheduler = ContinuousScheduler(3, max_step_tokens)
+    scheduler.add(first := row("first", 12))
+    for step in range(12):
+        scheduler.add(row(str(step), 2, 1))
+        scheduler.retire(advance(scheduler.select(no_limit, 2)))
+        assert first.num_cached > min(step, 11)
+
+
+def test_preempted_rows_come_back_first_and_in_order() -> None:
+    scheduler = ContinuousScheduler(4, headroom=0)
+    rows = [row(name, 4, 6) for name in "abcde"]
+    for sequence in rows:
+        scheduler.add(sequence)
+    limit = 16
+    advance(scheduler.select(at_most(limit), 0))
+    schedule = scheduler.select(at_most(limit), 0)  # four rows of 5 tokens where there is room for 16
+    assert [sequence.request_id for sequence in schedule.preempted] == ["d"]
+    assert names(schedule) == ["a", "b", "c"]
+    assert scheduler.num_waiting == 2
+    advance(schedule)
+    schedule = scheduler.select(at_most(10), 0)
+    assert {sequence.request_id for sequence in schedule.preempted} == {"b", "c"}
+    advance(schedule)
+    schedule = scheduler.select(no_limit, 0)
+    assert names(schedule) == ["a", "b", "c", "d"]
+    assert [len(sequence.tokens) for sequence in schedule.batch] == [7, 6, 6, 5], "it begins anew with what it has"
+    scheduler.retire(rows[1:2])
+    assert names(scheduler.select(no_limit, 0)) == ["a", "c", "d", "e"]
+
+
+def test_a_row_alone_runs_even_where_its_headroom_does_not_fit() -> None:
+    scheduler = ContinuousScheduler(4)
+    scheduler.add(row("a", 3, 10))
+    scheduler.add(row("b", 3, 10))
+    assert names(scheduler.select(at_most(13), 4)) == ["a"]
+
+
+def test_clear_gives_back_everything_that_was_there() -> None:
+    scheduler = ContinuousScheduler(2)
+    rows = [row(name, 3) for name in "abc"]
+    for sequence in rows:
+        scheduler.add(sequence)
+    scheduler.select(no_limit, 2)
+    assert scheduler.clear() == rows
+    assert not scheduler.has_work
 
 
 @pytest.mark.parametrize(
-    ("num_speculative_tokens", "num_generated", "max_new_tokens", "max_model_len", "budget"),
+    ("options", "message"),
     [
-        (4, 0, 100, 100, 4),
-        (0, 0, 100, 100, 0),
-        (4, 0, 1, 100, 0),
-        (4, 0, 2, 100, 1),
-        (4, 7, 10, 100, 2),
-        (4, 9, 10, 100, 0),
-        (4, 0, 100, 6, 2),
-        (4, 0, 100, 4, 0),
-        (4, 0, 100, 3, 0),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"batch_size": 1, "max_step_tokens": 0}, "max_step_tokens is 0; it must be at least 1"),
+        ({"batch_size": 1, "headroom": -1}, "headroom is -1; it must be at least 0"),
     ],
 )
-def test_budget_leaves_room_for_the_targets_own_token(
-    num_speculative_tokens: int, num_generated: int, max_new_tokens: int, max_model_len: int, budget: int
+def test_impossible_options_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ContinuousScheduler(**options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "batching", "expected"),
+    [
+        ("ragged", "auto", ContinuousScheduler),
+        ("ragged", "continuous", ContinuousScheduler),
+        ("ragged", "static", StaticScheduler),
+        ("padded", "auto", StaticScheduler),
+        ("padded", "static", StaticScheduler),
+    ],
+)
+def test_batching_is_what_was_asked_for_and_auto_what_the_backend_can(
+    backend: str, batching: str, expected: type[Scheduler]
 ) -> None:
-    row = Sequence(Request("a", (1, 2, 3), max_new_tokens))
-    row.extend([5] * num_generated)
-    assert StaticScheduler(1).budget(Batch((row,)), num_speculative_tokens, max_model_len) == [budget]
+    engine = Engine.from_model(tiny_model(), backend=backend, batching=batching, batch_size=2, drafter="none")
+    assert type(engine.scheduler) is expected
+    assert engine.batch_size == 2
+    assert [len(done.token_ids) for done in engine.generate([[3], [4, 5], [6]], [2, 5, 1], ignore_eos=True)] == [
+        2,
+        5,
+        1,
+    ]
+    assert engine.report.num_steps == (5 if expected is ContinuousScheduler else 6)
 
 
-def test_budget_is_each_rows_own() -> None:
-    rows = tuple(Sequence(Request(str(limit), (1,), limit)) for limit in (1, 3, 9))
-    assert StaticScheduler(3).budget(Batch(rows), 5, 100) == [0, 2, 5]
+def test_a_backend_that_cannot_batch_continuously_says_why() -> None:
+    with pytest.raises(
+        PluginError, match=r"'padded' cannot serve this model: .*refilled only when all of them are done"
+    ):
+        Engine.from_model(tiny_model(), backend="padded", batching="continuous")
+
+
+def test_worst_case_admission_is_an_option() -> None:
+    tokens = 2 * 100 + 20  # two requests to their ends, and a bit
+
+    def preempted(admission: str) -> int:
+        model = tiny_model(max_model_len=256)
+        token_bytes = 2 * 2 * 32 * 8  # layers, keys and values, hidden size, float64
+        engine = Engine.from_model(
+            model, drafter="none", admission=admission, kv_memory=str(tokens * token_bytes), batch_size=4
+        )
+        done = engine.generate([[3] * 5] * 4, 95, ignore_eos=True)
+        assert len({generation.token_ids for generation in done}) == 1
+        assert engine.report.kv_usage.peak_pool <= tokens * token_bytes
+        return engine.report.num_preempted
+
+    assert preempted("worst_case") == 0
+    assert preempted("preempt") > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"batching": "dynamic"}, "batching is 'dynamic'; choose auto, continuous, static"),
+        ({"admission": "never"}, "admission is 'never'; choose preempt, worst_case"),
+        ({"on_drafter_error": "ignore"}, "on_drafter_error is 'ignore'; choose disable"),
+        ({"batch": 4}, "unknown option 'batch'; an engine takes batch_size, batching, max_step_tokens"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"max_step_tokens": 0}, "max_step_tokens is 0; it must be at least 1"),
+    ],
+)
+def test_unknown_options_and_choices_are_refused_with_what_there_is(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine.from_model(tiny_model(), **option)

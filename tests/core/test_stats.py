@@ -9,40 +9,52 @@ from emssd.stats import PHASES, RunReport, StepStats, StepTimer
 
 PREFILL = StepStats(
     is_prefill=True,
+    num_rows=2,
+    num_waiting=3,
     num_tokens=30,
+    num_kv_tokens=30,
     num_new_tokens=2,
     drafted=(0, 0),
     acceptance=(1, 1),
     input_padding=10,
     kv_padding=10,
-    seconds={"draft": 0.0, "plan": 0.5, "forward": 2.0, "verify": 0.25, "other": 0.25},
+    num_preempted=0,
+    seconds={"schedule": 0.0, "draft": 0.0, "plan": 0.5, "forward": 2.0, "verify": 0.25, "other": 0.25},
 )
 DECODE = StepStats(
     is_prefill=False,
+    num_rows=2,
+    num_waiting=1,
     num_tokens=9,
+    num_kv_tokens=39,
     num_new_tokens=5,
     drafted=(5, 2),
     acceptance=(4, 1),
     input_padding=3,
     kv_padding=3,
-    seconds={"draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+    num_preempted=1,
+    seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
 )
 LAST = StepStats(  # 5 of 6 tokens count: a limit cut one off
     is_prefill=False,
+    num_rows=1,
+    num_waiting=0,
     num_tokens=6,
+    num_kv_tokens=26,
     num_new_tokens=5,
     drafted=(5,),
     acceptance=(6,),
     input_padding=0,
     kv_padding=0,
-    seconds={"draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+    num_preempted=2,
+    seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
 )
 
 
 def report_of(*steps: StepStats) -> RunReport:
     report = RunReport()
     for step in steps:
-        report.add(step)
+        report.add(step, batch_size=4)
     return report
 
 
@@ -59,6 +71,8 @@ def report_of(*steps: StepStats) -> RunReport:
         ("input_padding_tokens", 13),
         ("kv_padding_slots", 13),
         ("padding_ratio", ((4 - 2.5) / 4 + 0) / 2),
+        ("batch_fill", (2 / 4 + 2 / 4) / 2),  # of steps with a queue
+        ("num_preempted", 3),
         ("num_steps", 3),
         ("num_row_steps", 5),
         ("num_computed_tokens", 30 + 9 + 6),
@@ -69,7 +83,8 @@ def report_of(*steps: StepStats) -> RunReport:
         ("kv_peak_pool_bytes", 90),
         (
             "seconds",
-            {"draft": 0.5, "plan": 1.0, "forward": 4.0, "verify": 0.75, "other": 0.75, "total": 7.0, "decode": 4.0},
+            {"schedule": 0.0, "draft": 0.5, "plan": 1.0, "forward": 4.0, "verify": 0.75, "other": 0.75}
+            | {"total": 7.0, "decode": 4.0},
         ),
     ],
 )
@@ -107,7 +122,7 @@ def test_timer_splits_all_of_the_time_into_phases(monkeypatch: pytest.MonkeyPatc
         pass
     with timer.phase("draft"):
         pass
-    assert timer.finish() == {"draft": 3.0, "plan": 0.0, "forward": 4.0, "verify": 0.0, "other": 83.0}
+    assert timer.finish() == {"schedule": 0.0, "draft": 3.0, "plan": 0.0, "forward": 4.0, "verify": 0.0, "other": 83.0}
 
 
 def test_timer_counts_a_phase_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,4 +131,4 @@ def test_timer_counts_a_phase_that_failed(monkeypatch: pytest.MonkeyPatch) -> No
     timer = StepTimer()
     with pytest.raises(ValueError, match="boom"), timer.phase("plan"):
         raise ValueError("boom")
-    assert timer.finish() == {"draft": 0.0, "plan": 4.0, "forward": 0.0, "verify": 0.0, "other": 2.0}
+    assert timer.finish() == {"schedule": 0.0, "draft": 0.0, "plan": 4.0, "forward": 0.0, "verify": 0.0, "other": 2.0}

@@ -79,7 +79,7 @@ def generate(
     model: PreTrainedModel, drafter: str, backend: Any, batch_size: int = len(PROMPTS)
 ) -> tuple[Engine, list[Generation]]:
     chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(model, backend, batch_size)
-    engine = Engine.from_model(model, drafter=chosen, backend=backend, batch_size=batch_size)
+    engine = Engine.from_model(model, drafter=chosen, backend=backend, budget="fixed", batch_size=batch_size)
     return engine, engine.generate(PROMPTS, NEW_TOKENS)
 
 

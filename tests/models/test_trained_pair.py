@@ -12,6 +12,7 @@ from emssd import Engine, Generation
 from emssd.assembly import assemble
 from emssd.check import compare
 from emssd.model import TargetModel, load_model
+from emssd.options import EngineOptions
 
 NEW_TOKENS = 40
 TARGET, DRAFT = "gsm-llama-16m", "gsm-llama-1m"
@@ -32,7 +33,9 @@ def prompts(shared: Path) -> list[str]:
 def run(
     target: tuple[TargetModel, object], prompts: list[str], drafter: object, backend: str
 ) -> tuple[Engine, list[Generation]]:
-    engine = assemble(*target, drafter=drafter, backend=backend, batch_size=len(prompts))
+    engine = assemble(
+        *target, drafter=drafter, backend=backend, budget="fixed", options=EngineOptions(batch_size=len(prompts))
+    )
     return engine, engine.generate(prompts, NEW_TOKENS)
 
 

@@ -90,7 +90,7 @@ def test_no_preset_was_left_behind() -> None:
 
 
 def test_the_console_scripts_work(tmp_path: Path) -> None:
-    assert "drafter: draft_model, llma, llma_original, none" in run(BIN / "emssd", "--help", cwd=tmp_path)
+    assert "drafter: cascade, draft_model, llma, llma_original, none" in run(BIN / "emssd", "--help", cwd=tmp_path)
     assert "llma" in run(BIN / "emssd-plugins", cwd=tmp_path)
 
 

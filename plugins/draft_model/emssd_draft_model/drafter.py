@@ -19,6 +19,7 @@ from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd.packing import pack, pack_one
 from emssd.sequence import Batch, Sequence
+from emssd.transfer import on_device
 from emssd_draft_model import DraftModelConfig
 
 __all__ = ["DraftModelDrafter"]
@@ -56,6 +57,7 @@ class DraftModelDrafter(Drafter):
         self._backend = backend
         self._vocab_size = vocab_size
         self._num_cached: dict[str, int] = {}
+        self._num_drafted: dict[str, int] = {}  # since the last rollback
 
     @classmethod
     def load(cls, config: DraftModelConfig, context: DrafterContext) -> DraftModelDrafter:
@@ -79,6 +81,7 @@ class DraftModelDrafter(Drafter):
         if not rows:
             return Draft.empty(len(batch))
         wanted = [limit for limit in limits if limit > 0]
+        self._num_drafted = {row.request_id: limit for row, limit in zip(rows, wanted, strict=True)}
         columns = [self._catch_up(rows)]
         for depth in range(1, max(wanted)):
             columns.append(self._next(rows, wanted, columns[-1], depth))
@@ -86,23 +89,22 @@ class DraftModelDrafter(Drafter):
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of accepted tokens, drop the rest: every row rolls back by its own number."""
-        rows = [
-            (row, accepted, length)
-            for row, accepted, length in zip(outcome.batch, outcome.accepted, outcome.draft.lengths, strict=True)
-            if length > 0
-        ]
-        for row, accepted, length in rows:
-            # Before the step the draft model had cached all tokens and then all of its draft but the last.
-            self._num_cached[row.request_id] += min(len(accepted), length - 1)
-        request_ids = tuple(row.request_id for row, _, _ in rows)
-        if rows:
-            self._backend.commit(Kept(request_ids, tuple(self._num_cached[name] for name in request_ids)))
+        request_ids = []
+        for row, accepted in zip(outcome.batch, outcome.accepted, strict=True):
+            if length := self._num_drafted.pop(row.request_id, 0):
+                # Before the step the draft model had cached all tokens and then all of its draft but the last.
+                self._num_cached[row.request_id] += min(len(accepted), length - 1)
+                request_ids.append(row.request_id)
+        if request_ids:
+            kv_lens = tuple(self._num_cached[request_id] for request_id in request_ids)
+            self._backend.commit(Kept(tuple(request_ids), kv_lens))
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
         self._backend.release(request_ids)
         for request_id in request_ids:
             self._num_cached.pop(request_id, None)
+            self._num_drafted.pop(request_id, None)
 
     def _limit(self, row: Sequence, budget: int) -> int:
         """How much to draft: nothing beyond the draft model's length, nor after ids that only the target knows."""
@@ -127,7 +129,7 @@ class DraftModelDrafter(Drafter):
         if len(active) == len(rows):
             packed = pack_one(names, tokens, positions)
             return self._argmax(self._model(self._backend.plan(packed), self._backend))
-        index = torch.tensor(active, device=tokens.device)
+        index = on_device(active, tokens.device)
         packed = pack_one(names, tokens[index], positions)
         return tokens.index_copy(0, index, self._argmax(self._model(self._backend.plan(packed), self._backend)))
 
@@ -145,7 +147,7 @@ def _ragged(lengths: list[int], tokens: torch.Tensor) -> Draft:
     if all(length == width for length in drafting):
         return Draft(tokens.flatten(), tuple(indptr))
     index = [row * width + column for row, length in enumerate(drafting) for column in range(length)]
-    return Draft(tokens.flatten()[torch.tensor(index, device=tokens.device)], tuple(indptr))
+    return Draft(tokens.flatten()[on_device(index, tokens.device)], tuple(indptr))
 
 
 def _check_vocabulary(path: str, model: TargetModel, tokenizer: Any, context: DrafterContext) -> None:

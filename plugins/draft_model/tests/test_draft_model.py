@@ -47,6 +47,7 @@ def make_context(model: TargetModel, tokenizer: Any = None, target_tokenizer: An
         tokenizer=target_tokenizer,
         load_model=lambda path: (model, tokenizer),
         make_backend=lambda spec: make_backend(spec, "ragged", Registry()),
+        make_drafter=lambda name, options: pytest.fail("a draft model asks for no other drafter"),
     )
 
 
@@ -131,7 +132,8 @@ def test_uneven_budgets_are_filled_exactly(budget: list[int]) -> None:
 @pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4])
 def test_a_draft_model_that_is_the_target_has_everything_accepted(num_speculative_tokens: int) -> None:
     target = draft_model()
-    engine = Engine.from_model(target.model, drafter=make_drafter(target, num_speculative_tokens), batch_size=3)
+    drafter = make_drafter(target, num_speculative_tokens)
+    engine = Engine.from_model(target.model, drafter=drafter, budget="fixed", batch_size=3)
     done = engine.generate([[3, 4, 5, 3], [6], [7, 8]], 1 + 6 * (num_speculative_tokens + 1), ignore_eos=True)
     for generation in done:
         assert generation.num_accepted == generation.num_drafted == 6 * num_speculative_tokens

@@ -1,39 +1,72 @@
-"""Plugin `backend=flashinfer`: says whether FlashInfer's kernels can run here. The backend itself is in the works."""
+"""Plugin `backend=flashinfer`: the paper's method at full speed, with FlashInfer's paged attention on an NVIDIA GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from emssd.attention import AttentionBackend
 from emssd.errors import PluginError
 from emssd.hookspecs import Spec, hookimpl
 
-__all__ = ["FlashInferConfig", "emssd_attention_backends", "unavailable"]
+__all__ = ["FlashInferConfig", "PrefillKernel", "emssd_attention_backends", "unavailable"]
+
+
+class PrefillKernel(str, Enum):
+    """FlashInfer's kernels for prompts."""
+
+    fa2 = "fa2"
+    fa3 = "fa3"
 
 
 @dataclass
 class FlashInferConfig:
-    """`backend=flashinfer` has no options yet."""
+    """Options of `backend=flashinfer`.
+
+    Attributes:
+        page_size: tokens per KV page. Memory is held in whole pages.
+        workspace_mib: MiB of GPU memory for the kernels' partial results; shared by all layers.
+        prefill_kernel: for steps with a prompt of 256 tokens or more. ``fa3`` needs a Hopper GPU and compiles for
+            minutes when first used. Verification always uses ``fa2``.
+        cuda_graphs: replay the forward pass of small steps as CUDA graphs, one for each of a ladder of token counts.
+        max_graph_tokens: steps with more tokens than this (prompts) run without a graph.
+        memory_fraction: the KV pool is allocated at once, for a full batch of the longest sequences; it takes at most
+            this fraction of the GPU memory that is free, and at most ``kv_memory``. Where that is less, rows wait.
+    """
+
+    page_size: int = 16
+    workspace_mib: int = 384
+    prefill_kernel: PrefillKernel = PrefillKernel.fa2
+    cuda_graphs: bool = True
+    max_graph_tokens: int = 512
+    memory_fraction: float = 0.8
 
 
-def unavailable() -> str:
-    """One sentence: why the backend cannot run on this machine, and what to use in its place."""
-    import torch
+def unavailable() -> str | None:
+    """One sentence: why the backend cannot run on this machine, and what to do about it; ``None`` if it can."""
+    from emssd_flashinfer.availability import reason
 
-    if torch.version.cuda is None:
-        reason = f"it needs an NVIDIA GPU, and this PyTorch ({torch.__version__}) is built without CUDA"
-    elif not torch.cuda.is_available():
-        reason = "it needs an NVIDIA GPU, and PyTorch finds none on this machine"
-    else:
-        reason = "its CUDA kernels are not part of this version of emssd"
-    return f"{reason}; use backend=ragged, which runs on any device"
+    found = reason()
+    return found and f"{found}; use backend=ragged, which runs on any device"
 
 
 def _build(config: FlashInferConfig) -> AttentionBackend:
-    raise PluginError(f"backend 'flashinfer' is not available: {unavailable()}.")
+    if found := unavailable():
+        raise PluginError(f"backend 'flashinfer' is not available: {found}.")
+    from emssd_flashinfer.backend import FlashInferBackend
+    from emssd_flashinfer.graphs import CudaGraphCapture
+    from emssd_flashinfer.kernels import FlashInferKernels
+
+    return FlashInferBackend(
+        FlashInferKernels(config.workspace_mib, PrefillKernel(config.prefill_kernel).value),
+        page_size=config.page_size,
+        memory_fraction=config.memory_fraction,
+        capture=CudaGraphCapture() if config.cuda_graphs else None,
+        max_graph_tokens=config.max_graph_tokens,
+    )
 
 
 @hookimpl
 def emssd_attention_backends() -> list[Spec]:
-    """Offer the name, so that asking for it gives the reason."""
+    """Offer the backend."""
     return [Spec("flashinfer", FlashInferConfig, _build, unavailable)]

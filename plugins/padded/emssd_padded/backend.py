@@ -17,6 +17,7 @@ from emssd.attention import (
     masked_attention,
 )
 from emssd.packing import PackedInputs
+from emssd.transfer import on_device
 from emssd_padded.slab import SlabTable
 
 __all__ = ["PaddedBackend", "PaddedPlan"]
@@ -197,7 +198,7 @@ class PaddedBackend(AttentionBackend):
         return KVUsage(held, self._peak_held, self._peak_pool)
 
     def _index(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._spec.device, non_blocking=True)
+        return on_device(values, self._spec.device)
 
     def _reserve(self, num_slots: int) -> None:
         """Make the slab at least ``[rows in use, num_slots]``."""

@@ -18,6 +18,7 @@ from emssd.attention import (
 from emssd.errors import ConfigError
 from emssd.packing import PackedInputs
 from emssd.pages import PageTable
+from emssd.transfer import on_device
 
 __all__ = ["RaggedBackend", "RaggedPlan", "RowGroup"]
 
@@ -116,7 +117,7 @@ class RaggedBackend(AttentionBackend):
             logits_to_keep=packed.logit_rows,
             logit_index=None,
             num_padding=0,
-            slots=torch.tensor(slots).to(self._spec.device, non_blocking=True),
+            slots=on_device(slots, self._spec.device),
             groups=[self._group(packed, lengths, rows) for rows in groups],
         )
 
@@ -165,7 +166,7 @@ class RaggedBackend(AttentionBackend):
         page_rows = [self._table.pages(packed.request_ids[row]) for row in rows]
         num_pages = max(len(pages) for pages in page_rows)
         pages = [page for row in page_rows for page in row + [0] * (num_pages - len(row))]
-        page_index = torch.tensor(pages).to(device, non_blocking=True)
+        page_index = on_device(pages, device)
         if len(rows) == packed.num_rows and all(length == longest for length in lengths):
             return RowGroup(None, None, None, len(rows), page_index, packed.position_ids.view(len(rows), longest))
         token_index: list[int] = []
@@ -177,11 +178,11 @@ class RaggedBackend(AttentionBackend):
             token_index.extend([stop - 1] * (longest - (stop - start)))
             output_index.extend(range(place * longest, place * longest + stop - start))
             tokens.extend(range(start, stop))
-        index = torch.tensor(token_index).to(device, non_blocking=True).view(len(rows), longest)
+        index = on_device(token_index, device).view(len(rows), longest)
         return RowGroup(
             token_index=index,
-            output_index=torch.tensor(output_index).to(device, non_blocking=True),
-            tokens=torch.tensor(tokens).to(device, non_blocking=True),
+            output_index=on_device(output_index, device),
+            tokens=on_device(tokens, device),
             num_rows=len(rows),
             pages=page_index,
             positions=packed.position_ids[index],

@@ -1,0 +1,188 @@
+"""What the GPU benchmark measures: the machine's rates, a verification step, decoding by emssd and by Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from emssd_flashinfer import FlashInferConfig
+from emssd_flashinfer.backend import FlashInferBackend
+from emssd_padded import PaddedConfig
+from gpu_models import Costs, continuation
+
+from emssd.attention import AttentionBackend, Kept
+from emssd.draft import Draft, Drafter
+from emssd.engine import Engine
+from emssd.model import TargetModel
+from emssd.packing import pack
+from emssd.registry import Registry
+from emssd.scheduler import StaticScheduler
+from emssd.sequence import Request, Sequence
+from emssd.testing.drafters import RandomDrafter, ReplayDrafter
+from emssd.testing.paged import ReferenceKernels, rerun
+from emssd.verify import verify_greedy
+
+__all__ = ["DRAFTED", "decode", "hf_decode", "make_backend", "prompts", "rates", "verify_step"]
+
+DRAFTED = 7  # tokens, as the paper's LLMA copies
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_seconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median over `repeats` calls, each waited for, after three that are not counted."""
+    seconds = []
+    for _ in range(3):
+        function()
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes per second of a copy (read and written ones) and operations per second of a large matrix product."""
+    large = device.type == "cuda"
+    source = torch.ones(2**30 if large else 2**22, dtype=torch.uint8, device=device)
+    target, size = torch.empty_like(source), 8192 if large else 256
+    left = torch.randn(size, size, device=device).to(dtype)
+    return {
+        "bytes_per_second": 2 * source.numel() / median_seconds(lambda: target.copy_(source), device, 10),
+        "flops_per_second": 2 * size**3 / median_seconds(lambda: left @ left, device, 10),
+    }
+
+
+def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend:
+    """``flashinfer``, ``flashinfer-eager``, ``padded`` or ``ragged``; without a GPU, FlashInfer's kernels are replaced.
+
+    A replaced run shows that this program works, and nothing about speed.
+    """
+    backend: AttentionBackend
+    if name.startswith("flashinfer") and target.device.type != "cuda":
+        backend = FlashInferBackend(ReferenceKernels(), capture=rerun if name == "flashinfer" else None)
+    elif name.startswith("flashinfer"):
+        config = FlashInferConfig(cuda_graphs=name == "flashinfer")
+        backend = Registry().find("backend", "flashinfer").build(config)
+    elif name == "padded":
+        backend = Registry().find("backend", "padded").build(PaddedConfig())
+    else:
+        spec = Registry().find("backend", name)
+        backend = spec.build(spec.config())
+    spec = target.kv_cache_spec(batch)
+    if reasons := backend.unsupported(spec):
+        raise SystemExit(f"backend {name}: {'; '.join(reasons)}")
+    backend.allocate(spec)
+    return backend
+
+
+def prompts(batch: int, context: int, vocab_size: int) -> list[list[int]]:
+    """Random prompts of one length, the same in every run."""
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(3, vocab_size, (batch, context), generator=generator).tolist()  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def verify_step(
+    target: TargetModel, name: str, batch: int, tokens: int, context: int, repeats: int
+) -> dict[str, float]:
+    """Seconds of one step that verifies ``tokens - 1`` drafted tokens per row, all of it: pack to accepted tokens."""
+    backend, costs = make_backend(name, target, batch), Costs.of(target.model)
+    rows = [
+        Sequence(Request(str(i), tuple(ids), 1)) for i, ids in enumerate(prompts(batch, context, target.vocab_size))
+    ]
+    for row in rows:  # one by one, so that the logits and activations of long prompts stay small
+        target(backend.plan(pack([row], Draft.empty(1), target.device)), backend)
+        row.num_cached = context
+        row.tokens.append(3)
+    draft = Draft.from_chains([[5] * (tokens - 1)] * batch)
+    parts: dict[str, list[float]] = {"plan": [], "forward": [], "verify": []}
+
+    def step() -> None:
+        times = [time.perf_counter()]
+        plan = backend.plan(pack(rows, draft, target.device))
+        times.append(time.perf_counter())
+        logits = target(plan, backend)
+        times.append(time.perf_counter())
+        verify_greedy(logits, draft)
+        times.append(time.perf_counter())
+        backend.commit(Kept(tuple(row.request_id for row in rows), (context,) * batch))
+        for part, start, stop in zip(parts, times, times[1:], strict=False):
+            parts[part].append(stop - start)
+
+    seconds = median_seconds(step, target.device, repeats)
+    medians = {f"{part}_seconds": statistics.median(values[3:]) for part, values in parts.items()}
+    return {"seconds": seconds, **medians, **dataclasses.asdict(costs)}
+
+
+def decode(
+    target: TargetModel, name: str, batch: int, context: int, new: int, acceptance_length: float | None
+) -> dict[str, Any]:
+    """Tokens/s of emssd: greedy, or with a replay at `acceptance_length`. The first run warms up and is not counted."""
+    texts = prompts(batch, context, target.vocab_size)
+    expected = [tuple(continuation(text, new, target.vocab_size)) for text in texts]
+    backend = make_backend(name, target, batch)
+    for _ in range(2):  # the same steps twice, so that the second run finds every graph recorded
+        engine = Engine(
+            target,
+            backend,
+            _drafter(target, expected, acceptance_length),
+            batch_size=batch,
+            scheduler=StaticScheduler(batch),
+        )
+        outputs = engine.generate(texts, new, ignore_eos=True)
+    metrics = engine.report.metrics()
+    return {
+        "tokens_per_second": metrics["decode_tokens_per_second"],
+        "end_to_end": metrics["tokens_per_second"],
+        "acceptance_length": metrics["mean_acceptance_length"],
+        "padding_per_new_token": metrics["padding_per_new_token"],
+        "seconds": metrics["seconds"],
+        "kv_peak_bytes": metrics["kv_peak_bytes"],
+        "equal_rows": sum(out.token_ids == right for out, right in zip(outputs, expected, strict=True)),
+    }
+
+
+def _drafter(target: TargetModel, expected: list[tuple[int, ...]], acceptance_length: float | None) -> Drafter:
+    if acceptance_length is None:
+        return RandomDrafter(target.vocab_size, 0)
+    known = {str(i): tokens for i, tokens in enumerate(expected)}
+    return ReplayDrafter(target.vocab_size, DRAFTED, known, acceptance_length=acceptance_length)
+
+
+def hf_decode(target: TargetModel, cache: str, batch: int, context: int, new: int) -> dict[str, Any]:
+    """Tokens/s of Hugging Face ``generate``; ``static`` is compiled by Transformers itself on CUDA."""
+    texts = prompts(batch, context, target.vocab_size)
+    ids = torch.tensor(texts, device=target.device)
+    options: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": cache}
+
+    def generate(count: int) -> tuple[float, torch.Tensor]:
+        synchronize(target.device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = target.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                **options,
+            )  # fmt: skip
+        synchronize(target.device)
+        return time.perf_counter() - start, out[:, context:]
+
+    generate(new)
+    generate(1)
+    seconds, out = generate(new)
+    prefill, _ = generate(1)
+    expected = [continuation(text, new, target.vocab_size) for text in texts]
+    return {
+        "tokens_per_second": batch * (new - 1) / (seconds - prefill),
+        "end_to_end": batch * new / seconds,
+        "equal_rows": sum(row == right for row, right in zip(out.tolist(), expected, strict=True)),
+    }

@@ -1,0 +1,51 @@
+"""How much memory the KV cache may take, from what the user asks for and what the device has."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from emssd.errors import ConfigError
+
+__all__ = ["free_bytes", "kv_bytes"]
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+
+
+def kv_bytes(kv_memory: str | float | None, device: torch.device) -> int | None:
+    """Bytes that `kv_memory` stands for: ``8GiB``, ``500MB``, a number of bytes, or a share of what is free (``0.8``).
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if kv_memory is None:
+        return None
+    match = re.fullmatch(r"([0-9.]+(?:e[+]?[0-9]+)?)\s*([KMGT]?i?B?)", str(kv_memory).strip())
+    try:
+        number, unit = float(match[1]), match[2]  # type: ignore[index]  # no match is caught below
+        num_bytes = int(number * _UNITS[unit])
+    except (TypeError, ValueError, KeyError, OverflowError):
+        number, unit, num_bytes = 0.0, "", 0
+    if number <= 0:
+        raise ConfigError(
+            f"kv_memory is {kv_memory!r}; give a size such as 8GiB or 500MB, or a share of the free memory such as 0.8"
+        )
+    if number <= 1 and not unit:
+        return int(number * free_bytes(device))
+    return num_bytes
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on `device`, in bytes."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    return available

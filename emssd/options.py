@@ -1,0 +1,54 @@
+"""How an engine runs its rows: the options that the library and the command line share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Admission", "Batching", "EngineOptions", "OnDrafterError"]
+
+
+class Batching(str, Enum):
+    """When a row that has ended is replaced."""
+
+    auto = "auto"
+    continuous = "continuous"
+    static = "static"
+
+
+class Admission(str, Enum):
+    """When a waiting row may start beside running ones."""
+
+    preempt = "preempt"
+    worst_case = "worst_case"
+
+
+class OnDrafterError(str, Enum):
+    """What happens when a drafter fails."""
+
+    disable = "disable"
+    fail = "fail"
+
+
+@dataclass
+class EngineOptions:
+    """Options of an engine beside its model, drafter, backend and budget policy.
+
+    Attributes:
+        batch_size: rows decoded together.
+        batching: ``continuous`` replaces a row in the step after it ends; ``static`` refills a batch when all of its
+            rows are done, as in the paper; ``auto`` is continuous where the backend can.
+        max_step_tokens: tokens that a step may compute before prompts are cut into pieces (continuous only).
+        kv_memory: limit of the KV cache, as a size (``8GiB``) or as a share of the free memory (``0.8``). ``null`` is
+            no limit on a CPU, and 0.9 on a GPU.
+        admission: ``preempt`` starts rows as long as there is room, and lets the latest begin anew where room runs
+            out; ``worst_case`` starts a row only if all running ones could grow to their limits.
+        on_drafter_error: ``disable`` goes on without a drafter that fails; ``fail`` ends the run.
+    """
+
+    batch_size: int = 8
+    batching: Batching = Batching.auto
+    max_step_tokens: int = 512
+    kv_memory: str | None = None
+    admission: Admission = Admission.preempt
+    on_drafter_error: OnDrafterError = OnDrafterError.disable

@@ -1,0 +1,123 @@
+"""Drafters in turn: each drafts for the rows that those before it had nothing for, within the budget policy's limits.
+
+Retrieval costs nothing and is good on text to copy, a model fills the gaps: the draft is ragged by construction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from emssd.budget import BudgetPolicy
+from emssd.draft import Draft, Outcome
+from emssd.drafting import CheckedDrafter
+from emssd.errors import PluginError
+from emssd.sequence import Batch
+from emssd.stats import StageStats, StepTimer
+from emssd.transfer import on_device
+
+__all__ = ["DraftStages"]
+
+
+class DraftStages:
+    """One drafter or several, the first to be asked first.
+
+    Args:
+        drafters: at least one.
+        policy: decides before each drafter what it may draft, and afterwards what of it is verified.
+    """
+
+    def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy) -> None:
+        self.drafters = tuple(drafters)
+        self.policy = policy
+        self.stats: tuple[StageStats, ...] = ()  # of the latest step
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most tokens that any of the drafters proposes for one row in one step."""
+        return max(drafter.num_speculative_tokens for drafter in self.drafters)
+
+    def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int, timer: StepTimer) -> Draft:
+        """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
+        still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
+        for stage, drafter in enumerate(self.drafters):
+            with timer.phase("schedule"):
+                own = [min(limit, drafter.num_speculative_tokens) for limit in still]
+                budget = self._asked(self.policy.allot, own, batch, own, num_other, stage)
+            with timer.phase("draft"):
+                start = time.perf_counter()
+                proposed = drafter.propose(batch, budget)
+                seconds = time.perf_counter() - start
+            with timer.phase("schedule"):
+                whole = proposed.lengths
+                part = proposed.cut(self._asked(self.policy.trim, whole, batch, proposed, num_other, stage))
+            parts.append(part)
+            stats.append(StageStats(tuple(budget), tuple(part.lengths), seconds))
+            num_other += part.indptr[-1]
+            still = [0 if length else limit for limit, length in zip(still, part.lengths, strict=True)]
+        self.stats = tuple(stats)
+        return _joined(parts, len(batch))
+
+    def check_ids(self, draft: Draft, drafted: Seq[int]) -> None:
+        """Check the ids of `draft`, ``[num_draft]``, now that they are on the host: each drafter its own."""
+        for drafter, stats in zip(self.drafters, self.stats, strict=True):
+            rows = zip(draft.indptr, draft.indptr[1:], stats.drafted, strict=False)
+            drafter.check_ids([token for start, stop, own in rows if own for token in drafted[start:stop]])
+
+    def _asked(self, decide: Callable[..., Seq[int]], limits: list[int], *arguments: Any) -> list[int]:
+        """What the policy decides in `decide`.
+
+        Raises:
+            PluginError: it fails, or gives anything else than one number in ``0..limits[row]`` for each row.
+        """
+        name = f"budget policy {type(self.policy).__name__}"
+        try:
+            lengths = [int(length) for length in decide(*arguments)]
+        except Exception as error:
+            raise PluginError(f"{name} failed in {decide.__name__}: {error!r}") from error
+        if len(lengths) != len(limits) or any(
+            not 0 <= length <= limit for length, limit in zip(lengths, limits, strict=True)
+        ):
+            raise PluginError(
+                f"{name} broke its interface: {decide.__name__} gave {lengths}, and the limits of the rows are "
+                f"{limits}; give one number for each row, from 0 to its limit"
+            )
+        return lengths
+
+    def observe(self, outcome: Outcome) -> None:
+        """Tell each drafter what became of its own rows; of the others it hears that nothing was drafted."""
+        if len(self.drafters) == 1:
+            self.drafters[0].observe(outcome)
+            return
+        for drafter, stats in zip(self.drafters, self.stats, strict=True):
+            accepted = tuple(
+                nodes if length else () for nodes, length in zip(outcome.accepted, stats.drafted, strict=True)
+            )
+            drafter.observe(Outcome(outcome.batch, outcome.draft.cut(stats.drafted), accepted))
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Tell all drafters to forget these requests."""
+        request_ids = list(request_ids)
+        for drafter in self.drafters:
+            drafter.release(request_ids)
+
+
+def _joined(parts: list[Draft], num_rows: int) -> Draft:
+    """One draft of several, of which each row has tokens in one at most."""
+    filled = [part for part in parts if part.token_ids.numel()]
+    if len(filled) < 2:
+        return filled[0] if filled else Draft.empty(num_rows)
+    device = next((part.token_ids.device for part in filled if part.token_ids.device.type != "cpu"), None)
+    offsets = [0, *accumulate(part.token_ids.numel() for part in filled)]
+    index, indptr = list[int](), [0]
+    for row in range(num_rows):
+        for part, offset in zip(filled, offsets, strict=False):
+            index.extend(range(offset + part.indptr[row], offset + part.indptr[row + 1]))
+        indptr.append(len(index))
+    together = torch.cat([part.token_ids.to(device or "cpu", non_blocking=True) for part in filled])
+    return Draft(together[on_device(index, together.device)], tuple(indptr))

@@ -1,0 +1,128 @@
+r"""Stop strings: which new token completes one, and the text in front of it.
+
+Tokens are compared as the bytes that they stand for, as Transformers' ``StopStringCriteria`` does. UTF-8 marks where
+characters begin, so the bytes of a stop string occur in those of the tokens exactly where its characters occur in
+their text, whichever tokens they are spread over; and a character that is cut between two tokens needs no care.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from emssd.errors import ConfigError
+
+__all__ = ["StopStrings"]
+
+_BASE = "a"  # a token is decoded behind this text, as the first token of a text may lose its leading space
+_LOST = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for bytes that are no whole character
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in vocabularies of the sentencepiece family
+
+
+class StopStrings:
+    r"""Texts that end a sequence with the token that completes one of them.
+
+    Special tokens count as their text, so ``"<|im_end|>"`` can be a stop string. What the prompt holds does not count,
+    nor does a match that began in it.
+
+    Args:
+        strings: at least one, none empty.
+        tokenizer: a Hugging Face tokenizer.
+
+    Raises:
+        ConfigError: no string, an empty one, one text in the place of a list, or no tokenizer.
+
+    Example:
+        >>> stop = StopStrings(["\n\n", "Question:"], tokenizer)  # doctest: +SKIP
+        >>> Request("a", prompt_ids, max_new_tokens=64, stop=stop)  # doctest: +SKIP
+    """
+
+    def __init__(self, strings: Iterable[str], tokenizer: Any) -> None:
+        if isinstance(strings, str):
+            raise ConfigError(f"stop is one string; give a list of strings, such as [{strings!r}]")
+        self.strings = tuple(strings)
+        if not self.strings:
+            raise ConfigError("stop holds no string; leave it out, or give the texts that end a row")
+        for string in self.strings:
+            if not isinstance(string, str) or not string:
+                raise ConfigError(f"stop holds {string!r}; every stop string is a text of at least one character")
+        if tokenizer is None:
+            raise ConfigError("stop strings are compared with text, but the engine has no tokenizer; pass one")
+        self._tokenizer = tokenizer
+        self._encoded = tuple(string.encode() for string in self.strings)
+        self._tail = max(map(len, self._encoded)) - 1
+        self._base = list(tokenizer(_BASE, add_special_tokens=False)["input_ids"])
+        self._base_text = self._decode(self._base)
+        self._known: dict[int, bytes] = {}
+
+    def completed_by_last(self, tokens: Seq[int], start: int) -> bool:
+        """Whether the last of `tokens` completes a stop string that lies at or behind index `start`.
+
+        A stop string of n bytes that this token completes has at most n - 1 bytes in front of it, so that many bytes
+        are looked at, however many tokens hold them.
+        """
+        return self._first_match(tokens, start) is not None
+
+    def text_before(self, output: Seq[int]) -> str:
+        """The text of `output`, whose last token completed a stop string, up to where that begins.
+
+        Special tokens are left out. If the token completes several stop strings, the one that begins first counts.
+        """
+        match = self._first_match(output, 0)
+        assert match is not None, "the row did not end with a stop string"
+        index, offset = match
+        text: str = self._tokenizer.decode(output[: index + (offset > 0)], skip_special_tokens=True)
+        inside = self._bytes(output[index])[offset:].decode(errors="replace") if offset else ""
+        return text.removesuffix(inside)  # a special token has left nothing in the text that could go
+
+    def _first_match(self, tokens: Seq[int], start: int) -> tuple[int, int] | None:
+        """Where the earliest stop string that the last token completes begins: a token's index, and a byte in it."""
+        last = self._bytes(tokens[-1])
+        window, index = last, len(tokens) - 1
+        while len(window) - len(last) < self._tail and index > start:
+            index -= 1
+            window = self._bytes(tokens[index]) + window
+        # Only a match that reaches into the last token is one that this token completes.
+        found = []
+        for string in self._encoded:
+            place = window.find(string, max(0, len(window) - len(last) - len(string) + 1))
+            found += [place] if place >= 0 else []
+        if not found:
+            return None
+        offset = min(found)
+        while offset >= (size := len(self._bytes(tokens[index]))):
+            offset -= size
+            index += 1
+        return index, offset
+
+    def _bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for inside a text; none for an id that is not in the vocabulary."""
+        if token not in self._known:
+            self._known[token] = self._find_bytes(token)
+        return self._known[token]
+
+    def _find_bytes(self, token: int) -> bytes:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:  # models pad their vocabulary to round sizes
+            return b""
+        text = self._decode([*self._base, token])
+        text = text.removeprefix(self._base_text) if text.startswith(self._base_text) else self._decode([token])
+        if _LOST not in text:
+            return text.encode()
+        if byte := _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        alphabet = _byte_alphabet()
+        return bytes(alphabet[char] for char in name) if alphabet.keys() >= set(name) else text.encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write bytes: printable ones themselves, others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

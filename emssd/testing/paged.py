@@ -1,0 +1,111 @@
+"""Reference for paged attention kernels: plain PyTorch that reads the same metadata as they do, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.paged import FixedShape, PagedMetadata
+
+__all__ = ["ReferenceAttention", "ReferenceKernels", "rerun"]
+
+
+class ReferenceKernels:
+    """Paged attention for any device and dtype, row by row and in float64; slow and easy to check.
+
+    Args:
+        head_dims: see `emssd.paged.PagedKernels`.
+    """
+
+    def __init__(self, head_dims: tuple[int, ...] = (4, 16, 64, 128, 256)) -> None:
+        self.head_dims = head_dims
+
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        return []
+
+    def allocate(self, spec: KVCacheSpec, page_size: int) -> None:
+        """Nothing is needed."""
+
+    def attention(
+        self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None
+    ) -> ReferenceAttention:
+        return ReferenceAttention(layer, masked, shape)
+
+
+class ReferenceAttention:
+    """See `emssd.paged.PagedAttention`. What a real kernel would misread silently is asserted here."""
+
+    def __init__(self, layer: LayerSpec, masked: bool, shape: FixedShape | None) -> None:
+        self._layer = layer
+        self._masked = masked
+        self._shape = shape
+
+    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
+        assert (mask is not None) == self._masked, "kernels with and without a mask are different kernels"
+        for tensor in (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_last_page_len):
+            assert tensor.dtype == torch.int32, "kernels read int32 tables"
+            assert tensor.device.type == "cpu", "a table on the device would make the host wait"
+        num_rows = len(metadata.kv_last_page_len)
+        assert len(metadata.qo_indptr) == len(metadata.kv_indptr) == num_rows + 1
+        assert int(metadata.kv_indptr[-1]) == len(metadata.kv_indices)
+        if self._shape is not None:
+            assert num_rows == self._shape.num_rows, f"{num_rows} rows in a kernel for {self._shape.num_rows}"
+            assert metadata.num_tokens <= self._shape.num_tokens
+            assert len(metadata.kv_indices) <= self._shape.num_pages
+        self._metadata, self._mask = metadata, mask
+
+    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+        metadata = self._metadata
+        assert query.shape == out.shape
+        assert metadata.page_size == keys.shape[1] == values.shape[1]
+        if self._shape is None:
+            assert len(query) == metadata.num_tokens, f"{len(query)} queries where {metadata.num_tokens} were planned"
+        else:
+            assert metadata.num_tokens <= len(query)
+        qo_indptr, kv_indptr = metadata.qo_indptr.tolist(), metadata.kv_indptr.tolist()
+        last_page_lens, mask_start = metadata.kv_last_page_len.tolist(), 0
+        for row, last_page_len in enumerate(last_page_lens):
+            start, stop = qo_indptr[row : row + 2]
+            pages = metadata.kv_indices[kv_indptr[row] : kv_indptr[row + 1]].long().to(keys.device)
+            q_len, kv_len = stop - start, max(len(pages) - 1, 0) * metadata.page_size + last_page_len
+            if q_len == 0:
+                continue
+            assert 1 <= last_page_len <= metadata.page_size
+            assert q_len <= kv_len, "KV of the new tokens belongs to the row"
+            if self._mask is None:
+                seen = self._causal(q_len, kv_len)
+            else:
+                seen = self._mask[mask_start : mask_start + q_len * kv_len].view(q_len, kv_len)
+                mask_start += q_len * kv_len
+            out[start:stop] = self._attend(
+                query[start:stop], keys[pages].flatten(0, 1)[:kv_len], values[pages].flatten(0, 1)[:kv_len], seen
+            )
+        assert self._mask is None or mask_start == len(self._mask)
+
+    def _causal(self, q_len: int, kv_len: int) -> torch.Tensor:
+        """``[q_len, kv_len]`` bool: queries are the last tokens."""
+        key, query = torch.arange(kv_len), torch.arange(kv_len - q_len, kv_len).unsqueeze(1)
+        window = self._layer.sliding_window
+        return (key <= query) & (key > query - window) if window is not None else key <= query
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        """``query [q_len, heads, dim]`` over ``keys, values [kv_len, kv_heads, dim]``."""
+        layer, kv_heads = self._layer, self._layer.num_kv_heads
+        grouped = query.double().view(len(query), kv_heads, layer.num_qo_heads // kv_heads, -1)
+        scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.double()) * layer.scale
+        if layer.softcap is not None:
+            scores = layer.softcap * (scores / layer.softcap).tanh()
+        weights = scores.masked_fill(~seen.to(scores.device), float("-inf")).softmax(dim=-1)
+        return torch.einsum("hgqk,khd->qhgd", weights, values.double()).flatten(1, 2).to(query.dtype)
+
+
+def rerun(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Stands for the capture of a CUDA graph: the "recording" runs the recorded function again, on its static buffers.
+
+    So a function that reads anything but these buffers gives yesterday's result, as a replayed graph would.
+    """
+    return compute

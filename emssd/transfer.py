@@ -1,0 +1,34 @@
+"""Moves small tensors between host and device so that the host waits only where it must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+__all__ = ["on_device", "to_host"]
+
+
+def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """``[n]`` integers of the host on `device`; through pinned memory to a GPU, so that the host does not wait.
+
+    Args:
+        values: host integers, or a tensor of the host.
+        device: where they are wanted.
+        dtype: of the result.
+    """
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    elif device.type == "cuda" and values.device.type == "cpu":
+        values = values.to(dtype).pin_memory()
+    return values.to(device, dtype, non_blocking=True)
+
+
+def to_host(values: torch.Tensor) -> list[int]:
+    """``[n]`` integers as host integers. From a GPU: one copy into pinned memory, and one wait for it."""
+    if values.device.type != "cuda":
+        return values.tolist()
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    torch.cuda.current_stream(values.device).synchronize()
+    return pinned.tolist()

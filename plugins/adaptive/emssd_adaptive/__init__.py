@@ -1,0 +1,36 @@
+"""Plugin `budget=adaptive`: drafts as much as is expected to pay, row by row and step by step, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.budget import BudgetPolicy
+from emssd.hookspecs import Spec, hookimpl
+
+__all__ = ["AdaptiveConfig", "emssd_budget_policies"]
+
+
+@dataclass
+class AdaptiveConfig:
+    """Options of `budget=adaptive`.
+
+    Attributes:
+        memory: about how many drafted tokens of a row its estimate of acceptance looks back on.
+        probe_interval: after this many steps without a draft, some rows draft once more to see whether it pays by now;
+            doubled, up to 16 times, as long as it does not.
+    """
+
+    memory: float = 16.0
+    probe_interval: int = 32
+
+
+def _build(config: AdaptiveConfig) -> BudgetPolicy:
+    from emssd_adaptive.policy import AdaptiveBudget
+
+    return AdaptiveBudget(memory=config.memory, probe_interval=config.probe_interval)
+
+
+@hookimpl
+def emssd_budget_policies() -> list[Spec]:
+    """Offer the policy."""
+    return [Spec("adaptive", AdaptiveConfig, _build)]

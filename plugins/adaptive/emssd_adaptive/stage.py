@@ -1,0 +1,84 @@
+"""What is known of one drafter: how good its drafts are for each row, how long it takes, and when to try it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+from emssd.draft import Outcome
+from emssd.stats import StageStats
+from emssd_adaptive.acceptance import Acceptance
+from emssd_adaptive.regression import FadingRegression
+
+__all__ = ["StageRecord"]
+
+_Array = npt.NDArray[np.float64]
+
+_PROBE_TOKENS = 2
+_PROBE_SHARE = 4  # one row in so many drafts in a probe
+_MAX_BACKOFF = 16
+_TOKENS = 32.0  # unit of the features
+_AT_ONCE, _LATER = 4, 16  # catching up with more tokens than this is charged to as many steps
+
+
+class StageRecord:
+    """One drafter, as a budget policy sees it from outside.
+
+    Args:
+        memory, probe_interval: see `emssd_adaptive.AdaptiveConfig`.
+    """
+
+    def __init__(self, memory: float, probe_interval: int) -> None:
+        self.acceptance = Acceptance(memory)
+        self.is_probing = False
+        self._seconds = FadingRegression(3)
+        self._seen: dict[str, int] = {}  # tokens of each row when it was last drafted for
+        self._idle_steps, self._probe_interval, self._backoff = 0, probe_interval, 1
+
+    def draft_seconds(self, depth: int, num_tokens: _Array) -> _Array:
+        """Expected seconds of drafting `num_tokens` ``[m]`` tokens in all, up to `depth` for one row."""
+        per_level, per_token, _ = self._seconds.coefficients
+        seconds: _Array = per_level * depth + per_token / _TOKENS * num_tokens
+        return seconds
+
+    def catch_up_seconds(self, lengths: Mapping[str, int]) -> _Array:
+        """``[B]`` seconds of showing each row's new tokens to the drafter, as far as they are charged to this step."""
+        behind = [length - self._seen.get(row, 0) for row, length in lengths.items()]
+        charged = np.asarray([min(tokens, _AT_ONCE) + max(0, tokens - _AT_ONCE) / _LATER for tokens in behind])
+        seconds: _Array = self._seconds.coefficients[2] / _TOKENS * charged
+        return seconds
+
+    def probed(self, budget: list[int], limits: Seq[int]) -> list[int]:
+        """`budget`, or that of a probe if nothing was drafted for long."""
+        self.is_probing = False
+        if any(budget):
+            self._idle_steps, self._backoff = 0, 1
+        elif any(limits):
+            self._idle_steps += 1
+            if self._idle_steps >= self._probe_interval * self._backoff:
+                self._idle_steps, self._backoff = 0, min(2 * self._backoff, _MAX_BACKOFF)
+                self.is_probing = True
+                able = [row for row, limit in enumerate(limits) if limit][::_PROBE_SHARE]
+                return [min(limit, _PROBE_TOKENS) if row in able else 0 for row, limit in enumerate(limits)]
+        return budget
+
+    def observe(self, outcome: Outcome, stats: StageStats, lengths: Mapping[str, int]) -> None:
+        """Learn from a step; `lengths` are the tokens that each row had before it."""
+        for row, drafted, accepted in zip(outcome.batch, stats.drafted, outcome.accepted, strict=True):
+            self.acceptance.observe(row.request_id, drafted, len(accepted) if drafted else 0)
+        if any(stats.budget):
+            rows = [row.request_id for row, limit in zip(outcome.batch, stats.budget, strict=True) if limit]
+            num_behind = sum(lengths[row] - self._seen.get(row, 0) for row in rows)
+            features = [float(max(stats.budget)), sum(stats.budget) / _TOKENS, num_behind / _TOKENS]
+            self._seconds.observe(features, stats.seconds)
+            self._seen |= {row: lengths[row] for row in rows}
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Forget these rows."""
+        request_ids = list(request_ids)
+        self.acceptance.release(request_ids)
+        for request_id in request_ids:
+            self._seen.pop(request_id, None)

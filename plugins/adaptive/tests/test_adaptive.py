@@ -1,0 +1,330 @@
+"""The parts that learn are held to what they were shown, and the choice of lengths to a search of all there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+from emssd_adaptive import AdaptiveConfig, emssd_budget_policies
+from emssd_adaptive.acceptance import Acceptance
+from emssd_adaptive.policy import AdaptiveBudget
+from emssd_adaptive.regression import FadingRegression
+from emssd_adaptive.step_time import StepTime
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.draft import Draft, Outcome
+from emssd.errors import ConfigError
+from emssd.sequence import Batch, Request, Sequence
+from emssd.stats import PHASES, StageStats, StepStats
+
+COEFFICIENTS = st.floats(0, 2, allow_subnormal=False).map(lambda value: round(value, 3))
+
+
+@given(st.floats(0.1, 1), st.lists(COEFFICIENTS, min_size=1, max_size=3), st.integers(0, 2**16))
+def test_regression_finds_coefficients_that_are_not_negative(start: float, slopes: list[float], seed: int) -> None:
+    regression = FadingRegression(1 + len(slopes))
+    assert not regression.is_known
+    features = np.random.default_rng(seed).uniform(0, 2, (300, 1 + len(slopes)))
+    features[:, 0] = 1.0
+    seconds = features @ [start, *slopes]
+    for row, value in zip(features, seconds, strict=True):
+        regression.observe([*row], float(value))
+    assert regression.is_known
+    assert (regression.coefficients >= 0).all()
+    assert np.abs(features @ regression.coefficients / seconds - 1).max() < 0.05
+
+
+@given(st.lists(st.tuples(st.lists(st.floats(0, 5), min_size=3, max_size=3), st.floats(0, 100)), min_size=1))
+def test_whatever_was_observed_no_coefficient_is_negative(stream: list[tuple[list[float], float]]) -> None:
+    regression = FadingRegression(3)
+    for features, seconds in stream:
+        regression.observe(features, seconds)
+        assert np.isfinite(regression.coefficients).all()
+        assert (regression.coefficients >= 0).all()
+
+
+def test_regression_follows_a_machine_that_becomes_slower() -> None:
+    regression = FadingRegression(1, half_life=20)
+    for seconds in [1.0] * 200 + [3.0] * 200:
+        regression.observe([1.0], seconds)
+    assert regression.coefficients[0] == pytest.approx(3.0, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 9000), st.floats(1e-4, 1)), min_size=1, max_size=80))
+def test_step_time_is_convex_in_tokens_and_never_falls(stream: list[tuple[int, int, float]]) -> None:
+    time = StepTime()
+    assert not time.is_known
+    for observation in stream:
+        time.observe(*observation)
+    assert time.is_known
+    seconds = time.verify_seconds(np.arange(0.0, 500.0), 1000)
+    rises = np.diff(seconds)
+    assert (rises >= -1e-9).all()
+    assert (np.diff(rises) >= -1e-9).all()
+    assert (time.verify_seconds(np.arange(0.0, 500.0), 2000) >= seconds - 1e-12).all()
+
+
+def test_step_time_learns_a_curve_of_that_form() -> None:
+    def truth(tokens: float, context: float) -> float:
+        return 0.01 + 0.002 * max(0, tokens - 64) + 1e-6 * context
+
+    time, random = StepTime(), np.random.default_rng(0)
+    for _ in range(400):
+        tokens, context = int(random.integers(1, 200)), int(random.integers(100, 8000))
+        time.observe(tokens, context, truth(tokens, context))
+    for tokens, context in product([1, 30, 64, 100, 190], [200, 4000, 7900]):
+        assert time.verify_seconds(np.array([float(tokens)]), context)[0] == pytest.approx(
+            truth(tokens, context), rel=0.1
+        )
+
+
+HISTORY = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))),
+    max_size=60,
+)
+
+
+@given(HISTORY, st.floats(1, 100), st.integers(1, 8))
+def test_gains_are_probabilities_that_fall_with_depth(
+    history: list[tuple[str, tuple[int, int]]], memory: float, depth: int
+) -> None:
+    acceptance = Acceptance(memory)
+    for name, (drafted, accepted) in history:
+        acceptance.observe(name, drafted, accepted)
+    gains = acceptance.gains(["a", "b", "c", "new"], depth)
+    assert gains.shape == (4, depth)
+    assert ((gains >= 0) & (gains <= 1)).all()
+    assert (np.diff(gains, axis=1) <= 1e-12).all()
+
+
+def test_acceptance_learns_each_row_and_starts_new_ones_at_the_average() -> None:
+    acceptance = Acceptance(16)
+    for _ in range(60):
+        acceptance.observe("good", 4, 4)
+        acceptance.observe("bad", 4, 0)
+    good, bad, new = acceptance.gains(["good", "bad", "new"], 4)
+    assert good[0] > 0.75 > 0.6 > new[0] > 0.4 > 0.25 > bad[0]
+    assert good[3] > 0.5
+    acceptance.release(["good", "bad", "never seen"])
+    assert np.allclose(acceptance.gains(["good", "bad"], 4), new)
+
+
+def test_acceptance_follows_a_row_that_changes() -> None:
+    acceptance = Acceptance(8)
+    for accepted in [4] * 50 + [0] * 50:
+        acceptance.observe("a", 4, accepted)
+    assert acceptance.gains(["a"], 1)[0, 0] < 0.2
+    for _ in range(50):
+        acceptance.observe("a", 4, 4)
+    assert acceptance.gains(["a"], 1)[0, 0] > 0.8
+
+
+Curve = Callable[[int], float]
+
+
+class World:
+    """Runs a policy on rows that never end, with a machine and a drafter that are made up.
+
+    Args:
+        policy: the policy.
+        num_rows: of the batch.
+        seconds: of a step without drafting, by its number of tokens.
+        accepts: of so many drafted tokens of a row, how many are accepted.
+        per_token: seconds that drafting a token takes.
+    """
+
+    def __init__(
+        self,
+        policy: AdaptiveBudget,
+        num_rows: int,
+        seconds: Curve,
+        accepts: Callable[[int, int], int],
+        per_token: float = 0.0,
+    ) -> None:
+        self.policy, self.seconds, self.accepts, self.per_token = policy, seconds, accepts, per_token
+        self.rows = [Sequence(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
+
+    def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
+        """One step. Returns what was allotted, and what was verified."""
+        batch = Batch(tuple(self.rows))
+        budget = self.policy.allot(batch, limits, 0)
+        assert all(0 <= asked <= limit for asked, limit in zip(budget, limits, strict=True))
+        draft = Draft.from_chains([[1] * asked for asked in budget])
+        kept = list(self.policy.trim(batch, draft, 0))
+        assert all(0 <= length <= asked for length, asked in zip(kept, budget, strict=True))
+        accepted = [min(length, self.accepts(row, length)) for row, length in enumerate(kept)]
+        for row, count in zip(self.rows, accepted, strict=True):
+            row.num_cached = len(row.tokens) + count
+            row.extend([1] * (count + 1))
+        num_tokens, draft_seconds = len(batch) + sum(kept), self.per_token * sum(budget)
+        stats = StepStats(
+            is_prefill=False,
+            num_rows=len(batch),
+            num_waiting=0,
+            num_tokens=num_tokens,
+            num_kv_tokens=100 * len(batch),
+            num_new_tokens=sum(accepted) + len(batch),
+            drafted=tuple(kept),
+            acceptance=tuple(count + 1 for count in accepted),
+            input_padding=0,
+            kv_padding=0,
+            num_preempted=0,
+            seconds=dict.fromkeys(PHASES, 0.0) | {"forward": self.seconds(num_tokens), "draft": draft_seconds},
+            stages=(StageStats(tuple(budget), tuple(kept), draft_seconds),),
+        )
+        self.policy.observe(Outcome(batch, draft.cut(kept), tuple(range(count) for count in accepted)), stats)
+        return budget, kept
+
+    def warm(self) -> World:
+        """Show steps of every size, as `emssd.warmup` does: from steps of one size no curve can be learnt."""
+        for limit in (0, 2, 5):
+            self.run(8, limit)
+        return self
+
+    def run(self, num_steps: int, limit: int) -> list[list[int]]:
+        """Steps of one limit. Returns what was verified in each."""
+        return [self.step([limit] * len(self.rows))[1] for _ in range(num_steps)]
+
+
+def steep(num_tokens: int) -> float:
+    return 0.01 * num_tokens
+
+
+def flat(num_tokens: int) -> float:
+    return 0.05
+
+
+def test_perfect_drafts_on_a_flat_curve_are_all_verified() -> None:
+    assert World(AdaptiveBudget(), 4, flat, lambda row, drafted: drafted).run(60, 5)[-10:] == [[5] * 4] * 10
+
+
+@pytest.mark.parametrize(("curve", "per_token"), [(steep, 0.0), (flat, 0.01)])
+def test_useless_drafts_are_given_up_where_they_cost(curve: Curve, per_token: float) -> None:
+    world = World(AdaptiveBudget(probe_interval=1000), 4, curve, lambda row, drafted: 0, per_token).warm()
+    kept = world.run(120, 5)
+    assert kept[-40:] == [[0] * 4] * 40
+
+
+def test_each_row_has_a_length_of_its_own() -> None:
+    world = World(AdaptiveBudget(), 2, lambda tokens: 0.04 + 0.01 * tokens, lambda row, drafted: drafted if row else 0)
+    kept = world.warm().run(100, 5)[-20:]
+    assert all(good >= 4 and bad <= 1 for bad, good in kept)
+
+
+def probes(world: World, num_steps: int) -> list[int]:
+    """Steps in which something was drafted."""
+    return [step for step in range(num_steps) if any(world.step([5] * len(world.rows))[0])]
+
+
+def test_probes_come_back_at_the_interval_that_doubles_up_to_16_times() -> None:
+    world = World(AdaptiveBudget(probe_interval=4), 8, steep, lambda row, drafted: 0)
+    world.warm().run(150, 5)
+    probes(world, 4 * 31)  # until the backoff is at its largest
+    seen = probes(world, 4 * 16 * 5)
+    assert len(seen) in (4, 5)
+    assert {later - earlier for earlier, later in pairwise(seen)} == {4 * 16}
+
+
+def test_a_probe_asks_some_rows_and_what_they_draft_is_verified() -> None:
+    world = World(AdaptiveBudget(probe_interval=4), 8, steep, lambda row, drafted: 0)
+    world.warm().run(150, 5)
+    for _ in range(4 * 16 + 1):
+        budget, kept = world.step([5] * 8)
+        if any(budget):
+            assert sum(asked > 0 for asked in budget) < 8
+            assert kept == budget, "a probe that is not verified tells nothing"
+            return
+    pytest.fail("no probe came")
+
+
+def test_probes_find_out_that_drafts_have_become_good() -> None:
+    world = World(AdaptiveBudget(probe_interval=4), 4, lambda tokens: 0.05 + 0.005 * tokens, lambda row, drafted: 0)
+    assert world.warm().run(200, 5)[-3:] != [[5] * 4] * 3
+    world.accepts = lambda row, drafted: drafted
+    assert sum(map(sum, world.run(1500, 5)[-50:])) > 50 * 4 * 3
+
+
+class KnownTime(StepTime):
+    """A curve that is given."""
+
+    is_known = True  # type: ignore[assignment]  # a property in the original
+
+    def __init__(self, curve: Seq[float]) -> None:
+        super().__init__()
+        self.curve = np.asarray(curve)
+
+    def verify_seconds(self, num_tokens: Any, num_kv_tokens: int) -> Any:
+        return self.curve[np.asarray(num_tokens, dtype=int)]
+
+
+class KnownGains(Acceptance):
+    """Gains that are given."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__(16)
+        self.table = np.asarray(table)
+
+    def gains(self, request_ids: Iterable[str], depth: int) -> Any:
+        return self.table[: len(list(request_ids)), :depth].copy()
+
+
+# In tenths: equal gains of several rows are the rule, not the exception.
+CHAINS = st.lists(st.integers(0, 10).map(lambda tenths: tenths / 10), min_size=3, max_size=3)
+
+
+@given(
+    gains=st.lists(CHAINS.map(lambda chain: sorted(chain, reverse=True)), min_size=1, max_size=3),
+    rises=st.lists(st.floats(0, 1), min_size=20, max_size=20).map(sorted),
+    start=st.floats(0.1, 5),
+    data=st.data(),
+)
+def test_what_is_verified_has_the_best_rate_of_all_there_is(
+    gains: list[list[float]], rises: list[float], start: float, data: st.DataObject
+) -> None:
+    curve = start + np.cumsum(rises)  # convex
+    limits = [data.draw(st.integers(0, 3), label="limit") for _ in gains]
+    policy = AdaptiveBudget()
+    batch = Batch(tuple(Sequence(Request(str(i), (1,) * 10, 50), num_cached=9) for i in range(len(gains))))
+    policy.allot(batch, limits, 0)  # begins the step
+    policy._time = KnownTime(curve)
+    policy._stages[0].acceptance = KnownGains(gains)
+    chosen = list(policy.trim(batch, Draft.from_chains([[1] * limit for limit in limits]), 0))
+
+    def rate(lengths: Seq[int]) -> float:
+        gain = len(gains) + sum(sum(row[:length]) for row, length in zip(gains, lengths, strict=True))
+        return float(gain / curve[len(gains) + sum(lengths)])
+
+    best = max(product(*(range(limit + 1) for limit in limits)), key=rate)
+    assert all(0 <= length <= limit for length, limit in zip(chosen, limits, strict=True))
+    assert rate(chosen) >= rate(best) * (1 - 1e-9), f"chose {chosen}, and {best} is better"
+
+
+def test_nothing_is_known_at_first_and_everything_is_drafted() -> None:
+    assert World(AdaptiveBudget(), 2, flat, lambda row, drafted: 0).step([3, 0]) == ([3, 0], [3, 0])
+
+
+@given(st.data())
+def test_no_choice_is_beyond_its_limit(data: st.DataObject) -> None:
+    seed = data.draw(st.integers(0, 2**16))
+    random = np.random.default_rng(seed)
+    world = World(
+        AdaptiveBudget(probe_interval=data.draw(st.integers(1, 3))),
+        5,
+        lambda tokens: float(random.uniform(0.01, 0.1)),
+        lambda row, drafted: int(random.integers(0, drafted + 1)),
+        per_token=0.001,
+    )
+    for _ in range(30):
+        world.step([int(limit) for limit in random.integers(0, 8, 5)])
+
+
+@pytest.mark.parametrize("config", [AdaptiveConfig(memory=0.5), AdaptiveConfig(probe_interval=0)])
+def test_impossible_options_are_refused(config: AdaptiveConfig) -> None:
+    (spec,) = emssd_budget_policies()
+    with pytest.raises(ConfigError, match=r"budget.memory is .* and budget.probe_interval is .*at least 1"):
+        spec.build(config)

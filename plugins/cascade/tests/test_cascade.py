@@ -1,0 +1,349 @@
+"""Each row is served by the first drafter that has something, and every drafter hears what became of its own rows.
+
+Oracle of outputs: `greedy_reference`, float64. Oracle of a draft model's cache: a drafter that has just been made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from emssd_cascade import CascadeConfig, emssd_drafters
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_llma import LLMAConfig, Search
+from emssd_llma.drafter import LLMADrafter
+from emssd_ragged.backend import RaggedBackend
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from emssd import Engine
+from emssd.attention import AttentionBackend
+from emssd.budget import BudgetPolicy, FixedBudget
+from emssd.draft import Draft, Drafter, DrafterContext, Outcome
+from emssd.drafting import CheckedDrafter
+from emssd.errors import ConfigError, PluginError, PluginWarning
+from emssd.model import TargetModel
+from emssd.sequence import Batch, Request, Sequence
+from emssd.stages import DraftStages
+from emssd.stats import StepTimer
+from emssd.testing.budgets import ScriptedBudget
+from emssd.testing.engine_machine import EngineMachine
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import References
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+
+
+class Told(Drafter):
+    """Drafts its own token as long as it is told for each request, and remembers what it hears."""
+
+    def __init__(self, token: int, lengths: Mapping[str, int], most: int = 4) -> None:
+        self.token, self.lengths, self.num_speculative_tokens = token, lengths, most
+        self.budgets: list[list[int]] = []
+        self.outcomes: list[Outcome] = []
+        self.released: list[str] = []
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self.budgets.append(list(budget))
+        assert max(budget) <= self.num_speculative_tokens
+        wanted = [min(self.lengths.get(name, 0), limit) for name, limit in zip(batch.request_ids, budget, strict=True)]
+        return Draft.from_chains([[self.token] * length for length in wanted])
+
+    def observe(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self.released += request_ids
+
+
+def rows(*names: str) -> Batch:
+    return Batch(tuple(Sequence(Request(name, (1, 2, 3), 50)) for name in names))
+
+
+def chains(draft: Draft) -> list[list[int]]:
+    tokens = draft.token_ids.tolist()
+    return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
+
+
+def stages(*told: Drafter, policy: BudgetPolicy | None = None) -> DraftStages:
+    checked = [CheckedDrafter(drafter, None, 11, on_error="fail") for drafter in told]
+    return DraftStages(checked, policy or FixedBudget())
+
+
+def test_each_row_is_served_by_the_first_drafter_that_has_something() -> None:
+    first, second = Told(1, {"a": 2, "d": 9}), Told(2, {"a": 4, "b": 3}, most=6)
+    third = Told(3, dict.fromkeys("abcd", 1))
+    cascade = stages(first, second, third)
+    assert cascade.num_speculative_tokens == 6
+    draft = cascade.propose(rows("a", "b", "c", "d", "e"), [6, 6, 6, 6, 0], 0, StepTimer())
+    assert chains(draft) == [[1, 1], [2, 2, 2], [3], [1, 1, 1, 1], []]
+    assert first.budgets == [[4, 4, 4, 4, 0]]
+    assert second.budgets == [[0, 6, 6, 0, 0]]
+    assert third.budgets == [[0, 0, 4, 0, 0]]
+
+
+def test_each_drafter_hears_of_its_own_rows_and_that_nothing_was_drafted_for_others() -> None:
+    first, second = Told(1, {"a": 3}), Told(2, {"b": 4})
+    cascade = stages(first, second, policy=ScriptedBudget([(4, 2), (4, 3), (4, 0)]))
+    batch = rows("a", "b", "c")
+    draft = cascade.propose(batch, [4, 4, 4], 0, StepTimer())
+    assert chains(draft) == [[1, 1], [2, 2, 2], []]
+    cascade.observe(Outcome(batch, draft, (range(2), range(1), range(0))))
+    (ours,), (theirs,) = first.outcomes, second.outcomes
+    assert ours.batch == theirs.batch == batch
+    assert chains(ours.draft) == [[1, 1], [], []]
+    assert [len(nodes) for nodes in ours.accepted] == [2, 0, 0]
+    assert chains(theirs.draft) == [[], [2, 2, 2], []]
+    assert [len(nodes) for nodes in theirs.accepted] == [0, 1, 0]
+
+
+def test_a_row_whose_draft_is_trimmed_away_is_offered_to_the_next_drafter() -> None:
+    first, second = Told(1, {"a": 3, "b": 3}), Told(2, {"a": 3, "b": 3})
+    cascade = stages(first, second, policy=ScriptedBudget([(4, 0), (4, 3), (4, 2), (4, 2)]))
+    batch = rows("a", "b")
+    draft = cascade.propose(batch, [4, 4], 0, StepTimer())
+    assert chains(draft) == [[2, 2], [1, 1, 1]]
+    cascade.observe(Outcome(batch, draft, (range(1), range(2))))
+    assert chains(first.outcomes[0].draft) == [[], [1, 1, 1]]
+    assert chains(second.outcomes[0].draft) == [[2, 2], []]
+
+
+def test_who_served_a_row_is_forgotten_with_the_step() -> None:
+    first, second = Told(1, {"a": 2}), Told(2, {"a": 3})
+    cascade = stages(first, second)
+    batch = rows("a")
+    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0, StepTimer()), (range(1),)))
+    first.lengths = {}
+    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0, StepTimer()), (range(3),)))
+    cascade.observe(Outcome(batch, cascade.propose(batch, [0], 0, StepTimer()), (range(0),)))
+    assert [outcome.draft.lengths for outcome in first.outcomes] == [[2], [0], [0]]
+    assert [outcome.draft.lengths for outcome in second.outcomes] == [[0], [3], [0]]
+
+
+class Counting(FixedBudget):
+    """Remembers what it is told of each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int, int, list[int]]] = []
+
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        self.calls.append(("allot", stage, num_other_tokens, list(limits)))
+        return super().allot(batch, limits, num_other_tokens, stage)
+
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        self.calls.append(("trim", stage, num_other_tokens, draft.lengths))
+        return super().trim(batch, draft, num_other_tokens, stage)
+
+
+def test_the_policy_decides_before_and_behind_each_stage_and_knows_what_earlier_ones_drafted() -> None:
+    policy = Counting()
+    cascade = stages(Told(1, {"a": 2}), Told(2, {"b": 3}, most=6), policy=policy)
+    cascade.propose(rows("a", "b"), [6, 5], 7, StepTimer())
+    assert policy.calls == [
+        ("allot", 0, 7, [4, 4]),
+        ("trim", 0, 7, [2, 0]),
+        ("allot", 1, 7 + 2, [0, 5]),
+        ("trim", 1, 7 + 2, [0, 3]),
+    ]
+    assert [(stage.budget, stage.drafted) for stage in cascade.stats] == [((4, 4), (2, 0)), ((0, 5), (0, 3))]
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4),
+    budget=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+)
+def test_the_joined_draft_is_what_the_first_with_something_drafts(lengths: list[list[int]], budget: list[int]) -> None:
+    told = [Told(i + 1, dict(zip("abc", some, strict=True))) for i, some in enumerate(lengths)]
+    draft = stages(*told).propose(rows("a", "b", "c"), budget, 0, StepTimer())
+    expected: list[list[int]] = [[], [], []]
+    for row, limit in enumerate(budget):
+        for i, some in enumerate(lengths):
+            expected[row] = expected[row] or [i + 1] * min(some[row], limit)
+    assert chains(draft) == expected
+
+
+def test_release_reaches_every_drafter() -> None:
+    told = [Told(1, {}), Told(2, {}), Told(3, {})]
+    stages(*told).release(iter(["a", "never seen"]))
+    assert [drafter.released for drafter in told] == [["a", "never seen"]] * 3
+
+
+class Raising(Told):
+    """Fails when it is asked, and when it is to forget."""
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        raise ZeroDivisionError("of its own")
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        super().release(request_ids)
+        raise ZeroDivisionError("of its own")
+
+
+def test_a_drafter_that_fails_takes_no_other_with_it() -> None:
+    told = Told(2, {"a": 3})
+    bad = Raising(1, {})
+    cascade = DraftStages([CheckedDrafter(bad, None, 11), CheckedDrafter(told, None, 11)], FixedBudget())
+    batch = rows("a")
+    with pytest.warns(PluginWarning, match="drafter Raising failed in propose"):
+        assert chains(cascade.propose(batch, [4], 0, StepTimer())) == [[2, 2, 2]]
+    assert chains(cascade.propose(batch, [4], 0, StepTimer())) == [[2, 2, 2]]
+    assert cascade.num_speculative_tokens == 4
+    cascade.release(["a"])
+    assert bad.released == told.released == ["a"]
+
+
+def make_context(made: list[tuple[str, Mapping[str, Any]]]) -> DrafterContext:
+    def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:
+        made.append((name, options))
+        return Told(1, {})
+
+    return DrafterContext(
+        vocab_size=11,
+        max_model_len=64,
+        max_batch_size=4,
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+        tokenizer=None,
+        load_model=lambda path: pytest.fail("a cascade loads no model itself"),
+        make_backend=lambda spec: pytest.fail("a cascade needs no backend itself"),
+        make_drafter=make_drafter,
+    )
+
+
+def test_drafters_are_made_in_order_each_with_its_own_options() -> None:
+    made: list[tuple[str, Mapping[str, Any]]] = []
+    (spec,) = emssd_drafters()
+    drafters = spec.build(CascadeConfig(["x", "y"], {"y": {"length": 3}}), make_context(made))
+    assert [type(drafter) for drafter in drafters] == [Told, Told]
+    assert made == [("x", {}), ("y", {"length": 3})]
+
+
+@pytest.mark.parametrize("names", [[], ["llma", "llma"], ["cascade"], ["llma", "cascade"]])
+def test_no_drafters_or_one_of_them_twice_is_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"drafter.drafters is .*give each drafter once, and not cascade itself"):
+        Engine.from_model(tiny_model(), drafter=CascadeConfig(names))
+
+
+def test_options_of_a_drafter_that_is_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.options.llmaa is set, but drafter.drafters is \['llma'\]"):
+        Engine.from_model(tiny_model(), drafter=CascadeConfig(["llma"], {"llmaa": {}}))
+
+
+def test_unknown_options_are_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="drafter 'llma' has no option 'copy'; it has match_length, copy_length"):
+        Engine.from_model(tiny_model(), drafter=CascadeConfig(["llma"], {"llma": {"copy": 3}}))
+
+
+def test_an_unknown_drafter_is_refused_with_those_there_are() -> None:
+    with pytest.raises(PluginError, match="unknown drafter 'lama'; choose one of cascade, draft_model, llma"):
+        Engine.from_model(tiny_model(), drafter=CascadeConfig(["lama"]))
+
+
+@cache
+def draft_model() -> TargetModel:
+    return TargetModel(tiny_model("llama", seed=3, vocab_size=11, max_model_len=64))
+
+
+def make_draft_model(num_tokens: int = 4) -> DraftModelDrafter:
+    backend = RaggedBackend(4)
+    backend.allocate(draft_model().kv_cache_spec(5))
+    return DraftModelDrafter(draft_model(), backend, 11, num_tokens)
+
+
+class AsFresh(DraftModelDrafter):
+    """A draft model that compares each of its drafts with that of a drafter without a past."""
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        if any(budget):
+            fresh = make_draft_model().propose(batch, budget)
+            assert chains(draft) == chains(fresh), "its cache drifted"
+        return draft
+
+    @classmethod
+    def make(cls, num_tokens: int) -> AsFresh:
+        backend = RaggedBackend(4)
+        backend.allocate(draft_model().kv_cache_spec(5))
+        return cls(draft_model(), backend, 11, num_tokens)
+
+
+class DraftModelMachine(EngineMachine):
+    num_preempted = num_pieces = 0
+    own: AsFresh | None = None
+
+    def make_backend(self, page_size: int) -> AttentionBackend:
+        return RaggedBackend(page_size)
+
+    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
+        return st.integers(1, 4).map(self.make_drafters)
+
+    def make_drafters(self, num_tokens: int) -> Seq[Drafter]:
+        self.own = AsFresh.make(num_tokens)
+        return [self.own]
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.own is not None:
+            assert self.own._backend.kv_usage.held == 0, "the draft model holds KV of nobody"
+
+
+class CascadeMachine(DraftModelMachine):
+    num_preempted = num_pieces = 0
+
+    def make_drafters(self, num_tokens: int) -> Seq[Drafter]:
+        llma = LLMADrafter(LLMAConfig(2, num_tokens, Search.prompt_and_output, require_full_copy=False))
+        return [llma, *super().make_drafters(num_tokens)]
+
+
+class ReversedMachine(DraftModelMachine):
+    """The draft model is asked first, and all that it drafts is right."""
+
+    num_preempted = num_pieces = 0
+
+    @classmethod
+    def make_model(cls) -> Any:
+        return draft_model().model
+
+    def make_drafters(self, num_tokens: int) -> Seq[Drafter]:
+        return [*super().make_drafters(num_tokens), LLMADrafter(LLMAConfig(1, 3, require_full_copy=False))]
+
+
+@pytest.mark.parametrize("machine", [DraftModelMachine, CascadeMachine, ReversedMachine])
+def test_after_any_arrivals_preemptions_and_trims_it_drafts_what_a_fresh_drafter_drafts(
+    machine: type[DraftModelMachine],
+) -> None:
+    examples = settings.default.max_examples // 4
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=15, phases=QUICK))
+
+
+@pytest.mark.parametrize("budget", ["fixed", "adaptive"])
+def test_under_one_memory_limit_target_and_draft_model_preempt_and_stay_exact(
+    budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = TargetModel(tiny_model("opt", seed=3, vocab_size=11, max_model_len=144))
+    monkeypatch.setattr("emssd.assembly.load_model", lambda path, **options: (draft, None))
+    model = tiny_model("llama", vocab_size=11, max_model_len=144)
+    target_bytes, draft_bytes = 2 * 2 * 16 * 8, 2 * 2 * 32 * 8  # layers, keys and values, heads and their size, float64
+    num_tokens = 230
+    engine = Engine.from_model(
+        model,
+        drafter=CascadeConfig(["llma", "draft_model"], {"llma": {"copy_length": 3}, "draft_model": {"path": "tiny"}}),
+        budget=budget,
+        batch_size=4,
+        max_step_tokens=16,
+        kv_memory=str(num_tokens * (target_bytes + draft_bytes)),
+        on_drafter_error="fail",
+    )
+    prompts = [[1, 2, 3], [4] * 20, [5, 6], [1, 2, 3]]
+    done = engine.generate(prompts, 120, ignore_eos=True)
+    references = References(engine.target, 120)
+    assert [generation.token_ids for generation in done] == [references[tuple(ids)] for ids in prompts]
+    assert engine.report.num_preempted > 0
+    assert engine.report.kv_usage.peak_pool <= num_tokens * target_bytes
+    assert engine.backend.kv_usage.held == 0

@@ -1,0 +1,81 @@
+"""Whether FlashInfer's kernels can run on this machine: the cheap questions first, one sentence each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["KNOWN_VERSIONS", "reason"]
+
+KNOWN_VERSIONS = ((0, 6, 13), (0, 8, 0))
+"""First version of flashinfer-python that this plugin was written for, and the first that it was not."""
+
+_INSTALL = "pip install 'emssd[flashinfer]' brings it"
+_MODULES = ("flashinfer", "tvm_ffi", "pynvml", "requests", "packaging", "tqdm")  # what importing it truly needs
+
+
+def reason() -> str | None:
+    """Why the kernels cannot run here, without the stop; ``None`` if nothing speaks against it.
+
+    Only the last question starts CUDA, and none imports FlashInfer.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        return f"it needs an NVIDIA GPU, and this PyTorch ({torch.__version__}) is built without CUDA"
+    if not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU, and PyTorch finds none on this machine"
+    if found := _package() or _compiler():
+        return found
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        name = torch.cuda.get_device_name()
+        return f"it needs a GPU of compute capability 8.0 or later, and {name} has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _package() -> str | None:
+    missing = [module for module in _MODULES if find_spec(module) is None]
+    if "flashinfer" in missing:
+        return f"FlashInfer is not installed ({_INSTALL})"
+    if missing:
+        return f"FlashInfer is installed without {', '.join(missing)}, which it imports ({_INSTALL})"
+    try:
+        found = version("flashinfer-python")
+    except PackageNotFoundError:
+        return f"FlashInfer is not there as the distribution flashinfer-python, so its version is unknown ({_INSTALL})"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    first, beyond = KNOWN_VERSIONS
+    if not first <= numbers < beyond:
+        known = f"{_dotted(first)} up to, but not including, {_dotted(beyond)}"
+        return f"FlashInfer {found} is installed, and this version of emssd knows {known} ({_INSTALL})"
+    return None
+
+
+def _compiler() -> str | None:
+    """What FlashInfer compiles its kernels with when they are first used; the search is its own."""
+    if find_spec("flashinfer_jit_cache") is not None:
+        return None  # kernels that are compiled already
+    if shutil.which("ninja") is None:
+        return "FlashInfer compiles its kernels when they are first used, and ninja is not on PATH (pip install ninja)"
+    cxx = os.environ.get("CXX", "c++")
+    if shutil.which(cxx) is None:
+        return f"FlashInfer compiles its kernels when they are first used, and there is no C++ compiler {cxx!r} on PATH"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    folder = Path(home) if home else Path(on_path).parent.parent if on_path else Path("/usr/local/cuda")
+    nvcc = os.environ.get("FLASHINFER_NVCC", str(folder / "bin" / "nvcc"))
+    if not Path(nvcc).is_file():
+        return (
+            f"FlashInfer compiles its kernels when they are first used, and there is no nvcc at {nvcc} "
+            f"(set CUDA_HOME, now {home or 'not set'}, to the folder of a CUDA toolkit)"
+        )
+    return None
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

@@ -1,0 +1,201 @@
+"""FlashInfer with its compiled kernels replaced by plain PyTorch, or a stand-in where it is not installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from emssd.attention import LayerSpec
+from emssd.paged import PagedMetadata
+from emssd.testing.paged import ReferenceAttention
+
+INSTALLED = find_spec("flashinfer") is not None
+
+
+class FakeEvent:
+    """Counts what would be waits of the host for the device."""
+
+    recorded: list[FakeEvent] = []  # noqa: RUF012  # emptied by the fixture
+    waited: list[FakeEvent] = []  # noqa: RUF012  # as above
+
+    def record(self, stream: object) -> None:
+        FakeEvent.recorded.append(self)
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        FakeEvent.waited.append(self)
+
+
+class FakeModule:
+    """Stands for the compiled module: keeps what it is planned with, and attends by the reference."""
+
+    def __init__(self, name: str, options: tuple[Any, ...]) -> None:
+        self.name, self.options = name, options
+        self.plans: list[tuple[Any, ...]] = []
+
+    def plan(self, *arguments: Any) -> list[int]:
+        self.plans.append(arguments)
+        for table in arguments[3:6]:
+            assert table.device.type == "cpu", "planning reads tables on the host"
+            assert table.dtype == torch.int32
+        return [0]
+
+    def paged_run(self, *arguments: Any) -> None:
+        (_, _, _, query, keys, values, qo_indptr, kv_indptr, kv_indices, last_page_len, out, _, mask_mode, layout,
+         window_left, _, packed_mask, mask_indptr, *_) = arguments  # fmt: skip
+        softcap, scale = arguments[22:24]
+        assert layout == 0, "pages are [page_size, heads, dim]"
+        assert (mask_mode == 2) == (packed_mask is not None)
+        assert mask_mode in (1, 2)
+        rows = kv_indptr.tolist()
+        metadata = PagedMetadata(
+            qo_indptr, kv_indptr, kv_indices[: rows[-1]], last_page_len, torch.empty(0), keys.shape[1]
+        )
+        window = None if window_left < 0 else window_left + 1
+        layer = LayerSpec(
+            query.shape[1], keys.shape[2], query.shape[2], values.shape[3], scale, window, softcap or None
+        )
+        mask = None
+        if packed_mask is not None:
+            assert window_left < 0
+            bits = ((packed_mask[:, None] >> torch.arange(8)) & 1).bool().flatten()
+            sizes = [q * kv for q, kv in zip(qo_indptr.diff().tolist(), metadata.kv_lens, strict=True)]
+            starts = mask_indptr.tolist()
+            mask = torch.cat([bits[8 * start :][:size] for start, size in zip(starts, sizes, strict=False)])
+        attention = ReferenceAttention(layer, mask is not None, None)
+        attention.plan(metadata, mask)
+        attention.run(query, keys, values, out)
+
+
+class StandIn:
+    """For ``BatchPrefillWithPagedKVCacheWrapper`` where FlashInfer is not installed: as much of it as is used here."""
+
+    get_module: Callable[..., FakeModule]
+
+    def __init__(
+        self,
+        pack: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        workspace: torch.Tensor,
+        kv_layout: str,
+        *,
+        backend: str,
+        use_cuda_graph: bool = False,
+        **buffers: torch.Tensor,
+    ) -> None:
+        self.device, self._name, self._graph, self._pack = workspace.device, backend, use_cuda_graph, pack
+        names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+        assert set(buffers) == (set(names) if use_cuda_graph else set())
+        self._tables = tuple(buffers[name] for name in names) if buffers else ()
+        self._most: int | None = None
+        assert kv_layout == "NHD"
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        **rules: Any,
+    ) -> None:
+        given, total = (qo_indptr, kv_indptr, kv_indices, last_page_len), int(qo_indptr[-1])
+        assert rules["max_token_per_sequence"] == int(qo_indptr.diff().max())
+        if self._graph:
+            self._most = self._most or total
+            assert total <= self._most, "more queries than the first plan had"
+            for buffer, table in zip(self._tables, given, strict=True):
+                assert len(buffer) == len(table) or table is kv_indices, "the number of rows is fixed"
+                buffer[: len(table)].copy_(table)
+        else:
+            self._tables = given
+        self._mask = self._mask_indptr = None
+        if (mask := rules["custom_mask"]) is not None:
+            kv_lens = PagedMetadata(*given, torch.empty(0), page_size).kv_lens
+            sizes = [q * kv for q, kv in zip(qo_indptr.diff().tolist(), kv_lens, strict=True)]
+            self._mask, self._mask_indptr = self._pack(mask, torch.tensor([0, *accumulate(sizes)]), "little")
+        self._rules, self._total = rules, total
+        self._module = StandIn.get_module(self._name, rules["q_data_type"], head_dim, rules["head_dim_vo"])
+        self._module.plan(
+            None, None, None, qo_indptr, kv_indptr, last_page_len, self._most or total, len(qo_indptr) - 1,
+            num_qo_heads, num_kv_heads, page_size, self._graph,
+        )  # fmt: skip
+
+    def run(self, query: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
+        assert len(query) == len(out) == self._total, "FlashInfer wants exactly the planned queries"
+        mode = 2 if self._mask is not None else int(self._rules["causal"])
+        softcap, scale = self._rules["logits_soft_cap"] or 0.0, self._rules["sm_scale"]
+        self._module.paged_run(
+            None, None, None, query, *pools, *self._tables, out, None, mode, 0, self._rules["window_left"], None,
+            self._mask, self._mask_indptr, None, None, None, None, softcap, scale,
+        )  # fmt: skip
+
+
+def pack_bits(bits: torch.Tensor, indptr: torch.Tensor, bitorder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashInfer's ``segment_packbits``: each segment in bytes of its own, the first bit lowest."""
+    assert bitorder == "little"
+    segments = [bits[start:stop] for start, stop in zip(indptr.tolist(), indptr.tolist()[1:], strict=False)]
+    padded = [torch.cat([part, part.new_zeros(-len(part) % 8)]).view(-1, 8) for part in segments]
+    starts = [0, *accumulate(len(part) for part in padded)]
+    return (torch.cat(padded) * 2 ** torch.arange(8)).sum(1).to(torch.uint8), torch.tensor(starts, dtype=torch.int32)
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch, use_module: Callable[..., None]) -> list[FakeModule]:
+    """A module for each plan, in order."""
+    made: list[FakeModule] = []
+    empty = torch.empty
+
+    def unpinned(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return empty(*arguments, **options)
+
+    def get_module(name: str, *options: Any) -> FakeModule:
+        made.append(FakeModule(name, options))
+        return made[-1]
+
+    if not INSTALLED:
+        stand_in = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=partial(StandIn, pack_bits))
+        monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    else:
+        prefill = import_module("flashinfer.prefill")
+        monkeypatch.setattr(prefill, "segment_packbits", pack_bits)
+        monkeypatch.setattr(prefill, "_get_cache_alibi_slopes_buf", lambda heads, device: None)
+    use_module(get_module)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace())
+    FakeEvent.recorded.clear()
+    FakeEvent.waited.clear()
+    return made
+
+
+@pytest.fixture
+def use_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Gives FlashInfer, or what stands in for it, a function in the place of what compiles and loads."""
+
+    def use(get_module: Callable[..., Any]) -> None:
+        if INSTALLED:
+            monkeypatch.setattr(import_module("flashinfer.prefill"), "get_batch_prefill_module", get_module)
+        else:
+            monkeypatch.setattr(StandIn, "get_module", get_module, raising=False)
+
+    return use
+
+
+@pytest.fixture
+def events(modules: list[FakeModule]) -> type[FakeEvent]:
+    """What was recorded, and what was waited for."""
+    return FakeEvent

@@ -1,0 +1,185 @@
+"""The paged backend's own promises, with reference kernels: padded heads, recorded steps, trees, memory, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from emssd_flashinfer.backend import FlashInferBackend
+from emssd_flashinfer.kernels import FlashInferKernels
+from emssd_flashinfer.pool import KVPool, kernel_layer, num_pool_pages, token_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.attention import Kept, KVCacheSpec, LayerSpec
+from emssd.draft import Draft
+from emssd.errors import ConfigError, OutOfMemoryError
+from emssd.packing import pack
+from emssd.sequence import Request, Sequence
+from emssd.testing.oracle import DenseBackend
+from emssd.testing.paged import ReferenceKernels
+
+CPU = torch.device("cpu")
+LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
+SPEC = KVCacheSpec((LAYER, replace(LAYER, sliding_window=4)), torch.float64, CPU, max_batch_size=4, max_model_len=64)
+
+
+def allocated(spec: KVCacheSpec = SPEC, **options: object) -> FlashInferBackend:
+    backend = FlashInferBackend(ReferenceKernels(), **options)
+    assert not backend.unsupported(spec)
+    backend.allocate(spec)
+    return backend
+
+
+def sequence(name: str, length: int, num_cached: int = 0) -> Sequence:
+    return Sequence(Request(name, tuple(range(1, length + 1)), 100), num_cached=num_cached)
+
+
+def test_layers_with_the_same_rules_share_one_plan() -> None:
+    backend = allocated(replace(SPEC, layers=(*SPEC.layers, LAYER)))
+    plan = backend.plan(pack([sequence("a", 3)], Draft.empty(1), CPU))
+    assert plan.attention[0] is plan.attention[2] is not plan.attention[1]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@given(seed=st.integers(0, 1000), parents=st.lists(st.integers(0, 99), min_size=2, max_size=6))
+def test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone(
+    window: int | None, seed: int, parents: list[int]
+) -> None:
+    tree = tuple(choice % (node + 1) - 1 for node, choice in enumerate(parents))
+    layer = replace(LAYER, sliding_window=window)
+    spec = replace(SPEC, layers=(layer,))
+    backend, generator = allocated(spec, page_size=3), torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> tuple[torch.Tensor, ...]:
+        shapes = ((layer.num_qo_heads, 10), (layer.num_kv_heads, 10), (layer.num_kv_heads, 7))
+        return tuple(torch.randn(count, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+    prompt, nodes = draw(5), draw(1 + len(tree))  # the newest token, then its tree
+    backend.forward(backend.plan(pack([sequence("a", 5)], Draft.empty(1), CPU)), 0, *prompt)
+    backend.commit(Kept(("a",), (5,)))
+    draft = Draft(torch.zeros(len(tree), dtype=torch.int64), (0, len(tree)), tree)
+    out = backend.forward(backend.plan(pack([sequence("a", 6, 5)], draft, CPU), draft), 0, *nodes)
+    for node in range(len(tree)):
+        path = [node]
+        while tree[path[0]] >= 0:
+            path.insert(0, tree[path[0]])
+        chosen = torch.tensor([0] + [1 + step for step in path])
+        dense = DenseBackend()
+        dense.allocate(spec)
+        alone = pack([sequence("a", 5 + len(chosen))], Draft.empty(1), CPU)
+        whole = [torch.cat([old, new[chosen]]) for old, new in zip(prompt, nodes, strict=True)]
+        expected = dense.forward(dense.plan(alone), 0, *whole)
+        torch.testing.assert_close(out[1 + node], expected[-1], rtol=0, atol=1e-12)
+
+
+@given(dim=st.integers(1, 256), other=st.integers(1, 256))
+def test_heads_are_padded_to_the_next_that_the_kernels_take_with_the_true_scale(dim: int, other: int) -> None:
+    layer = replace(LAYER, key_dim=dim, value_dim=other, scale=dim**-0.5)
+    padded = kernel_layer(layer, FlashInferKernels.head_dims)
+    assert padded.key_dim == padded.value_dim == next(d for d in (64, 128, 256) if d >= max(dim, other))
+    assert replace(padded, key_dim=dim, value_dim=other) == layer
+
+
+class TestMemory:
+    def test_the_pool_keeps_to_the_limit_and_is_allocated_once(self) -> None:
+        spec = replace(SPEC, max_tokens=100)
+        backend = allocated(spec, page_size=4)
+        limit, page_bytes = 100 * spec.bytes_per_token(), 2 * 2 * (16 + 16) * 8 * 4  # padded heads, float64, 4 tokens
+        assert backend.kv_usage.peak_pool == limit // page_bytes * page_bytes == 13 * page_bytes
+        assert backend.fits({"a": 48})
+        assert not backend.fits({"a": 45, "b": 1})  # 12 pages and one more
+        backend.plan(pack([sequence("a", 5)], Draft.empty(1), CPU))
+        assert backend.kv_usage.held == 2 * page_bytes
+        backend.release(["a"])
+        assert (backend.kv_usage.held, backend.kv_usage.peak_held) == (0, 2 * page_bytes)
+        assert backend.kv_usage.peak_pool == 13 * page_bytes
+
+    @given(max_tokens=st.integers(20, 300), page_size=st.integers(1, 9), free=st.integers(10_000, 10**6))
+    def test_no_limit_is_ever_exceeded(self, max_tokens: int, page_size: int, free: int) -> None:
+        page_bytes = 500 * page_size
+        spec = replace(SPEC, max_tokens=max_tokens)
+        num_pages = num_pool_pages(spec, page_size, page_bytes, free)
+        assert (num_pages + 1) * page_bytes <= min(free, max_tokens * spec.bytes_per_token())
+        assert num_pages <= 4 * -(-64 // page_size)
+
+    def test_without_a_limit_a_full_batch_fits_or_what_memory_there_is(self) -> None:
+        assert num_pool_pages(SPEC, 16, 1000, float("inf")) == 4 * 4
+        assert num_pool_pages(replace(SPEC, max_model_len=65), 16, 1000, float("inf")) == 4 * 5
+        assert num_pool_pages(SPEC, 16, 1000, 7999) == 6
+
+    @pytest.mark.parametrize(
+        ("spec", "free", "what"),
+        [
+            (replace(SPEC, max_tokens=3), 1e9, r"0\.00 MiB \(kv_memory\)"),
+            (SPEC, 2**21, r"2\.00 MiB of the device's memory"),
+        ],
+    )
+    def test_no_room_for_one_page_is_refused_in_words(self, spec: KVCacheSpec, free: float, what: str) -> None:
+        with pytest.raises(
+            OutOfMemoryError, match=rf"may take {what}, and the two pages of 16 tokens .*Raise kv_memory"
+        ):
+            num_pool_pages(spec, 16, 2**21, free)
+
+    def test_a_full_device_says_what_the_pool_takes_and_what_lowers_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*arguments: object, **options: object) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(torch, "zeros", full)
+        with pytest.raises(
+            OutOfMemoryError, match=r"0\.04 GiB for 10000 pages of 16 tokens\. Lower kv_memory, .*batch_size"
+        ):
+            KVPool((LAYER,), 10_000, 16, torch.float64, CPU)
+
+    def test_a_workspace_without_room_names_its_option(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*arguments: object, **options: object) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(torch, "empty", full)
+        with pytest.raises(OutOfMemoryError, match=r"workspace of 384 MiB on cpu\. Lower backend\.workspace_mib"):
+            FlashInferKernels(384, "fa2").allocate(SPEC, 16)
+
+    @given(count=st.integers(0, 40))
+    def test_padding_goes_to_a_page_of_its_own(self, count: int) -> None:
+        pool = KVPool((LAYER,), 3, 4, torch.float64, CPU)
+        assert len(pool.keys[0]) == 4
+        assert set(pool.scrap_slots(count).tolist()) <= {12, 13, 14, 15}
+        assert len(pool.scrap_slots(count)) == count
+
+    def test_bytes_count_keys_and_values(self) -> None:
+        assert token_bytes((LAYER,), torch.float16) == 2 * (10 + 7) * 2
+
+
+class TestRefusals:
+    def test_heads_that_no_kernel_takes(self) -> None:
+        reasons = FlashInferBackend(ReferenceKernels((64, 128))).unsupported(
+            replace(SPEC, layers=(LAYER, replace(LAYER, value_dim=129)))
+        )
+        assert reasons == ["it takes heads of up to 128 elements, and layer 1 has 129"]
+
+    def test_heads_that_do_not_form_groups(self) -> None:
+        (reason,) = FlashInferBackend(ReferenceKernels()).unsupported(
+            replace(SPEC, layers=(replace(LAYER, num_qo_heads=3),))
+        )
+        assert "3 query heads over 2 key heads" in reason
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_precisions_that_the_kernels_lack(self, dtype: torch.dtype) -> None:
+        kernels = FlashInferKernels(384, "fa2")
+        reasons = kernels.unsupported(replace(SPEC, dtype=dtype))
+        assert str(dtype).removeprefix("torch.") in reasons[0]
+        assert "model.dtype=bfloat16" in reasons[0]
+        assert "model.device=cuda" in reasons[1]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"page_size": 0}, "backend.page_size is 0"),
+            ({"max_graph_tokens": 0}, "backend.max_graph_tokens is 0"),
+            ({"memory_fraction": 1.5}, "backend.memory_fraction is 1.5"),
+        ],
+    )
+    def test_options_that_cannot_work(self, options: dict[str, object], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            FlashInferBackend(ReferenceKernels(), **options)

@@ -1,0 +1,129 @@
+"""How FlashInfer is called, on the CPU: its compiled kernels are replaced by plain PyTorch.
+
+Where FlashInfer is installed (``benchmarks/compile_flashinfer.py --test`` sees to it), all of its own Python code runs;
+elsewhere a stand-in for its wrapper does. What reaches the kernels (tables, masks, windows, scales, buffers of recorded
+steps) is held against the dense reference like any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emssd_flashinfer.backend import FlashInferBackend
+from emssd_flashinfer.kernels import FlashInferKernels
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.draft import Draft
+from emssd.engine import Engine
+from emssd.errors import PluginError
+from emssd.model import TargetModel
+from emssd.packing import pack
+from emssd.sequence import Request, Sequence
+from emssd.testing.drafters import RandomDrafter
+from emssd.testing.machines import BackendMachine
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+from emssd.testing.paged import ReferenceKernels, rerun
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")
+
+CPU = torch.device("cpu")
+LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
+SPEC = KVCacheSpec((LAYER,), torch.float64, CPU, max_batch_size=4, max_model_len=64)
+
+
+class CpuKernels(FlashInferKernels):
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        return []
+
+
+def backend(**options: Any) -> FlashInferBackend:
+    return FlashInferBackend(CpuKernels(1, "fa2"), **options)
+
+
+def step(made: FlashInferBackend, length: int, name: str = "a") -> torch.Tensor:
+    """A prompt through the first layer."""
+    plan = made.plan(pack([Sequence(Request(name, tuple(range(length)), 9))], Draft.empty(1), CPU))
+    count = plan.input_ids.numel()
+    shapes = ((count, 4, 10), (count, 2, 10), (count, 2, 7))
+    return made.forward(plan, 0, *(torch.ones(shape, dtype=torch.float64) for shape in shapes))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_it_equals_the_dense_reference_after_any_history(recorded: bool, modules: list[Any]) -> None:
+    options: dict[str, Any] = {"capture": rerun, "max_graph_tokens": 12} if recorded else {}
+    machine = type("Machine", (BackendMachine,), {"make_backend": lambda self: backend(page_size=3, **options)})
+    run_state_machine_as_test(machine, settings=settings(settings.default, stateful_step_count=10))
+    assert {module.name for module in modules} == {"fa2"}
+
+
+@pytest.mark.parametrize("architecture", ["opt", "gemma2"])
+def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str, modules: list[Any]) -> None:
+    model = tiny_model(architecture, max_model_len=64)
+    target, prompts = TargetModel(model), [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8], [4, 4]]
+    expected = {str(i): greedy_reference(model, prompt, 10) for i, prompt in enumerate(prompts)}
+    made = backend(capture=rerun, max_graph_tokens=16)
+    made.allocate(target.kv_cache_spec(3))
+    engine = Engine(target, made, RandomDrafter(target.vocab_size, 4, expected, seed=1), batch_size=3)
+    outputs = engine.generate(prompts, 10, ignore_eos=True)
+    assert [list(output.token_ids) for output in outputs] == list(expected.values())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_tree_attends_as_it_does_with_the_reference_kernels(window: int | None, modules: list[Any]) -> None:
+    spec = replace(SPEC, layers=(replace(LAYER, sliding_window=window, softcap=4.0),))
+    draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
+    rows = [Sequence(Request("a", (1, 2, 3), 9)), Sequence(Request("b", (4, 5), 9))]
+    outs = []
+    for made in (backend(page_size=3), FlashInferBackend(ReferenceKernels((64,)), page_size=3)):
+        made.allocate(spec)
+        plan = made.plan(pack(rows, draft, CPU), draft)
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((12, 4, 10), (12, 2, 10), (12, 2, 7))
+        inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        outs.append(made.forward(plan, 0, *inputs))
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+
+
+def test_a_recorded_kernel_is_first_planned_at_its_largest(modules: list[Any]) -> None:
+    made = backend(capture=rerun, max_graph_tokens=12)
+    made.allocate(SPEC)
+    step(made, 9)
+    largest, real = (module.plans[0] for module in modules[-2:])
+    assert (largest[6], real[6]) == (10, 10), "FlashInfer keeps the first plan's number of queries as the limit"
+    assert (largest[3].tolist(), real[3].tolist()) == ([0, 7, 8, 9, 10], [0, 9, 9, 9, 9])
+    assert all(plan[11] for plan in (largest, real)), "graph mode"
+
+
+def test_a_plan_waits_for_the_one_before_to_be_fetched(events: Any) -> None:
+    made = backend()
+    made.allocate(SPEC)  # plans once, to compile
+    for number in range(3):
+        step(made, 5, str(number))
+        assert events.waited == events.recorded[:-1]
+
+
+def test_long_prompts_take_the_other_kernel_where_it_is_asked_for(modules: list[Any]) -> None:
+    made = FlashInferBackend(CpuKernels(1, "fa3"))
+    made.allocate(replace(SPEC, max_model_len=300))
+    assert [module.name for module in modules] == ["fa2", "fa3"], "both are compiled before the first step"
+    for length, name in ((255, "fa2"), (256, "fa3")):
+        step(made, length, name)
+        assert modules[-1].name == name
+
+
+def test_what_the_compiler_says_is_told_with_what_to_check(modules: list[Any], use_module: Callable[..., None]) -> None:
+    def failing(*arguments: Any) -> None:
+        raise RuntimeError(
+            "Ninja build failed. Ninja output:\nx.cu: fatal error: cuda_runtime.h: No such file\nstopped"
+        )
+
+    use_module(failing)
+    with pytest.raises(PluginError, match=r"heads of 64 elements.*fatal error: cuda_runtime\.h.*CUDA_HOME"):
+        backend().allocate(SPEC)

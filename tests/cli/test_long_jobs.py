@@ -1,0 +1,302 @@
+"""Jobs that are interrupted and resumed, and prompts that fail without stopping the rest."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from emssd.output import OutputFolder
+
+
+def rows_by_id(path: Path) -> dict[str, list[int]]:
+    """Tokens of each row of ``generations.jsonl``, none of which may be there twice."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert set(Counter(row["id"] for row in rows).values()) == {1}
+    return {row["id"]: row["token_ids"] for row in rows}
+
+
+def cut_down(folder: Path, num_rows: int, rest: str = "") -> None:
+    """Leave the folder of a finished run as if it had been killed after `num_rows` rows, in the middle of `rest`."""
+    path = folder / "generations.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:num_rows]) + rest)
+    (folder / "metrics.json").unlink()
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_killed_and_resumed_nothing_is_lost_or_decoded_twice(
+    kills: int, start: Callable[..., subprocess.Popen[str]], model: str, work: Path
+) -> None:
+    num_prompts = 300
+    (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(num_prompts)))
+    options = [f"model.path={model}", "data=text", "data.path=many.txt", "max_new_tokens=24", "batch_size=4"]
+
+    def run(folder: str, *arguments: str, kill_at: int | None = None) -> int:
+        """Rows that are there at the end; `kill_at` is how many there are when it is killed."""
+        path = work / folder / "generations.jsonl"
+        process = start(*options, f"output_dir={folder}", *arguments)
+        deadline = time.monotonic() + 200
+        while kill_at is not None and process.poll() is None and time.monotonic() < deadline:
+            if path.exists() and path.read_bytes().count(b"\n") >= kill_at:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(0.01)
+        _, err = process.communicate(timeout=200)
+        assert process.returncode == (0 if kill_at is None else -signal.SIGKILL), err
+        return path.read_bytes().count(b"\n")
+
+    assert run("whole") == num_prompts
+    before = run("killed", kill_at=20)
+    assert 20 <= before < num_prompts
+    for i in range(1, kills):
+        # Another drafter, backend and batch size: none of them determines the output.
+        after = run("killed", "resume=true", "drafter=none", "backend=padded", "batch_size=3", kill_at=20 + 60 * i)
+        assert before < after < num_prompts
+        before = after
+    with (work / "killed" / "generations.jsonl").open("ab") as file:
+        file.write(b'{"id": "many.txt:300", "prompt": "pro')  # what a kill within a write leaves
+    assert run("killed", "resume=true") == num_prompts
+    assert rows_by_id(work / "killed" / "generations.jsonl") == rows_by_id(work / "whole" / "generations.jsonl")
+    metrics = json.loads((work / "killed" / "metrics.json").read_text())
+    assert (metrics["num_prompts"], metrics["num_resumed_prompts"]) == (num_prompts, before)
+    written = (work / "killed" / "generations.jsonl").read_text().splitlines()[before:]
+    assert metrics["num_new_tokens"] == sum(len(json.loads(line)["token_ids"]) for line in written)
+
+
+def test_a_resumed_run_says_what_its_figures_cover(decode: Callable) -> None:
+    whole = rows_by_id(decode().folder / "generations.jsonl")
+    cut_down(decode().folder, 2, '{"id": "prompts.txt:6", "pro')
+    result = decode("overwrite=false", "resume=true", "check=greedy", "progress=true")
+    assert rows_by_id(result.folder / "generations.jsonl") == whole
+    assert [row["id"] for row in result.rows][:2] == list(whole)[:2]
+    assert (result.metrics["num_prompts"], result.metrics["num_resumed_prompts"]) == (5, 2)
+    assert result.metrics["check"]["exact"] == 3
+    assert "resume=true: out/ holds 2 of 5 rows" in result.out
+    assert "of the 3 rows of this run; 2 were finished before" in result.out
+    assert "5/5" in result.out
+
+
+def test_a_finished_job_is_left_as_it_is(decode: Callable) -> None:
+    first = decode()
+    before = {path.name: path.read_text() for path in first.folder.iterdir()}
+    result = decode("overwrite=false", "resume=true")
+    assert result.metrics
+    assert "resume=true: out/ holds 5 of 5 rows\nnothing is left to do\n" in result.out
+    assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
+
+
+def test_killed_after_the_last_row_there_is_nothing_left_but_no_metrics(decode: Callable) -> None:
+    cut_down(decode().folder, 5)
+    result = decode("overwrite=false", "resume=true")
+    assert result.status == 0
+    assert len(result.rows) == 5
+    assert "nothing is left to do" in result.out
+
+
+@pytest.mark.parametrize("left", [None, "", '{"id": "prompts.tx'])
+def test_nothing_to_go_on_with_is_a_fresh_start(left: str | None, decode: Callable, work: Path) -> None:
+    if left is not None:
+        (work / "out").mkdir()
+        (work / "out" / "generations.jsonl").write_text(left)
+    result = decode("overwrite=false", "resume=true")
+    assert result.metrics["num_resumed_prompts"] == 0
+    assert len(rows_by_id(result.folder / "generations.jsonl")) == 5
+    assert "resume=true: out/ holds no rows, so this is a fresh start" in result.out
+
+
+def test_what_does_not_determine_the_output_may_change(decode: Callable) -> None:
+    cut_down(decode("data.limit=3").folder, 2)
+    other = ["drafter=none", "backend=padded", "batch_size=1", "on_error=skip", "data.limit=4", "num_threads=1"]
+    result = decode("overwrite=false", "resume=true", *other)
+    assert (result.metrics["num_prompts"], result.metrics["num_resumed_prompts"]) == (4, 2)
+    assert OmegaConf.load(result.folder / "config.yaml").drafter.name == "none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["max_new_tokens=23"], "max_new_tokens"),
+        (["stop=[x]", "ignore_eos=true"], "stop, ignore_eos"),
+        (["data.unit=paragraph", "data.truncate=left"], "data.truncate, data.unit"),
+        (["model.dtype=float32"], "model.dtype"),
+    ],
+)
+def test_what_determines_the_output_may_not_change(arguments: list[str], names: str, decode: Callable) -> None:
+    folder = decode().folder
+    cut_down(folder, 2)
+    before = {path.name: path.read_text() for path in folder.iterdir()}
+    assert decode("overwrite=false", "resume=true", *arguments).sentence == (
+        f"resume=true: the rows in out were made with another value of {names}; go on as out/config.yaml says, "
+        f"or start again with overwrite=true or another output_dir"
+    )
+    assert {path.name: path.read_text() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("change", [("abc abcd abc", "abc abcd abd"), ("hello hello hello\n", "\n")])
+def test_rows_whose_prompts_have_changed_are_not_kept_silently(
+    change: tuple[str, str], decode: Callable, prompts: Path
+) -> None:
+    cut_down(decode("batch_size=1").folder, 2)
+    prompts.write_text(prompts.read_text().replace(*change))
+    number = {"abc abcd abc": 2, "hello hello hello\n": 1}[change[0]]
+    assert decode("overwrite=false", "resume=true").sentence == (
+        f"resume=true: the row 'prompts.txt:{number}' in out has a prompt that the data no longer holds; bring the old "
+        f"data back, or start again with overwrite=true or another output_dir"
+    )
+
+
+@pytest.mark.parametrize("line", ["oops", "[1]", '{"id": "x"}', '{"id": ["x"], "prompt": "y"}'])
+def test_a_line_that_is_no_row(line: str, decode: Callable) -> None:
+    folder = decode().folder
+    cut_down(folder, 2, line + "\n")
+    assert decode("overwrite=false", "resume=true").sentence == (
+        "resume=true: out/generations.jsonl:3 is no row of a run; take that line out, and its prompt is decoded again, "
+        "or start again with overwrite=true"
+    )
+
+
+def test_rows_without_a_config(decode: Callable) -> None:
+    folder = decode().folder
+    (folder / "config.yaml").unlink()
+    assert decode("overwrite=false", "resume=true").sentence == (
+        "resume=true: out holds rows, but its config.yaml cannot be read (No such file or directory), which tells how "
+        "they were made; overwrite=true starts again"
+    )
+
+
+def test_rows_are_not_overwritten_unless_asked(decode: Callable) -> None:
+    folder = decode().folder
+    before = (folder / "generations.jsonl").read_text()
+    sentence = (
+        "output_dir=out holds the rows of an earlier run; resume=true goes on with it, overwrite=true replaces it, "
+        "or set output_dir to another folder"
+    )
+    assert decode("overwrite=false").sentence == sentence
+    assert (folder / "generations.jsonl").read_text() == before
+    assert len(decode("data.limit=2").rows) == 2
+
+
+def test_options_that_contradict_each_other(decode: Callable, emssd: Callable) -> None:
+    assert decode("resume=true").sentence == (
+        "resume=true keeps the rows of the output folder, overwrite=true drops them; choose one"
+    )
+    assert emssd("resume=true").sentence == (
+        "resume=true goes on with the job of a folder; say which, with output_dir=FOLDER"
+    )
+
+
+def test_a_sweep_is_resumed_job_by_job(decode: Callable) -> None:
+    sweep = ["-m", "drafter=none,llma", "overwrite=false"]
+    folder = decode(*sweep).folder
+    cut_down(folder / "1", 3)
+    assert decode(*sweep).status == 2
+    assert decode(*sweep, "resume=true").status == 0
+    assert rows_by_id(folder / "0" / "generations.jsonl") == rows_by_id(folder / "1" / "generations.jsonl")
+    assert json.loads((folder / "1" / "metrics.json").read_text())["num_resumed_prompts"] == 3
+
+
+def test_two_runs_do_not_write_to_one_folder(decode: Callable, work: Path) -> None:
+    pytest.importorskip("fcntl", reason="file locks are Unix")
+    with OutputFolder(work / "out"):
+        assert decode().sentence == (
+            "output_dir=out is being written by another run; wait for it, or set output_dir to another folder"
+        )
+    assert decode().status == 0
+
+
+BAD: list[tuple[str, str, str]] = [
+    ("{oops", "f.jsonl:2", "f.jsonl:2 is not JSON: "),
+    ("[]", "f.jsonl:2", "f.jsonl:2 is a list; "),
+    ("\ufffe", "f.jsonl:2", "f.jsonl:2 is not UTF-8 text (invalid start byte at byte 12); convert it"),
+    ('{"id": "bad", "n": 3}', "f.jsonl:2", "f.jsonl:2 has no field 'prompt'; it has 'id', 'n'. Choose with data.field"),
+    ('{"prompt": "a", "n": 3}', "f.jsonl:2", "f.jsonl:2 has no field 'id'; it has 'prompt', 'n'. Choose with data.id_"),
+    ('{"prompt": "a", "id": "bad"}', "f.jsonl:2", "f.jsonl:2 has no field 'n'; it has 'prompt', 'id'. Choose"),
+    ('{"id": "bad", "n": 3, "prompt": ""}', "bad", "prompt bad is empty; there is nothing to continue"),
+    ('{"id": "bad", "n": 3, "prompt": 3}', "f.jsonl:2", "f.jsonl:2: field 'prompt' holds a value of type int"),
+    ('{"id": "bad", "n": 3, "prompt": "%s"}' % ("x" * 99), "bad", "prompt bad has 99 tokens, and the model takes 96"),
+    ('{"id": "bad", "n": 3, "prompt": "\\ud800"}', "bad", "prompt bad is no Unicode text: character 1 is half of a"),
+    ('{"id": "bad", "n": 0, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'n' holds 0; a limit of new tokens is a"),
+    ('{"id": "bad", "n": true, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'n' holds True; a limit of new tokens"),
+    ('{"id": "bad", "n": "9", "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'n' holds '9'; a limit of new tokens"),
+    ('{"id": "first", "n": 3, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2 has the id 'first' of f.jsonl:1; choose"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def records(decode: Callable, work: Path) -> Callable[..., Any]:
+    """``records(second, *arguments)`` decodes three records, of which the second is this line."""
+
+    def run(second: str, *arguments: object) -> Any:
+        lines = [
+            b'{"id": "first", "n": 3, "prompt": "hello"}',
+            second.encode(),
+            b'{"id": "3", "n": null, "prompt": "x"}',
+        ]
+        if second == "\ufffe":
+            lines[1] = b'{"prompt": "\xff"}'
+        (work / "f.jsonl").write_bytes(b"\n".join(lines))
+        fields = ["data.id_field=id", "data.max_new_tokens_field=n"]
+        return decode("data=jsonl", "data.path=f.jsonl", "ignore_eos=true", *fields, *arguments)
+
+    return run
+
+
+@pytest.mark.parametrize(("line", "name", "reason"), BAD, ids=[reason for _, _, reason in BAD])
+def test_a_bad_prompt_fails_the_run_or_is_skipped(line: str, name: str, reason: str, records: Callable) -> None:
+    failed = records(line)
+    assert failed.sentence.startswith(reason)
+    assert failed.rows == []
+    result = records(line, "on_error=skip", "check=greedy")
+    assert {row["id"]: len(row["token_ids"]) for row in result.rows} == {"first": 3, "3": 24}
+    (error,) = [json.loads(text) for text in (result.folder / "errors.jsonl").read_text().splitlines()]
+    assert error == {"id": name, "error": failed.sentence}
+    assert result.metrics["check"]["exact"] == 2
+    assert (result.metrics["num_prompts"], result.metrics["num_failed_prompts"]) == (2, 1)
+    assert "1 prompts were skipped, see errors.jsonl:" in result.out
+    assert reason.split(";")[0][:40] in result.out
+    assert "written to out/: generations.jsonl, metrics.json, config.yaml, errors.jsonl" in result.out
+
+
+def test_a_prompt_that_the_kv_cache_cannot_hold(decode: Callable, prompts: Path) -> None:
+    prompts.write_text(prompts.read_text() + "x" * 70 + "\n")
+    result = decode("kv_memory=64KiB", "on_error=skip")
+    assert len(result.rows) == 5
+    (error,) = [json.loads(line) for line in (result.folder / "errors.jsonl").read_text().splitlines()]
+    assert error["id"] == "prompts.txt:7"
+    assert "raise kv_memory, or lower max_new_tokens" in error["error"]
+
+
+def test_without_a_failure_there_is_no_file_of_errors(records: Callable) -> None:
+    assert (records("[]", "on_error=skip").folder / "errors.jsonl").exists()
+    result = records('{"id": "2", "n": 3, "prompt": "a"}', "on_error=skip")
+    assert result.metrics["num_failed_prompts"] == 0
+    assert not (result.folder / "errors.jsonl").exists()
+
+
+def test_if_all_prompts_fail_the_run_fails(decode: Callable, work: Path) -> None:
+    (work / "f.jsonl").write_text('{"text": "a"}\n{oops\n{"prompt": ""}\n[]\n')
+    result = decode("data=jsonl", "data.path=f.jsonl", "on_error=skip")
+    assert result.sentence == "none of the 4 prompts can be used; out/errors.jsonl says why"
+    assert len((result.folder / "errors.jsonl").read_text().splitlines()) == 4
+    assert "… and 1 more" in result.out
+
+
+def test_what_was_skipped_is_not_what_is_left_to_do(records: Callable) -> None:
+    line = '{"id": "bad", "n": 3, "prompt": "%s"}' % ("x" * 99)
+    folder = records(line, "on_error=skip").folder
+    errors, metrics = ((folder / name).read_text() for name in ("errors.jsonl", "metrics.json"))
+    result = records(line, "on_error=skip", "overwrite=false", "resume=true")
+    assert "nothing else is left to do" in result.out
+    assert ((folder / "errors.jsonl").read_text(), (folder / "metrics.json").read_text()) == (errors, metrics)
+    (folder / "generations.jsonl").write_text((folder / "generations.jsonl").read_text().splitlines(keepends=True)[0])
+    result = records(line, "on_error=skip", "overwrite=false", "resume=true")
+    assert {key: result.metrics[key] for key in ("num_prompts", "num_resumed_prompts", "num_failed_prompts")} == {
+        "num_prompts": 2, "num_resumed_prompts": 1, "num_failed_prompts": 1,
+    }  # fmt: skip

@@ -1,0 +1,226 @@
+"""Stop strings, chat templates and limits per prompt on the command line; the live figures."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from emssd import Engine, demo, progress
+from emssd.chat import encode_chat
+from emssd.errors import ConfigError, PromptError
+from emssd.progress import LiveFigures
+from emssd.stats import RunReport
+from emssd.stopping import StopStrings
+
+
+@pytest.fixture
+def chat(emssd: Callable, chat_model: str, work: Path) -> Callable[..., Any]:
+    """``chat(records, *arguments)`` decodes a few tokens for each of the records."""
+
+    def run(records: list[Any], *arguments: object) -> Any:
+        (work / "f.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return emssd(
+            f"model.path={chat_model}", "data=jsonl", "data.path=f.jsonl", "data.chat=true", "max_new_tokens=3",
+            "output_dir=out", "overwrite=true", "progress=false", *arguments,
+        )  # fmt: skip
+
+    return run
+
+
+def tokens_after(model: str, text: str) -> list[int]:
+    """What the model says after `text`, whose ``<s>`` is the BOS token and no text."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    engine = Engine.from_pretrained(model, drafter="none")
+    (generation,) = engine.generate([tokenizer(text, add_special_tokens=False)["input_ids"]], 3)
+    return list(generation.token_ids)
+
+
+CONVERSATION = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+ASK = {"role": "user", "content": "he"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "text"),
+    [
+        ("hi", [], "<s>[u]hi[a]"),
+        ("hi", ["data.system='Be good'"], "<s>[s]Be good[u]hi[a]"),
+        ([*CONVERSATION, ASK], [], "<s>[u]hi[a]ho[u]he[a]"),
+        ([*CONVERSATION, ASK], ["data.system=ok"], "<s>[s]ok[u]hi[a]ho[u]he[a]"),
+        ([{"role": "system", "content": "mine"}, ASK], ["data.system=ok"], "<s>[s]mine[u]he[a]"),
+        ("hi", ["data.template='Q: {prompt}'"], "<s>[u]Q: hi[a]"),
+    ],
+)
+def test_prompts_go_through_the_chat_template(
+    prompt: Any, arguments: list[str], text: str, chat: Callable, chat_model: str
+) -> None:
+    (row,) = chat([{"prompt": prompt}], *arguments).rows
+    assert row["num_prompt_tokens"] == len(text) - len("<s>") + 1
+    assert row["token_ids"] == tokens_after(chat_model, text)
+    assert row["prompt"] == ("Q: hi" if "Q" in text else prompt)
+
+
+def test_text_files_can_be_questions_too(emssd: Callable, chat_model: str, prompts: Path) -> None:
+    options = ["data=text", f"data.path={prompts}", "max_new_tokens=2", "output_dir=out", "data.limit=2"]
+    result = emssd(f"model.path={chat_model}", *options, "data.chat=true")
+    lengths = {row["prompt"]: row["num_prompt_tokens"] for row in result.rows}
+    assert lengths == {text: 1 + len(f"[u]{text}[a]") for text in ("hello hello hello", "abc abcd abc")}
+
+
+@pytest.mark.parametrize(
+    ("record", "arguments", "sentence"),
+    [
+        ({"prompt": ""}, [], "prompt f.jsonl:1 is empty; there is nothing to continue"),
+        ({"prompt": []}, [], "prompt f.jsonl:1 is no list of messages"),
+        (
+            {"prompt": [ASK, {"role": "user"}]},
+            [],
+            'prompt f.jsonl:1: message 2 has no text \'content\'; a message is {"role": "user", "content": "…"}',
+        ),
+        (
+            {"prompt": ["hi"]},
+            [],
+            'prompt f.jsonl:1: message 1 has no text \'role\'; a message is {"role": "user", "content": "…"}',
+        ),
+        (
+            {"prompt": [{"role": "robot", "content": "x"}]},
+            [],
+            "prompt f.jsonl:1: the tokenizer's chat template refuses the conversation: no role robot",
+        ),
+        (
+            {"prompt": [ASK]},
+            ["data.chat=false"],
+            "f.jsonl:1: field 'prompt' holds a value of type list, not text; choose another with data.field, or make "
+            "text of it with \"data.template='{prompt}'\"; data.chat=true takes a list of messages",
+        ),
+        (
+            {"prompt": "x"},
+            ["data.chat=false", "data.system=x"],
+            "data.system is a message of a conversation; add data.chat=true, or leave it out",
+        ),
+        (
+            {"prompt": "x"},
+            ["data.truncate=left"],
+            "data.truncate=left would cut the chat template of data.chat=true; leave it out, and let on_error=skip "
+            "pass over conversations that are too long",
+        ),
+    ],
+)
+def test_what_is_no_conversation(record: Any, arguments: list[str], sentence: str, chat: Callable) -> None:
+    assert chat([record], *arguments).sentence == sentence
+
+
+def test_a_tokenizer_without_a_chat_template(chat: Callable, model: str) -> None:
+    assert chat([{"prompt": "x"}], f"model.path={model}").sentence == (
+        "data.chat=true needs a tokenizer with a chat template, and this model's has none, as it is probably no "
+        "instruction-tuned model; leave data.chat out, and write prompts as the model knows them (data.template)"
+    )
+
+
+def test_a_conversation_for_the_library_has_one_bos() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_path("target"))  # it adds BOS to texts by itself
+    assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    ids = encode_chat([ASK], tokenizer, system="be good")
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(ids) == "<s>system: be good\nuser: he\n"
+    with pytest.raises(PromptError, match="prompt 7 is no list of messages"):
+        encode_chat([], tokenizer, "7")
+    with pytest.raises(ConfigError, match=r"data\.chat=true needs a tokenizer with a chat template"):
+        encode_chat([ASK], None)
+
+
+def test_stop_strings_end_rows(decode: Callable) -> None:
+    """The tiny model's tokens are bytes, so that any piece of its text can be one."""
+    full = {row["id"]: row for row in decode("ignore_eos=true").rows}
+    string = next(
+        row["text"][4:6] for row in full.values() if row["text"][4:6].isascii() and row["text"][4:6].isalpha()
+    )
+    result = decode("ignore_eos=true", f"stop=['{string}',never]", "check=greedy")
+    assert result.metrics["check"]["exact"] == 5
+    for row in result.rows:
+        whole = full[row["id"]]
+        if row["finish_reason"] == "stop":
+            assert row["token_ids"] == whole["token_ids"][: len(row["token_ids"])]
+            assert row["text"] + string == whole["text"][: len(row["text"]) + 2]
+            assert string not in row["text"]
+        else:
+            assert (row["token_ids"], string in whole["text"]) == (whole["token_ids"], False)
+    assert "stop" in {row["finish_reason"] for row in result.rows}
+
+
+@pytest.mark.parametrize(
+    ("option", "strings"),
+    [
+        (r'stop=["\n\n","Question:"]', ["\n\n", "Question:"]),
+        (r"stop=['\t\r','\\n','\d']", ["\t\r", "\\n", "\\d"]),
+        ('stop=["\n"]', ["\n"]),
+        ('stop=["</s>", "é"]', ["</s>", "é"]),
+    ],
+)
+def test_stop_strings_as_they_are_typed(
+    option: str, strings: list[str], decode: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from emssd import intake
+
+    made: list[list[str]] = []
+    real = intake.StopStrings
+
+    def remember(given: Iterable[str], tokenizer: Any) -> StopStrings:
+        made.append(list(given))
+        return real(made[-1], tokenizer)
+
+    monkeypatch.setattr(intake, "StopStrings", remember)
+    assert decode(option, "max_new_tokens=2").status == 0
+    assert made == [strings]
+
+
+def test_an_empty_stop_string(decode: Callable) -> None:
+    assert decode("stop=['']").sentence == "stop holds ''; every stop string is a text of at least one character"
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def figures(monkeypatch: pytest.MonkeyPatch, steps: list[float], *, terminal: bool, total: int, done: int) -> str:
+    """What is shown when the rows take `steps` seconds."""
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, get_time=clock)
+    with LiveFigures(console, "decoding", total, done=done) as live:
+        for seconds in steps:
+            clock.now += seconds
+            live.row_done(RunReport())
+        live._progress.refresh()
+    return out.getvalue()
+
+
+def test_the_time_left_counts_the_rows_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows in 80 s, each longer than the half minute after which rich forgets; six are left."""
+    shown = figures(monkeypatch, [40.0, 40.0], terminal=True, total=12, done=4)
+    assert "6/12" in shown
+    assert "0:04:00 left" in shown
+
+
+def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = figures(monkeypatch, [25.0] * 7, terminal=False, total=12, done=4)
+    lines = [line.strip() for line in shown.splitlines() if line.startswith("decoding ")]
+    assert lines[:2] == [
+        "decoding 7/12, 0 tokens/s, τ 0.00, 0:02:05 left",
+        "decoding 10/12, 0 tokens/s, τ 0.00, 0:00:50 left",
+    ]
+    assert "11/12" in lines[2]
+    assert len(lines) == 3

@@ -1,0 +1,162 @@
+"""How much each row may draft: fixed budgets, scripted ones, and drafts that are cut after they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd import Engine
+from emssd.budget import BudgetPolicy, FixedBudget, FixedBudgetConfig
+from emssd.draft import Draft, Outcome
+from emssd.errors import ConfigError, PluginError
+from emssd.sequence import Batch, Request, Sequence
+from emssd.stats import StepStats
+from emssd.testing.budgets import ScriptedBudget
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter
+from emssd.testing.models import tiny_model
+from emssd.testing.strategies import drafts
+
+BATCH = Batch(tuple(Sequence(Request(name, (1,), 9)) for name in "abc"))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(None, [7, 0, 3]), (0, [0, 0, 0]), (3, [3, 0, 3]), (5, [5, 0, 3]), (99, [7, 0, 3])]
+)
+def test_a_fixed_budget_is_the_same_for_all_within_their_limits(num_tokens: int | None, expected: list[int]) -> None:
+    assert FixedBudget(num_tokens).allot(BATCH, (7, 0, 3), 5) == expected
+
+
+def test_nothing_is_trimmed_by_default() -> None:
+    assert list(FixedBudget(1).trim(BATCH, Draft.from_chains([[1, 2], [], [3]]), 0)) == [2, 0, 1]
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"budget.num_tokens is -1; it must be at least 0, or null"):
+        FixedBudget(-1)
+
+
+def test_a_policy_is_chosen_by_name_by_config_or_given() -> None:
+    model = tiny_model()
+    assert isinstance(Engine.from_model(model, drafter="none", budget="fixed").drafting.policy, FixedBudget)
+    by_config = Engine.from_model(model, drafter="none", budget=FixedBudgetConfig(num_tokens=2)).drafting.policy
+    assert isinstance(by_config, FixedBudget)
+    assert by_config.num_tokens == 2
+    own = ScriptedBudget([(1, 1)])
+    assert Engine.from_model(model, drafter="none", budget=own).drafting.policy is own
+    with pytest.raises(PluginError, match="unknown budget 'lavish'; choose one of adaptive, fixed"):
+        Engine.from_model(model, budget="lavish")
+
+
+@pytest.mark.parametrize(
+    ("script", "num_steps"),
+    [
+        ([(5, 5)], 2),  # 12 tokens, of which each step gives one of its own
+        ([(5, 2)], 4),
+        ([(2, 5)], 4),
+        ([(0, 5)], 12),
+        ([(5, 0)], 12),
+        ([(5, 5), (0, 0)], 3),
+    ],
+)
+def test_what_is_allotted_is_drafted_and_what_is_trimmed_is_not_verified(
+    script: list[tuple[int, int]], num_steps: int, oracle: Any, make_ragged: Any, build: Any, spy: Any
+) -> None:
+    drafter = spy(PerfectDrafter(11, 5, oracle.references([[1, 2, 3]], 12)))
+    engine = build(oracle, make_ragged, drafter, budget=ScriptedBudget(script))
+    (done,) = engine.generate([[1, 2, 3]], 12)
+    assert done.token_ids == oracle.reference([1, 2, 3], 12)
+    assert done.num_steps == num_steps
+    assert done.num_accepted == done.num_drafted == 12 - num_steps
+    observed = [drafted for ((_, drafted, _),) in drafter.trace]
+    assert max(observed) <= min(script[0]), "a drafter hears of what was verified, not of what it drafted"
+
+
+class Ordered(FixedBudget):
+    """Remembers whom it was asked to forget, and whether it heard of them later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released: list[str] = []
+        self.late: list[str] = []
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        self.late += set(outcome.batch.request_ids) & set(self.released)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self.released += request_ids
+
+
+def test_a_policy_hears_nothing_of_a_request_after_it_was_told_to_forget_it(
+    oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    policy = Ordered()
+    build(oracle, make_ragged, PerfectDrafter(11, 3), budget=policy, batch_size=2).generate(prompts, [1, 2, 3, 4, 5])
+    assert sorted(policy.released) == ["0", "1", "2", "3", "4"]
+    assert policy.late == [], "what it remembers of these stays for ever, and is taken for the next request of that id"
+
+
+def nodes(draft: Draft) -> list[list[tuple[int, float]]]:
+    assert draft.confidence is not None
+    every = list(zip(draft.token_ids.tolist(), draft.confidence, strict=True))
+    return [every[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
+
+
+@given(data=st.data(), budget=st.lists(st.integers(0, 6), min_size=1, max_size=5))
+def test_a_draft_is_cut_to_the_beginning_of_each_row(data: st.DataObject, budget: list[int]) -> None:
+    plain = data.draw(drafts(budget, 30))
+    count = plain.token_ids.numel()
+    probs, confidence = torch.arange(count * 3.0).view(count, 3), tuple(i / 100 for i in range(count))
+    draft = Draft(plain.token_ids, plain.indptr, probs=probs, confidence=confidence)
+    lengths = [data.draw(st.integers(0, length)) for length in draft.lengths]
+    cut = draft.cut(lengths)
+    assert cut.lengths == lengths
+    assert cut.indptr[0] == 0
+    assert cut.num_rows == draft.num_rows
+    assert cut.is_chain
+    assert nodes(cut) == [row[:length] for row, length in zip(nodes(draft), lengths, strict=True)]
+    assert cut.token_ids.dtype == torch.int64
+    assert cut.probs is not None
+    assert cut.probs.tolist() == [probs[round(100 * value)].tolist() for value in cut.confidence or ()]
+    bare = plain.cut(lengths)
+    assert bare.token_ids.tolist() == cut.token_ids.tolist()
+    assert bare.probs is None
+    assert bare.confidence is None
+
+
+class Broken(BudgetPolicy):
+    """Gives what it is told to give."""
+
+    def __init__(self, allotted: Any = None, trimmed: Any = None) -> None:
+        self.allotted, self.trimmed = allotted, trimmed
+
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return list(limits) if self.allotted is None else self.allotted(limits)
+
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        return draft.lengths if self.trimmed is None else self.trimmed(draft.lengths)
+
+
+@pytest.mark.parametrize("where", ["allotted", "trimmed"])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda limits: [limit + 1 for limit in limits], "broke its interface"),
+        (lambda limits: [-1 for _ in limits], "broke its interface"),
+        (lambda limits: limits[1:], "broke its interface"),
+        (lambda limits: [0, *limits], "broke its interface"),
+        (lambda limits: 1 / 0, "failed in"),
+    ],
+)
+def test_a_policy_that_breaks_its_interface_is_named(
+    fault: Any, message: str, where: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    engine = build(oracle, make_ragged, RandomDrafter(11, 3), budget=Broken(**{where: fault}))
+    with pytest.raises(PluginError, match=f"budget policy Broken {message}"):
+        engine.generate(prompts, 6)
+    assert engine.backend.kv_usage.held == 0

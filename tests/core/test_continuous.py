@@ -1,0 +1,66 @@
+"""Continuous batches give the tokens of plain greedy decoding, exactly: any arrivals, chunks, preemptions and budgets.
+
+Oracle: `greedy_reference`, eager attention without a cache, float64, of equal logits the lowest id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from emssd_adaptive.policy import AdaptiveBudget
+from emssd_flashinfer.backend import FlashInferBackend
+from emssd_ragged.backend import RaggedBackend
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from emssd.attention import AttentionBackend
+from emssd.budget import BudgetPolicy
+from emssd.testing.engine_machine import EngineMachine
+from emssd.testing.models import tiny_model
+from emssd.testing.paged import ReferenceKernels, rerun
+from emssd.testing.strategies import policies
+
+
+class DenseMachine(EngineMachine):
+    """The dense reference, which asserts what the engine owes to a backend."""
+
+    num_preempted = num_pieces = 0
+
+
+class RaggedMachine(EngineMachine):
+    num_preempted = num_pieces = 0
+
+    @classmethod
+    def make_model(cls) -> Any:
+        return tiny_model("mistral", vocab_size=11, max_model_len=64)
+
+    def make_backend(self, page_size: int) -> AttentionBackend:
+        return RaggedBackend(page_size)
+
+    def policies(self) -> st.SearchStrategy[BudgetPolicy]:
+        adaptive = st.builds(AdaptiveBudget, memory=st.sampled_from([1.0, 16.0]), probe_interval=st.integers(1, 4))
+        return policies() | adaptive
+
+
+class PagedMachine(RaggedMachine):
+    num_preempted = num_pieces = 0
+    max_kv_tokens = 160  # of which half is padding of narrow heads, and a page that of tokens
+
+    def make_backend(self, page_size: int) -> AttentionBackend:
+        return FlashInferBackend(ReferenceKernels(), page_size=page_size, capture=rerun, max_graph_tokens=12)
+
+
+@pytest.mark.parametrize(("machine", "share"), [(DenseMachine, 3), (RaggedMachine, 2), (PagedMachine, 3)])
+def test_any_arrivals_chunks_preemptions_and_budgets_give_the_tokens_of_greedy_decoding(
+    machine: type[EngineMachine], share: int
+) -> None:
+    phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # to explain a failure takes minutes
+    examples = settings.default.max_examples // share
+    steps = settings(max_examples=examples, stateful_step_count=16, phases=phases)
+    for _ in range(4):  # one run hardly ever goes without
+        run_state_machine_as_test(machine, settings=steps)
+        if machine.num_preempted and machine.num_pieces:
+            return
+    pytest.fail(f"{machine.num_preempted} rows were preempted, and {machine.num_pieces} pieces of prompts computed")

@@ -1,0 +1,203 @@
+"""A drafter that fails costs speed, and never output: it is named, switched off, and told what to forget.
+
+Oracle of outputs: `greedy_reference`, float64.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+from emssd_llma.drafter import LLMADrafter
+
+from emssd import Engine
+from emssd.draft import Draft, Drafter, Outcome
+from emssd.drafting import CheckedDrafter
+from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
+from emssd.sequence import Batch, Request, Sequence
+from emssd.testing.models import tiny_model
+
+NAME = "'bad' (emssd-bad 1.2)"
+
+
+class Faulty(Drafter):
+    """Drafts two tokens, until at step `due` it commits a fault."""
+
+    num_speculative_tokens = 4
+
+    def __init__(self, fault: str, due: int = 3) -> None:
+        self.fault, self.due = fault, due
+        self.num_proposed = self.num_observed = 0
+        self.released: list[str] = []
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self.num_proposed += 1
+        if self.num_proposed != self.due:
+            return Draft.from_chains([[1, 2][:limit] for limit in budget])
+        match self.fault:
+            case "propose":
+                raise ZeroDivisionError("of its own")
+            case "no draft":
+                return None  # type: ignore[return-value]  # that is the fault
+            case "no tensor":
+                return Draft([1], (0, *[1] * len(batch)))  # type: ignore[arg-type]  # that is the fault
+            case "dtype":
+                return Draft(torch.ones(0, dtype=torch.int32), (0,) * (len(batch) + 1))
+            case "budget":
+                return Draft.from_chains([[1] * (limit + 1) for limit in budget])
+            case "vocabulary":
+                return Draft.from_chains([[11][:limit] for limit in budget])
+            case "rows":
+                return Draft.empty(len(batch) + 1)
+            case "indptr":
+                return Draft(torch.tensor([1]), (0, 2, *[1] * (len(batch) - 1)))
+            case "confidence":
+                chains = [[1, 2][:limit] for limit in budget]
+                right = Draft.from_chains(chains)
+                return Draft(right.token_ids, right.indptr, confidence=(0.5,) * (right.token_ids.numel() + 1))
+        return Draft.empty(len(batch))
+
+    def observe(self, outcome: Outcome) -> None:
+        self.num_observed += 1
+        if self.fault == "observe" and self.num_observed == self.due:
+            raise ZeroDivisionError("of its own")
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self.released += request_ids
+        if self.fault == "release":
+            raise ZeroDivisionError("of its own")
+
+
+FAULTS = {
+    "propose": r"failed in propose: ZeroDivisionError\('of its own'\)",
+    "observe": r"failed in observe: ZeroDivisionError\('of its own'\)",
+    "release": r"failed in release: ZeroDivisionError\('of its own'\)",
+    "no draft": "it returned a NoneType; return an emssd.draft.Draft",
+    "no tensor": "failed in propose: AttributeError",
+    "dtype": "its token_ids are torch.int32",
+    "budget": r"it drafted \d tokens for request '\d' with a budget of \d",
+    "vocabulary": "it drafted token id 11, outside the target's vocabulary of 11",
+    "rows": "its draft has 3 rows .* but the batch has 2 rows",
+    "indptr": "broke its interface",
+    "confidence": r"its confidence are of \d tokens, and it drafted \d; give one for each",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_that_of_greedy(
+    fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    drafter = Faulty(fault)
+    engine = build(oracle, make_ragged, drafter, batch_size=2, drafter_name=NAME, on_drafter_error="disable")
+    with pytest.warns(PluginWarning) as caught:
+        done = engine.generate(prompts, 9)
+    assert [generation.token_ids for generation in done] == [oracle.reference(ids, 9) for ids in prompts]
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert message.startswith(f"drafter {NAME} ")
+    assert message.endswith("It is switched off; the output is not affected")
+    assert re.search(FAULTS[fault], message)
+    assert engine.drafting.num_speculative_tokens == 0
+    assert sorted(drafter.released) == ["0", "1", "2", "3", "4"], "what it holds of any request is still released"
+    calls = drafter.num_proposed, drafter.num_observed
+    assert calls[0] <= 3 or fault == "release" or fault == "observe"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = engine.generate(prompts, 9)
+    assert [generation.token_ids for generation in again] == [oracle.reference(ids, 9) for ids in prompts]
+    assert engine.report.num_drafted == 0
+    assert (drafter.num_proposed, drafter.num_observed) == calls, "it is asked no more"
+    assert engine.backend.kv_usage.held == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_or_it_ends_the_run_by_option(
+    fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    engine = build(oracle, make_ragged, Faulty(fault), batch_size=2, drafter_name=NAME, on_drafter_error="fail")
+    with pytest.raises(PluginError, match=FAULTS[fault]) as caught:
+        engine.generate(prompts, 9)
+    assert f"drafter {NAME} " in str(caught.value)
+    assert not engine.scheduler.has_work
+    assert engine.backend.kv_usage.held == 0
+
+
+class Changing(Drafter):
+    """Changes the tokens of a row, which it may only read."""
+
+    num_speculative_tokens = 2
+
+    def __init__(self, change: str) -> None:
+        self.change = change
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        tokens = batch.sequences[0].tokens
+        if self.change == "append":
+            tokens.append(1)
+        elif self.change == "pop":
+            tokens.pop()
+        else:
+            tokens.append(1)
+            raise ZeroDivisionError("and more")
+        return Draft.empty(len(batch))
+
+
+@pytest.mark.filterwarnings("ignore::emssd.errors.PluginWarning")
+@pytest.mark.parametrize("on_error", ["disable", "fail"])
+@pytest.mark.parametrize("change", ["append", "pop", "append and raise"])
+def test_changed_tokens_end_the_run_whatever_the_option(
+    change: str, on_error: str, oracle: Any, make_ragged: Any, build: Any
+) -> None:
+    engine = build(oracle, make_ragged, Changing(change), on_drafter_error=on_error, drafter_name=NAME)
+    with pytest.raises(PluginError, match=f"drafter {NAME} ".replace("(", r"\(").replace(")", r"\)")) as caught:
+        engine.generate([[1, 2, 3]], 4)
+    if on_error == "disable":
+        assert isinstance(caught.value, DraftError)
+        assert "it changed the tokens of the batch, which it may only read" in str(caught.value)
+    assert engine.backend.kv_usage.held == 0
+
+
+def test_a_plugins_drafter_is_named_with_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Any, batch: Batch, budget: Seq[int]) -> Draft:
+        raise ZeroDivisionError("of its own")
+
+    monkeypatch.setattr(LLMADrafter, "propose", failing)
+    engine = Engine.from_model(tiny_model(), drafter="llma")
+    with pytest.warns(PluginWarning, match=r"drafter 'llma' \(emssd [0-9].*\) failed in propose: ZeroDivisionError"):
+        engine.generate([[3, 4]], 5)
+    engine = Engine.from_model(tiny_model(), drafter="llma", on_drafter_error="fail")
+    with pytest.raises(PluginError, match=r"drafter 'llma' \(emssd [0-9].*\) failed in propose"):
+        engine.generate([[3, 4]], 5)
+
+
+def test_it_passes_everything_on() -> None:
+    inner = Faulty("none")
+    checked = CheckedDrafter(inner, None, 11)
+    assert checked.name == "Faulty"
+    assert checked.num_speculative_tokens == 4
+    batch = Batch((Sequence(Request("a", (1, 2), 9)), Sequence(Request("b", (1,), 9))))
+    draft = checked.propose(batch, [4, 1])
+    assert draft.lengths == [2, 1]
+    checked.observe(Outcome(batch, draft, (range(0), range(1))))
+    assert inner.num_observed == 1
+    checked.release(iter(["a"]))
+    assert inner.released == ["a"]
+
+
+def test_it_is_not_asked_for_batches_without_rows() -> None:
+    inner = Faulty("propose", due=1)
+    checked = CheckedDrafter(inner, None, 11)
+    draft = checked.propose(Batch(()), [])
+    checked.observe(Outcome(Batch(()), draft, ()))
+    assert draft.lengths == []
+    assert inner.num_proposed == inner.num_observed == 0
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on_drafter_error is 'ignore'; choose disable or fail"):
+        CheckedDrafter(Faulty("none"), None, 11, on_error="ignore")

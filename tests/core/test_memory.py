@@ -1,0 +1,105 @@
+"""Limits of the KV cache: sizes and shares, and what happens to requests that are larger."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from emssd import Engine, memory
+from emssd.errors import ConfigError, PluginError, PromptError
+from emssd.memory import free_bytes, kv_bytes
+from emssd.testing.models import tiny_model
+
+CPU = torch.device("cpu")
+TOKEN_BYTES = 2 * 2 * 32 * 8  # layers, keys and values, hidden size, float64
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        ("8GiB", 8 * 2**30),
+        ("500MB", 500_000_000),
+        ("1.5KiB", 1536),
+        ("2 TB", 2 * 10**12),
+        (" 64MiB ", 64 * 2**20),
+        ("1B", 1),
+        ("4096", 4096),
+        (4096, 4096),
+        (1e9, 10**9),
+        ("1e9", 10**9),
+        ("2e3MB", 2 * 10**9),
+    ],
+)
+def test_sizes(given: str | float | None, expected: int | None) -> None:
+    assert kv_bytes(given, CPU) == expected
+
+
+@pytest.mark.parametrize("given", ["0.8", 0.8, "1", 1, "1.0", ".25"])
+def test_shares_are_of_what_is_free(given: str | float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000)
+    assert kv_bytes(given, CPU) == int(float(given) * 10_000)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "much",
+        "8G",
+        "8gib",
+        "80%",
+        "-1",
+        "-8GiB",
+        "0",
+        0,
+        "0.0",
+        "0GiB",
+        "GiB",
+        ".",
+        "1.2.3",
+        "8 GiB free",
+        "5iB",
+        True,
+        "nan",
+        "inf",
+        "1e999",
+        float("inf"),
+        float("nan"),
+    ],
+)
+def test_anything_else_is_refused_with_what_is_possible(given: str | float) -> None:
+    with pytest.raises(ConfigError, match=r"kv_memory is .*8GiB or 500MB, or a share of the free memory such as 0\.8"):
+        kv_bytes(given, CPU)
+
+
+def test_free_memory_is_less_than_what_the_machine_has() -> None:
+    import psutil
+
+    assert 0 < free_bytes(CPU) < psutil.virtual_memory().total
+
+
+def test_a_request_that_cannot_fit_even_alone_is_refused_before_anything_runs() -> None:
+    engine = Engine.from_model(tiny_model(), drafter="none", kv_memory=str(48 * TOKEN_BYTES))
+    with pytest.raises(
+        PromptError, match=r"request 1 takes up to 49 tokens .*9 of them for its prompt.*raise kv_memory"
+    ):
+        engine.generate([[3], [4] * 9, [5]], [5, 40, 5])
+    assert engine.report.num_steps == 0
+    assert not engine.scheduler.has_work
+    assert engine.backend.kv_usage.held == 0
+    assert len(engine.generate([[4] * 8], 40, ignore_eos=True)[0].token_ids) == 40
+    assert engine.report.kv_usage.peak_pool <= 48 * TOKEN_BYTES
+
+
+def test_a_limit_below_one_page_refuses_every_request() -> None:
+    engine = Engine.from_model(tiny_model(), drafter="none", kv_memory="100B")
+    with pytest.raises(PromptError, match="raise kv_memory"):
+        engine.generate([[3]], 1)
+
+
+def test_a_backend_that_keeps_no_limit_says_so() -> None:
+    with pytest.raises(ConfigError, match="kv_memory is 'lots'"):
+        Engine.from_model(tiny_model(), kv_memory="lots")
+    with pytest.raises(PluginError, match=r"'padded' cannot serve this model: .*keeps no memory limit"):
+        Engine.from_model(tiny_model(), backend="padded", kv_memory="1GiB")

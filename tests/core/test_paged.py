@@ -1,0 +1,167 @@
+"""Page metadata and tree masks against oracles that are written out token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.attention import LayerSpec
+from emssd.draft import Draft
+from emssd.packing import PackedInputs, pack
+from emssd.paged import FixedShape, largest_metadata, page_metadata, tree_mask
+from emssd.pages import PageTable
+from emssd.sequence import Request, Sequence
+from emssd.testing.paged import ReferenceKernels
+from emssd.transfer import on_device, to_host
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[PageTable, PackedInputs]:
+    """A page table with a history, and the packed inputs of a step, reserved."""
+    table = PageTable(draw(st.integers(1, 5)))
+    rows = []
+    for name in range(draw(st.integers(1, 4))):
+        table.reserve("gone", draw(st.integers(0, 9)))  # so that pages of rows are not neighbours
+        if draw(st.booleans()):
+            table.release(["gone"])
+        length = draw(st.integers(1, 17))
+        row = Sequence(Request(str(name), tuple(range(length)), 100))
+        row.num_cached = draw(st.integers(0, length - 1))
+        table.reserve(str(name), row.num_cached)
+        rows.append(row)
+    packed = pack(rows, Draft.from_chains([[0] * draw(st.integers(0, 6)) for _ in rows]), CPU)
+    for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
+        table.reserve(request_id, kv_len + draw(st.integers(0, 6)))  # a longer step may have been given up
+    return table, packed
+
+
+@given(step=steps())
+def test_metadata_reads_and_writes_the_slots_of_every_token(step: tuple[PageTable, PackedInputs]) -> None:
+    table, packed = step
+    metadata = page_metadata(table, packed)
+    size, qo, kv = table.page_size, metadata.qo_indptr.tolist(), metadata.kv_indptr.tolist()
+    assert metadata.kv_lens == list(packed.kv_lens)
+    assert metadata.num_tokens == packed.num_tokens
+    assert metadata.max_q_len == max(packed.lengths)
+    for row, (request_id, kv_len) in enumerate(zip(packed.request_ids, packed.kv_lens, strict=True)):
+        pages = metadata.kv_indices[kv[row] : kv[row + 1]].tolist()
+        last = int(metadata.kv_last_page_len[row])
+        assert 1 <= last <= size
+        read = [page * size + offset for page in pages for offset in range(size)][: (len(pages) - 1) * size + last]
+        assert read == table.slots(request_id, 0, kv_len)
+        assert metadata.slots[qo[row] : qo[row + 1]].tolist() == read[kv_len - packed.lengths[row] :]
+
+
+@given(step=steps(), absent=st.integers(0, 3))
+def test_absent_rows_have_no_query_and_no_kv(step: tuple[PageTable, PackedInputs], absent: int) -> None:
+    metadata = page_metadata(*step)
+    wider = metadata.with_rows(step[1].num_rows + absent)
+    assert wider.kv_lens == metadata.kv_lens + [0] * absent
+    assert wider.qo_indptr.diff().tolist() == step[1].lengths + [0] * absent
+    assert wider.kv_indices is metadata.kv_indices
+    assert {tensor.dtype for tensor in (wider.qo_indptr, wider.kv_indptr, wider.kv_last_page_len)} == {torch.int32}
+
+
+@given(num_rows=st.integers(1, 9), more=st.integers(0, 50), page_size=st.integers(1, 17))
+def test_the_largest_plan_has_all_rows_and_queries_of_its_shape(num_rows: int, more: int, page_size: int) -> None:
+    metadata = largest_metadata(FixedShape(num_rows, num_rows + more, 0), page_size)
+    assert metadata.num_tokens == num_rows + more
+    assert metadata.kv_lens == metadata.qo_indptr.diff().tolist()
+    assert min(metadata.kv_lens) >= 1
+    assert metadata.max_q_len == more + 1
+    assert len(metadata.kv_indices) == int(metadata.kv_indptr[-1])
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[Sequence], Draft]:
+    """Sequences, cached but for a few tokens, and a tree for each; a tree may be empty, a chain, or all siblings."""
+    rows, parents, indptr = [], [], [0]
+    for name in range(draw(st.integers(1, 3))):
+        length = draw(st.integers(1, 8))
+        row = Sequence(Request(str(name), tuple(range(length)), 100))
+        row.num_cached = draw(st.integers(0, length - 1))
+        rows.append(row)
+        count = draw(st.integers(0, 6))
+        parents += [draw(st.integers(-1, node - 1)) for node in range(count)]
+        indptr.append(indptr[-1] + count)
+    return rows, Draft(torch.zeros(indptr[-1], dtype=torch.int64), tuple(indptr), tuple(parents))
+
+
+def paths(rows: list[Sequence], draft: Draft) -> list[list[list[int]]]:
+    """By hand: for each row and new token, the indices of the tokens on the way to it from the first, itself last."""
+    assert draft.parents is not None
+    found = []
+    for number, row in enumerate(rows):
+        known = len(row.tokens)
+        new = [list(range(token + 1)) for token in range(row.num_cached, known)]
+        for node in range(draft.lengths[number]):
+            path, at = [node + known], draft.parents[draft.indptr[number] + node]
+            while at >= 0:
+                path.insert(0, at + known)
+                at = draft.parents[draft.indptr[number] + at]
+            new.append([*range(known), *path])
+        found.append(new)
+    return found
+
+
+@given(forest=trees(), window=st.none() | st.integers(1, 6))
+def test_a_node_sees_its_ancestors_and_itself_and_nobody_else(
+    forest: tuple[list[Sequence], Draft], window: int | None
+) -> None:
+    rows, draft = forest
+    packed = pack(rows, draft, CPU)
+    expected: list[bool] = []
+    for row, tokens in enumerate(paths(rows, draft)):
+        for path in tokens:
+            seen = set(path if window is None else path[-window:])
+            expected += [key in seen for key in range(packed.kv_lens[row])]
+    mask = tree_mask(packed, draft, window)
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == expected
+
+
+@given(forest=trees(), window=st.none() | st.integers(1, 6))
+def test_without_parents_the_mask_is_causal(forest: tuple[list[Sequence], Draft], window: int | None) -> None:
+    rows, draft = forest
+    chain = Draft(draft.token_ids, draft.indptr)
+    packed = pack(rows, chain, CPU)
+    causal = [
+        key <= query and (window is None or key > query - window)
+        for q_len, kv_len in zip(packed.lengths, packed.kv_lens, strict=True)
+        for query in range(kv_len - q_len, kv_len)
+        for key in range(kv_len)
+    ]
+    assert tree_mask(packed, chain, window).tolist() == causal
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None) -> None:
+    table, generator = PageTable(3), torch.Generator().manual_seed(0)
+    layer = LayerSpec(4, 2, 4, 4, 0.7, sliding_window=window, softcap=5.0)
+    rows = [Sequence(Request(str(i), tuple(range(4 + i)), 9)) for i in range(3)]
+    packed = pack(rows, Draft.from_chains([[0], [], [0, 0]]), CPU)
+    for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
+        table.reserve(request_id, kv_len)
+    metadata = page_metadata(table, packed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query = draw(packed.num_tokens, 4, 4)
+    keys, values = draw(table.num_pages, 3, 2, 4), draw(table.num_pages, 3, 2, 4)
+    outs = [torch.empty_like(query) for _ in range(2)]
+    for masked, out in enumerate(outs):
+        attention = ReferenceKernels().attention(layer, masked=bool(masked))
+        attention.plan(metadata, tree_mask(packed, Draft.from_chains([[0], [], [0, 0]]), window) if masked else None)
+        attention.run(query, keys, values, out)
+    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+
+
+def test_integers_reach_a_device_and_come_back() -> None:
+    assert to_host(on_device([3, 1, 2], CPU)) == [3, 1, 2]
+    assert on_device(torch.tensor([3, 1]), CPU, torch.int32).dtype == torch.int32
+    assert on_device([], CPU).dtype == torch.int64

@@ -1,0 +1,266 @@
+"""What only a GPU can show of ``backend=flashinfer``. Run by ``nox -s gpu``; results belong into docs/gpu.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_flashinfer import FlashInferConfig, PrefillKernel, unavailable
+from emssd_flashinfer.backend import FlashInferBackend
+from emssd_llma import LLMAConfig
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from emssd.assembly import make_backend
+from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec
+from emssd.check import compare
+from emssd.draft import Draft, Drafter
+from emssd.engine import Engine
+from emssd.errors import OutOfMemoryError
+from emssd.generation import Generation
+from emssd.model import TargetModel
+from emssd.packing import pack
+from emssd.registry import Registry
+from emssd.sequence import FinishReason, Request, Sequence
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
+from emssd.testing.machines import BackendMachine
+from emssd.testing.models import tiny_model
+from emssd.testing.paged import ReferenceKernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unavailable() is not None, reason=f"flashinfer: {unavailable()}")]
+
+CUDA = torch.device("cuda", 0)
+EAGER, RECORDED = FlashInferConfig(cuda_graphs=False), FlashInferConfig(max_graph_tokens=64)
+
+# Outputs are averages of values in [-1.5, 1.5]. The kernels round weights and result to the dtype (relative 2^-11 and
+# 2^-8), and their tanh under a soft-cap is good to 2^-11 of scores up to the cap: a few roundings of 1.5.
+TOLERANCE = {torch.float16: 8e-3, torch.bfloat16: 4e-2}
+
+# Each kind of layer has its own kernel to compile, so there are few: dtype, heads, key heads, dim, window, soft-cap.
+LAYERS = {
+    "opt-125m": (torch.float16, 12, 12, 64, None, None),
+    "opt-2.7b": (torch.float16, 8, 8, 80, None, None),
+    "opt-6.7b": (torch.float16, 8, 8, 128, None, None),
+    "llama": (torch.bfloat16, 8, 2, 128, None, None),
+    "group of 8": (torch.bfloat16, 8, 1, 128, None, None),
+    "mistral": (torch.bfloat16, 8, 2, 128, 7, None),
+    "gemma2": (torch.bfloat16, 8, 4, 256, 7, 30.0),
+}
+
+# Random models with the heads of real ones; `hidden_size` is heads times dimension where the architecture wants it.
+MODELS: dict[str, dict[str, Any]] = {
+    "opt-64": {"architecture": "opt", "hidden_size": 256, "word_embed_proj_dim": 256},
+    "opt-80": {"architecture": "opt", "hidden_size": 320, "word_embed_proj_dim": 320},
+    "opt-128": {"architecture": "opt", "hidden_size": 512, "word_embed_proj_dim": 512},
+    "llama-128": {"architecture": "llama", "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
+    "qwen3-128": {"architecture": "qwen3", "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 1},
+}
+ALL_DRAFTERS = ["none", "llma", "draft_model", "perfect", "wrong", "random"]
+CASES = [
+    *(("opt-128", torch.float16, drafter) for drafter in ALL_DRAFTERS),
+    *(("llama-128", torch.bfloat16, drafter) for drafter in ALL_DRAFTERS),
+    *((name, torch.float16, "random") for name in MODELS if name != "opt-128"),
+    *((name, torch.bfloat16, "random") for name in MODELS if name not in {"opt-64", "llama-128"}),
+]
+PROMPTS = [[1, 5, 6, 7, 5, 6, 7, 5, 6], [1, 9], [1, *[4] * 40], [1, 3, 8, 3, 8, 3], [7]]
+
+
+def make(config: FlashInferConfig) -> FlashInferBackend:
+    backend: FlashInferBackend = Registry().find("backend", "flashinfer").build(config)
+    return backend
+
+
+@functools.cache
+def target_of(name: str, dtype: torch.dtype) -> TargetModel:
+    model = tiny_model(**MODELS[name], dtype=dtype, max_model_len=128, std=0.1).to(CUDA)
+    model.generation_config.eos_token_id = None
+    return TargetModel(model)
+
+
+@functools.cache
+def expected_of(name: str, dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """What Hugging Face generates, prompt by prompt."""
+    return [hf_generate(target_of(name, dtype), prompt, 24) for prompt in PROMPTS]
+
+
+def drafter_of(name: str, target: TargetModel, expected: list[tuple[int, ...]], config: Any) -> Drafter:
+    known, vocabulary = {str(i): tokens for i, tokens in enumerate(expected)}, target.vocab_size
+    match name:
+        case "llma":
+            drafter: Drafter = Registry().find("drafter", "llma").build(LLMAConfig(), None)
+            return drafter
+        case "draft_model":
+            backend = make_backend(target.kv_cache_spec(3), config, Registry())
+            return DraftModelDrafter(target, backend, vocabulary, 4)
+        case "perfect":
+            return PerfectDrafter(vocabulary, 5, known)
+        case "wrong":
+            return WrongDrafter(vocabulary, 5, known)
+        case "random":
+            return RandomDrafter(vocabulary, 5, known, seed=3)
+    return RandomDrafter(vocabulary, 0)
+
+
+def engine_of(
+    target: TargetModel, drafter: Drafter, config: Any = EAGER, batch_size: int = 3, **options: Any
+) -> Engine:
+    spec = target.kv_cache_spec(batch_size)
+    return Engine(target, make_backend(spec, config, Registry()), drafter, batch_size=batch_size, **options)
+
+
+def hf_generate(target: TargetModel, prompt: list[int], count: int) -> tuple[int, ...]:
+    ids = torch.tensor([prompt], device=CUDA)
+    out = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def as_generations(outputs: list[tuple[int, ...]]) -> list[Generation]:
+    return [
+        Generation(str(i), tuple(prompt), tokens, None, FinishReason.LENGTH, 1, 0, 0)
+        for i, (prompt, tokens) in enumerate(zip(PROMPTS, outputs, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("config", [EAGER, RECORDED], ids=["eager", "recorded"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_equals_the_dense_reference_after_any_history(name: str, config: FlashInferConfig) -> None:
+    dtype, heads, kv_heads, dim, window, softcap = LAYERS[name]
+    layer = LayerSpec(heads, kv_heads, dim, dim, dim**-0.5, window, softcap)
+
+    class Machine(BackendMachine):
+        layers = st.just((layer, layer))
+        device = CUDA
+        atol = TOLERANCE[dtype]
+
+        def make_backend(self) -> AttentionBackend:
+            return make(config)
+
+    Machine.dtype = dtype
+    run_state_machine_as_test(Machine, settings=settings(settings.default, max_examples=6, stateful_step_count=10))
+
+
+@pytest.mark.parametrize("config", [EAGER, RECORDED], ids=["eager", "recorded"])
+@pytest.mark.parametrize(("name", "dtype", "drafter"), CASES, ids=lambda value: str(value).removeprefix("torch."))
+def test_tokens_equal_hf_generate_or_differ_at_a_tie(
+    name: str, dtype: torch.dtype, drafter: str, config: FlashInferConfig
+) -> None:
+    target, expected = target_of(name, dtype), expected_of(name, dtype)
+    outputs = engine_of(target, drafter_of(drafter, target, expected, config), config).generate(
+        PROMPTS, 24, ignore_eos=True
+    )
+    judge = make_backend(target.kv_cache_spec(1), "ragged", Registry())
+    report = compare(outputs, as_generations(expected), target, judge)
+    assert not report.true_differences, report.true_differences
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_tree_attends_as_with_the_reference_kernels(window: int | None) -> None:
+    layer = LayerSpec(8, 2, 128, 128, 128**-0.5)
+    # The window is part of the mask, so that no further kernel is compiled for it.
+    spec = KVCacheSpec((dataclasses.replace(layer, sliding_window=window),), torch.bfloat16, CUDA, 2, 64)
+    draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
+    rows = [Sequence(Request("a", tuple(range(21)), 9)), Sequence(Request("b", (4, 5), 9))]
+    outs = []
+    for backend in (make(EAGER), FlashInferBackend(ReferenceKernels())):
+        backend.allocate(spec)
+        plan = backend.plan(pack(rows, draft, CUDA), draft)
+        generator = torch.Generator(CUDA).manual_seed(0)
+        count = plan.input_ids.numel()
+        query, key, value = (
+            torch.rand(count, heads, 128, generator=generator, device=CUDA, dtype=torch.bfloat16) for heads in (8, 2, 2)
+        )
+        outs.append(backend.forward(plan, 0, query, key, value))
+    torch.testing.assert_close(*outs, rtol=0, atol=TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.skipif("EMSSD_TEST_FA3" not in os.environ, reason="fa3 compiles for minutes: set EMSSD_TEST_FA3=1")
+def test_fa3_for_prompts_equals_fa2() -> None:
+    layer = LayerSpec(8, 8, 128, 128, 128**-0.5)
+    spec = KVCacheSpec((layer,), torch.float16, CUDA, 2, 512)
+    outs = []
+    for kernel in PrefillKernel:
+        backend = make(FlashInferConfig(prefill_kernel=kernel))
+        assert not backend.unsupported(spec)
+        backend.allocate(spec)
+        rows = [Sequence(Request("a", tuple(range(300)), 9)), Sequence(Request("b", tuple(range(40)), 9))]
+        plan = backend.plan(pack(rows, Draft.empty(2), CUDA))
+        generator = torch.Generator(CUDA).manual_seed(0)
+        query, key, value = (
+            torch.rand(340, 8, 128, generator=generator, device=CUDA, dtype=torch.float16) for _ in range(3)
+        )
+        outs.append(backend.forward(plan, 0, query, key, value))
+    torch.testing.assert_close(*outs, rtol=0, atol=TOLERANCE[torch.float16])
+
+
+class TestHostWaits:
+    """One copy to the host per step, and no other wait for the device."""
+
+    @staticmethod
+    def decoding(config: Any, drafter: str) -> Engine:
+        """An engine whose prompts are computed and whose kernels and graphs are warm."""
+        target = target_of("opt-128", torch.float16)
+        engine = engine_of(target, drafter_of(drafter, target, [], config), config)
+        engine.generate(PROMPTS[:3], 24, ignore_eos=True)
+        for i, prompt in enumerate(PROMPTS[:3]):
+            engine.scheduler.add(Sequence(Request(str(i), tuple(prompt), 64)))
+        for _ in range(3):
+            engine.step()
+        return engine
+
+    @pytest.mark.parametrize("config", [EAGER, RECORDED, "ragged"], ids=["eager", "recorded", "ragged"])
+    @pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])
+    def test_a_step_waits_for_the_device_once(self, config: Any, drafter: str) -> None:
+        engine = self.decoding(config, drafter)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                engine.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
+        assert len(waits) == 1, waits
+
+    @pytest.mark.parametrize("config", [EAGER, RECORDED], ids=["eager", "recorded"])
+    def test_the_profiler_sees_one_wait_too(self, config: Any) -> None:
+        """Sees what FlashInfer's own code does as well, which PyTorch's debug mode does not."""
+        engine = self.decoding(config, "none")
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+            engine.step()
+        waiting = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+        names = [event.name for event in profile.events() if event.name in waiting]
+        assert len(names) == 1, names
+
+
+def test_replayed_graphs_pad_and_say_so() -> None:
+    target = target_of("opt-128", torch.float16)
+    engine = engine_of(target, RandomDrafter(target.vocab_size, 5, seed=0), RECORDED)
+    engine.generate(PROMPTS, 24, ignore_eos=True)
+    assert 0 < engine.report.input_padding < engine.report.num_tokens
+
+
+def test_a_pool_beyond_the_memory_of_the_card_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlashInferBackend, "_free_bytes", lambda self: float("inf"))
+    layer = LayerSpec(32, 32, 128, 128, 128**-0.5)
+    spec = KVCacheSpec((layer,) * 2, torch.float16, CUDA, 1000, 10**6)
+    with pytest.raises(OutOfMemoryError, match=r"GiB for 62500000 pages of 16 tokens\. Lower kv_memory"):
+        make(EAGER).allocate(spec)
+
+
+def test_without_a_limit_the_pool_leaves_memory_free() -> None:
+    layer = LayerSpec(32, 32, 128, 128, 128**-0.5)
+    spec = KVCacheSpec((layer,) * 32, torch.float16, CUDA, 128, 2**20)  # far more than any card has
+    backend = make(FlashInferConfig(memory_fraction=0.1, cuda_graphs=False))
+    free, _ = torch.cuda.mem_get_info()
+    backend.allocate(spec)
+    assert 0 < backend.kv_usage.peak_pool <= 0.11 * free
