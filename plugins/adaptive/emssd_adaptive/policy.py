@@ -71,9 +71,8 @@ class AdaptiveBudget(BudgetPolicy):
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         for record, stage in zip(self._stages, stats.stages, strict=False):
             record.observe(outcome, stage, self._lengths)
-        if not stats.is_prefill:
-            seconds = sum(stats.seconds.values()) - stats.seconds["draft"]
-            self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds)
+        seconds = sum(stats.seconds.values()) - stats.seconds["draft"]
+        self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds)
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)

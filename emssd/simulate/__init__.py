@@ -1,0 +1,46 @@
+"""A run without a model: acceptance traces through the real scheduler and budget policies, with a step-time curve.
+
+Example:
+    >>> from emssd.budget import FixedBudget
+    >>> from emssd.scheduler import ContinuousScheduler
+    >>> from emssd.simulate import PRESETS, Simulator, geometric_trace
+    >>> trace = geometric_trace(0.7, 64, num_speculative_tokens=4)
+    >>> run = Simulator(trace, ContinuousScheduler(16), FixedBudget(), PRESETS["70b-8xh100"]).run()
+    >>> run.report.num_new_tokens
+    8192
+"""
+
+from emssd.simulate.closed_forms import Expected, acceptance_pmf, expected, max_pmf, mixed_acceptance_pmf
+from emssd.simulate.curves import FittedCurve, Roofline, StepCurve, load_curve
+from emssd.simulate.laws import geometric_trace
+from emssd.simulate.presets import PRESETS, roofline
+from emssd.simulate.simulator import Simulation, Simulator
+from emssd.simulate.summary import Summary, summarize, summary_table
+from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace, save_trace
+from emssd.simulate.warming import warm_up
+
+__all__ = [
+    "PRESETS",
+    "Expected",
+    "FittedCurve",
+    "RequestTrace",
+    "Roofline",
+    "Simulation",
+    "Simulator",
+    "StageTrace",
+    "StepCurve",
+    "Summary",
+    "Trace",
+    "acceptance_pmf",
+    "expected",
+    "geometric_trace",
+    "load_curve",
+    "load_trace",
+    "max_pmf",
+    "mixed_acceptance_pmf",
+    "roofline",
+    "save_trace",
+    "summarize",
+    "summary_table",
+    "warm_up",
+]

@@ -1,0 +1,40 @@
+"""``python -m emssd.simulate``: runs without a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence as Seq
+
+from emssd.errors import EmssdError
+from emssd.simulate import commands
+
+__all__ = ["main", "make_parser"]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; what it parses has an ``action`` to call with the result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m emssd.simulate",
+        description="Speculative decoding without a model: acceptance traces through the real scheduler and budget "
+        "policies, with a step-time curve. All seconds are simulated. See docs/simulator.md.",
+        epilog="COMMAND --help tells the options of a command.",
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (commands.add_run, commands.add_record, commands.add_appendix):
+        add(subparsers)
+    return parser
+
+
+def main(arguments: Seq[str] | None = None) -> None:
+    """Parse the command line and do it; an error of ours ends with its message and status 2."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        parsed.action(parsed)
+    except EmssdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""How long a simulated step takes: `StepCurve`, fitted to measured steps or from first principles (`Roofline`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from emssd.errors import ConfigError
+from emssd.stats import StageStats, StepStats
+
+__all__ = ["FittedCurve", "Roofline", "StepCurve", "load_curve"]
+
+_Array = npt.NDArray[np.float64]
+
+_ROUNDS = 3  # of fits, each weighted by the one before
+_SWEEPS = 1000  # of coordinate descent in each; seven unknowns take some hundred milliseconds
+
+
+class StepCurve(ABC):
+    """Seconds of one step."""
+
+    @abstractmethod
+    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        """Of all but drafting.
+
+        Args:
+            num_tokens: that the step computes.
+            num_kv_tokens: tokens of KV that its rows have after it.
+        """
+
+    @abstractmethod
+    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
+        """Of drafting.
+
+        Args:
+            stage: which drafter, where several are asked in turn.
+            depth: the most tokens that a row may draft.
+            num_tokens: that all rows together may draft.
+            num_kv_tokens: tokens of KV that the rows have.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline(StepCurve):
+    """A bound, not a measurement: bytes over bandwidth and operations over peak, whichever takes longer.
+
+    The weights are read once a step, or computed with for as long as that takes, whichever is longer; then the KV is
+    read. The arithmetic of attention, traffic of activations, and communication between devices are left out.
+
+    Attributes:
+        num_params: parameters that every token meets, each for one multiplication and one addition.
+        weight_bytes: of all weights.
+        kv_bytes_per_token: keys and values of one token in all layers.
+        bandwidth: of the memory, in bytes/s.
+        flops: arithmetic in FLOP/s.
+        overhead: s that every pass takes beside.
+        drafts: of each stage's draft model, one pass for each token of depth; ``None``, or no entry, for drafts that
+            cost nothing.
+    """
+
+    num_params: float
+    weight_bytes: float
+    kv_bytes_per_token: float
+    bandwidth: float
+    flops: float
+    overhead: float = 0.0
+    drafts: tuple[Roofline | None, ...] = ()
+
+    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        weights = max(self.weight_bytes / self.bandwidth, 2.0 * self.num_params * num_tokens / self.flops)
+        return weights + self.kv_bytes_per_token * num_kv_tokens / self.bandwidth + self.overhead
+
+    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
+        draft = self.drafts[stage] if stage < len(self.drafts) else None
+        return depth * draft.verify_seconds(-(-num_tokens // depth), num_kv_tokens) if draft and depth else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCurve(StepCurve):
+    """Learnt from measured steps: piecewise linear in the tokens, linear in the KV; no coefficient is negative.
+
+    Attributes:
+        knots: numbers of tokens at which a further token may become dearer.
+        verify: seconds per step, per token beyond each knot, and per token of KV.
+        drafts: of each stage, seconds per drafting step, per token of depth, and per token.
+    """
+
+    knots: tuple[int, ...]
+    verify: tuple[float, ...]
+    drafts: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        lengths = [len(draft) for draft in self.drafts]
+        if len(self.verify) != len(self.knots) + 2 or lengths != [3] * len(lengths):
+            raise ConfigError(
+                f"a curve of {len(self.knots)} knots has {len(self.knots) + 2} coefficients, and 3 for each drafter, "
+                f"not {len(self.verify)} and {lengths}"
+            )
+
+    @classmethod
+    def fit(cls, steps: Iterable[StepStats], knots: Seq[int] = (0, 16, 64, 256)) -> FittedCurve:
+        """Least squares of relative errors. Steps of several batch sizes and budgets make it good for both.
+
+        Raises:
+            ConfigError: fewer than ten steps.
+        """
+        steps = list(steps)
+        if len(steps) < 10:
+            raise ConfigError(f"a step-time curve is fitted to {len(steps)} steps; run at least 10")
+        seconds = np.asarray([sum(step.seconds.values()) - step.seconds["draft"] for step in steps])
+        features = np.asarray([_verify_features(step.num_tokens, step.num_kv_tokens, knots) for step in steps])
+        stages = range(max(len(step.stages) for step in steps))
+        drafts = tuple(_fit_draft([step.stages[i] for step in steps if any(step.stages[i].budget)]) for i in stages)
+        return cls(tuple(knots), _least_squares(features, seconds), drafts)
+
+    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        features = _verify_features(num_tokens, num_kv_tokens, self.knots)
+        return sum(map(float.__mul__, self.verify, features))
+
+    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
+        per_step, per_level, per_token = self.drafts[stage] if stage < len(self.drafts) else (0.0, 0.0, 0.0)
+        return per_step + per_level * depth + per_token * num_tokens if depth else 0.0
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def load_curve(path: Path) -> FittedCurve:
+    """Read what `FittedCurve.save` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        drafts = tuple(tuple(map(float, draft)) for draft in values["drafts"])
+        return FittedCurve(tuple(map(int, values["knots"])), tuple(map(float, values["verify"])), drafts)
+    except OSError as error:
+        raise ConfigError(f"curve {path} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{path} holds no step-time curve ({type(error).__name__}: {error}); "
+            f"fit one with: python -m emssd.simulate record --curve FILE"
+        ) from error
+
+
+def _verify_features(num_tokens: int, num_kv_tokens: int, knots: Seq[int]) -> list[float]:
+    return [1.0, *(float(max(0, num_tokens - knot)) for knot in knots), float(num_kv_tokens)]
+
+
+def _fit_draft(stages: Seq[StageStats]) -> tuple[float, ...]:
+    if not stages:
+        return (0.0, 0.0, 0.0)
+    features = np.asarray([[1.0, max(stage.budget), sum(stage.budget)] for stage in stages])
+    return _least_squares(features, np.asarray([stage.seconds for stage in stages]))
+
+
+def _least_squares(features: _Array, seconds: _Array) -> tuple[float, ...]:
+    """Coefficients ``>= 0`` of the least relative errors: coordinate descent on the normal equations.
+
+    Errors are relative to the fit, not to the measurement, or else slow steps would count for too little.
+    """
+    scale = np.maximum(features.max(axis=0), 1e-300)
+    solution, expected = np.zeros(features.shape[1]), np.full(len(seconds), seconds.mean())
+    for _ in range(_ROUNDS):
+        rows = features / scale / expected[:, None]
+        gram, moment = rows.T @ rows, rows.T @ (seconds / expected)
+        for _ in range(_SWEEPS):
+            for i in np.flatnonzero(np.diag(gram)):
+                solution[i] = max(0.0, solution[i] + (moment[i] - gram[i] @ solution) / gram[i, i])
+        expected = np.maximum(features / scale @ solution, 1e-3 * seconds.mean())
+    return tuple((solution / scale).tolist())

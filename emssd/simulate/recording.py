@@ -1,0 +1,165 @@
+"""Records from real runs: acceptance traces for `Simulator`, and steps for `FittedCurve` and `RecordedTimes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from emssd.budget import BudgetPolicy, FixedBudget
+from emssd.draft import Draft, Drafter, Outcome
+from emssd.engine import Engine
+from emssd.sequence import Batch, Sequence
+from emssd.simulate.curves import StepCurve
+from emssd.simulate.traces import RequestTrace, StageTrace, Trace
+from emssd.stats import StepStats
+
+__all__ = ["RecordedTimes", "StepLog", "TraceRecorder", "logged_steps", "record_trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """What was drafted at one output position."""
+
+    tokens: list[int]
+    confidence: tuple[float, ...] | None
+
+
+class TraceRecorder(Drafter):
+    """Asks a drafter at every output position and keeps the answers to itself, so that the target decodes alone.
+
+    That every position is visited is what lets any budget be replayed. It holds for drafters whose draft depends on the
+    row's tokens only, and of which a smaller budget gets the beginning: retrieval, draft models.
+
+    Args:
+        drafter: what to ask; its ``num_speculative_tokens`` is the budget.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.num_speculative_tokens = drafter.num_speculative_tokens
+        self._drafter = drafter
+        self._rows: dict[str, Sequence] = {}
+        self._guesses: dict[str, dict[int, _Guess]] = {}
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = self._drafter.propose(batch, budget)
+        token_ids = draft.token_ids.tolist()
+        for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
+            position = len(row.tokens) - len(row.request.prompt_ids)
+            confidence = None if draft.confidence is None else draft.confidence[start:stop]
+            self._rows[row.request_id] = row
+            self._guesses.setdefault(row.request_id, {})[position] = _Guess(token_ids[start:stop], confidence)
+        return Draft.empty(len(batch))
+
+    def observe(self, outcome: Outcome) -> None:
+        self._drafter.observe(outcome)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._drafter.release(request_ids)
+
+    @property
+    def rows(self) -> dict[str, Sequence]:
+        """By request id the sequences that were seen."""
+        return self._rows
+
+    def stage(self, request_id: str) -> StageTrace:
+        """What was recorded of a request, once it has ended.
+
+        Drafted tokens behind an EOS count as wrong: nobody knows what the target would have gone on with.
+        """
+        output = self._rows[request_id].output_ids
+        made = [self._guesses[request_id][position] for position in range(len(output))]
+        right = []
+        for position, guess in enumerate(made):
+            pairs = zip(guess.tokens, output[position:], strict=False)
+            right.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        confidence = tuple(guess.confidence or () for guess in made)
+        drafted = tuple(len(guess.tokens) for guess in made)
+        return StageTrace(drafted, tuple(right), confidence if any(confidence) else None)
+
+
+def record_trace(engine: Engine, prompts: Iterable[str | Seq[int]], **options: Any) -> Trace:
+    """Decode `prompts` at the speed of plain greedy decoding and record what the engine's drafters would do.
+
+    Args:
+        engine: idle; afterwards it is as it was.
+        prompts: as of `Engine.generate`.
+        options: further ones of `Engine.generate`, such as ``max_new_tokens=64``.
+    """
+    stages, policy = engine.drafting.drafters, engine.drafting.policy
+    drafters = [stage.drafter for stage in stages]
+    recorders = [TraceRecorder(drafter) for drafter in drafters]
+    try:
+        engine.drafting.policy = FixedBudget()
+        for stage, recorder in zip(stages, recorders, strict=True):
+            stage.drafter = recorder
+        names = [generation.request_id for generation in engine.generate(prompts, **options)]
+    finally:
+        engine.drafting.policy = policy
+        for stage, drafter in zip(stages, drafters, strict=True):
+            stage.drafter = drafter
+    requests = []
+    for name in names:
+        row, traces = recorders[0].rows[name], tuple(recorder.stage(name) for recorder in recorders)
+        num_prompt = len(row.request.prompt_ids)
+        requests.append(RequestTrace(name, num_prompt, row.max_length - num_prompt, traces))
+    return Trace(tuple(recorder.num_speculative_tokens for recorder in recorders), tuple(requests))
+
+
+class StepLog(BudgetPolicy):
+    """Passes everything on to another policy and keeps the figures of every step.
+
+    Args:
+        policy: what decides.
+    """
+
+    def __init__(self, policy: BudgetPolicy) -> None:
+        self.steps: list[StepStats] = []
+        self._policy = policy
+
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return self._policy.allot(batch, limits, num_other_tokens, stage)
+
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        return self._policy.trim(batch, draft, num_other_tokens, stage)
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        self.steps.append(stats)
+        self._policy.observe(outcome, stats)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._policy.release(request_ids)
+
+
+@contextmanager
+def logged_steps(engine: Engine, policy: BudgetPolicy | None = None) -> Iterator[list[StepStats]]:
+    """The figures of the steps that `engine` takes meanwhile, with its own policy or with `policy`."""
+    own = engine.drafting.policy
+    engine.drafting.policy = log = StepLog(policy or own)
+    try:
+        yield log.steps
+    finally:
+        engine.drafting.policy = own
+
+
+class RecordedTimes(StepCurve):
+    """The times of a real run, step by step, so that a policy that decides by time can be held to what it did.
+
+    Args:
+        steps: of the run; a simulation that takes more steps ends with an `IndexError`.
+    """
+
+    def __init__(self, steps: Seq[StepStats]) -> None:
+        self._steps = steps
+        self._num_steps = 0
+
+    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
+        return self._steps[self._num_steps].stages[stage].seconds
+
+    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        step = self._steps[self._num_steps]
+        self._num_steps += 1
+        return sum(step.seconds.values()) - step.seconds["draft"]

@@ -1,0 +1,174 @@
+"""Acceptance traces: per request and output position, what a drafter has to offer and how much of it is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emssd.errors import ConfigError
+from emssd.sequence import Request, Sequence
+
+__all__ = ["RIGHT", "WRONG", "RequestTrace", "StageTrace", "Trace", "load_trace", "save_trace"]
+
+# Tokens of simulated sequences. Nobody reads which they are, but for drafted ones that the target would not generate,
+# and for the one that ends a sequence.
+RIGHT, WRONG, _EOS = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class StageTrace:
+    """What one drafter has to offer to one request. Position ``i`` is the state after ``i`` new tokens.
+
+    What a smaller budget gives is then known too: of ``n ≤ drafted[i]`` tokens, ``min(n, right[i])`` are accepted.
+
+    Attributes:
+        drafted: ``[output length]`` tokens that the drafter proposes at this position if it may.
+        right: ``[output length]`` how many of them the target goes on to generate, up to the first wrong one.
+        confidence: ``[output length]`` the drafter's confidence in each of the drafted tokens, if it has any.
+
+    Raises:
+        ConfigError: values that contradict each other.
+    """
+
+    drafted: tuple[int, ...]
+    right: tuple[int, ...]
+    confidence: tuple[tuple[float, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        length = len(self.drafted)
+        if len(self.right) != length or (self.confidence is not None and len(self.confidence) != length):
+            raise ConfigError(
+                "right, or confidence, has not as many entries as drafted, which cannot be; record it again"
+            )
+        for place, (drafted, right) in enumerate(zip(self.drafted, self.right, strict=True)):
+            if not 0 <= right <= min(drafted, length - place):
+                raise ConfigError(
+                    f"{right} of {drafted} drafted tokens are right at position {place} of {length}, which cannot be; "
+                    f"record it again"
+                )
+        if self.confidence is not None and [len(values) for values in self.confidence] != list(self.drafted):
+            raise ConfigError("confidence has not one number for each drafted token; record it again")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """One request, as its drafters see it.
+
+    Attributes:
+        num_prompt: tokens of the prompt.
+        max_new_tokens: the request's limit.
+        stages: of each drafter, in the order in which they are asked; the target's output is as long as they say.
+
+    Raises:
+        ConfigError: values that contradict each other.
+    """
+
+    request_id: str
+    num_prompt: int
+    max_new_tokens: int
+    stages: tuple[StageTrace, ...]
+
+    def __post_init__(self) -> None:
+        lengths = {len(stage.drafted) for stage in self.stages}
+        if self.num_prompt < 1 or len(lengths) != 1 or not 1 <= max(lengths) <= self.max_new_tokens:
+            raise ConfigError(
+                f"request {self.request_id!r} has {self.num_prompt} prompt tokens, outputs of {sorted(lengths)} tokens "
+                f"by its drafters, and a limit of {self.max_new_tokens}, which cannot be; record it again"
+            )
+
+    @property
+    def output_length(self) -> int:
+        """Tokens that the target generates."""
+        return len(self.stages[0].drafted)
+
+    def sequence(self) -> Sequence:
+        """The request before its first step; it ends where the recorded one did."""
+        request = Request(self.request_id, (RIGHT,) * self.num_prompt, self.max_new_tokens, frozenset([_EOS]))
+        return Sequence(request)
+
+    def tokens(self, position: int, count: int) -> list[int]:
+        """`count` tokens of the target from `position` on; where the output ended before its limit, an EOS ends it."""
+        length = self.output_length
+        if length == self.max_new_tokens or position + count < length:
+            return [RIGHT] * count
+        return [RIGHT] * (length - position - 1) + [_EOS]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The requests of a run, in order of arrival.
+
+    Attributes:
+        num_speculative_tokens: of each drafter the most tokens that it proposes for one row in one step.
+        requests: with ids that differ.
+
+    Raises:
+        ConfigError: two requests of one id, not one stage for each drafter, or more drafted than a drafter can.
+    """
+
+    num_speculative_tokens: tuple[int, ...]
+    requests: tuple[RequestTrace, ...]
+
+    def __post_init__(self) -> None:
+        if len({request.request_id for request in self.requests}) < len(self.requests):
+            raise ConfigError("two requests of the trace have the same id; make them unique")
+        for request in self.requests:
+            drafted = [max(stage.drafted) for stage in request.stages]
+            most = list(self.num_speculative_tokens)
+            if len(drafted) != len(most) or any(map(int.__gt__, drafted, most)):
+                raise ConfigError(
+                    f"request {request.request_id!r} has drafts of up to {drafted} tokens by drafter, and the drafters "
+                    f"of the trace propose at most {most}, which cannot be; record it again"
+                )
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[RequestTrace]:
+        return iter(self.requests)
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Write `trace` as JSON lines: what holds for all requests first, then one line per request."""
+    lines: list[dict[str, Any]] = [{"num_speculative_tokens": trace.num_speculative_tokens}]
+    lines += [dataclasses.asdict(request) for request in trace]
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
+
+
+def load_trace(path: Path) -> Trace:
+    """Read what `save_trace` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return Trace(tuple(lines[0]["num_speculative_tokens"]), tuple(_request(line) for line in lines[1:]))
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"trace {path}: {error}") from error
+        raise ConfigError(
+            f"{path} holds no acceptance trace ({type(error).__name__}: {error}); "
+            f"record one with: python -m emssd.simulate record"
+        ) from error
+
+
+def _request(line: dict[str, Any]) -> RequestTrace:
+    stages = tuple(_stage(stage) for stage in line["stages"])
+    return RequestTrace(line["request_id"], line["num_prompt"], line["max_new_tokens"], stages)
+
+
+def _stage(values: dict[str, Any]) -> StageTrace:
+    confidence: Seq[Seq[float]] | None = values["confidence"]
+    return StageTrace(
+        tuple(values["drafted"]),
+        tuple(values["right"]),
+        None if confidence is None else tuple(map(tuple, confidence)),
+    )

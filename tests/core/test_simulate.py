@@ -1,0 +1,227 @@
+"""The simulator takes the steps that the engine takes: for any requests, budget, memory and scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd import demo
+from emssd.attention import AttentionBackend
+from emssd.budget import BudgetPolicy, FixedBudget
+from emssd.draft import Draft
+from emssd.engine import Engine
+from emssd.errors import ConfigError
+from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
+from emssd.sequence import Batch, Request, Sequence
+from emssd.simulate import PRESETS, Simulation, Simulator, Trace, geometric_trace, warm_up
+from emssd.simulate.commands import make_budget
+from emssd.simulate.recording import RecordedTimes, logged_steps, record_trace
+from emssd.stats import StepStats
+from emssd.testing.drafters import ChainDrafter
+
+CURVE = PRESETS["8b-1xh100"]
+
+
+class PlaceDrafter(ChainDrafter):
+    """What it drafts depends on the place in the output only, as a recorded trace must assume."""
+
+    def __init__(self, plan: Seq[tuple[int, int]], *args: Any, confident: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._plan, self._confident = plan, confident
+
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        place = len(row.output_ids)
+        num_right, num_wrong = self._plan[place % len(self._plan)]
+        upcoming = self.upcoming(row)
+        wrong = [(token + 1) % self.vocab_size for token in upcoming[num_right : num_right + num_wrong]]
+        return (upcoming[:num_right] + wrong)[: self.num_speculative_tokens]
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        if not self._confident:
+            return draft
+        confidence = [1.0 / (1 + node) for length in draft.lengths for node in range(length)]
+        return dataclasses.replace(draft, confidence=tuple(confidence))
+
+
+class HesitantBudget(BudgetPolicy):
+    """Cuts drafts by their confidence, and changes its mind with what it heard, and in which order."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return [max(0, limit - (self._seen + row + num_other_tokens + stage) % 2) for row, limit in enumerate(limits)]
+
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> list[int]:
+        confidence = draft.confidence or (1.0,) * draft.indptr[-1]
+        rows = zip(draft.indptr, draft.indptr[1:], strict=False)
+        return [sum(value > 0.3 for value in confidence[start:stop]) for start, stop in rows]
+
+    def observe(self, outcome: Any, stats: StepStats) -> None:
+        self._seen = 3 * self._seen % 7 + sum(map(len, outcome.accepted)) + stats.num_tokens
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._seen += sum(1 + int(request_id) for request_id in request_ids)
+
+
+def figures(steps: Seq[StepStats], leave_out: Seq[str] = ()) -> list[dict[str, Any]]:
+    """Everything but time."""
+    out = {"seconds", *leave_out}
+    timeless = [
+        dataclasses.replace(step, stages=tuple(dataclasses.replace(stage, seconds=0.0) for stage in step.stages))
+        for step in steps
+    ]
+    return [{name: value for name, value in dataclasses.asdict(step).items() if name not in out} for step in timeless]
+
+
+@given(st.data())
+def test_every_step_is_the_engines(
+    oracle: Any, make_ragged: Callable[[], AttentionBackend], data: st.DataObject
+) -> None:
+    prompts = data.draw(st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=20), min_size=1, max_size=7))
+    limits = [data.draw(st.integers(1, 14)) for _ in prompts]
+    eos = data.draw(st.sampled_from([(), (3,)]))
+    plans = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=5)
+    stages = data.draw(st.lists(st.tuples(plans, st.integers(1, 5), st.booleans()), min_size=1, max_size=2))
+    batch_size, max_step_tokens = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([4, 16, 512]))
+    max_kv_tokens = data.draw(st.sampled_from([None, 48, 80]))
+    is_static, worst_case = data.draw(st.booleans()), data.draw(st.booleans())
+    make_policy = data.draw(
+        st.sampled_from([lambda: FixedBudget(), lambda: FixedBudget(0), lambda: FixedBudget(1), HesitantBudget])
+    )
+
+    def make_scheduler() -> Scheduler:
+        if is_static:
+            return StaticScheduler(batch_size)
+        return ContinuousScheduler(batch_size, max_step_tokens, worst_case=worst_case)
+
+    backend = make_ragged()
+    spec = oracle.target.kv_cache_spec(batch_size)
+    backend.allocate(dataclasses.replace(spec, continuous=True, max_tokens=max_kv_tokens))
+    references = {str(i): oracle.reference(prompt, 14) for i, prompt in enumerate(prompts)}
+    drafters = [
+        PlaceDrafter(plan, oracle.target.vocab_size, depth, references, confident=confident)
+        for plan, depth, confident in stages
+    ]
+    engine = Engine(
+        oracle.target, backend, drafters, scheduler=make_scheduler(), eos_token_ids=eos, on_drafter_error="fail"
+    )
+    trace = record_trace(engine, prompts, max_new_tokens=limits)
+    assert [stage.drafter for stage in engine.drafting.drafters] == drafters
+    with logged_steps(engine, make_policy()) as steps:
+        engine.generate(prompts, max_new_tokens=limits)
+    run = Simulator(in_order(trace), make_scheduler(), make_policy(), CURVE, max_kv_tokens=max_kv_tokens).run()
+    # Behind an EOS, a drafted token may be right in the engine's eyes, and is never counted as a new token.
+    unknown = ["acceptance"] if eos else list[str]()
+    if not (eos and make_policy is HesitantBudget):  # which looks at what was accepted there, too
+        assert figures(run.steps, unknown) == figures(steps, unknown)
+    assert run.report.num_new_tokens == engine.report.num_new_tokens
+
+
+def in_order(trace: Trace) -> Trace:
+    """The requests in the order in which they were given to the engine."""
+    return dataclasses.replace(trace, requests=tuple(sorted(trace, key=lambda row: int(row.request_id))))
+
+
+@pytest.fixture(scope="module")
+def demo_run() -> tuple[Trace, Callable[..., Engine], list[str], list[int]]:
+    """A trace of the demo model with LLMA, recorded at batch size 3 in float32."""
+    prompts, limits = [prompt.text for prompt in demo.prompts(8)], [8, 24, 16, 31, 5, 24, 12, 20]
+
+    def engine(batch_size: int) -> Engine:
+        return Engine.from_pretrained(
+            "demo", drafter="llma", dtype="float32", batch_size=batch_size, batching="continuous", max_step_tokens=64
+        )
+
+    return record_trace(engine(3), prompts, max_new_tokens=limits), engine, prompts, limits
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_a_trace_of_the_demo_predicts_real_runs_exactly(demo_run: Any, batch_size: int) -> None:
+    """Oracle: the engine with the same settings, float32. Near-ties of the target's logits would show here."""
+    trace, make_engine, prompts, limits = demo_run
+    engine = make_engine(batch_size)
+    for num_tokens in (None, 0, 3):
+        with logged_steps(engine, FixedBudget(num_tokens)) as steps:
+            engine.generate(prompts, max_new_tokens=limits)
+        run = Simulator(trace, ContinuousScheduler(batch_size, 64), FixedBudget(num_tokens), CURVE).run()
+        assert run.report.num_new_tokens == engine.report.num_new_tokens
+        assert run.report.num_steps == engine.report.num_steps
+        assert figures(run.steps, ["acceptance"]) == figures(steps, ["acceptance"])
+
+
+def test_a_policy_that_decides_by_time_decides_the_same_when_it_sees_the_same_times(demo_run: Any) -> None:
+    """Past any EOS, so that the policy hears of no accepted token that a trace cannot know."""
+    _, make_engine, prompts, limits = demo_run
+    engine = make_engine(4)
+    trace = record_trace(engine, prompts, max_new_tokens=limits, ignore_eos=True)
+    with logged_steps(engine, make_budget("adaptive", [])) as steps:
+        engine.generate(prompts, max_new_tokens=limits, ignore_eos=True)
+    run = Simulator(trace, ContinuousScheduler(4, 64), make_budget("adaptive", []), RecordedTimes(steps)).run()
+    assert figures(run.steps) == figures(steps)
+
+
+def simulate(**options: Any) -> Simulation:
+    trace = geometric_trace(0.7, 12, num_speculative_tokens=3, num_prompt=30, max_new_tokens=150)
+    return Simulator(trace, ContinuousScheduler(4, 64), FixedBudget(), CURVE, **options).run()
+
+
+def test_memory_that_runs_out_preempts_and_costs_steps_but_no_tokens() -> None:
+    free, tight = simulate(), simulate(max_kv_tokens=400)
+    assert free.report.num_preempted == 0
+    assert tight.report.num_preempted > 0
+    assert free.report.num_new_tokens == tight.report.num_new_tokens == 12 * 150
+    assert free.report.num_steps < tight.report.num_steps
+    assert all(len(row.tokens) == 180 for row in tight.sequences)
+
+
+def test_a_run_goes_on_where_it_stopped() -> None:
+    trace = geometric_trace(0.5, 3, num_speculative_tokens=2, max_new_tokens=20)
+    whole = Simulator(trace, ContinuousScheduler(2), FixedBudget(), CURVE).run()
+    simulator = Simulator(trace, ContinuousScheduler(2), FixedBudget(), CURVE)
+    parts = simulator.run(5), simulator.run()
+    assert [*parts[0].steps, *parts[1].steps] == whole.steps
+    assert len(parts[0].steps) == 5
+    assert len(parts[0].sequences) == 2 < len(whole.sequences)
+
+
+def test_seconds_are_those_of_the_curve() -> None:
+    run = simulate()
+    expected = sum(CURVE.verify_seconds(step.num_tokens, step.num_kv_tokens) for step in run.steps)
+    assert run.report.total_seconds == pytest.approx(expected)
+    assert run.report.tokens_per_second == pytest.approx(12 * 150 / expected)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes up to 180 tokens of KV cache, and there is room for 160"):
+        simulate(max_kv_tokens=160)
+    scheduler = ContinuousScheduler(1)
+    scheduler.add(Sequence(Request("busy", (1,), 1)))
+    with pytest.raises(ConfigError, match="work of another run"):
+        Simulator(geometric_trace(0.5, 1, num_speculative_tokens=1), scheduler, FixedBudget(), CURVE)
+
+
+def test_a_policy_sees_steps_without_drafts_with_short_and_with_long_ones_before_it_decides() -> None:
+    class Watcher(FixedBudget):
+        def __init__(self) -> None:
+            super().__init__()
+            self.depths: set[int] = set()
+            self.released: set[str] = set()
+
+        def observe(self, outcome: Any, stats: StepStats) -> None:
+            self.depths.add(max(stats.drafted, default=0))
+
+        def release(self, request_ids: Any) -> None:
+            self.released |= set(request_ids)
+
+    trace = geometric_trace(0.7, 9, num_speculative_tokens=5, num_prompt=300, max_new_tokens=40)
+    warm_up(policy := Watcher(), trace, lambda: ContinuousScheduler(4), CURVE)
+    assert {0, 2, 5} <= policy.depths
+    assert policy.released == {"0", "1", "2", "3"}

@@ -1,0 +1,130 @@
+"""The appendix's expected values: against enumeration, the paper's own formulas, and simulated batches."""
+
+from __future__ import annotations
+
+import itertools
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.errors import ConfigError
+from emssd.simulate import acceptance_pmf, expected, geometric_trace, max_pmf, mixed_acceptance_pmf
+from emssd.simulate.appendix import QUANTITIES, Point, appendix_point, appendix_points
+
+# Rounding of sums of at most 5^4 products, each of a few factors, in float64.
+ROUNDING = 1e-12
+
+
+@given(st.floats(0, 1), st.integers(1, 4), st.integers(1, 5))
+def test_closed_forms_equal_enumeration(p: float, batch_size: int, max_acceptance: int) -> None:
+    pmf = acceptance_pmf(p, max_acceptance)
+    values = np.zeros(4)
+    for taus in itertools.product(range(1, max_acceptance + 1), repeat=batch_size):
+        longest, mean = max(taus), sum(taus) / batch_size
+        weight = np.prod([pmf[tau - 1] for tau in taus])
+        values += weight * np.array([mean, longest, longest - mean, (longest - mean) / longest])
+    exact = expected(pmf, batch_size)
+    ours = [exact.tau, exact.tau_max, exact.padding_length, exact.padding_ratio]
+    np.testing.assert_allclose(ours, values, rtol=0, atol=ROUNDING)
+    assert exact.ratio_of_means == pytest.approx(values[2] / values[1], abs=ROUNDING)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.7])
+def test_without_a_cap_they_are_the_papers_equations(p: float) -> None:
+    pmf = acceptance_pmf(p, 200)  # 0.7^200 is below the rounding
+    k = np.arange(1, 51)
+    np.testing.assert_allclose(pmf[:50], p ** (k - 1) * (1 - p), atol=ROUNDING)  # Equation 6
+    assert expected(pmf, 1).tau == pytest.approx(1 / (1 - p))  # Equation 7
+    for b in (1, 3, 24):
+        printed = np.where(k > 1, (1 - p**k) ** b - (1 - p ** (k - 1)) ** b, (1 - p) ** b)  # Equation 11
+        np.testing.assert_allclose(max_pmf(pmf, b)[:50], printed, atol=ROUNDING)
+
+
+def test_rows_of_uniformly_drawn_p_have_the_moments_of_the_uniform_distribution() -> None:
+    at_least = 1 / np.arange(1, 9)  # P(τ ≥ j) = E(p^(j-1)) = 1/j for Beta(1, 1)
+    np.testing.assert_allclose(mixed_acceptance_pmf(0.5, 2.0, 8), at_least - np.append(at_least[1:], 0), atol=ROUNDING)
+
+
+def test_rows_of_one_p_are_the_limit_of_mixed_ones() -> None:
+    np.testing.assert_allclose(mixed_acceptance_pmf(0.6, 1e9, 8), acceptance_pmf(0.6, 8), atol=1e-6)
+
+
+def test_what_the_paper_reads_off_its_figure_holds_where_it_holds() -> None:
+    """With τ at most 8: what its conclusions say, and where they do not apply. docs/simulator.md tells the whole."""
+
+    def ratio(p: float, b: int) -> float:
+        return expected(acceptance_pmf(p, 8), b).padding_ratio
+
+    assert all(ratio(p, b) > 0.5 for p in (0.3, 0.5, 0.7) for b in (16, 32)), "p below 0.8, batch above 8: above 50 %"
+    assert ratio(0.2, 16) < 0.5, "but not for every p below 0.8"
+    assert all(0.27 < ratio(0.9, b) < 0.3 for b in (8, 16, 32)), "p = 0.9: about 30 %"
+    assert ratio(0.9, 8) < ratio(0.8, 8), "the higher p, the lower the ratio …"
+    assert ratio(0.3, 8) < ratio(0.5, 8), "… but only for a high p"
+    lengths = [expected(acceptance_pmf(p, 8), 8).padding_length for p in (0.5, 0.7, 0.9)]
+    assert lengths[0] < lengths[1] > lengths[2], "with a cap, the padding length does not grow with p for ever"
+
+
+POINTS = [(p, batch_size) for p in (0.3, 0.6, 0.8) for batch_size in (2, 8)]
+# A z-score beyond which one of all comparisons falls with a probability of 1e-6 if all is right (Bonferroni).
+Z_BOUND = NormalDist().inv_cdf(1 - 1e-6 / (2 * len(POINTS) * len(QUANTITIES)))
+
+
+def z_scores(point: Point) -> list[float]:
+    estimates = point.simulated
+    return [(estimates[name].mean - getattr(point.exact, name)) / estimates[name].error for name in QUANTITIES]
+
+
+@pytest.mark.parametrize(("p", "batch_size"), POINTS)
+def test_simulated_batches_agree_with_closed_forms(p: float, batch_size: int) -> None:
+    point = appendix_point(p, batch_size, num_steps=600, seed=7)
+    assert max(map(abs, z_scores(point))) < Z_BOUND
+
+
+def test_the_comparison_would_see_a_p_that_is_wrong_by_a_tenth() -> None:
+    right, wrong = appendix_point(0.6, 8, num_steps=600, seed=7), appendix_point(0.7, 8, num_steps=600, seed=7)
+    assert max(map(abs, z_scores(Point(0.6, 8, right.exact, wrong.simulated)))) > Z_BOUND
+
+
+def test_points_have_seeds_of_their_own() -> None:
+    first, second = appendix_points([0.5, 0.5], [2], num_steps=50, seed=3)
+    assert first.simulated != second.simulated
+    assert appendix_points([0.5, 0.5], [2], num_steps=50, seed=3) == [first, second]
+
+
+@given(st.floats(0, 1), st.integers(0, 5), st.integers(1, 40), st.integers(0, 9))
+def test_made_up_text_is_one_coin_per_token(p: float, depth: int, length: int, seed: int) -> None:
+    """How much is right at a position follows from the coins of the positions after it."""
+    (row,) = geometric_trace(p, 1, num_speculative_tokens=depth, max_new_tokens=length, seed=seed).requests
+    (stage,) = row.stages
+    coins = [right > 0 for right in stage.right] if depth else [False] * length
+    runs = [next((i for i in range(length - at) if not coins[at + i]), length - at) for at in range(length)]
+    assert list(stage.right) == [min(run, depth) for run in runs]
+    assert stage.drafted == (depth,) * length
+
+
+def test_rows_with_a_concentration_differ_in_p() -> None:
+    trace = geometric_trace(0.5, 40, num_speculative_tokens=1, max_new_tokens=400, concentration=2.0, seed=1)
+    shares = [sum(row.stages[0].right) / 400 for row in trace]
+    assert min(shares) < 0.2 < 0.8 < max(shares)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: acceptance_pmf(1.1, 8),
+        lambda: acceptance_pmf(0.5, 0),
+        lambda: mixed_acceptance_pmf(1.0, 2.0, 8),
+        lambda: mixed_acceptance_pmf(0.5, 0.0, 8),
+        lambda: max_pmf(acceptance_pmf(0.5, 8), 0),
+        lambda: geometric_trace(-0.1, 1, num_speculative_tokens=1),
+        lambda: geometric_trace(1.0, 1, num_speculative_tokens=1, concentration=1.0),
+        lambda: geometric_trace(0.5, 0, num_speculative_tokens=1),
+        lambda: geometric_trace(0.5, 1, num_speculative_tokens=-1),
+    ],
+)
+def test_values_outside_of_their_ranges_are_refused(call: object) -> None:
+    with pytest.raises(ConfigError, match=r"must|give p in"):
+        call()  # type: ignore[operator]

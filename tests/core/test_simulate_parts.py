@@ -1,0 +1,262 @@
+"""The simulator's parts: trace files, step-time curves, recorders, and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.budget import FixedBudget
+from emssd.errors import ConfigError, PluginError
+from emssd.scheduler import ContinuousScheduler
+from emssd.simulate import (
+    PRESETS,
+    FittedCurve,
+    RequestTrace,
+    Roofline,
+    Simulator,
+    StageTrace,
+    Trace,
+    geometric_trace,
+    load_curve,
+    load_trace,
+    roofline,
+    save_trace,
+    summarize,
+)
+from emssd.simulate.__main__ import main, make_parser
+from emssd.simulate.commands import make_budget
+from emssd.simulate.figures import draw_policies
+from emssd.stats import PHASES, StageStats, StepStats
+
+STAGE = StageTrace((2, 0, 1), (1, 0, 0), ((0.5, 0.25), (), (1.0,)))
+REQUEST = RequestTrace("a", 3, 9, (STAGE, dataclasses.replace(STAGE, confidence=None)))
+
+
+def test_a_trace_file_gives_the_trace_back(tmp_path: Path) -> None:
+    trace = Trace((4, 2), (REQUEST, dataclasses.replace(REQUEST, request_id="b")))
+    save_trace(trace, tmp_path / "trace.jsonl")
+    assert load_trace(tmp_path / "trace.jsonl") == trace
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"right": (1, 0)}, "not as many entries"),
+        ({"right": (3, 0, 0)}, "3 of 2 drafted tokens are right at position 0 of 3"),
+        (
+            {"drafted": (2, 0, 2), "right": (0, 0, 2), "confidence": None},
+            "2 of 2 drafted tokens are right at position 2",
+        ),
+        ({"confidence": ((0.5, 0.25), (), ())}, "not one number for each drafted token"),
+    ],
+)
+def test_a_stage_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        dataclasses.replace(STAGE, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_prompt": 0}, r"has 0 prompt tokens, outputs of \[3\] tokens"),
+        ({"max_new_tokens": 2}, "a limit of 2"),
+        ({"stages": ()}, r"outputs of \[\] tokens"),
+        ({"stages": (STAGE, StageTrace((1,), (0,)))}, r"outputs of \[1, 3\] tokens"),
+    ],
+)
+def test_a_request_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"request 'a' has .*{said}" if "num_prompt" not in change else said):
+        dataclasses.replace(REQUEST, **change)
+
+
+def test_requests_of_a_trace_differ_and_keep_to_their_drafters() -> None:
+    with pytest.raises(ConfigError, match="same id"):
+        Trace((2, 2), (REQUEST, REQUEST))
+    with pytest.raises(ConfigError, match=r"drafts of up to \[2, 2\] tokens .* at most \[2, 1\]"):
+        Trace((2, 1), (REQUEST,))
+    with pytest.raises(ConfigError, match=r"at most \[2\]"):
+        Trace((2,), (REQUEST,))
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", "nonsense", '{"num_speculative_tokens": 2}\n{"request_id": "a"}\n'])
+def test_a_file_that_is_no_trace_or_curve_says_how_to_make_one(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"holds no acceptance trace .* python -m emssd.simulate record"):
+        load_trace(path)
+    with pytest.raises(ConfigError, match=r"holds no step-time curve .* python -m emssd.simulate record"):
+        load_curve(path)
+
+
+def test_a_wrong_trace_in_a_file_is_named_by_the_file(tmp_path: Path) -> None:
+    save_trace(Trace((4, 4), (REQUEST,)), path := tmp_path / "trace.jsonl")
+    path.write_text(path.read_text().replace('"num_prompt":3', '"num_prompt":0'))
+    with pytest.raises(ConfigError, match=r"trace\.jsonl: request 'a' has 0 prompt tokens"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("load", [load_trace, load_curve])
+def test_a_file_that_is_not_there_is_an_error_of_ours(tmp_path: Path, load: Callable[[Path], Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load(tmp_path / "nothing")
+
+
+def test_a_roofline_is_flat_where_weights_take_the_time_and_steep_where_arithmetic_does() -> None:
+    curve = Roofline(
+        num_params=1e9, weight_bytes=2e9, kv_bytes_per_token=1e5, bandwidth=1e12, flops=1e14, overhead=1e-4
+    )
+    assert curve.verify_seconds(1, 0) == curve.verify_seconds(100, 0) == pytest.approx(2e-3 + 1e-4)
+    assert curve.verify_seconds(200, 1000) == pytest.approx(4e-3 + 1e-4 + 1e-4)
+    assert curve.draft_seconds(0, 4, 8, 1000) == 0.0
+    drafted = dataclasses.replace(curve, drafts=(None, dataclasses.replace(curve, overhead=0.0)))
+    assert drafted.draft_seconds(1, 4, 800, 1000) == pytest.approx(4 * (4e-3 + 1e-4))
+    assert drafted.draft_seconds(0, 4, 800, 1000) == drafted.draft_seconds(1, 0, 0, 1000) == 0.0
+
+
+def test_devices_share_the_work() -> None:
+    one, eight = roofline("llama-8b", "h100"), roofline("llama-8b", "h100", 8)
+    assert (one.verify_seconds(9000, 9) - one.overhead) / (eight.verify_seconds(9000, 9) - eight.overhead) == 8
+
+
+def step(num_tokens: int, num_kv_tokens: int, drafted: tuple[int, ...], curve: FittedCurve) -> StepStats:
+    seconds = dict.fromkeys(PHASES, 0.0)
+    seconds["draft"] = curve.draft_seconds(0, max(drafted), sum(drafted), num_kv_tokens)
+    seconds["forward"] = curve.verify_seconds(num_tokens, num_kv_tokens)
+    stages = (StageStats(drafted, drafted, seconds["draft"]),)
+    return StepStats(False, 1, 0, num_tokens, num_kv_tokens, 1, drafted, (1,), 0, 0, 0, seconds, stages)
+
+
+@given(st.tuples(*[st.floats(0.1, 10)] * 4), st.tuples(*[st.floats(0.1, 10)] * 3))
+def test_a_fit_finds_the_curve_that_made_the_steps(verify: tuple[float, ...], draft: tuple[float, ...]) -> None:
+    """Of noiseless steps; the tolerance is what coordinate descent is away from its limit, no property of machines."""
+    truth = FittedCurve((0, 16), (verify[0], verify[1] / 10, verify[2] / 10, verify[3] / 1000), (draft,))
+    grid = [(tokens, kv, (depth, other)) for tokens in (1, 8, 16, 64) for kv in (0, 500, 900) for depth in (0, 2, 4)
+            for other in (0, 2)]  # fmt: skip
+    fitted = FittedCurve.fit([step(*place, truth) for place in grid], knots=(0, 16))
+    for tokens, kv, drafted in grid:
+        assert fitted.verify_seconds(tokens, kv) == pytest.approx(truth.verify_seconds(tokens, kv), rel=1e-3)
+        args = 0, max(drafted), sum(drafted), kv
+        assert fitted.draft_seconds(*args) == pytest.approx(truth.draft_seconds(*args), rel=1e-3)
+    assert min(fitted.verify + fitted.drafts[0]) >= 0
+
+
+def test_a_curve_file_gives_the_curve_back(tmp_path: Path) -> None:
+    curve = FittedCurve((0, 16), (1.0, 2.0, 3.0, 4.0), ((5.0, 6.0, 7.0),))
+    curve.save(tmp_path / "curve.json")
+    assert load_curve(tmp_path / "curve.json") == curve
+    with pytest.raises(ConfigError, match=r"2 knots has 4 coefficients, and 3 for each drafter, not 3 and \[3\]"):
+        FittedCurve((0, 16), (1.0, 2.0, 3.0), ((5.0, 6.0, 7.0),))
+    with pytest.raises(ConfigError, match="fitted to 0 steps; run at least 10"):
+        FittedCurve.fit([])
+
+
+def test_a_summary_holds_the_figures_of_the_report() -> None:
+    trace = geometric_trace(0.7, 9, num_speculative_tokens=3, max_new_tokens=30)
+    report = (run := Simulator(trace, ContinuousScheduler(4), FixedBudget(), PRESETS["8b-1xh100"]).run()).report
+    summary = summarize(run, "label")
+    assert summary.tokens_per_step == report.num_new_tokens / report.num_steps == 270 / len(run.steps)
+    assert summary.tokens_per_second == pytest.approx(270 / summary.seconds)
+    metrics = report.metrics()
+    for name in ("mean_acceptance_length", "padding_ratio", "batch_fill", "num_preempted", "mean_draft_length"):
+        assert summary.as_dict()[name] == metrics[name]
+
+
+def test_record_then_run_gives_the_tokens_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, curve, figures = (str(tmp_path / name) for name in ("trace.jsonl", "curve.json", "figures.json"))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("integers are\n\nfloats are numbers, floats are numbers, floats are\n")
+    main(["record", trace, "--prompts", str(prompts), "--new", "12", "--curve", curve, "--dtype", "float32"])
+    assert "2 requests" in capsys.readouterr().out
+    main(["run", "--trace", trace, "--curve", curve, "--budget", "adaptive", "--option", "memory=8", "--json", figures])
+    assert "simulated, not measured" in capsys.readouterr().out
+    values = json.loads(Path(figures).read_text())
+    assert values["num_new_tokens"] == sum(row.output_length for row in load_trace(Path(trace)))
+    assert values["seconds"] > 0
+
+
+def test_run_makes_up_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["run", "--requests", "6", "--new", "20", "--prompt", "40", "--batching", "static", "--max-steps", "3"])
+    main(["run", "--requests", "6", "--new", "20", "--concentration", "3", "--worst-case", "--max-kv-tokens", "500"])
+    assert "120" in capsys.readouterr().out
+
+
+def test_appendix_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "appendix.svg"
+    main(["appendix", "--steps", "8", "--longest", "4", "--plot", str(plot)])
+    out = capsys.readouterr().out
+    assert "0.287" not in out, "that is the ratio for a longest τ of 8"
+    assert "E(τmax)" in out
+    drawn = plot.read_text(encoding="utf-8")
+    assert drawn.count('id="axes_') == 3
+
+
+def test_policies_are_drawn_as_ratios(tmp_path: Path) -> None:
+    rates = {"setting": {"greedy": [(1, 10.0), (8, 20.0)], "adaptive": [(1, 15.0), (8, 20.0)]}}
+    draw_policies(rates, tmp_path / "plot.svg", title="title", baseline="greedy")
+    assert (tmp_path / "plot.svg").read_text(encoding="utf-8").count('id="axes_') == 1
+    with pytest.raises(ConfigError, match=r"cannot be written .* name a .png"):
+        draw_policies(rates, tmp_path / "plot.nonsense", title="title", baseline="greedy")
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r'pip install "emssd\[plots\]"'):
+        draw_policies({"setting": {"greedy": [(1, 1.0)]}}, tmp_path / "a.png", title="", baseline="greedy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "--p", "1.5"], "p is 1.5"),
+        (["run", "--batch-size", "0"], "batch_size is 0"),
+        (["run", "--curve", "nothing"], "neither a file nor a preset; presets are 70b"),
+        (["run", "--trace", "nothing"], "trace nothing cannot be read"),
+        (["run", "--budget", "nothing"], "unknown budget 'nothing'"),
+        (["run", "--option", "length=3"], "no option 'length'; it has num_tokens"),
+        (["run", "--option", "num_tokens=x"], "'x' is no number"),
+        (["run", "--max-steps", "0"], "max_steps is 0"),
+        (["run", "--requests", "1", "--new", "1", "--json", "/nowhere/a.json"], "cannot be written"),
+        (["record", "out", "--prompts", "nothing"], "no such file"),
+        (["appendix", "--steps", "1"], "--steps is 1"),
+    ],
+)
+def test_wrong_input_ends_with_a_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+
+
+def test_a_budget_is_made_of_its_options() -> None:
+    policy = make_budget("fixed", ["num_tokens=3"])
+    assert isinstance(policy, FixedBudget)
+    assert policy.num_tokens == 3
+    assert make_budget("fixed", ["num_tokens=null"]).num_tokens is None  # type: ignore[attr-defined]
+    with pytest.raises(PluginError, match="choose one of"):
+        make_budget("none", [])
+
+
+def test_the_commands_in_the_docs_work() -> None:
+    """Those that simulate are run; the others take long, or need a model, and are parsed."""
+    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m emssd\.simulate (.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
+    assert {shlex.split(command)[0] for command in commands} == {"run", "record", "appendix"}
+    for command in commands:
+        parsed = make_parser().parse_args(shlex.split(command))
+        if parsed.command == "run" and parsed.trace is None:
+            parsed.action(parsed)
