@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from emssd.attention import LayerSpec, masked_attention
+from emssd.attention import LayerSpec, additive_mask, masked_attention
 from emssd.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -121,7 +121,9 @@ def probe_layers(target: TargetModel) -> tuple[LayerSpec, ...]:
         mask = (owner[:, None] == owner[None, :]).tril()
         if seen.sliding_window is not None:
             mask = mask.triu(1 - seen.sliding_window)
-        return masked_attention(query[None], key[None], value[None], mask[None], seen)[0].contiguous()
+        return masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), seen)[
+            0
+        ].contiguous()
 
     try:
         with torch.inference_mode():

@@ -130,7 +130,7 @@ def test_window_counts_the_token_itself(window: int | None) -> None:
     backend, rows = allocated(True, True), sequences(4)
     plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
     assert isinstance(plan, PaddedPlan)
-    assert plan.mask(window)[0].sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
+    assert (plan.mask(window, torch.float64)[0] == 0).sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
 
 
 def test_aligned_rows_write_behind_the_longest_and_others_behind_their_own() -> None:

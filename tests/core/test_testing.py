@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import KVCacheSpec, LayerSpec, masked_attention
+from emssd.attention import KVCacheSpec, LayerSpec, additive_mask, masked_attention
 from emssd.draft import Draft
 from emssd.packing import pack
 from emssd.sequence import Batch, Request, Sequence
@@ -155,5 +155,5 @@ def test_dense_backend_agrees_with_masked_attention_on_one_prompt(layer: LayerSp
     backend = DenseBackend()
     backend.allocate(KVCacheSpec((layer,), torch.float64, torch.device("cpu"), 1, 64))
     plan = backend.plan(pack([Sequence(Request("a", (1,) * length, 1))], Draft.empty(1), torch.device("cpu")))
-    expected = masked_attention(query[None], key[None], value[None], mask[None], layer)[0]
+    expected = masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), layer)[0]
     torch.testing.assert_close(backend.forward(plan, 0, query, key, value), expected, atol=1e-12, rtol=0)

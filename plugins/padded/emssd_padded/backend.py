@@ -14,6 +14,7 @@ from emssd.attention import (
     KVCacheSpec,
     KVUsage,
     StepPlan,
+    additive_mask,
     masked_attention,
 )
 from emssd.packing import PackedInputs
@@ -38,7 +39,7 @@ class PaddedPlan(StepPlan):
         write_rows, write_slots: ``[b * n]`` int64, where the KV of each fed token goes.
         positions: ``[B, n_max]`` int64.
         key_positions: ``[B, slots]`` int64, position of the token in each slot, beyond reach for holes.
-        masks: by sliding window, ``[B, n_max, slots]`` bool.
+        masks: by sliding window, ``[B, n_max, slots]``, see `additive_mask`.
     """
 
     rectangle: torch.Tensor | None
@@ -50,14 +51,14 @@ class PaddedPlan(StepPlan):
     key_positions: torch.Tensor
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> torch.Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Which slots each query sees; built once a step."""
         if window not in self.masks:
             queries, keys = self.positions.unsqueeze(-1), self.key_positions.unsqueeze(1)
             mask = keys <= queries
             if window is not None:
                 mask &= keys > queries - window
-            self.masks[window] = mask
+            self.masks[window] = additive_mask(mask, dtype)
         return self.masks[window]
 
 
@@ -166,7 +167,7 @@ class PaddedBackend(AttentionBackend):
             rectangle.view(plan.positions.shape[0], -1, *query.shape[1:]),
             keys[plan.rows, :num_slots],
             values[plan.rows, :num_slots],
-            plan.mask(spec.sliding_window),
+            plan.mask(spec.sliding_window, query.dtype),
             spec,
         ).reshape(-1, spec.num_qo_heads, spec.value_dim)
         return out if plan.real is None else out[plan.real]

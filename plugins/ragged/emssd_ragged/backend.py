@@ -13,6 +13,7 @@ from emssd.attention import (
     KVCacheSpec,
     KVUsage,
     StepPlan,
+    additive_mask,
     masked_attention,
 )
 from emssd.errors import ConfigError
@@ -25,6 +26,8 @@ __all__ = ["RaggedBackend", "RaggedPlan", "RowGroup"]
 # Rows with at most this many new tokens attend together in one call; longer ones (prompts) each in their own, so that
 # a long prompt beside decoding rows pads nobody.
 _MAX_GROUPED_TOKENS = 16
+# Rows of different lengths attend in separate calls if that saves reading this many tokens of KV.
+_WORTH_A_CALL = 384
 
 
 @dataclass(slots=True)
@@ -39,7 +42,7 @@ class RowGroup:
         num_rows: ``r``.
         pages: ``[r * p]`` int64, the pages of each row, filled up with page 0.
         positions: ``[r, n]`` int64.
-        masks: by sliding window, ``[r, n, p * page_size]`` bool.
+        masks: by sliding window, ``[r, n, p * page_size]``, see `additive_mask`.
     """
 
     token_index: torch.Tensor | None
@@ -50,7 +53,7 @@ class RowGroup:
     positions: torch.Tensor
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, page_size: int) -> torch.Tensor:
+    def mask(self, window: int | None, page_size: int, dtype: torch.dtype) -> torch.Tensor:
         """Which KV each query sees: all positions up to its own, within the window; built once a step."""
         if window not in self.masks:
             num_slots = self.pages.numel() // self.num_rows * page_size
@@ -59,7 +62,7 @@ class RowGroup:
             mask = key_positions <= queries
             if window is not None:
                 mask &= key_positions > queries - window
-            self.masks[window] = mask
+            self.masks[window] = additive_mask(mask, dtype)
         return self.masks[window]
 
 
@@ -109,7 +112,7 @@ class RaggedBackend(AttentionBackend):
             slots.extend(self._table.slots(request_id, kv_len - length, kv_len))
         self._grow_pool()
         short = [row for row, length in enumerate(lengths) if length <= _MAX_GROUPED_TOKENS]
-        groups = [short] if short else []
+        groups = self._by_length(packed, short)
         groups += [[row] for row, length in enumerate(lengths) if length > _MAX_GROUPED_TOKENS]
         return RaggedPlan(
             input_ids=packed.input_ids.unsqueeze(0),
@@ -136,7 +139,7 @@ class RaggedBackend(AttentionBackend):
                 query.view(rows, -1, *query.shape[1:]) if group.token_index is None else query[group.token_index],
                 keys.index_select(0, group.pages).view(rows, -1, *keys.shape[2:]),
                 values.index_select(0, group.pages).view(rows, -1, *values.shape[2:]),
-                group.mask(spec.sliding_window, self._table.page_size),
+                group.mask(spec.sliding_window, self._table.page_size, query.dtype),
                 spec,
             ).reshape(-1, spec.num_qo_heads, spec.value_dim)
             if group.output_index is not None:
@@ -159,6 +162,18 @@ class RaggedBackend(AttentionBackend):
     def kv_usage(self) -> KVUsage:
         page_bytes = self._spec.bytes_per_token() * self._table.page_size
         return KVUsage(self._table.num_used * page_bytes, self._usage.peak_held, self._usage.peak_pool)
+
+    def _by_length(self, packed: PackedInputs, rows: list[int]) -> list[list[int]]:
+        """Rows that attend together: all of them, or apart where short ones would read much of nothing."""
+        pages = {row: len(self._table.pages(packed.request_ids[row])) for row in rows}
+        groups: list[list[int]] = []
+        ordered = sorted(rows, key=pages.__getitem__, reverse=True)
+        for place, row in enumerate(ordered):
+            saved = (pages[groups[-1][0]] - pages[row]) * (len(ordered) - place) if groups else 0
+            if not groups or saved * self._table.page_size >= _WORTH_A_CALL:
+                groups.append([])
+            groups[-1].append(row)
+        return [sorted(group) for group in groups]
 
     def _group(self, packed: PackedInputs, lengths: list[int], rows: list[int]) -> RowGroup:
         """Arrange `rows` as a rectangle of queries over a rectangle of pages."""
