@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from emssd.assembly import assemble
+from emssd.assembly import assemble, eos_token_ids
 from emssd.budget import FixedBudgetConfig
 from emssd.engine import Engine
 from emssd.model import TargetModel, load_model
@@ -38,7 +38,8 @@ TEMPLATES = {"copy-heavy": "<s>Question: {question}\nRestated:", "plain": "<s>Qu
 def requests_of(path: str, template: str, limit: int, new: int, target: TargetModel, tokenizer: Any) -> list[Request]:
     prompts = to_prompts(read_records(existing_file(path)), RecordsConfig(template=template, limit=limit), path)
     encoded = encode_prompts([prompt.text for prompt in prompts], tokenizer, target.max_model_len, target.vocab_size)
-    return [Request(str(i), tuple(ids), new, frozenset({2})) for i, ids in enumerate(encoded)]
+    eos = eos_token_ids(target, tokenizer)
+    return [Request(str(i), tuple(ids), new, eos) for i, ids in enumerate(encoded)]
 
 
 def engines_of(

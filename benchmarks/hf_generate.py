@@ -28,6 +28,7 @@ from emssd.assembly import assemble
 from emssd.demo import prompts as demo_prompts
 from emssd.engine import Engine
 from emssd.model import TargetModel, load_model
+from emssd.options import EngineOptions
 from emssd.prompts import encode_prompts
 from emssd.records import RecordsConfig, existing_file, read_records, to_prompts
 
@@ -134,7 +135,9 @@ def main() -> None:
     rows = []
     for batch_size in arguments.batch_sizes:
         engines = {
-            f"emssd {drafter}": assemble(target, tokenizer, drafter=drafter, backend="ragged", batch_size=batch_size)
+            f"emssd {drafter}": assemble(
+                target, tokenizer, drafter=drafter, backend="ragged", options=EngineOptions(batch_size=batch_size)
+            )
             for drafter in arguments.drafters
         }
         rows += compare(target, engines, prompts, batch_size, arguments)

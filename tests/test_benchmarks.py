@@ -1,4 +1,4 @@
-"""The GPU benchmark's program on the CPU: it runs, its tokens are right, and it does not measure twice."""
+"""The benchmarks' programs on little: they run, their tokens are right, and the GPU's does not measure twice."""
 
 from __future__ import annotations
 
@@ -31,3 +31,32 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
     assert again[KNOWN]["seconds"] == 0.125, "a piece that was there was measured again"
     assert len([name for name in again if name.startswith("step")]) == 6, "the missing pieces were not measured"
     assert "125.00" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("hf_generate.py", "--limit 4 --batch-sizes 2"),
+        ("continuous.py", "--data {data} --model demo --prompts 6 --batch-size 2"),
+        (
+            "budgets.py",
+            "--data {data} --model demo --draft-model demo-draft --batch-sizes 2 --drafters cascade --prompts plain "
+            "--lengths 2",
+        ),
+    ],
+)
+def test_a_benchmark_runs_and_its_outputs_are_equal(script: str, options: str, tmp_path: Path) -> None:
+    data, out = tmp_path / "questions.jsonl", tmp_path / "rows.json"
+    data.write_text("".join(json.dumps({"question": f"How many of {i} are {i}?"}) + "\n" for i in range(9)))
+    given = [*options.format(data=data).split(), "--repeats", "1", "--max-new-tokens", "8", "--out", str(out)]
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *given], check=True, timeout=300, capture_output=True
+    )
+    rows = json.loads(out.read_text())
+    cells = [cell for row in rows for cell in row.get("cells", {"": row}).values()]
+    counts = {cell["equal_rows"] for cell in cells}
+    assert len(cells) > 2
+    assert counts == {8 if script == "budgets.py" else 6 if script == "continuous.py" else 4}, (
+        "in float32 all are equal"
+    )
