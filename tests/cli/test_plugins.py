@@ -180,10 +180,10 @@ def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
         "late",
         drafter(f"if 'prompts.txt:6' not in batch.request_ids: return Draft.empty(len(batch))\n        {propose}"),
     )
-    goes_on = decode("drafter=third", "batch_size=1")
+    goes_on = decode("drafter=third", "budget=fixed", "batch_size=1")
     assert len(goes_on.rows) == 5
     assert f"drafter 'third' (third-party-late 1.2) {complaint}" in goes_on.err
-    result = decode("drafter=third", "batch_size=1", "on_drafter_error=fail")
+    result = decode("drafter=third", "budget=fixed", "batch_size=1", "on_drafter_error=fail")
     assert result.sentence == f"drafter 'third' (third-party-late 1.2) {complaint}"
     assert [row["id"] for row in result.rows] == [f"prompts.txt:{line}" for line in (1, 2, 4, 5)]
     assert not (result.folder / "metrics.json").exists()
