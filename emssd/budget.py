@@ -13,7 +13,7 @@ from emssd.hookspecs import Spec, hookimpl
 from emssd.sequence import Batch
 from emssd.stats import StepStats
 
-__all__ = ["BudgetPolicy", "FixedBudget", "FixedBudgetConfig", "emssd_budget_policies"]
+__all__ = ["BudgetPolicy", "FixedBudget", "FixedBudgetConfig", "HeldBudget", "emssd_budget_policies"]
 
 
 class BudgetPolicy(ABC):
@@ -69,6 +69,32 @@ class FixedBudget(BudgetPolicy):
 
     def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
         return [limit if self.num_tokens is None else min(limit, self.num_tokens) for limit in limits]
+
+
+class HeldBudget(BudgetPolicy):
+    """Holds every row to the same number of drafted tokens; what is observed goes to the policy that runs later.
+
+    Args:
+        inner: the policy that watches; it is also asked, and not heeded.
+        num_tokens: for every row and step.
+    """
+
+    def __init__(self, inner: BudgetPolicy, num_tokens: int) -> None:
+        self._inner = inner
+        self._num_tokens = num_tokens
+
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        self._inner.allot(batch, limits, num_other_tokens, stage)
+        return [min(limit, self._num_tokens) for limit in limits]
+
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        return draft.lengths
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        self._inner.observe(outcome, stats)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._inner.release(request_ids)
 
 
 @hookimpl

@@ -56,7 +56,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     def make_backend(self) -> AttentionBackend:
         """A backend that is not allocated yet."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must say in make_backend which backend to test")
 
     @initialize(data=st.data(), seed=st.integers(0, 2**16))
     def allocate(self, data: st.DataObject, seed: int) -> None:
