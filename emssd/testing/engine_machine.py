@@ -113,27 +113,15 @@ class EngineMachine(RuleBasedStateMachine):
         self._never_preempts = headroom is None
         self._open: dict[str, Request] = {}  # in order of arrival
         self._num_requests = 0
+        crowd = st.lists(st.integers(self.max_prompt_tokens // 2, self.max_prompt_tokens), min_size=4, max_size=8)
+        self._arrive(data, data.draw(st.just([]) | crowd, label="prompt tokens of a crowd"), seed=0, eos=frozenset())
 
     @rule(data=st.data(), seed=st.integers(0, 3), eos=st.frozensets(st.integers(0, 10), max_size=1))
     def arrive(self, data: st.DataObject, seed: int, eos: frozenset[int]) -> None:
         """Requests, whose prompts begin alike; one that could not run even alone is refused."""
         longest = self.max_prompt_tokens
-        generator = torch.Generator().manual_seed(seed)
-        text = torch.randint(0, self.references().target.vocab_size, (longest,), generator=generator).tolist()
         lengths = st.lists(st.integers(1, min(6, longest)) | st.integers(1, longest), min_size=1, max_size=4)
-        for length in data.draw(lengths, label="prompt tokens"):
-            fewer = data.draw(st.just(0) | st.integers(0, self.max_new_tokens - 1), label="fewer new tokens")
-            num_new = self.max_new_tokens - fewer
-            self._num_requests += 1
-            request = Request(f"r{self._num_requests}", tuple(text[:length]), num_new, eos)
-            fits = self.engine.backend.fits({request.request_id: length + num_new})
-            try:
-                self.engine.add(request)
-            except PromptError:
-                assert not fits, f"{request} fits into the KV cache, and was refused"
-            else:
-                assert fits, f"{request} is larger than the KV cache, and was not refused"
-                self._open[request.request_id] = request
+        self._arrive(data, data.draw(lengths, label="prompt tokens"), seed, eos)
 
     @rule(num_steps=st.integers(1, 12))
     def steps(self, num_steps: int) -> None:
@@ -164,6 +152,24 @@ class EngineMachine(RuleBasedStateMachine):
                 self.steps(1)
             assert not self._open, f"{list(self._open)} do not end"
             self.memory()
+
+    def _arrive(self, data: st.DataObject, lengths: list[int], seed: int, eos: frozenset[int]) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        vocab_size, longest = self.references().target.vocab_size, self.max_prompt_tokens
+        text = torch.randint(0, vocab_size, (longest,), generator=generator).tolist()
+        for length in lengths:
+            fewer = data.draw(st.just(0) | st.integers(0, self.max_new_tokens - 1), label="fewer new tokens")
+            num_new = self.max_new_tokens - fewer
+            self._num_requests += 1
+            request = Request(f"r{self._num_requests}", tuple(text[:length]), num_new, eos)
+            fits = self.engine.backend.fits({request.request_id: length + num_new})
+            try:
+                self.engine.add(request)
+            except PromptError:
+                assert not fits, f"{request} fits into the KV cache, and was refused"
+            else:
+                assert fits, f"{request} is larger than the KV cache, and was not refused"
+                self._open[request.request_id] = request
 
     def _step(self) -> None:
         first = self._scheduler.rows[next(iter(self._open))]
