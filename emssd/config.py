@@ -53,12 +53,15 @@ class ModelConfig:
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16``, ``float16`` or ``float64``.
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``, …
         max_model_len: longest sequence, prompt and output together; ``null`` takes the model's own limit.
+        compile: run the forward pass as one compiled program, on a CPU. The first run of a model compiles it, for half
+            a minute or more; later ones load it. Worth it for long jobs; a draft model is compiled as well.
     """
 
     path: str = "demo"
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
+    compile: bool = False
 
 
 @dataclass

@@ -20,7 +20,7 @@ from emssd.generation import Generation
 from emssd.intake import Failures, check_options, to_requests, unfinished
 from emssd.model import load_model
 from emssd.output import OutputFolder
-from emssd.progress import LiveFigures
+from emssd.progress import LiveFigures, show_messages
 from emssd.prompts import Prompt
 from emssd.registry import Registry
 from emssd.report import print_check, print_failures, print_report
@@ -55,6 +55,7 @@ def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Reg
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     console = Console()
+    show_messages(console)
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
         work = _prepare(config, config_text, output, console, registry)
         if work is None:
@@ -119,7 +120,11 @@ def _engine(config: RunConfig, registry: Registry, baseline: Engine | None = Non
     else:
         model = config.model
         target, tokenizer = load_model(
-            model.path, dtype=model.dtype, device=model.device, max_model_len=model.max_model_len
+            model.path,
+            dtype=model.dtype,
+            device=model.device,
+            max_model_len=model.max_model_len,
+            compile=model.compile,
         )
         drafter = config.drafter
     return assemble(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from emssd.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from emssd.compiled import CompiledForward
 
 __all__ = ["TargetModel", "load_model"]
 
@@ -41,13 +44,18 @@ class TargetModel:
     Args:
         model: any `PreTrainedModel` that speaks the attention interface. Between two calls it is left as it was.
         max_model_len: longest sequence to allow; ``None`` takes the model's own limit.
+        compile: run the forward pass as one compiled program, see `emssd.compiled`. Where that cannot be, a warning
+            says why, and the model runs as it is.
+
+    Attributes:
+        compiled: that program, or ``None``.
 
     Raises:
         UnsupportedModelError: with the reason, if its output would not be that of the model.
         ConfigError: `max_model_len` beyond the model's limit.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, compile: bool = False) -> None:
         from transformers import AttentionInterface
 
         from emssd import model_support
@@ -61,6 +69,7 @@ class TargetModel:
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.layers: tuple[LayerSpec, ...] = model_support.probe_layers(self)
+        self.compiled = self._compile() if compile else None
 
     def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
         """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
@@ -80,7 +89,8 @@ class TargetModel:
             return backend.forward(plan, layer, query, key, value)
 
         def forward() -> torch.Tensor:
-            return self.run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep).flatten(0, 1)
+            run = self.compiled or self.run
+            return run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep).flatten(0, 1)
 
         logits = forward() if plan.replay is None else plan.replay(forward)
         return logits if plan.logit_index is None else logits[plan.logit_index]
@@ -103,6 +113,15 @@ class TargetModel:
             )
         logits: torch.Tensor = output.logits
         return logits
+
+    def _compile(self) -> CompiledForward | None:
+        from emssd.compiled import CompiledForward, CompileError
+
+        try:
+            return CompiledForward(self)
+        except CompileError as error:
+            warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
+            return None
 
     @contextmanager
     def _attention_implementation(self, name: str) -> Iterator[None]:
@@ -159,7 +178,12 @@ def _attention(
 
 
 def load_model(
-    path: str, *, dtype: str = "auto", device: str = "auto", max_model_len: int | None = None
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    compile: bool = False,
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -167,7 +191,7 @@ def load_model(
         path: folder or hub id; ``demo`` and ``demo-draft`` are the embedded pair.
         dtype: ``auto`` (the checkpoint's), ``float64``, ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` (CUDA if there is one), or a torch device.
-        max_model_len: see `TargetModel`.
+        max_model_len, compile: see `TargetModel`.
 
     Raises:
         ConfigError: no such model, dtype or device. UnsupportedModelError: see `TargetModel`.
@@ -189,7 +213,7 @@ def load_model(
             raise
         raise ConfigError(f"cannot load model.path={path!r}: {_first_line(error)} {_WHAT_TO_GIVE}") from error
     model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
-    return TargetModel(model, max_model_len=max_model_len), tokenizer
+    return TargetModel(model, max_model_len=max_model_len, compile=compile), tokenizer
 
 
 def _load_tokenizer(path: str, source: str) -> Any:

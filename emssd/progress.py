@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from datetime import timedelta
 from types import TracebackType
@@ -12,7 +13,19 @@ from rich.text import Text
 
 from emssd.stats import RunReport
 
-__all__ = ["LiveFigures"]
+__all__ = ["LiveFigures", "show_messages"]
+
+
+def show_messages(console: Console) -> None:
+    """Show on `console` what the package says while it prepares: that it builds or compiles something, say."""
+
+    class _OnConsole(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(record.getMessage(), highlight=False)
+
+    logger = logging.getLogger("emssd")
+    logger.handlers, logger.propagate = [_OnConsole()], False
+    logger.setLevel(logging.INFO)
 
 
 class LiveFigures:

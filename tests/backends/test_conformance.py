@@ -10,6 +10,8 @@ import torch
 from emssd_flashinfer.backend import FlashInferBackend, FlashInferPlan
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.fused import FusedAttention
+from emssd_ragged.grouped import GroupedAttention
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -24,7 +26,8 @@ MakeBackend = Callable[[], AttentionBackend]
 BACKENDS: dict[str, MakeBackend] = {
     "ragged-page-1": lambda: RaggedBackend(page_size=1),
     "ragged-page-3": lambda: RaggedBackend(page_size=3),
-    "ragged-page-16": lambda: RaggedBackend(page_size=16),
+    "ragged-page-16": lambda: RaggedBackend(page_size=16, kernels="torch"),
+    "ragged-fused": lambda: RaggedBackend(kernels="fused"),
     "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
     "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
     "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
@@ -40,6 +43,14 @@ def run_machine(make: MakeBackend, **changes: object) -> None:
     machine = type("Machine", (BackendMachine,), {"make_backend": lambda self: make()})
     options = settings(settings.default, stateful_step_count=12, **changes)
     run_state_machine_as_test(machine, settings=options)
+
+
+def test_each_name_says_what_computes_attention(kernels: None) -> None:
+    spec = KVCacheSpec((LayerSpec(2, 1, 4, 4, 1.0),), torch.float64, torch.device("cpu"), 2, 32)
+    for name, attention in {"ragged-fused": FusedAttention, "ragged-page-16": GroupedAttention}.items():
+        backend = BACKENDS[name]()
+        backend.allocate(spec)
+        assert isinstance(backend._attention, attention)
 
 
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emssd_ragged.backend import RaggedBackend
@@ -18,12 +20,19 @@ from emssd.testing.strategies import step_histories
 LAYER = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=3, value_dim=2, scale=1.0)
 SPEC = KVCacheSpec((LAYER, LAYER), torch.float64, torch.device("cpu"), max_batch_size=8, max_model_len=512)
 TOKEN_BYTES = 2 * (3 + 2) * 8
-PAGE_SIZES = [1, 3, 16]
+# Bytes of a page. The fused kernel holds values in vectors of 16 dimensions, and keys in pairs of bfloat16 dimensions.
+PAGES = {
+    "torch-1": (1, "torch", TOKEN_BYTES),
+    "torch-3": (3, "torch", 3 * TOKEN_BYTES),
+    "torch-16": (16, "torch", 16 * TOKEN_BYTES),
+    "fused": (16, "fused", 2 * 16 * (3 + 16) * 8),
+}
 
 
-def allocated(page_size: int) -> RaggedBackend:
-    backend = RaggedBackend(page_size)
-    backend.allocate(SPEC)
+def allocated(page_size: int, kernels: str = "torch", spec: KVCacheSpec = SPEC) -> RaggedBackend:
+    backend = RaggedBackend(page_size, kernels)
+    assert backend.unsupported(spec) == []
+    backend.allocate(spec)
     return backend
 
 
@@ -35,13 +44,13 @@ def pages(lengths: list[int], page_size: int) -> int:
     return sum(-(-length // page_size) for length in lengths)
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("page_size", "kernels", "page_bytes"), PAGES.values(), ids=PAGES)
 @given(lengths=st.lists(st.integers(1, 40), min_size=3, max_size=3), history=step_histories(3))
 def test_held_memory_is_the_whole_pages_of_the_tokens_to_the_byte(
-    page_size: int, lengths: list[int], history: list[list[tuple[int, int]]]
+    page_size: int, kernels: str, page_bytes: int, lengths: list[int], history: list[list[tuple[int, int]]]
 ) -> None:
-    backend, rows = allocated(page_size), sequences(*lengths)
-    page_bytes, peak = page_size * TOKEN_BYTES, 0
+    backend, rows = allocated(page_size, kernels), sequences(*lengths)
+    peak = 0
     for step in history:
         draft = Draft.from_chains([[0] * drafted for drafted, _ in step])
         plan = backend.plan(pack(rows, draft, SPEC.device))
@@ -63,8 +72,31 @@ def test_held_memory_is_the_whole_pages_of_the_tokens_to_the_byte(
     assert backend.kv_usage.peak_held == peak
 
 
-def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it() -> None:
-    backend, rows = allocated(4), sequences(4)
+@pytest.mark.parametrize(
+    ("dtype", "page_bytes"), [(torch.float32, 16 * (3 + 16) * 4), (torch.bfloat16, 16 * (4 + 16) * 2)]
+)
+def test_the_fused_kernel_counts_the_padding_of_narrow_heads(dtype: torch.dtype, page_bytes: int) -> None:
+    backend = allocated(16, "fused", replace(SPEC, layers=(LAYER,), dtype=dtype))
+    backend.plan(pack(sequences(17), Draft.empty(1), SPEC.device))
+    assert backend.kv_usage.held == backend.kv_usage.peak_pool == 2 * page_bytes
+
+
+def test_a_limit_is_kept_in_bytes_whatever_the_layout_of_a_page() -> None:
+    """100 tokens of 5 numbers fill six pages of 16 tokens, and one of those that hold 19 numbers for each token."""
+    limited = replace(SPEC, max_tokens=100)
+    plain, padded = allocated(16, "torch", limited), allocated(16, "fused", limited)
+    assert plain.fits({"a": 80, "b": 16})
+    assert not plain.fits({"a": 81, "b": 16})
+    assert padded.fits({"a": 16})
+    assert not padded.fits({"a": 17})
+    padded.plan(pack(sequences(16), Draft.empty(1), SPEC.device))
+    assert padded.kv_usage.peak_pool <= 100 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(("kernels", "page_size"), [("torch", 4), ("torch", 16), ("fused", 16)])
+def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it(kernels: str, page_size: int) -> None:
+    backend, rows = allocated(page_size, kernels), sequences(4)
+    page_bytes = {"torch": page_size * TOKEN_BYTES, "fused": 2 * 16 * (3 + 16) * 8}[kernels]
     assert backend.kv_usage.peak_pool == 0
     generator = torch.Generator().manual_seed(0)
 
@@ -75,7 +107,7 @@ def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it() -> None:
     plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
     backend.forward(plan, 0, draw(4, 2, 3), torch.zeros(4, 1, 3, dtype=torch.float64), value)
     small = backend.kv_usage.peak_pool
-    assert small == 4 * TOKEN_BYTES
+    assert small == page_bytes
     rows[0].num_cached = 4
     rows[0].tokens += [0] * 100
     plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
@@ -83,9 +115,9 @@ def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it() -> None:
     out = backend.forward(plan, 0, draw(100, 2, 3), zeros, torch.zeros(100, 1, 2, dtype=torch.float64))
     # Equal keys give equal weights, so a query sees the mean; only the old values are not zero.
     torch.testing.assert_close(out[-1], value.sum(dim=0).expand(2, 2) / 104, atol=1e-12, rtol=0)
-    assert backend.kv_usage.peak_pool == 26 * 4 * TOKEN_BYTES
+    assert backend.kv_usage.peak_pool == pages([104], page_size) * page_bytes
     backend.release(["0"])
-    assert backend.kv_usage.peak_pool == 26 * 4 * TOKEN_BYTES
+    assert backend.kv_usage.peak_pool == pages([104], page_size) * page_bytes
 
 
 def test_released_pages_are_used_again_before_the_pool_grows() -> None:
@@ -99,9 +131,9 @@ def test_released_pages_are_used_again_before_the_pool_grows() -> None:
 
 def test_a_long_prompt_beside_short_rows_attends_in_a_group_of_its_own() -> None:
     backend, rows = allocated(4), sequences(3, 17, 16, 40)
-    plan = backend.plan(pack(rows, Draft.empty(4), SPEC.device))
-    assert [group.num_rows for group in plan.groups] == [2, 1, 1]
-    assert [tuple(group.positions.shape) for group in plan.groups] == [(2, 16), (1, 17), (1, 40)]
+    groups = backend.plan(pack(rows, Draft.empty(4), SPEC.device)).attention.groups
+    assert [group.num_rows for group in groups] == [2, 1, 1]
+    assert [tuple(group.positions.shape) for group in groups] == [(2, 16), (1, 17), (1, 40)]
 
 
 def test_fed_tokens_are_those_packed_in_one_row() -> None:
@@ -122,3 +154,8 @@ def test_page_size_below_one_is_refused(page_size: int) -> None:
 
 def test_any_model_is_supported() -> None:
     assert RaggedBackend().unsupported(SPEC) == []
+
+
+def test_unknown_kernels_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"backend\.kernels is 'fast'; choose auto, fused, torch"):
+        RaggedBackend(kernels="fast")

@@ -84,6 +84,8 @@ def test_help_lists_everything_installed_and_every_option(emssd: Callable, store
         assert set(listed) == {*store.names(kind), *(path.stem for path in PRESETS if path.parent.name == kind)}
     for field in dataclasses.fields(RunConfig):
         assert f"\n{field.name}:" in result.out
+    assert "\n  compile: false\n" in result.out
+    assert "\n  kernels: auto\n" in result.out
 
 
 def test_cfg_job_shows_the_result_without_running(emssd: Callable) -> None:

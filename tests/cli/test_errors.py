@@ -159,3 +159,17 @@ def test_ctrl_c_keeps_the_finished_rows(start: Callable[..., subprocess.Popen[st
     assert 1 <= len(lines) < 5000
     assert {json.loads(line)["id"] for line in lines} <= {f"many.txt:{i}" for i in range(1, 5001)}
     assert not (work / "out" / "metrics.json").exists()
+
+
+def test_unknown_kernels_are_answered_with_the_known_ones(decode: Callable) -> None:
+    result = decode("backend.kernels=fast")
+    assert result.status != 0
+    assert "Traceback" not in result.err + result.out
+    assert "'fast'" in result.err
+    assert "[auto, fused, torch]" in result.err
+
+
+def test_the_fused_kernel_with_other_pages_says_what_instead(decode: Callable) -> None:
+    sentence = decode("backend.kernels=fused", "backend.page_size=8").sentence
+    assert sentence.startswith("backend 'ragged' cannot serve this model: the fused kernel has pages of 16 tokens, ")
+    assert "kernels=torch serves it" in sentence

@@ -167,3 +167,23 @@ def test_the_module_runs_as_a_process_with_a_progress_bar(
 def test_the_title_names_the_options_that_are_not_the_defaults(decode: Callable) -> None:
     title = decode("backend=unpad_kv", "drafter.search=prompt_and_output").metrics["title"]
     assert "drafter=llma(search=prompt_and_output) · backend=padded(pad_kv=False) · " in title
+
+
+def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_greedy(
+    emssd: Callable, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from emssd.compiled import CompiledForward
+
+    steps, call = [], CompiledForward.__call__
+    monkeypatch.setattr(CompiledForward, "__call__", lambda *arguments: steps.append(1) or call(*arguments))
+    result = emssd(
+        "model.compile=true", "model.dtype=bfloat16", "backend.kernels=fused", "check=greedy", "data.limit=4",
+        "max_new_tokens=24", "output_dir=out", "progress=false",
+    )  # fmt: skip
+    check = result.metrics["check"]
+    assert check["exact"] + check["ties"] == 4
+    assert check["differences"] == 0
+    assert len(steps) >= result.metrics["num_steps"] + result.metrics["greedy"]["num_steps"]
+    assert "without model.compile" not in result.err
+    config = OmegaConf.load(result.folder / "config.yaml")
+    assert (config.model.compile, config.backend.kernels) == (True, "fused")

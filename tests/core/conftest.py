@@ -35,7 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "ragged-page-1": lambda: RaggedBackend(page_size=1),
-    "ragged-page-16": lambda: RaggedBackend(page_size=16),
+    "ragged-page-16": lambda: RaggedBackend(page_size=16, kernels="torch"),
+    "ragged-fused": lambda: RaggedBackend(kernels="fused"),
     "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
     "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
     "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),

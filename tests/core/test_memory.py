@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emssd_ragged import Kernels, RaggedConfig
 
 from emssd import Engine, memory
 from emssd.errors import ConfigError, PluginError, PromptError
@@ -80,7 +81,8 @@ def test_free_memory_is_less_than_what_the_machine_has() -> None:
 
 
 def test_a_request_that_cannot_fit_even_alone_is_refused_before_anything_runs() -> None:
-    engine = Engine.from_model(tiny_model(), drafter="none", kv_memory=str(48 * TOKEN_BYTES))
+    plain = RaggedConfig(kernels=Kernels.torch)  # whose pages hold narrow heads without padding
+    engine = Engine.from_model(tiny_model(), drafter="none", backend=plain, kv_memory=str(48 * TOKEN_BYTES))
     with pytest.raises(
         PromptError, match=r"request 1 takes up to 49 tokens .*9 of them for its prompt.*raise kv_memory"
     ):

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from emssd_ragged import Kernels, RaggedConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -378,8 +379,10 @@ def test_worst_case_admission_is_an_option() -> None:
     def preempted(admission: str) -> int:
         model = tiny_model(max_model_len=256)
         token_bytes = 2 * 2 * 32 * 8  # layers, keys and values, hidden size, float64
+        plain = RaggedConfig(kernels=Kernels.torch)  # whose pages hold narrow heads without padding
+        limit = str(tokens * token_bytes)
         engine = Engine.from_model(
-            model, drafter="none", admission=admission, kv_memory=str(tokens * token_bytes), batch_size=4
+            model, drafter="none", backend=plain, admission=admission, kv_memory=limit, batch_size=4
         )
         done = engine.generate([[3] * 5] * 4, 95, ignore_eos=True)
         assert len({generation.token_ids for generation in done}) == 1

@@ -16,6 +16,7 @@ from emssd_cascade import CascadeConfig, emssd_drafters
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
 from emssd_llma.drafter import LLMADrafter
+from emssd_ragged import Kernels, RaggedConfig
 from emssd_ragged.backend import RaggedBackend
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -334,6 +335,7 @@ def test_under_one_memory_limit_target_and_draft_model_preempt_and_stay_exact(
     engine = Engine.from_model(
         model,
         drafter=CascadeConfig(["llma", "draft_model"], {"llma": {"copy_length": 3}, "draft_model": {"path": "tiny"}}),
+        backend=RaggedConfig(kernels=Kernels.torch),  # whose pages hold narrow heads without padding
         budget=budget,
         batch_size=4,
         max_step_tokens=16,

@@ -20,6 +20,7 @@ from emssd.model import TargetModel
 from emssd.packing import pack, pack_one
 from emssd.sequence import Batch, Sequence
 from emssd.transfer import on_device
+from emssd.verify import greedy_tokens
 from emssd_draft_model import DraftModelConfig
 
 __all__ = ["DraftModelDrafter"]
@@ -134,7 +135,7 @@ class DraftModelDrafter(Drafter):
         return tokens.index_copy(0, index, self._argmax(self._model(self._backend.plan(packed), self._backend)))
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits[:, : self._vocab_size].argmax(dim=-1)
+        return greedy_tokens(logits[:, : self._vocab_size])
 
 
 def _ragged(lengths: list[int], tokens: torch.Tensor) -> Draft:

@@ -1,13 +1,22 @@
-"""Plugin `backend=ragged`: the paper's method in pure PyTorch, unpadded KV cache and unpadded inputs."""
+"""Plugin `backend=ragged`: the paper's method on any device, unpadded KV cache and unpadded inputs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from emssd.attention import AttentionBackend
 from emssd.hookspecs import Spec, hookimpl
 
-__all__ = ["RaggedConfig", "emssd_attention_backends"]
+__all__ = ["Kernels", "RaggedConfig", "emssd_attention_backends"]
+
+
+class Kernels(Enum):
+    """What computes attention."""
+
+    auto = "auto"
+    fused = "fused"
+    torch = "torch"
 
 
 @dataclass
@@ -16,15 +25,18 @@ class RaggedConfig:
 
     Attributes:
         page_size: tokens per KV page. Memory is held in whole pages.
+        kernels: what computes attention: fused, one C++ call per layer (CPUs; built on first use, for page_size 16);
+            torch, anywhere; auto takes fused where it can.
     """
 
     page_size: int = 16
+    kernels: Kernels = Kernels.auto
 
 
 def _build(config: RaggedConfig) -> AttentionBackend:
     from emssd_ragged.backend import RaggedBackend
 
-    return RaggedBackend(page_size=config.page_size)
+    return RaggedBackend(config.page_size, config.kernels)
 
 
 @hookimpl

@@ -1,0 +1,146 @@
+"""Compares emssd with other engines on this machine's CPU: same models, prompts, precision, threads and batch sizes.
+
+    nox -s peers                                         # makes the environments of vLLM and OpenVINO, once
+    python benchmarks/cpu_peers.py --model TARGET --draft-model DRAFT --data gsm8k.jsonl --out results/cpu_peers.json
+
+Every engine runs in a process of its own that loads and warms up before the clock starts; all prompts are handed over
+at once, and no more than the batch size run together. The repeats of all engines and modes of one batch size are
+interleaved. Tokens are counted up to and including EOS. Beside each speed stands in how many rows the tokens equal
+those of Hugging Face `generate` at batch 1 in the same precision and in float32, and those of the same engine's plain
+greedy decoding at the same batch size. A peer that is not installed is named with what to do; the others run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from budgets import TEMPLATES
+from peers.comparison import Comparison, references_of
+from peers.figures import figures, speed_table, step_table
+from peers.protocol import MODES, Request
+from peers.provenance import provenance
+from peers.workers import PEERS, PeerError, Setting, interpreter_of
+from rich.console import Console
+from rich.progress import Progress
+
+from emssd.errors import EmssdError, PromptError
+from emssd.prompts import FailedPrompt, encode_prompts
+from emssd.records import RecordsConfig, existing_file, read_records, to_prompts
+
+DEFAULT_PEERS = ["emssd", "hf", "hf_generate_batch", "vllm", "openvino"]
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """The prompts' token ids and what ends a row; mode and batch size are to be replaced."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    config, tokenizer = AutoConfig.from_pretrained(arguments.model), AutoTokenizer.from_pretrained(arguments.model)
+    records = RecordsConfig(template=TEMPLATES[arguments.prompts], limit=arguments.num_prompts)
+    prompts = to_prompts(read_records(existing_file(arguments.data)), records, arguments.data)
+    longest = config.max_position_embeddings - arguments.max_new_tokens
+    texts = []
+    for prompt in prompts:
+        if isinstance(prompt, FailedPrompt):
+            raise PromptError(prompt.error)
+        texts.append(prompt.text)
+    ids = encode_prompts(texts, tokenizer, longest, config.vocab_size)
+    eos = config.eos_token_id
+    if (Path(arguments.model) / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(arguments.model).eos_token_id or eos
+    return Request("greedy", 1, arguments.max_new_tokens, ids, eos if isinstance(eos, list) else [eos])
+
+
+def installed(names: list[str], interpreters: dict[str, str], console: Console) -> list[str]:
+    """Those of the peers that can run here; of the others it is printed what to do."""
+    found = []
+    for name in names:
+        try:
+            interpreter_of(name, interpreters)
+            found.append(name)
+        except PeerError as error:
+            console.print(str(error), style="yellow", highlight=False, soft_wrap=True)
+    return found
+
+
+def pairs_of(given: list[str]) -> dict[str, str]:
+    return dict(pair.partition("=")[::2] for pair in given)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of the target")
+    parser.add_argument("--draft-model", required=True, help="folder of the draft model")
+    parser.add_argument("--data", required=True, help="JSONL file with a field 'question'")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=DEFAULT_PEERS)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--prompts", choices=list(TEMPLATES), default="copy-heavy")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--emssd", nargs="+", default=[], metavar="NAME=VALUE", help="options; see peers/run_emssd.py")
+    parser.add_argument("--python", nargs="+", default=[], metavar="PEER=FILE", help="interpreters of peers")
+    parser.add_argument("--openvino-export", type=Path, default=Path(".nox/openvino-export"), help="exported models")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' own output; a temporary one by default")
+    parser.add_argument("--out", type=Path, help="JSON file; written after every batch size")
+    arguments = parser.parse_args()
+    for name, folder in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
+        if not (Path(folder) / "config.json").is_file():
+            parser.error(f"{name} {folder}: no such folder with a config.json; give the local folder of a model")
+    if unknown := sorted(pairs_of(arguments.python).keys() - PEERS):
+        parser.error(f"--python {unknown[0]}=…: no such peer; there are {', '.join(PEERS)}")
+    return arguments
+
+
+def main() -> None:
+    arguments, console = parsed(), Console()
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="cpu-peers-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    setting = Setting(
+        str(Path(arguments.model).resolve()),
+        str(Path(arguments.draft_model).resolve()),
+        arguments.dtype,
+        arguments.threads,
+        {"emssd": arguments.emssd, "openvino": [f"export={arguments.openvino_export.resolve()}"]},
+        pairs_of(arguments.python),
+    )
+    try:
+        request = request_of(arguments)
+    except EmssdError as error:
+        raise SystemExit(f"cpu_peers.py: error: {error}") from None
+    peers = installed(arguments.peers, setting.interpreters, console)
+    if not peers:
+        raise SystemExit("cpu_peers.py: error: none of the peers is installed")
+    try:
+        references = references_of(request, setting, logs, console)
+    except PeerError as error:
+        raise SystemExit(f"cpu_peers.py: error: no reference outputs: {error}; logs are in {logs}") from None
+    results: dict[str, Any] = {"run": provenance(arguments), "cells": []}
+    with Progress(console=console, transient=True) as progress:
+        compared = Comparison(request, setting, logs, progress)
+        for batch in arguments.batch_sizes:
+            every = [(peer, mode, batch) for mode in arguments.modes for peer in peers]
+            cells = [cell for cell in every if PEERS[cell[0]].has(cell[1], batch)]
+            if cells:
+                compared.run(cells, arguments.repeats)
+            results["cells"] = figures(compared.answers, references, compared.failed)
+            results["run"]["versions"] = compared.versions
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(
+        f"\n{results['run']['processor']}, {arguments.dtype}, {arguments.threads} threads, {arguments.prompts} prompts"
+    )
+    print(f"\n{speed_table(results['cells'])}\n\n{step_table(results['cells'])}".rstrip())
+    if compared.failed:
+        raise SystemExit(f"{len(compared.failed)} cells failed; the engines' own output is in {logs}")
+
+
+if __name__ == "__main__":
+    main()

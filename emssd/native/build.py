@@ -1,0 +1,155 @@
+"""Builds `kernels.cpp` through PyTorch's extension builder, once for each machine and version of PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from emssd.errors import EmssdError
+
+__all__ = ["NativeError", "cache_dir", "kernels_key", "load_kernels", "loaded_kernels", "why_unavailable"]
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = ("-O3", "-march=native", "-fopenmp")
+
+logger = logging.getLogger("emssd")
+
+
+class NativeError(EmssdError):
+    """The C++ kernels cannot be built or loaded here; the message says why."""
+
+
+def cache_dir() -> Path:
+    """Where what is compiled is kept: ``$EMSSD_CACHE``, else ``$XDG_CACHE_HOME/emssd``, else ``~/.cache/emssd``."""
+    if chosen := os.environ.get("EMSSD_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "emssd"
+
+
+def load_kernels() -> Any:
+    """The operators ``torch.ops.emssd_native``, built if need be (some 20 seconds, said beforehand).
+
+    Raises:
+        NativeError: there is no compiler, or it fails.
+    """
+    if (failure := _load()) is not None:
+        raise NativeError(str(failure))
+    return torch.ops.emssd_native
+
+
+def loaded_kernels() -> Any | None:
+    """The operators, if something has loaded them already; nothing is built."""
+    return torch.ops.emssd_native if _load.cache_info().currsize and _load() is None else None
+
+
+def why_unavailable() -> str | None:
+    """Why the kernels cannot be had here, in words, or ``None``; builds them if that was not done yet."""
+    failure = _load()
+    return None if failure is None else str(failure)
+
+
+def kernels_key() -> str:
+    """What stands for this source, PyTorch and processor in names of files."""
+    parts = [_SOURCE.read_bytes(), torch.__version__.encode(), str(_FLAGS).encode(), _processor().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler, ``$CXX`` or the first of the usual names; ``None`` if there is none."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+@cache
+def _load() -> NativeError | None:
+    """Load the library of this machine, once in a process; what went wrong is remembered too."""
+    try:
+        if sys.platform != "linux":
+            raise NativeError("the C++ kernels are written for Linux, and this is another system")
+        path = _library()
+        if path.exists():
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]  # it has no annotations
+        else:
+            _build(path)
+    except OSError as error:
+        return NativeError(f"{path} cannot be loaded ({error}); delete it, and it is built again")
+    except NativeError as error:
+        return error
+    return None
+
+
+def _library() -> Path:
+    """Where the library belongs."""
+    return cache_dir() / "kernels" / kernels_key() / "emssd_native.so"
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _build(path: Path) -> None:
+    """Compile, load, and keep for later; in a folder of this process's own, so that runs side by side may."""
+    if compiler() is None:
+        raise NativeError("there is no C++ compiler on PATH (tried $CXX, c++, g++, clang++)")
+    if shutil.which("ninja") is None and not _add_ninja():
+        raise NativeError("building the C++ kernels needs ninja: pip install ninja")
+    logger.info("building kernels for this processor, once; this takes about 20 s …")
+    scratch = path.parent / f"build-{os.getpid()}"
+    try:
+        from torch.utils import cpp_extension
+
+        scratch.mkdir(parents=True, exist_ok=True)
+        cpp_extension.load(
+            name="emssd_native",
+            sources=[str(_SOURCE)],
+            extra_cflags=list(_FLAGS),
+            extra_ldflags=_openmp(),
+            build_directory=str(scratch),
+            is_python_module=False,
+        )
+        os.replace(scratch / "emssd_native.so", path)
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        raise NativeError(f"building the C++ kernels failed: {_complaint(error)}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _add_ninja() -> bool:
+    """Put the ``ninja`` of this environment on PATH, for interpreters that run without their environment active."""
+    folder = Path(sys.executable).parent
+    if not (folder / "ninja").exists():
+        return False
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+    return True
+
+
+def _openmp() -> list[str]:
+    """Link against the OpenMP that PyTorch has loaded: a second one would bring threads of its own."""
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    except OSError:
+        return ["-fopenmp"]
+    loaded = sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp5")))
+    return [loaded[0]] if loaded else ["-fopenmp"]
+
+
+def _complaint(error: BaseException) -> str:
+    """The compiler's first complaint, else the first line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror: ", line)]  # ninja's own lines say "Error building"
+    return (errors or lines or [type(error).__name__])[0].strip()

@@ -1,0 +1,699 @@
+// Kernels for CPUs: ragged attention over a paged KV cache, and linear layers whose weights are laid out once.
+//
+// Every query's result depends on its own row alone: neither the other rows of a batch, nor how many tokens are
+// verified beside it, nor the number of threads change the order of its sums. A draft cannot change the output.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using at::BFloat16;
+using at::Tensor;
+
+constexpr int64_t kPage = 16;         // tokens per page: one vector of scores
+constexpr int64_t kBlockPages = 32;   // pages between two corrections of the running maximum
+constexpr int64_t kTypicalTokens = 32;  // of a step, for oneDNN's choice of a layout
+constexpr int64_t kShortRow = 32;     // rows up to so many new tokens store and attend in one task per head
+#ifdef __AVX512F__
+constexpr int kMaxQueries = 8;        // queries that share one pass over keys and values
+#else
+constexpr int kMaxQueries = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef double Doubles __attribute__((vector_size(128)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+template <class V>
+inline V load(const void* from) {
+  V vector;
+  std::memcpy(&vector, from, sizeof(V));
+  return vector;
+}
+
+// How a type is stored and multiplied. A cell holds the kWidth neighbours that one multiplication sums up; `put` fills
+// it from place 0 on and clears the places behind; `widen` and `narrow` read and write a vector of sums as the type.
+template <class T>
+struct Lane;
+
+template <>
+struct Lane<float> {
+  using Sum = float;
+  using Vector = Floats;
+  using Cell = float;
+  static constexpr int64_t kWidth = 1;
+  static inline Vector multiply_add(Vector sum, const Cell* kv, Cell by) { return sum + load<Vector>(kv) * by; }
+  static inline void put(Cell* cell, int64_t, float value) { *cell = value; }
+  static inline Vector widen(const float* from) { return load<Vector>(from); }
+  static inline void narrow(Vector values, float* to) { std::memcpy(to, &values, sizeof(values)); }
+};
+
+template <>
+struct Lane<double> {
+  using Sum = double;
+  using Vector = Doubles;
+  using Cell = double;
+  static constexpr int64_t kWidth = 1;
+  static inline Vector multiply_add(Vector sum, const Cell* kv, Cell by) { return sum + load<Vector>(kv) * by; }
+  static inline void put(Cell* cell, int64_t, double value) { *cell = value; }
+  static inline Vector widen(const double* from) { return load<Vector>(from); }
+  static inline void narrow(Vector values, double* to) { std::memcpy(to, &values, sizeof(values)); }
+};
+
+template <>
+struct Lane<BFloat16> {
+  using Sum = float;
+  using Vector = Floats;
+  using Cell = uint32_t;
+  static constexpr int64_t kWidth = 2;
+  static inline Vector multiply_add(Vector sum, const Cell* kv, Cell by) {
+#ifdef __AVX512BF16__
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(kv), (__m512bh)_mm512_set1_epi32(by));
+#else
+    const Bits pairs = load<Bits>(kv);
+    const uint32_t low = by << 16, high = by & 0xffff0000u;
+    float low_value, high_value;
+    std::memcpy(&low_value, &low, 4);
+    std::memcpy(&high_value, &high, 4);
+    sum += (Vector)(pairs << 16) * low_value;
+    return sum + (Vector)(pairs & 0xffff0000u) * high_value;
+#endif
+  }
+  static inline void put(Cell* cell, int64_t place, BFloat16 value) {
+    *cell = place == 0 ? uint32_t{value.x} : (*cell & 0xffffu) | uint32_t{value.x} << 16;
+  }
+  static inline Vector widen(const BFloat16* from) {
+    return (Vector)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
+  }
+  static inline void narrow(Vector values, BFloat16* to) {
+#ifdef __AVX512BF16__
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)values);
+#else
+    const Bits bits = (Bits)values;  // to the nearest, of two equally near the even one
+    const Halves halves = __builtin_convertvector((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16, Halves);
+#endif
+    std::memcpy(to, &halves, sizeof(halves));
+  }
+};
+
+// e^x for x <= 0, to one unit in the last place of a float or so.
+inline Floats exponential(Floats x) {
+  constexpr float kLowest = -87.3f;
+  x = x < kLowest ? Floats{} + kLowest : x;
+  const Floats scaled = x * 1.44269504088896341f - 0.5f;
+  const Ints whole = __builtin_convertvector(scaled, Ints);  // towards zero: the nearest, as x <= 0
+  const Floats power = __builtin_convertvector(whole, Floats);
+  const Floats rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
+  Floats result = Floats{} + 1.9875691500e-4f;
+  result = result * rest + 1.3981999507e-3f;
+  result = result * rest + 8.3334519073e-3f;
+  result = result * rest + 4.1665795894e-2f;
+  result = result * rest + 1.6666665459e-1f;
+  result = result * rest + 5.0000001201e-1f;
+  result = result * (rest * rest) + rest + 1.0f;
+  return result * (Floats)((whole + 127) << 23);
+}
+
+inline Doubles exponential(Doubles x) {
+  for (int lane = 0; lane < kPage; ++lane) x[lane] = std::exp(x[lane]);
+  return x;
+}
+
+inline float exponential(float x) { return exponential(Floats{} + x)[0]; }
+inline double exponential(double x) { return std::exp(x); }
+
+template <class V>
+inline auto largest(V vector) {
+  auto result = vector[0];
+  for (int lane = 1; lane < kPage; ++lane) result = std::max(result, vector[lane]);
+  return result;
+}
+
+template <class V>
+inline auto total(V vector) {
+  auto result = vector[0];
+  for (int lane = 1; lane < kPage; ++lane) result += vector[lane];
+  return result;
+}
+
+// Everything about one layer's attention in one step; pointers and sizes as in `attend` below.
+template <class T>
+struct Layer {
+  using L = Lane<T>;
+  using Cell = typename L::Cell;
+  using Sum = typename L::Sum;
+  using Vector = typename L::Vector;
+
+  const T *query, *key, *value;
+  int64_t query_token, query_head, key_token, key_head, value_token, value_head;  // strides
+  Cell *keys, *values;
+  T* out;
+  const int32_t *query_indptr, *kv_lens, *page_indptr, *pages;
+  int64_t num_kv_heads, group, key_cells, key_dim, value_dim, value_lanes;
+  Sum scale, softcap;
+  int64_t window;
+
+  Cell* key_page(int64_t page, int64_t head) const {
+    return keys + (page * num_kv_heads + head) * key_cells * kPage;
+  }
+  Cell* value_page(int64_t page, int64_t head) const {
+    return values + (page * num_kv_heads + head) * (kPage / L::kWidth) * value_lanes;
+  }
+
+  // The cell of a head's vector, with zeros behind its end.
+  Cell cell_of(const T* head, int64_t cell) const {
+    Cell result{};
+    std::memcpy(&result, head + cell * L::kWidth, std::min<int64_t>(L::kWidth, key_dim - cell * L::kWidth) * sizeof(T));
+    return result;
+  }
+
+  // The new keys and values of one row and head: keys as [dims / width][token][width], values as
+  // [tokens / width][dim][width].
+  void store(int64_t row, int64_t head) const {
+    const int64_t first = query_indptr[row], last = query_indptr[row + 1];
+    const int32_t* row_pages = pages + page_indptr[row];
+    for (int64_t token = first; token < last; ++token) {
+      const int64_t position = kv_lens[row] - (last - token), slot = position % kPage;
+      const T* from_key = key + token * key_token + head * key_head;
+      Cell* to_key = key_page(row_pages[position / kPage], head) + slot;
+      for (int64_t cell = 0; cell < key_cells; ++cell) to_key[cell * kPage] = cell_of(from_key, cell);
+      const T* from_value = value + token * value_token + head * value_head;
+      Cell* to_value = value_page(row_pages[position / kPage], head) + slot / L::kWidth * value_lanes;
+      for (int64_t dim = 0; dim < value_dim; ++dim) L::put(to_value + dim, slot % L::kWidth, from_value[dim]);
+    }
+  }
+
+  int64_t num_queries(int64_t row) const { return (query_indptr[row + 1] - query_indptr[row]) * group; }
+
+  // How many of the queries that are left share the next pass.
+  static int64_t pass(int64_t left) {
+    if (kMaxQueries == 8 && left >= 7) return 8;
+    return left >= 3 ? 4 : left;
+  }
+
+  // Queries [first, first + count) of the row's tokens x heads of one KV head.
+  void attend(int64_t row, int64_t head, int64_t first, int64_t count) const {
+    switch (count) {
+      case 1: return attend_some<1>(row, head, first);
+      case 2: return attend_some<2>(row, head, first);
+      case 4: return attend_some<4>(row, head, first);
+      default: return attend_some<kMaxQueries>(row, head, first);
+    }
+  }
+
+  template <int N>
+  void attend_some(int64_t row, int64_t head, int64_t first) const {
+    constexpr int64_t kBlock = kBlockPages * kPage;
+    constexpr int kPagesAtOnce = N == 1 ? 4 : N == 2 ? 4 : N == 4 ? 2 : 1;
+    constexpr Sum kNever = -std::numeric_limits<Sum>::infinity();
+    const int64_t available = num_queries(row), num_new = available / group, kv_len = kv_lens[row];
+    const int32_t* row_pages = pages + page_indptr[row];
+
+    static thread_local std::vector<Cell> query_cells;
+    query_cells.assign(N * key_cells, Cell{});
+    int64_t token[N], q_head[N], position[N];
+    int64_t earliest = std::numeric_limits<int64_t>::max(), latest = -1;
+    for (int i = 0; i < N; ++i) {
+      const int64_t which = std::min(first + i, available - 1);  // a pass that is not full repeats its last query
+      token[i] = query_indptr[row] + which / group;
+      q_head[i] = head * group + which % group;
+      position[i] = kv_len - num_new + which / group;
+      earliest = std::min(earliest, position[i]);
+      latest = std::max(latest, position[i]);
+      const T* from = query + token[i] * query_token + q_head[i] * query_head;
+      for (int64_t cell = 0; cell < key_cells; ++cell) query_cells[i * key_cells + cell] = cell_of(from, cell);
+    }
+
+    alignas(64) Sum scores[N][kBlock];
+    alignas(64) Cell weights[N][kBlock / L::kWidth];
+    static thread_local std::vector<Sum> sums;
+    sums.assign(N * value_lanes, Sum{});
+    Sum maximum[N], denominator[N];
+    for (int i = 0; i < N; ++i) maximum[i] = kNever, denominator[i] = 0;
+
+    const int64_t begin = window > 0 ? std::max<int64_t>(0, earliest - window + 1) : 0;
+    for (int64_t block = begin / kBlock * kBlock; block <= latest; block += kBlock) {
+      const int64_t page_begin = std::max(block, begin) / kPage;
+      const int64_t page_end = std::min((block + kBlock) / kPage, latest / kPage + 1);
+      Vector block_maximum[N];
+      for (int i = 0; i < N; ++i) block_maximum[i] = Vector{} + kNever;
+      for (int64_t page = page_begin; page < page_end; page += kPagesAtOnce) {
+        const Cell* cells[kPagesAtOnce];
+        for (int p = 0; p < kPagesAtOnce; ++p) {
+          cells[p] = key_page(row_pages[std::min(page + p, page_end - 1)], head);
+        }
+        const Cell* coming[kPagesAtOnce];  // what is read next lies scattered, which hardware does not foresee
+        for (int p = 0; p < kPagesAtOnce; ++p) {
+          coming[p] = value_page(row_pages[std::min(page + p, page_end - 1)], head);
+        }
+        Vector dots[N][kPagesAtOnce] = {};
+        for (int64_t cell = 0; cell < key_cells; ++cell) {
+          for (int p = 0; p < kPagesAtOnce; ++p) __builtin_prefetch(coming[p] + cell * kPage);
+          for (int i = 0; i < N; ++i) {
+            for (int p = 0; p < kPagesAtOnce; ++p) {
+              dots[i][p] = L::multiply_add(dots[i][p], cells[p] + cell * kPage, query_cells[i * key_cells + cell]);
+            }
+          }
+        }
+        for (int p = 0; p < kPagesAtOnce && page + p < page_end; ++p) {
+          const int64_t start = (page + p) * kPage;
+          for (int i = 0; i < N; ++i) {
+            Vector score = dots[i][p] * scale;
+            if (softcap > 0) {
+              for (int lane = 0; lane < kPage; ++lane) score[lane] = std::tanh(score[lane] / softcap) * softcap;
+            }
+            if (start + kPage - 1 > position[i] || (window > 0 && start <= position[i] - window)) {
+              for (int lane = 0; lane < kPage; ++lane) {
+                const int64_t at = start + lane;
+                if (at > position[i] || (window > 0 && at <= position[i] - window)) score[lane] = kNever;
+              }
+            }
+            block_maximum[i] = block_maximum[i] > score ? block_maximum[i] : score;
+            std::memcpy(&scores[i][start - block], &score, sizeof(score));
+          }
+        }
+      }
+
+      for (int i = 0; i < N; ++i) {
+        const Sum next = std::max(maximum[i], largest(block_maximum[i]));
+        const Sum known = next == kNever ? Sum{0} : next;  // nothing seen yet: every weight below becomes zero
+        const Sum correction = maximum[i] == kNever ? Sum{0} : exponential(maximum[i] - known);
+        Vector sum = {};
+        for (int64_t at = page_begin * kPage - block; at < page_end * kPage - block; at += kPage) {
+          const Vector score = load<Vector>(&scores[i][at]);
+          Vector weight = exponential(score - known);
+          weight = score == kNever ? Vector{} : weight;
+          sum += weight;
+          L::narrow(weight, reinterpret_cast<T*>(&weights[i][at / L::kWidth]));
+        }
+        denominator[i] = denominator[i] * correction + total(sum);
+        maximum[i] = next;
+        if (correction != Sum{1}) {
+          for (int64_t dim = 0; dim < value_lanes; ++dim) sums[i * value_lanes + dim] *= correction;
+        }
+      }
+
+      const int64_t cell_end = std::min(kBlock, latest + 1 - block + L::kWidth - 1) / L::kWidth;
+      for (int64_t dim = 0; dim < value_lanes;) {
+        const int64_t left = (value_lanes - dim) / kPage;
+        if (N <= 4 && left >= 4) {
+          add_values<N, 4>(row_pages, head, block, page_begin, cell_end, dim, &weights[0][0], sums.data());
+          dim += 4 * kPage;
+        } else if (left >= 2) {
+          add_values<N, 2>(row_pages, head, block, page_begin, cell_end, dim, &weights[0][0], sums.data());
+          dim += 2 * kPage;
+        } else {
+          add_values<N, 1>(row_pages, head, block, page_begin, cell_end, dim, &weights[0][0], sums.data());
+          dim += kPage;
+        }
+      }
+    }
+
+    const int64_t num_heads = num_kv_heads * group;
+    for (int i = 0; i < N && first + i < available; ++i) {
+      T* to = out + (token[i] * num_heads + q_head[i]) * value_dim;
+      const Sum inverse = 1 / denominator[i];
+      alignas(64) T heads[kPage];
+      for (int64_t dim = 0; dim < value_dim; dim += kPage) {
+        L::narrow(load<Vector>(&sums[i * value_lanes + dim]) * inverse, heads);
+        std::copy_n(heads, std::min(kPage, value_dim - dim), to + dim);
+      }
+    }
+  }
+
+  // sums[n][dim...] += weights[n] x values, over one block of tokens, for kVectors vectors of dimensions.
+  template <int N, int kVectors>
+  void add_values(const int32_t* row_pages, int64_t head, int64_t block, int64_t page_begin, int64_t cell_end,
+                  int64_t dim, const Cell* weights, Sum* sums) const {
+    constexpr int64_t kCells = kBlockPages * kPage / L::kWidth, kPageCells = kPage / L::kWidth;
+    Vector sum[N][kVectors];
+    for (int i = 0; i < N; ++i) {
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = load<Vector>(sums + i * value_lanes + dim + v * kPage);
+    }
+    const int64_t block_page = block / kPage, next_head = std::min(head + 1, num_kv_heads - 1);
+    for (int64_t cell = (page_begin - block_page) * kPageCells; cell < cell_end;) {
+      const Cell* from = value_page(row_pages[block_page + cell / kPageCells], head) + dim;
+      const int64_t stop = std::min(cell_end - cell, kPageCells);
+      const Cell* coming = key_page(row_pages[block_page + cell / kPageCells], next_head) + dim * kPageCells;
+      for (int64_t c = 0; c < stop; ++c) {
+        for (int v = 0; v < kVectors; ++v) __builtin_prefetch(coming + (c * kVectors + v) * kPage);
+        for (int v = 0; v < kVectors; ++v) {
+          for (int i = 0; i < N; ++i) {
+            sum[i][v] = L::multiply_add(sum[i][v], from + c * value_lanes + v * kPage, weights[i * kCells + cell + c]);
+          }
+        }
+      }
+      cell += kPageCells;
+    }
+    for (int i = 0; i < N; ++i) {
+      for (int v = 0; v < kVectors; ++v) std::memcpy(sums + i * value_lanes + dim + v * kPage, &sum[i][v], sizeof(Vector));
+    }
+  }
+};
+
+// Runs task(0), …, task(count - 1) on all threads; whoever is free takes the next.
+template <class Task>
+void run_tasks(int64_t count, const Task& task) {
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
+  if (threads <= 1) {
+    for (int64_t i = 0; i < count; ++i) task(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) task(i);
+  });
+}
+
+template <class T>
+void attend_rows(const Layer<T>& layer, int64_t num_rows, int64_t num_kv_heads) {
+  struct Pass {
+    int32_t row, head, first, count;
+  };
+  static thread_local std::vector<Pass> passes;
+  passes.clear();
+  int64_t longest = 0;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    longest = std::max<int64_t>(longest, layer.query_indptr[row + 1] - layer.query_indptr[row]);
+  }
+  if (longest <= kShortRow) {
+    const int64_t heads_together = num_rows >= 4 * at::get_num_threads() ? num_kv_heads : 1;
+    run_tasks(num_rows * num_kv_heads / heads_together, [&](int64_t task) {
+      for (int64_t each = task * heads_together; each < (task + 1) * heads_together; ++each) {
+        const int64_t row = each / num_kv_heads, head = each % num_kv_heads, queries = layer.num_queries(row);
+        layer.store(row, head);
+        for (int64_t first = 0, count; first < queries; first += count) {
+          layer.attend(row, head, first, count = Layer<T>::pass(queries - first));
+        }
+      }
+    });
+    return;
+  }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t queries = layer.num_queries(row);
+    for (int64_t head = 0; head < num_kv_heads; ++head) {
+      for (int64_t first = 0, count; first < queries; first += count) {
+        count = Layer<T>::pass(queries - first);
+        passes.push_back({int32_t(row), int32_t(head), int32_t(first), int32_t(count)});
+      }
+    }
+  }
+  run_tasks(num_rows * num_kv_heads, [&](int64_t task) { layer.store(task / num_kv_heads, task % num_kv_heads); });
+  const Pass* all = passes.data();  // of the calling thread: the name means another vector on the others
+  run_tasks(static_cast<int64_t>(passes.size()), [&](int64_t task) {
+    layer.attend(all[task].row, all[task].head, all[task].first, all[task].count);
+  });
+}
+
+template <class T>
+Tensor attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, Tensor& keys, Tensor& values,
+                    const Tensor& query_indptr, const Tensor& kv_lens, const Tensor& page_indptr, const Tensor& pages,
+                    double scale, int64_t window, double softcap) {
+  using Cell = typename Lane<T>::Cell;
+  Layer<T> layer;
+  layer.query = query.const_data_ptr<T>(), layer.key = key.const_data_ptr<T>(), layer.value = value.const_data_ptr<T>();
+  layer.query_token = query.stride(0), layer.query_head = query.stride(1);
+  layer.key_token = key.stride(0), layer.key_head = key.stride(1);
+  layer.value_token = value.stride(0), layer.value_head = value.stride(1);
+  layer.keys = reinterpret_cast<Cell*>(keys.mutable_data_ptr<T>());
+  layer.values = reinterpret_cast<Cell*>(values.mutable_data_ptr<T>());
+  layer.query_indptr = query_indptr.const_data_ptr<int32_t>(), layer.kv_lens = kv_lens.const_data_ptr<int32_t>();
+  layer.page_indptr = page_indptr.const_data_ptr<int32_t>(), layer.pages = pages.const_data_ptr<int32_t>();
+  layer.num_kv_heads = key.size(1), layer.group = query.size(1) / key.size(1);
+  layer.key_dim = key.size(2), layer.value_dim = value.size(2);
+  layer.key_cells = keys.size(2), layer.value_lanes = values.size(3);
+  layer.scale = scale, layer.softcap = softcap, layer.window = window;
+  Tensor out = at::empty({query.size(0), query.size(1), value.size(2)}, query.options());
+  layer.out = out.mutable_data_ptr<T>();
+  attend_rows(layer, kv_lens.size(0), layer.num_kv_heads);
+  return out;
+}
+
+// Stores the keys and values of a step's new tokens, and attends.
+//
+// query [nnz, heads, key_dim], key [nnz, kv_heads, key_dim], value [nnz, kv_heads, value_dim]; the last dimension is
+// contiguous. keys [pages, kv_heads, cells, 16, width] and values [pages, kv_heads, 16 / width, lanes, width]: the pool.
+// query_indptr [R + 1], kv_lens [R] with the new tokens, page_indptr [R + 1] into pages: int32. window 0 and softcap 0
+// stand for none. Returns [nnz, heads, value_dim].
+Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, Tensor& keys, Tensor& values,
+              const Tensor& query_indptr, const Tensor& kv_lens, const Tensor& page_indptr, const Tensor& pages,
+              double scale, int64_t window, double softcap) {
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "heads must be contiguous");
+  switch (query.scalar_type()) {
+    case at::kBFloat16:
+      return attend_typed<BFloat16>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages, scale,
+                                    window, softcap);
+    case at::kFloat:
+      return attend_typed<float>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages, scale,
+                                 window, softcap);
+    case at::kDouble:
+      return attend_typed<double>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages, scale,
+                                  window, softcap);
+    default:
+      TORCH_CHECK(false, "no kernel for ", query.scalar_type());
+  }
+}
+
+// y = x W^T + b in bfloat16 by our own hands, where the processor multiplies it in vectors and not in tiles: weights stream
+// through once, any number of rows costs its arithmetic alone, and each output is one sum in order of the inputs.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool kOwnLinear = true;
+#else
+constexpr bool kOwnLinear = false;
+#endif
+constexpr int64_t kPanel = 32;    // outputs whose weights lie together, as [inputs / 2][output][2]
+constexpr int kMaxRows = 14;      // rows that share one pass over a panel
+constexpr int64_t kAhead = 1024;  // cells that are fetched ahead
+
+// weight [out, in] as [panels, in / 2, 32, 2], zeros behind the last output.
+Tensor to_panels(const Tensor& weight) {
+  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + kPanel - 1) / kPanel;
+  Tensor packed = at::zeros({panels, in / 2, kPanel, 2}, weight.options());
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(weight.const_data_ptr<BFloat16>());
+  uint32_t* to = reinterpret_cast<uint32_t*>(packed.mutable_data_ptr<BFloat16>());
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin * kPanel; output < std::min(end * kPanel, out); ++output) {
+      uint32_t* panel = to + output / kPanel * (in / 2) * kPanel + output % kPanel;
+      for (int64_t cell = 0; cell < in / 2; ++cell) panel[cell * kPanel] = from[output * (in / 2) + cell];
+    }
+  });
+  return packed;
+}
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+template <int N>
+void multiply_panel(const uint32_t* input, const uint32_t* panel, int64_t cells, const float* bias, BFloat16* out,
+                    int64_t out_stride, int64_t outputs) {
+  __m512 sum[N][2];
+  for (int row = 0; row < N; ++row) sum[row][0] = _mm512_loadu_ps(bias), sum[row][1] = _mm512_loadu_ps(bias + 16);
+  for (int64_t cell = 0; cell < cells; ++cell) {
+    const uint32_t* weights = panel + cell * kPanel;
+    _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead + 16), _MM_HINT_T0);
+    const __m512bh low = (__m512bh)_mm512_loadu_si512(weights), high = (__m512bh)_mm512_loadu_si512(weights + 16);
+    for (int row = 0; row < N; ++row) {
+      const __m512bh by = (__m512bh)_mm512_set1_epi32(input[row * cells + cell]);
+      sum[row][0] = _mm512_dpbf16_ps(sum[row][0], low, by);
+      sum[row][1] = _mm512_dpbf16_ps(sum[row][1], high, by);
+    }
+  }
+  const uint32_t mask = outputs >= kPanel ? ~uint32_t{0} : (uint32_t{1} << outputs) - 1;
+  for (int row = 0; row < N; ++row) {
+    BFloat16* to = out + row * out_stride;
+    _mm256_mask_storeu_epi16(to, mask & 0xffff, (__m256i)_mm512_cvtneps_pbh(sum[row][0]));
+    _mm256_mask_storeu_epi16(to + 16, mask >> 16, (__m256i)_mm512_cvtneps_pbh(sum[row][1]));
+  }
+}
+
+template <int... kRows>
+auto panel_kernels(std::integer_sequence<int, kRows...>) {
+  return std::array{&multiply_panel<kRows + 1>...};
+}
+
+Tensor own_linear(const Tensor& input, const Tensor& panels, const Tensor& bias, int64_t outputs) {
+  static const auto kernels = panel_kernels(std::make_integer_sequence<int, kMaxRows>{});
+  const Tensor rows = input.contiguous();
+  const int64_t in = rows.size(-1), cells = in / 2, num_rows = rows.numel() / in, num_panels = panels.size(0);
+  auto sizes = rows.sizes().vec();
+  sizes.back() = outputs;
+  Tensor out = at::empty(sizes, rows.options());
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(rows.const_data_ptr<BFloat16>());
+  const uint32_t* weights = reinterpret_cast<const uint32_t*>(panels.const_data_ptr<BFloat16>());
+  const float* add = bias.const_data_ptr<float>();
+  BFloat16* to = out.mutable_data_ptr<BFloat16>();
+  const int64_t passes = (num_rows + kMaxRows - 1) / kMaxRows, share = (num_rows + passes - 1) / std::max<int64_t>(passes, 1);
+  at::parallel_for(0, num_panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t row = 0; row < num_rows; row += share) {
+        kernels[std::min(share, num_rows - row) - 1](from + row * cells, weights + panel * cells * kPanel, cells,
+                                                     add + panel * kPanel, to + row * outputs + panel * kPanel, outputs,
+                                                     outputs - panel * kPanel);
+      }
+    }
+  });
+  return out;
+}
+#else
+Tensor own_linear(const Tensor&, const Tensor&, const Tensor&, int64_t) { TORCH_CHECK(false, "not on this processor"); }
+#endif
+
+// oneDNN's linear layer on weights in its own layout; both operators are registered by PyTorch.
+Tensor onednn_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::string_view,
+                                           c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>)>();
+  static const c10::List<std::optional<at::Scalar>> no_scalars;
+  return op.call(input, weight, bias, "none", no_scalars, std::nullopt);
+}
+
+Tensor onednn_layout(const Tensor& weight) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mkldnn::_reorder_linear_weight", "")
+                             .typed<Tensor(const Tensor&, std::optional<c10::SymInt>)>();
+  return op.call(weight, c10::SymInt(kTypicalTokens));
+}
+
+bool is_own(const Tensor& weight) {
+  return kOwnLinear && weight.scalar_type() == at::kBFloat16 && weight.size(1) % 2 == 0;
+}
+
+struct Linear {
+  Tensor weight;  // [panels, in / 2, 32, 2], or in the layout of oneDNN
+  std::optional<Tensor> bias;  // of our own kernel always, in float32
+  bool own;
+};
+
+// The linear layers of each model, by the number that stands in its handle.
+std::mutex linears_lock;
+std::unordered_map<int64_t, std::vector<Linear>> linears_of_models;
+int64_t num_models = 0;
+
+std::vector<Linear>& linears_of(const Tensor& handle) {
+  const std::lock_guard<std::mutex> guard(linears_lock);
+  return linears_of_models.at(*handle.const_data_ptr<int64_t>());
+}
+
+// A new handle [] int64: an owner of linear layers, none so far.
+Tensor new_weights() {
+  const std::lock_guard<std::mutex> guard(linears_lock);
+  linears_of_models[++num_models];
+  return at::scalar_tensor(num_models, at::kLong);
+}
+
+// Adds a layer: weight [out, in], bias [out] or none. Layers are numbered from 0. Returns whether inputs of many different
+// sizes are slower than those of few: oneDNN makes a program for each.
+bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias) {
+  if (!is_own(weight)) {
+    linears_of(handle).push_back({onednn_layout(weight.contiguous()), bias, false});
+    return true;
+  }
+  const Tensor panels = to_panels(weight.contiguous());
+  Tensor padded = at::zeros({panels.size(0) * kPanel}, weight.options().dtype(at::kFloat));
+  if (bias) padded.narrow(0, 0, weight.size(0)).copy_(*bias);
+  linears_of(handle).push_back({panels, padded, true});
+  return false;
+}
+
+// Frees the layers of a handle.
+void free_weights(const Tensor& handle) {
+  const std::lock_guard<std::mutex> guard(linears_lock);
+  linears_of_models.erase(*handle.const_data_ptr<int64_t>());
+}
+
+// input [..., in] by layer `index` of a handle: [..., out_features]. oneDNN gets one row as two, since it sums up a single
+// one in another order.
+Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t out_features) {
+  const Linear& layer = linears_of(handle).at(index);
+  if (layer.own) return own_linear(input, layer.weight, *layer.bias, out_features);
+  if (input.numel() == input.size(-1)) {
+    const Tensor twice = input.reshape({1, input.size(-1)}).expand({2, input.size(-1)}).contiguous();
+    auto sizes = input.sizes().vec();
+    sizes.back() = out_features;
+    return onednn_linear(twice, layer.weight, layer.bias).narrow(0, 0, 1).reshape(sizes);
+  }
+  return onednn_linear(input, layer.weight, layer.bias);
+}
+
+// The first of the largest entries of each row: logits [rows, vocab], contiguous rows, to [rows] int64. A row without
+// any number gives 0.
+template <class T>
+void argmax_rows(const Tensor& logits, Tensor& best) {
+  using L = Lane<T>;
+  using Vector = typename L::Vector;
+  using Sum = typename L::Sum;
+  const int64_t size = logits.size(1), stride = logits.stride(0);
+  const T* all = logits.const_data_ptr<T>();
+  int64_t* to = best.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* from = all + row * stride;
+      Vector largest_seen = Vector{} - std::numeric_limits<Sum>::infinity();
+      int64_t at = 0;
+      for (; at + kPage <= size; at += kPage) {
+        const Vector entries = L::widen(from + at);
+        largest_seen = entries > largest_seen ? entries : largest_seen;
+      }
+      Sum largest_entry = largest(largest_seen);
+      for (; at < size; ++at) largest_entry = std::max(largest_entry, static_cast<Sum>(from[at]));
+      int64_t place = 0;
+      while (place < size && static_cast<Sum>(from[place]) != largest_entry) ++place;
+      to[row] = place < size ? place : 0;
+    }
+  });
+}
+
+Tensor argmax(const Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "rows must be contiguous");
+  Tensor best = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  switch (logits.scalar_type()) {
+    case at::kBFloat16: argmax_rows<BFloat16>(logits, best); break;
+    case at::kFloat: argmax_rows<float>(logits, best); break;
+    case at::kDouble: argmax_rows<double>(logits, best); break;
+    default: TORCH_CHECK(false, "no kernel for ", logits.scalar_type());
+  }
+  return best;
+}
+
+TORCH_LIBRARY(emssd_native, library) {
+  library.def("argmax(Tensor logits) -> Tensor");
+  library.impl("argmax", c10::DispatchKey::CPU, TORCH_FN(argmax));
+  library.def("new_weights() -> Tensor", TORCH_FN(new_weights));
+  library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias) -> bool");
+  library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));
+  library.def("free_weights(Tensor handle) -> ()");
+  library.impl("free_weights", c10::DispatchKey::CPU, TORCH_FN(free_weights));
+  library.def("linear(Tensor input, Tensor handle, int index, int out_features) -> Tensor");
+  library.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
+  library.def(
+      "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor query_indptr, "
+      "Tensor kv_lens, Tensor page_indptr, Tensor pages, float scale, int window, float softcap) -> Tensor");
+  library.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend));
+}
+
+}  // namespace

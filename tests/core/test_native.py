@@ -1,0 +1,267 @@
+"""The C++ kernels on machines that cannot have them: why is said in a sentence, and decoding works without them."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emssd_ragged import Kernels, RaggedConfig
+
+from emssd.assembly import from_model
+from emssd.errors import PluginError
+from emssd.model import TargetModel
+from emssd.native import NativeError, build, cache_dir, load_kernels, why_unavailable
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+
+NO_COMPILER = r"there is no C\+\+ compiler on PATH \(tried \$CXX, c\+\+, g\+\+, clang\+\+\)"
+PROMPT = (3, 4, 5, 3, 4)
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with nothing in it, and a process that has not asked for the kernels; all is as before afterwards."""
+    if sys.platform != "linux":
+        pytest.skip("the C++ kernels are for Linux")
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_load", cache(build._load.__wrapped__))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def no_compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def script(path: Path, text: str = "exit 0") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def failure() -> str:
+    """Why there are no kernels, as one sentence that both ways to ask for them give."""
+    reason = why_unavailable()
+    assert reason is not None
+    assert "\n" not in reason
+    with pytest.raises(NativeError) as raised:
+        load_kernels()
+    assert str(raised.value) == reason
+    return reason
+
+
+@pytest.mark.usefixtures("no_compiler")
+class TestWithoutACompiler:
+    def test_the_reason_names_what_was_tried(self) -> None:
+        assert re.fullmatch(NO_COMPILER, failure())
+
+    def test_the_backend_says_so_and_decodes_in_pytorch(self) -> None:
+        model = tiny_model("llama", vocab_size=11)
+        with pytest.warns(RuntimeWarning, match=f"attention runs in PyTorch, .*{NO_COMPILER}.*backend.kernels=torch"):
+            engine = from_model(model, drafter="llma", backend="ragged")
+        (done,) = engine.generate([PROMPT], 20)
+        assert list(done.token_ids) == greedy_reference(model, PROMPT, 20, [2])
+
+    @pytest.mark.filterwarnings("error::RuntimeWarning")
+    @pytest.mark.parametrize("config", [RaggedConfig(kernels=Kernels.torch), RaggedConfig(page_size=4)], ids=str)
+    def test_who_does_not_ask_for_them_hears_nothing(self, config: RaggedConfig) -> None:
+        from_model(tiny_model("llama", vocab_size=11), drafter="none", backend=config)
+
+    def test_who_insists_on_them_is_refused(self) -> None:
+        refusal = f"backend 'ragged' cannot serve this model: {NO_COMPILER}; kernels=torch serves it"
+        with pytest.raises(PluginError, match=refusal):
+            from_model(tiny_model("llama"), drafter="none", backend=RaggedConfig(kernels=Kernels.fused))
+
+    def test_a_model_to_be_compiled_runs_as_it_is(self) -> None:
+        model = tiny_model("llama", vocab_size=11)
+        with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {NO_COMPILER}"):
+            target = TargetModel(model, compile=True)
+        assert target.compiled is None
+
+
+def test_a_compiler_that_fails_is_quoted(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    complaint = """
+case "$*" in *kernels.cpp*) ;; *) echo "c++ (GCC) 13.0"; exit 0 ;; esac
+echo "In file included from errors.h" >&2
+echo "kernels.cpp:7:1: warning: strange" >&2
+echo "kernels.cpp:8:1: error: out of luck" >&2
+echo "kernels.cpp:9:1: error: and again" >&2
+exit 1
+"""
+    monkeypatch.setenv("CXX", str(script(tmp_path / "bin" / "c++", complaint)))
+    assert failure() == "building the C++ kernels failed: kernels.cpp:8:1: error: out of luck"
+    assert [path for path in cache_folder.rglob("*") if path.is_file()] == []  # no half of a library
+
+
+def test_a_compiler_that_does_not_even_run_is_named(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = script(tmp_path / "bin" / "c++", "exit 1")
+    monkeypatch.setenv("CXX", str(compiler))
+    assert failure().startswith("building the C++ kernels failed: ")
+    assert str(compiler) in failure()
+
+
+def test_a_failure_is_remembered(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failure()
+    monkeypatch.setattr(build, "_build", lambda path: pytest.fail("it tries again"))
+    assert failure()
+
+
+def test_without_ninja_the_reason_is_how_to_get_it(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(script(tmp_path / "bin" / "g++").parent))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
+    assert failure() == "building the C++ kernels needs ninja: pip install ninja"
+
+
+def test_the_ninja_of_an_environment_that_is_not_active_is_found(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(script(tmp_path / "bin" / "g++").parent))
+    monkeypatch.setattr(sys, "executable", str(script(tmp_path / "env" / "ninja").with_name("python")))
+    monkeypatch.setattr("torch.utils.cpp_extension.load", raising_of(RuntimeError("got this far")))
+    assert failure() == "building the C++ kernels failed: got this far"
+    assert os.environ["PATH"].split(os.pathsep) == [str(tmp_path / "env"), str(tmp_path / "bin")]
+
+
+def raising_of(error: Exception) -> Callable[..., None]:
+    def load(**options: Any) -> None:
+        raise error
+
+    return load
+
+
+def test_what_is_built_is_kept_and_loaded_the_next_time(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds: list[dict[str, Any]] = []
+    loaded: list[str] = []
+
+    def load(**options: Any) -> None:
+        builds.append(options)
+        (Path(options["build_directory"]) / f"{options['name']}.so").write_text("library")
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+    monkeypatch.setattr("torch.ops.load_library", loaded.append)
+    monkeypatch.setenv("CXX", "true")
+    for _ in range(2):
+        monkeypatch.setattr(build, "_load", cache(build._load.__wrapped__))  # as another process would
+        assert why_unavailable() is None
+    (options,) = builds
+    assert "-ffast-math" not in options["extra_cflags"]  # it would change sums from build to build
+    (library,) = [path for path in cache_folder.rglob("*") if path.is_file()]
+    assert loaded == [str(library)]
+    assert library.read_text() == "library"
+    assert [path.name for path in library.parent.iterdir()] == ["emssd_native.so"]
+
+
+def test_a_library_that_was_not_written_to_its_end_is_named(cache_folder: Path) -> None:
+    path = build._library()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\x7fELF and no more")
+    reason = failure()
+    assert reason.startswith(f"{path} cannot be loaded (")
+    assert reason.endswith("; delete it, and it is built again")
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("CXX", "true")
+    assert str(tmp_path / "file") in failure()
+
+
+def test_other_systems_are_told_apart(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert failure() == "the C++ kernels are written for Linux, and this is another system"
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setenv("EMSSD_CACHE", "~/here")
+    assert cache_dir() == tmp_path / "here"
+    monkeypatch.setenv("EMSSD_CACHE", "")
+    assert cache_dir() == Path("/caches/emssd")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == tmp_path / ".cache" / "emssd"
+
+
+def test_another_source_pytorch_or_processor_has_a_library_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [build.kernels_key()]
+    assert build.kernels_key() == keys[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_processor", lambda: "flags: none")
+        keys.append(build.kernels_key())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "99.0")
+        keys.append(build.kernels_key())
+    (tmp_path / "kernels.cpp").write_text("// other")
+    monkeypatch.setattr(build, "_SOURCE", tmp_path / "kernels.cpp")
+    keys.append(build.kernels_key())
+    assert len(set(keys)) == 4
+
+
+SIZES = [(32, 48), (33, 17), (576, 64), (5, 1)]
+
+
+@pytest.mark.usefixtures("kernels")
+class TestLinear:
+    @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+    def dtype(self, request: pytest.FixtureRequest) -> torch.dtype:
+        dtype: torch.dtype = request.param
+        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            pytest.skip("oneDNN has no bfloat16 for this processor")
+        return dtype
+
+    @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
+    def test_a_token_has_the_same_bits_beside_any_number_of_others(
+        self, dtype: torch.dtype, num_in: int, num_out: int
+    ) -> None:
+        kernels, generator = load_kernels(), torch.Generator().manual_seed(0)
+        weight, bias = (torch.randn(*shape, generator=generator) for shape in ((num_out, num_in), (num_out,)))
+        tokens = torch.randn(1, 130, num_in, generator=generator).to(dtype)
+        handle = kernels.new_weights()
+        kernels.add_weight(handle, weight.to(dtype), bias.to(dtype))
+        kernels.add_weight(handle, weight.to(dtype), None)
+        for index, added in enumerate([bias.to(dtype), torch.zeros(num_out)]):
+            together = kernels.linear(tokens, handle, index, num_out)
+            right = tokens.double() @ weight.to(dtype).double().T + added.double()
+            # n products and a bias, each rounded in float32; what comes out once more in its own type
+            magnitude = tokens.double().abs() @ weight.to(dtype).double().abs().T + added.double().abs()
+            unit = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-24
+            allowed = 2.0**-24 * (num_in + 2) * magnitude + unit * right.abs() * 1.01
+            assert bool(((together.double() - right).abs() <= allowed).all())
+            for count in (1, 2, 3, 8, 17, 33, 64):
+                for start in (0, 130 - count):
+                    part = kernels.linear(tokens[:, start : start + count], handle, index, num_out)
+                    assert torch.equal(part, together[:, start : start + count]), (count, start)
+
+    def test_handles_are_apart_and_freed(self) -> None:
+        kernels = load_kernels()
+        one, two = kernels.new_weights(), kernels.new_weights()
+        for factor, handle in enumerate((one, two), start=1):
+            kernels.add_weight(handle, torch.eye(4) * factor, None)
+        ones = torch.ones(1, 3, 4)
+        assert torch.equal(kernels.linear(ones, one, 0, 4), ones)
+        assert torch.equal(kernels.linear(ones, two, 0, 4), 2 * ones)
+        kernels.free_weights(one)
+        assert torch.equal(kernels.linear(ones, two, 0, 4), 2 * ones)
+        with pytest.raises((IndexError, RuntimeError)):
+            kernels.linear(ones, one, 0, 4)

@@ -1,0 +1,325 @@
+"""`model.compile`: the compiled forward pass computes what the model does, is kept on disk, and leaves the model alone.
+
+Oracle: the model itself, uncompiled, with the same attention; and `greedy_reference`, in float64. Compiling takes some
+ten seconds a model, so there are few, and test processes share what they compile.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_llma import LLMAConfig, Search
+from emssd_padded import PaddedConfig
+from emssd_ragged import Kernels, RaggedConfig
+from filelock import FileLock
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from emssd import assembly, compiled
+from emssd.assembly import make_backend
+from emssd.attention import LayerSpec
+from emssd.check import compare
+from emssd.draft import Drafter
+from emssd.engine import Engine
+from emssd.model import TargetModel
+from emssd.native import cache_dir, load_kernels
+from emssd.options import EngineOptions
+from emssd.registry import Registry
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+
+VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
+MODELS: dict[str, dict[str, Any]] = {
+    # Biases, and embeddings that are tied.
+    "opt-float32": {"architecture": "opt", "dtype": torch.float32, "num_hidden_layers": 1},
+    # Grouped heads, a window in one layer, a soft-cap; and no kernel for linear layers of that type.
+    "gemma2-float64": {"architecture": "gemma2", "dtype": torch.float64},
+}
+# Rounding of other orders of the same sums. Gemma takes norms in float32, whatever the model.
+CLOSE = {torch.float32: 1e-4, torch.float64: 1e-5}
+PROMPTS = (
+    (3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4),
+    (8,),
+    (9, 3, 11, 4, 9, 3, 12, 5, 9, 3),
+    (10, 6, 6, 7, 10, 6, 6, 8, 10, 5, 4, 10, 6),
+)
+BACKENDS: dict[str, Any] = {
+    "fused": RaggedConfig(kernels=Kernels.fused),
+    "torch": RaggedConfig(kernels=Kernels.torch),
+    "padded": PaddedConfig(),
+    "unpad_inputs": PaddedConfig(pad_inputs=False),
+}
+LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels: None) -> None:
+    """All of these tests need them."""
+
+
+def make(name: str, seed: int = 0) -> PreTrainedModel:
+    return tiny_model(**MODELS[name], vocab_size=VOCAB_SIZE, max_model_len=64, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def targets(kernels: None) -> dict[str, TargetModel]:
+    """Each is compiled by one of the test processes, of which every other begins with the last."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    made = {}
+    for name in sorted(MODELS, reverse=int(worker) % 2 == 1):
+        with FileLock(cache_dir() / f"{name}.lock"):
+            made[name] = TargetModel(make(name), compile=True)
+        assert made[name].compiled is not None
+    return made
+
+
+def attend_apart(num_rows: int) -> Any:
+    """Plain causal attention within each of the rows that are fed one after another; by no rule of the layer's own."""
+
+    def attend(
+        layer: int, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        group = spec.num_qo_heads // spec.num_kv_heads
+        query, key, value = (
+            tensor.view(num_rows, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in (query, key, value)
+        )
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale)
+        in_order = out.transpose(1, 2).flatten(0, 1)
+        return in_order.transpose(0, 1).contiguous().transpose(0, 1)  # what a backend returns may lie in any order
+
+    return attend
+
+
+@torch.inference_mode()
+def both(target: TargetModel, num_rows: int, num_tokens: int, keep: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``[num_rows, len(keep), vocab]`` of random tokens, by the program and by the model."""
+    ids = torch.randint(0, VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+    positions = torch.arange(num_tokens).expand(num_rows, -1).contiguous()
+    arguments = ids, positions, attend_apart(num_rows), torch.tensor(keep)
+    assert target.compiled is not None
+    return target.compiled(*arguments), target.run(*arguments)
+
+
+def assert_close(got: torch.Tensor, right: torch.Tensor) -> None:
+    assert got.shape == right.shape
+    assert got.dtype is right.dtype
+    torch.testing.assert_close(got, right, atol=CLOSE[right.dtype], rtol=CLOSE[right.dtype])
+
+
+@EVERY_MODEL
+def test_logits_are_those_of_the_model_for_any_number_of_tokens_rows_and_logits(
+    name: str, targets: dict[str, TargetModel]
+) -> None:
+    target = targets[name]
+    for num_rows, num_tokens, keep in [
+        (1, 1, [0]),
+        (1, 2, [1]),
+        (1, 24, list(range(20))),  # what it was traced with
+        (1, 50, [0, 7, 49]),
+        (1, 64, list(range(64))),
+        (3, 7, [0, 4, 6]),
+        (4, 1, [0]),
+        (2, 33, [32]),
+    ]:
+        got, right = both(target, num_rows, num_tokens, keep)
+        assert_close(got, right)
+        assert float(right.std()) > 0.3  # else closeness would say little
+
+
+@EVERY_MODEL
+def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, TargetModel], monkeypatch: Any) -> None:
+    monkeypatch.setattr(targets[name], "run", lambda *arguments: pytest.fail("the model itself runs"))
+    engine = engine_of(targets[name], "none", BACKENDS["fused"])
+    assert len(engine.generate(PROMPTS, 2)) == len(PROMPTS)
+
+
+def same_weights_drafter(target: TargetModel, backend: Any) -> Drafter:
+    """A compiled draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
+    cache = make_backend(target.kv_cache_spec(len(PROMPTS)), backend, Registry())
+    return DraftModelDrafter(target, cache, VOCAB_SIZE, num_speculative_tokens=4)
+
+
+def engine_of(target: TargetModel, drafter: str, backend: Any) -> Engine:
+    chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(target, backend)
+    options = EngineOptions(batch_size=len(PROMPTS))
+    return assembly.assemble(target, None, drafter=chosen, backend=backend, budget="fixed", options=options, eos=())
+
+
+@pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_MODEL
+def test_tokens_are_those_of_greedy_decoding(
+    name: str, backend: str, drafter: str, targets: dict[str, TargetModel]
+) -> None:
+    engine = engine_of(targets[name], drafter, BACKENDS[backend])
+    done = engine.generate(PROMPTS, 24)
+    if drafter != "none":
+        assert engine.report.num_accepted > 0
+    if targets[name].dtype is torch.float64:
+        for generation, prompt in zip(done, PROMPTS, strict=True):
+            assert list(generation.token_ids) == greedy_reference(targets[name].model, prompt, 24)
+        return
+    plain = TargetModel(make(name))
+    greedy = engine_of(plain, "none", BACKENDS["torch"])
+    report = compare(done, greedy.generate(PROMPTS, 24), plain, greedy.backend)
+    assert report.true_differences == []
+
+
+@EVERY_MODEL
+def test_the_model_is_left_as_it_was(name: str, targets: dict[str, TargetModel]) -> None:
+    model, untouched = targets[name].model, make(name)
+    assert model.config._attn_implementation == untouched.config._attn_implementation != "emssd"
+    assert model.config.to_dict() == untouched.config.to_dict()
+    assert [key for key, _ in model.named_modules()] == [key for key, _ in untouched.named_modules()]
+    parameters = dict(untouched.named_parameters())
+    assert [key for key, _ in model.named_parameters()] == list(parameters)  # tied ones are still one
+    for key, parameter in model.named_parameters():
+        assert type(parameter) is torch.nn.Parameter
+        assert parameter.requires_grad
+        assert torch.equal(parameter, parameters[key])
+    assert model.state_dict().keys() == untouched.state_dict().keys()
+    prompt = torch.tensor([PROMPTS[0]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 9}
+    assert torch.equal(model.generate(prompt, **options), untouched.generate(prompt, **options))
+    model(input_ids=prompt, labels=prompt).loss.backward()
+    assert next(model.parameters()).grad is not None
+    model.zero_grad()
+
+
+@pytest.fixture
+def no_compiling(targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert targets["opt-float32"]
+    monkeypatch.setattr(compiled, "_compile", lambda *arguments: pytest.fail("it compiles again"))
+
+
+@pytest.mark.usefixtures("no_compiling")
+def test_a_program_on_disk_serves_any_weights_each_with_its_own() -> None:
+    """As of a draft model with the shapes of its target."""
+    first, second = (TargetModel(make("opt-float32", seed), compile=True) for seed in (0, 1))
+    results = [both(target, 1, 9, [3, 8]) for target in (first, second, first)]
+    for got, right in results:
+        assert_close(got, right)
+    assert torch.equal(results[0][0], results[2][0])
+    assert not torch.allclose(results[0][0], results[1][0], atol=0.1)
+
+
+@pytest.mark.usefixtures("no_compiling")
+def test_a_model_that_is_gone_gives_its_weights_back() -> None:
+    target = TargetModel(make("opt-float32"), compile=True)
+    assert target.compiled is not None
+    program, handle = weakref.ref(target.compiled), target.compiled._weights
+    size = target.model.lm_head.weight.shape[1]
+    load_kernels().linear(torch.ones(1, 2, size), handle, 0, 1)
+    del target
+    gc.collect()
+    assert program() is None
+    with pytest.raises((IndexError, RuntimeError)):
+        load_kernels().linear(torch.ones(1, 2, size), handle, 0, 1)
+
+
+@pytest.mark.usefixtures("no_compiling")
+def test_an_error_within_attention_passes_through_and_the_next_step_is_right() -> None:
+    target = TargetModel(make("opt-float32"), compile=True)
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        raise MemoryError("out of memory")
+
+    assert target.compiled is not None
+    ids = torch.arange(5).unsqueeze(0)
+    with pytest.raises((MemoryError, RuntimeError), match="out of memory"):
+        target.compiled(ids, ids, broken, torch.tensor([0]))
+    assert_close(*both(target, 1, 5, [0, 4]))
+
+
+def test_what_the_program_depends_on_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(**changes: Any) -> str:
+        options = {"architecture": "llama", "dtype": torch.float32, "vocab_size": VOCAB_SIZE} | changes
+        return compiled._fingerprint(TargetModel(tiny_model(**options)))
+
+    first = name()
+    assert name(seed=1) == first  # other weights are no other program
+    others = [
+        name(vocab_size=14),
+        name(dtype=torch.float64),
+        name(num_hidden_layers=1),
+        name(hidden_act="gelu"),
+        name(rms_norm_eps=1e-3),
+        name(tie_word_embeddings=True),
+        name(rope_parameters={"rope_type": "default", "rope_theta": 5.0}),
+        name(architecture="mistral"),
+    ]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    others.append(name())
+    monkeypatch.setattr("transformers.__version__", "99.0")
+    others.append(name())
+    assert len({first, *others}) == len(others) + 1
+
+
+class LooksAtItsTokens(LlamaForCausalLM):
+    """Computes by the values of its input, which no trace can follow."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:  # type: ignore[override]
+        if int(input_ids.sum()) < 0:
+            raise AssertionError("no token is negative")
+        return super().forward(input_ids=input_ids, **options)
+
+
+def untraceable() -> PreTrainedModel:
+    return LooksAtItsTokens(tiny_model("llama").config).eval()
+
+
+def assert_runs_as_it_is(model: PreTrainedModel, reason: str) -> None:
+    plain = model.config._attn_implementation
+    with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {reason}") as caught:
+        engine = Engine.from_model(model, drafter=LLMA, backend="ragged", batch_size=4, compile=True)
+    (message,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    assert "\n" not in message
+    assert engine.target.compiled is None
+    assert model.config._attn_implementation == plain
+    expected = Engine.from_model(model, drafter="none", backend="ragged", batch_size=4)
+    for done, right in zip(engine.generate(PROMPTS, 9), expected.generate(PROMPTS, 9), strict=True):
+        assert done.token_ids == right.token_ids
+
+
+def test_a_model_that_cannot_be_traced_runs_as_it_is_and_nothing_is_kept() -> None:
+    model = untraceable()
+    assert_runs_as_it_is(model, r"LooksAtItsTokens cannot be compiled: \w+: .+")
+    assert list((cache_dir() / "models").glob(f"{compiled._fingerprint(TargetModel(model))}*")) == []
+
+
+def test_a_model_without_source_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("typed_at_a_prompt")
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    nowhere = type("Nowhere", (LlamaForCausalLM,), {"__module__": module.__name__})
+    assert_runs_as_it_is(nowhere(tiny_model("llama").config).eval(), "Nowhere is not defined in a file")
+
+
+def test_a_program_that_was_not_written_to_its_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("opt-float32")
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
+    folder = tmp_path / "models" / compiled._fingerprint(TargetModel(model))
+    folder.mkdir(parents=True)
+    (folder / "linears.json").write_text("[]")
+    (folder / "constants.pt").write_bytes(b"")
+    (folder / "program.pt2").write_bytes(b"PK")
+    assert_runs_as_it_is(model, rf"{folder} cannot be loaded \(.+\); delete it, and it is compiled again")
+
+
+def test_a_drafters_model_is_compiled_if_the_target_is(
+    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(assembly, "load_model", lambda path, **options: asked.append(options["compile"]))
+    caches: Any = type("Caches", (), {"make": None})
+    for target in (targets["opt-float32"], TargetModel(make("opt-float32"))):
+        assembly._context(target, None, EngineOptions(), caches, Registry()).load_model("small")
+    assert asked == [True, False]
