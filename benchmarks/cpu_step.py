@@ -176,7 +176,8 @@ def main() -> None:
         "processor": platform.processor() or platform.machine(), "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }  # fmt: skip
-    result["command"] = "python benchmarks/cpu_step.py " + " ".join(sys.argv[1:])
+    arguments = ["MODEL" if argument == options.start else argument for argument in sys.argv[1:]]
+    result["command"] = " ".join(["python benchmarks/cpu_step.py", *arguments])
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -121,7 +121,8 @@ def make_backend(spec: KVCacheSpec, choice: Any, registry: Registry) -> Attentio
     plugin, config = registry.resolve("backend", choice)
     backend: AttentionBackend = plugin.build(config)
     if reasons := backend.unsupported(spec):
-        raise PluginError(f"backend {plugin.name!r} cannot serve this model: {'; '.join(reasons)}. Try backend=ragged.")
+        other = "" if plugin.name == "ragged" else ". Try backend=ragged."
+        raise PluginError(f"backend {plugin.name!r} cannot serve this model: {'; '.join(reasons)}{other}")
     backend.allocate(spec)
     return backend
 

@@ -47,7 +47,8 @@ class CompiledForward:
     """The compiled forward pass of one model.
 
     Args:
-        target: the model, on a CPU. It is left as it was; its linear weights are copied in the layout of their kernel.
+        target: the model, on a CPU. It is left as it was; its linear weights are copied in the layout of their kernel,
+            so that changing them later has no effect here.
 
     Raises:
         CompileError: another device, no C++ compiler, or a model that cannot be traced.
