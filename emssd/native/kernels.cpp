@@ -61,29 +61,24 @@ inline V load(const void* from) {
 template <class T>
 struct Lane;
 
-template <>
-struct Lane<float> {
-  using Sum = float;
-  using Vector = Floats;
-  using Cell = float;
+// A type that is summed up in itself, one at a time.
+template <class T, class V>
+struct WideLane {
+  using Sum = T;
+  using Vector = V;
+  using Cell = T;
   static constexpr int64_t kWidth = 1;
   static inline Vector multiply_add(Vector sum, const Cell* kv, Cell by) { return sum + load<Vector>(kv) * by; }
-  static inline void put(Cell* cell, int64_t, float value) { *cell = value; }
-  static inline Vector widen(const float* from) { return load<Vector>(from); }
-  static inline void narrow(Vector values, float* to) { std::memcpy(to, &values, sizeof(values)); }
+  static inline void put(Cell* cell, int64_t, T value) { *cell = value; }
+  static inline Vector widen(const T* from) { return load<Vector>(from); }
+  static inline void narrow(Vector values, T* to) { std::memcpy(to, &values, sizeof(values)); }
 };
 
 template <>
-struct Lane<double> {
-  using Sum = double;
-  using Vector = Doubles;
-  using Cell = double;
-  static constexpr int64_t kWidth = 1;
-  static inline Vector multiply_add(Vector sum, const Cell* kv, Cell by) { return sum + load<Vector>(kv) * by; }
-  static inline void put(Cell* cell, int64_t, double value) { *cell = value; }
-  static inline Vector widen(const double* from) { return load<Vector>(from); }
-  static inline void narrow(Vector values, double* to) { std::memcpy(to, &values, sizeof(values)); }
-};
+struct Lane<float> : WideLane<float, Floats> {};
+
+template <>
+struct Lane<double> : WideLane<double, Doubles> {};
 
 template <>
 struct Lane<BFloat16> {
