@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from gpu_measure import DRAFTED, decode, hf_decode, rates, verify_step
-from gpu_models import SHAPES, Costs, counting_model
+from gpu_models import SHAPES, opt_model
 from rich.console import Console
 from rich.table import Table
 
+from emssd.costs import Costs
 from emssd.errors import OutOfMemoryError
 from emssd.model import TargetModel
 
@@ -184,7 +185,7 @@ def main() -> None:
     console.print(now)
     for shape in arguments.shape:
         longest = max(contexts_of(shape, arguments.quick)) + arguments.new_tokens + DRAFTED + 1
-        target = TargetModel(counting_model(SHAPES[shape], dtype, device, longest), max_model_len=longest)
+        target = TargetModel(opt_model(SHAPES[shape], dtype, device, longest), max_model_len=longest)
         todo = [piece for piece in pieces(target, shape, arguments) if piece[0] not in results["pieces"]]
         for number, (name, measure) in enumerate(todo, 1):
             result = results["pieces"][name] = run_piece(name, measure)

@@ -12,9 +12,10 @@ import torch
 from emssd_flashinfer import FlashInferConfig
 from emssd_flashinfer.backend import FlashInferBackend
 from emssd_padded import PaddedConfig
-from gpu_models import Costs, continuation
+from gpu_models import continuation
 
 from emssd.attention import AttentionBackend, Kept
+from emssd.costs import Costs
 from emssd.draft import Draft, Drafter
 from emssd.engine import Engine
 from emssd.model import TargetModel
@@ -96,7 +97,7 @@ def verify_step(
     target: TargetModel, name: str, batch: int, tokens: int, context: int, repeats: int
 ) -> dict[str, float]:
     """Seconds of one step that verifies ``tokens - 1`` drafted tokens per row, all of it: pack to accepted tokens."""
-    backend, costs = make_backend(name, target, batch), Costs.of(target.model)
+    backend, costs = make_backend(name, target, batch), Costs.of(target)
     rows = [
         Sequence(Request(str(i), tuple(ids), 1)) for i, ids in enumerate(prompts(batch, context, target.vocab_size))
     ]

@@ -13,7 +13,7 @@ from emssd.draft import Drafter, DrafterContext
 from emssd.engine import Engine
 from emssd.errors import ConfigError, PluginError
 from emssd.memory import kv_bytes
-from emssd.model import TargetModel, load_model
+from emssd.model import LoadModel, TargetModel, load_model
 from emssd.options import Admission, Batching, EngineOptions
 from emssd.registry import Registry
 from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
@@ -87,15 +87,16 @@ def assemble(
     options: EngineOptions | None = None,
     registry: Registry | None = None,
     eos: Iterable[int] | None = None,
+    load: LoadModel | None = None,
 ) -> Engine:
-    """An engine for `target`; `drafter`, `backend` and `budget` as in `from_pretrained`."""
+    """An engine for `target`; `drafter`, `backend` and `budget` as in `from_pretrained`; `load` is for drafters."""
     registry, options = registry or Registry(), options or EngineOptions()
     caches = _Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
     drafter_name = None
     if not isinstance(drafter, Drafter):
         plugin, config = registry.resolve("drafter", drafter)
         drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"
-        drafter = plugin.build(config, _context(target, tokenizer, options, caches, registry))
+        drafter = plugin.build(config, _context(target, tokenizer, options, caches, registry, load))
     if not isinstance(budget, BudgetPolicy):
         plugin, config = registry.resolve("budget", budget)
         budget = plugin.build(config)
@@ -178,11 +179,16 @@ class _Caches:
 
 
 def _context(
-    target: TargetModel, tokenizer: Any, options: EngineOptions, caches: _Caches, registry: Registry
+    target: TargetModel,
+    tokenizer: Any,
+    options: EngineOptions,
+    caches: _Caches,
+    registry: Registry,
+    load: LoadModel | None = None,
 ) -> DrafterContext:
-    def load(path: str) -> tuple[TargetModel, Any]:
+    def load_alike(path: str) -> tuple[TargetModel, Any]:
         dtype, compiled = str(target.dtype).removeprefix("torch."), target.compiled is not None
-        return load_model(path, dtype=dtype, device=str(target.device), compile=compiled)
+        return (load or load_model)(path, dtype=dtype, device=str(target.device), compile=compiled)
 
     def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:
         plugin = registry.find("drafter", name)
@@ -199,7 +205,7 @@ def _context(
         device=target.device,
         dtype=target.dtype,
         tokenizer=tokenizer,
-        load_model=load,
+        load_model=load_alike,
         make_backend=caches.make,
         make_drafter=make_drafter,
     )

@@ -14,14 +14,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import MissingMandatoryValue, OmegaConf
 
-from emssd.config import DEFAULT_OUTPUT_DIR, RunConfig, conf_dir, register_configs
+from emssd.config import DEFAULT_OUTPUT_DIR, RunConfig, Size, conf_dir, register_configs
 from emssd.errors import ConfigError, EmssdError
+from emssd.jobs import Jobs
 from emssd.registry import KINDS, Registry
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 __all__ = ["main"]
+
+_GROUPS = ("model", "experiment", "method", "task")
 
 
 def main() -> None:
@@ -41,22 +44,29 @@ def main() -> None:
 
 
 def _compose_and_run(registry: Registry) -> None:
+    jobs = Jobs(registry)
+
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def run(config: DictConfig) -> None:
-        from emssd.job import run_job
-
-        output_dir = Path(config.output_dir)
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            output_dir /= str(HydraConfig.get().job.num)
+        hydra_config = HydraConfig.get()
+        sweep = Path(config.output_dir)
+        is_sweep = hydra_config.mode is RunMode.MULTIRUN
+        number = int(hydra_config.job.num) if is_sweep else 0
+        overrides = list(hydra_config.overrides.task)
         try:
-            run_job(_options(config), output_dir, OmegaConf.to_yaml(config), registry)
+            options = _options(config)
+            if options.experiment is not None:
+                jobs.run_of_experiment(options, OmegaConf.to_yaml(config), sweep, number, overrides)
+            else:
+                jobs.run(options, OmegaConf.to_yaml(config), sweep / str(number) if is_sweep else sweep)
         except EmssdError as error:
             _fail(error)  # here, because Hydra would print a traceback of it
         except KeyboardInterrupt:
-            options = f"resume=true output_dir={config.output_dir}"
-            _leave(f"interrupted; the rows that were finished are in {output_dir}/, and {options} goes on from there")
+            options_to_resume = f"resume=true output_dir={config.output_dir}"
+            _leave(f"interrupted; what was finished is in {sweep}/, and {options_to_resume} goes on from there")
 
     run()
+    jobs.finish()
 
 
 def _options(config: DictConfig) -> RunConfig:
@@ -80,21 +90,41 @@ def _check_choices(arguments: list[str], registry: Registry) -> None:
 
     Raises:
         PluginError: there is no such name, a plugin of that name failed to load, or it cannot run here.
-        ConfigError: there is no such model preset.
+        ConfigError: there is no such preset, or no such size of an experiment.
     """
+    if {"--config-dir", "-cd", "--config-path", "-cp"} & {argument.partition("=")[0] for argument in arguments}:
+        return  # presets of the user's own: Hydra knows them
+    chosen = {"experiment": "", "size": "small"}
     for argument in arguments:
         group, given, value = argument.partition("=")
-        for name in value.split(",") if given and group in (*KINDS, "model") else ():
-            presets = _presets(group)
+        for name in value.split(",") if given and group in (*KINDS, *_GROUPS, "size") else ():
+            chosen[group] = name
+            presets = [*Size] if group == "size" else _presets(group)
             if name in presets or not re.fullmatch(r"[\w.-]*", name):  # Hydra judges its sweep functions itself
                 continue
             if group in KINDS:
                 registry.find(group, name, presets)
-            elif name != "hf":
-                raise ConfigError(
-                    f"unknown model preset {name!r}; presets are {', '.join(presets)}. "
-                    f"For a folder or an id of the Hugging Face hub write model.path={name}"
-                )
+            elif (group, name) != ("model", "hf"):
+                raise ConfigError(_no_preset(group, name, presets))
+    if chosen["experiment"] in _presets("experiment"):
+        _check_size(chosen["experiment"], chosen["size"])
+
+
+def _check_size(experiment: str, size: str) -> None:
+    sizes = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{experiment}.yaml"), "experiment.sizes") or {}
+    missing = [name for name in sizes if sizes[name] is None]  # an experiment says so itself
+    if size in missing:
+        there = ", ".join(each for each in Size if each not in missing)
+        raise ConfigError(f"experiment={experiment} has no size {size!r}; choose one of {there}")
+
+
+def _no_preset(group: str, name: str, presets: list[str]) -> str:
+    if group == "model":
+        return (
+            f"unknown model preset {name!r}; presets are {', '.join(presets)}. "
+            f"For a folder or an id of the Hugging Face hub write model.path={name}"
+        )
+    return f"unknown {group} {name!r}; choose one of {', '.join(presets)}"
 
 
 def _presets(group: str) -> list[str]:

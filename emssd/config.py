@@ -19,9 +19,12 @@ from emssd.registry import KINDS, Registry
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
     "Check",
+    "ExperimentConfig",
     "ModelConfig",
     "OnError",
     "RunConfig",
+    "Size",
+    "TaskConfig",
     "changed_options",
     "conf_dir",
     "register_configs",
@@ -55,6 +58,8 @@ class ModelConfig:
         max_model_len: longest sequence, prompt and output together; ``null`` takes the model's own limit.
         compile: run the forward pass as one compiled program, on a CPU. The first run of a model compiles it, for half
             a minute or more; later ones load it. Worth it for long jobs; a draft model is compiled as well.
+        architecture: for timing without a checkpoint: make a model of this shape, a config of Transformers, with random
+            weights; `path` is then only its name. ``data=random`` gives it prompts.
     """
 
     path: str = "demo"
@@ -62,6 +67,46 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     compile: bool = False
+    architecture: dict[str, Any] = field(default_factory=dict)
+
+
+class Size(str, Enum):
+    """How large an experiment is."""
+
+    toy = "toy"
+    small = "small"
+    paper = "paper"
+    shapes = "shapes"
+
+
+@dataclass
+class ExperimentConfig:
+    """An experiment: a sweep whose runs are kept as rows, to be compared.
+
+    Attributes:
+        name: what the rows and their report call it.
+        title: what it shows, in a line.
+        simulated: the paper's numerical simulation, which decodes nothing.
+        sizes: what the sweep of each size covers; the file of the experiment says how.
+    """
+
+    name: str = MISSING
+    title: str = ""
+    simulated: bool = False
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TaskConfig:
+    """What an experiment decodes.
+
+    Attributes:
+        name: what the rows and their report call it.
+        data: the choice of ``data=`` that belongs to it; with another one, the name would be wrong.
+    """
+
+    name: str = MISSING
+    data: str = MISSING
 
 
 @dataclass
@@ -70,6 +115,7 @@ class RunConfig(EngineOptions):
 
     Attributes:
         drafter, backend, budget, model, data: config groups; see ``--help`` for what is installed.
+        speculate: ``false`` decodes plainly whatever the drafter is, to have something to compare with.
         max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
         stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
             stand for newline, tab, carriage return and backslash.
@@ -81,11 +127,17 @@ class RunConfig(EngineOptions):
         overwrite: replace what an earlier run left in `output_dir`.
         progress: show a progress bar.
         num_threads: CPU threads of PyTorch; ``null`` leaves its choice.
+        experiment: config group: sweeps whose runs are compared, such as those of the paper.
+        size: of an experiment: ``toy`` (seconds), ``small`` (minutes on two cores), ``paper`` (a GPU, real weights), or
+            ``shapes`` (the paper's shapes with random weights, and replayed acceptance).
+        method, task: config groups of experiments: what is compared, on what data; they set the options above.
+        repeat: which repetition of an experiment this is.
     """
 
     drafter: Any = MISSING
     backend: Any = MISSING
     budget: Any = MISSING
+    speculate: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: Any = MISSING
     max_new_tokens: int = 128
@@ -98,6 +150,11 @@ class RunConfig(EngineOptions):
     overwrite: bool = False
     progress: bool = True
     num_threads: int | None = None
+    experiment: ExperimentConfig | None = None
+    size: Size = Size.small
+    method: str | None = None
+    task: TaskConfig | None = None
+    repeat: int = 1
 
 
 def changed_options(before: str, now: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""Prompt sources: the embedded demo, text files, JSONL files and Hugging Face datasets. A plugin like any other."""
+"""Prompt sources: the embedded demo, files, Hugging Face datasets, random tokens. A plugin like any other."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,14 +13,19 @@ from emssd.hookspecs import Spec, hookimpl
 from emssd.prompts import FailedPrompt, Prompt, SourceConfig
 from emssd.records import RecordsConfig, existing_file, read_records, read_text, to_prompts
 
-__all__ = ["DatasetConfig", "DemoConfig", "JSONLConfig", "TextConfig", "Unit", "emssd_prompt_sources"]
+__all__ = ["DatasetConfig", "DemoConfig", "JSONLConfig", "RandomConfig", "TextConfig", "Unit", "emssd_prompt_sources"]
 
 
 @dataclass
 class DemoConfig(SourceConfig):
-    """`data=demo`: passages of Python's own documentation, for `model=demo`."""
+    """`data=demo`: passages of Python's own documentation, for `model=demo`.
+
+    Attributes:
+        kind: only prompts that ask to ``restate`` a passage, or only those that ask to ``continue`` one.
+    """
 
     limit: int | None = 32
+    kind: str | None = None
 
 
 class Unit(str, Enum):
@@ -70,6 +76,22 @@ class DatasetConfig(RecordsConfig):
     path: str | None = None
 
 
+@dataclass
+class RandomConfig(SourceConfig):
+    """`data=random`: prompts of random tokens, for timing.
+
+    Attributes:
+        num_tokens: of each prompt.
+        vocab_size: token ids are drawn below this, and at least 4, since models keep special tokens there.
+        seed: of the draw.
+    """
+
+    limit: int | None = 32
+    num_tokens: int = 128
+    vocab_size: int = 1000
+    seed: int = 0
+
+
 @hookimpl
 def emssd_prompt_sources() -> list[Spec]:
     """Offer the built-in sources."""
@@ -78,13 +100,35 @@ def emssd_prompt_sources() -> list[Spec]:
         Spec("text", TextConfig, _text),
         Spec("jsonl", JSONLConfig, _jsonl),
         Spec("hf", DatasetConfig, _dataset),
+        Spec("random", RandomConfig, _random),
     ]
 
 
 def _demo(config: DemoConfig) -> list[Prompt]:
     from emssd import demo
 
-    return [Prompt(prompt.prompt_id, prompt.text) for prompt in demo.prompts(config.limit)]
+    prompts = [Prompt(prompt.prompt_id, prompt.text) for prompt in demo.prompts()]
+    kinds = sorted({prompt.prompt_id.rpartition("-")[2] for prompt in prompts})
+    if config.kind is None:
+        return prompts[: config.limit]
+    if config.kind not in kinds:
+        raise ConfigError(f"data.kind is {config.kind!r}; the demo has prompts of the kinds {', '.join(kinds)}")
+    return [prompt for prompt in prompts if prompt.prompt_id.endswith(f"-{config.kind}")][: config.limit]
+
+
+def _random(config: RandomConfig) -> list[Prompt]:
+    if config.num_tokens < 1 or config.vocab_size < 5:
+        raise ConfigError(
+            f"data.num_tokens is {config.num_tokens} and data.vocab_size {config.vocab_size}; "
+            f"at least 1 and 5 are needed"
+        )
+    if config.limit is None:
+        raise ConfigError("data.limit says how many random prompts to make, and is null; give a number")
+    draw = random.Random(config.seed)
+    return [
+        Prompt(str(i), token_ids=tuple(draw.randrange(4, config.vocab_size) for _ in range(config.num_tokens)))
+        for i in range(config.limit)
+    ]
 
 
 def _text(config: TextConfig) -> list[Prompt]:

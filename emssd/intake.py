@@ -121,7 +121,9 @@ def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> l
     messages = prompt.messages
     if messages is None and options.chat and prompt.text:
         messages = ({"role": "user", "content": prompt.text},)
-    if messages is None:
+    if prompt.token_ids is not None:
+        ids = list(prompt.token_ids)
+    elif messages is None:
         ids = encode_text(prompt.text, engine.tokenizer, name)
     else:
         ids = encode_chat(messages, engine.tokenizer, name, options.system)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,40 @@ from rich.console import Console
 
 from emssd.assembly import assemble, make_backend
 from emssd.check import CheckReport, compare
-from emssd.config import RunConfig
+from emssd.config import ModelConfig, RunConfig
 from emssd.engine import Engine
 from emssd.errors import PromptError
+from emssd.experiment import label_of
 from emssd.generation import Generation
 from emssd.intake import Failures, check_options, to_requests, unfinished
-from emssd.model import load_model
+from emssd.loading import ModelCache
+from emssd.model import TargetModel
 from emssd.output import OutputFolder
 from emssd.progress import LiveFigures, show_messages
 from emssd.prompts import Prompt
+from emssd.provenance import versions
 from emssd.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequence import Request
 from emssd.stats import RunReport
 from emssd.warmup import warm_up
 
-__all__ = ["run_job"]
+__all__ = ["JobResult", "run_job"]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a run leaves behind.
+
+    Attributes:
+        metrics: as in ``metrics.json``; of a job that is resumed with nothing left to do, those that it has.
+        generations: of the rows of this run, in the order of the prompts.
+        engine: that ran; ``None`` if nothing was left to do.
+    """
+
+    metrics: dict[str, Any]
+    generations: Seq[Generation] = ()
+    engine: Engine | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +59,24 @@ class _Work:
     failures: Failures
 
 
-def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Registry) -> dict[str, Any]:
-    """Run `config` and return its metrics; of a job that is resumed with nothing left to do, those that it has.
+def run_job(
+    config: RunConfig,
+    output_dir: Path,
+    config_text: str,
+    registry: Registry,
+    *,
+    models: ModelCache | None = None,
+    brief: bool = False,
+) -> JobResult:
+    """Run `config`.
+
+    Args:
+        config: the options.
+        output_dir: where its files go.
+        config_text: the options as ``config.yaml`` will have them.
+        registry: the plugins.
+        models: that are loaded already, for runs one after the other.
+        brief: show progress only, and leave the tables to the caller.
 
     Raises:
         EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
@@ -56,10 +90,11 @@ def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Reg
         torch.set_num_threads(config.num_threads)
     console = Console()
     show_messages(console)
+    tables, models = Console(quiet=True) if brief else console, models or ModelCache()
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
-        work = _prepare(config, config_text, output, console, registry)
+        work = _prepare(config, config_text, output, tables, registry, models)
         if work is None:
-            return output.read_metrics()
+            return JobResult(output.read_metrics())
         output.begin(config_text)
         warm_up(work.engine, work.requests)
         num_before, num_here = len(output.finished), len(work.requests)
@@ -71,20 +106,20 @@ def run_job(config: RunConfig, output_dir: Path, config_text: str, registry: Reg
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         report = None
         if config.check is not None:
-            report, greedy = _compare_with_greedy(config, work, done, console, registry)
+            report, greedy = _compare_with_greedy(config, work, done, console, registry, models)
             metrics |= _check_metrics(report, metrics, greedy)
             output.write_metrics(metrics)
-    print_report(console, metrics)
+    print_report(tables, metrics)
     if report is not None:
-        print_check(console, report)
-    print_failures(console, work.failures.prompts)
+        print_check(tables, report)
+    print_failures(tables, work.failures.prompts)
     errors = ", errors.jsonl" if work.failures.prompts else ""
-    console.print(f"written to {output.path}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
-    return metrics
+    tables.print(f"written to {output.path}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
+    return JobResult(metrics, [done[request.request_id] for request in work.requests], work.engine)
 
 
 def _prepare(
-    config: RunConfig, config_text: str, output: OutputFolder, console: Console, registry: Registry
+    config: RunConfig, config_text: str, output: OutputFolder, console: Console, registry: Registry, models: ModelCache
 ) -> _Work | None:
     """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
     failures = Failures(config.on_error)
@@ -99,7 +134,7 @@ def _prepare(
         console.print("nothing is left to do")
         return None
     console.print(f"loading {config.model.path} …", highlight=False)
-    engine = _engine(config, registry)
+    engine = _engine(config, registry, models)
     if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
         console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
     requests = to_requests(config, engine, left, failures)
@@ -113,37 +148,47 @@ def _prepare(
     raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.path}/errors.jsonl says why")
 
 
-def _engine(config: RunConfig, registry: Registry, baseline: Engine | None = None) -> Engine:
+def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseline: Engine | None = None) -> Engine:
     """The engine of `config`, or plain greedy decoding with the target of `baseline`."""
     if baseline is not None:
-        target, tokenizer, drafter = baseline.target, baseline.tokenizer, "none"
+        target, tokenizer = baseline.target, baseline.tokenizer
     else:
-        model = config.model
-        target, tokenizer = load_model(
-            model.path,
-            dtype=model.dtype,
-            device=model.device,
-            max_model_len=model.max_model_len,
-            compile=model.compile,
-        )
-        drafter = config.drafter
+        target, tokenizer = _target_of(config.model, models)
     return assemble(
         target,
         tokenizer,
-        drafter=drafter,
+        drafter="none" if baseline is not None or not config.speculate else config.drafter,
         backend=config.backend,
         budget=config.budget,
         options=config,
         registry=registry,
+        load=models.draft,
+    )
+
+
+def _target_of(model: ModelConfig, models: ModelCache) -> tuple[TargetModel, Any]:
+    """The target and its tokenizer."""
+    return models.target(
+        model.path,
+        dtype=model.dtype,
+        device=model.device,
+        max_model_len=model.max_model_len,
+        compile=model.compile,
+        architecture=model.architecture,
     )
 
 
 def _compare_with_greedy(
-    config: RunConfig, work: _Work, done: dict[str, Generation], console: Console, registry: Registry
+    config: RunConfig,
+    work: _Work,
+    done: dict[str, Generation],
+    console: Console,
+    registry: Registry,
+    models: ModelCache,
 ) -> tuple[CheckReport, RunReport]:
     """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's figures."""
     target = work.engine.target
-    greedy = dataclasses.replace(work, engine=_engine(config, registry, baseline=work.engine))
+    greedy = dataclasses.replace(work, engine=_engine(config, registry, models, baseline=work.engine))
     warm_up(greedy.engine, greedy.requests)
     expected = _decode(greedy, LiveFigures(console, "plain greedy", len(work.requests), show=config.progress))
     judge = make_backend(target.kv_cache_spec(1), config.backend, registry)
@@ -167,34 +212,18 @@ def _decode(work: _Work, live: LiveFigures, output: OutputFolder | None = None) 
 def _describe(config: RunConfig, engine: Engine) -> dict[str, Any]:
     """What ran, on what."""
     import torch
-    import transformers
-
-    from emssd import __version__
 
     target = engine.target
     cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    made_up = " (random weights)" if config.model.architecture else ""
+    drafter = label_of(config.drafter) if config.speculate else "none"
     return {
-        "title": f"{config.model.path} · drafter={_label(config.drafter)} · backend={_label(config.backend)} · "
-        f"budget={_label(config.budget)} · "
+        "title": f"{config.model.path}{made_up} · drafter={drafter} · backend={label_of(config.backend)} · "
+        f"budget={label_of(config.budget)} · "
         f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
-        "versions": {
-            "emssd": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "hardware": {"device": cuda or platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
     }
-
-
-def _label(options: Any) -> str:
-    """A plugin's name, and its options where they are not the defaults: ``padded(pad_kv=False)``."""
-    given = []
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if field.name != "name" and field.default is not dataclasses.MISSING and value != field.default:
-            given.append(f"{field.name}={value.value if isinstance(value, Enum) else value}")
-    return f"{options.name}({', '.join(given)})" if given else str(options.name)
 
 
 def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: RunReport) -> dict[str, Any]:

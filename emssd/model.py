@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from emssd.compiled import CompiledForward
 
-__all__ = ["TargetModel", "load_model"]
+__all__ = ["LoadModel", "TargetModel", "load_model"]
 
 # Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
 ATTENTION_NAME = "emssd"
@@ -27,6 +27,9 @@ _WHAT_TO_GIVE = (
     "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
     "model."
 )
+
+LoadModel = Callable[..., tuple["TargetModel", Any]]
+"""`load_model`, or what stands in for it."""
 
 Attend = Callable[[int, LayerSpec, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -184,6 +187,7 @@ def load_model(
     device: str = "auto",
     max_model_len: int | None = None,
     compile: bool = False,
+    architecture: Mapping[str, Any] | None = None,
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -192,6 +196,8 @@ def load_model(
         dtype: ``auto`` (the checkpoint's), ``float64``, ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` (CUDA if there is one), or a torch device.
         max_model_len, compile: see `TargetModel`.
+        architecture: make a model of this shape with random weights and no tokenizer, and let `path` be no more than
+            its name; see `emssd.random_weights.counting_model`. Its ``auto`` dtype is bfloat16.
 
     Raises:
         ConfigError: no such model, dtype or device. UnsupportedModelError: see `TargetModel`.
@@ -200,6 +206,13 @@ def load_model(
 
     from emssd import model_support
 
+    if architecture:
+        from emssd.random_weights import counting_model
+
+        kind = _resolve_dtype("bfloat16" if dtype == "auto" else dtype)
+        assert isinstance(kind, torch.dtype)
+        made = counting_model(architecture, kind, _resolve_device(device))
+        return TargetModel(made, max_model_len=max_model_len, compile=compile), None
     source = _source(path)
     torch_dtype, torch_device = _resolve_dtype(dtype), _resolve_device(device)
     try:

@@ -170,8 +170,10 @@ class OutputFolder:
         return kept, finished
 
 
-def as_asked(prompt: Prompt) -> str | list[dict[str, Any]]:
-    """The prompt as ``generations.jsonl`` has it: its text, or its messages."""
+def as_asked(prompt: Prompt) -> str | list[dict[str, Any]] | list[int]:
+    """The prompt as ``generations.jsonl`` has it: its text, its messages, or its token ids."""
+    if prompt.token_ids is not None:
+        return list(prompt.token_ids)
     return prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
 
 

@@ -26,10 +26,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: an id that outputs and errors name it by, and its text or its conversation.
+    """One prompt: an id that outputs and errors name it by, and its text, its conversation or its token ids.
 
     Attributes:
         messages: ``{"role": …, "content": …}`` each; with these, `text` is not used. See `emssd.chat`.
+        token_ids: of a prompt that is encoded already; with these, neither `text` nor `messages` is used.
         max_new_tokens: its own limit, in the place of the run's.
     """
 
@@ -37,6 +38,7 @@ class Prompt:
     text: str = ""
     messages: tuple[Mapping[str, Any], ...] | None = None
     max_new_tokens: int | None = None
+    token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

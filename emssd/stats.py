@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,11 +102,17 @@ class RunReport:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     decode_steps: int = 0
     decode_padding: int = 0
+    decode_row_steps: int = 0
+    decode_computed_tokens: int = 0
+    decode_kv_tokens: int = 0
+    decode_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    decode_step_seconds: list[float] = field(default_factory=list)
     padding_ratio_sum: float = 0.0
     num_preempted: int = 0
     queued_steps: int = 0
     queued_fill_sum: float = 0.0
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
+    draft_length_histogram: dict[int, int] = field(default_factory=dict)
     kv_usage: KVUsage = field(default_factory=KVUsage)
 
     def add(self, step: StepStats, batch_size: int) -> None:
@@ -124,13 +131,21 @@ class RunReport:
             self.queued_fill_sum += step.num_rows / batch_size
         for length in step.acceptance:
             self.acceptance_histogram[length] = self.acceptance_histogram.get(length, 0) + 1
+        for length in step.drafted:
+            self.draft_length_histogram[length] = self.draft_length_histogram.get(length, 0) + 1
         for phase, seconds in step.seconds.items():
             self.seconds[phase] += seconds
         if not step.is_prefill:
-            longest = max(step.acceptance)
+            longest, seconds = max(step.acceptance), sum(step.seconds.values())
             self.decode_steps += 1
+            self.decode_row_steps += len(step.acceptance)
             self.decode_tokens += step.num_new_tokens
-            self.decode_seconds += sum(step.seconds.values())
+            self.decode_computed_tokens += step.num_tokens
+            self.decode_kv_tokens += step.num_kv_tokens
+            self.decode_seconds += seconds
+            self.decode_step_seconds.append(seconds)
+            for phase, part in step.seconds.items():
+                self.decode_phases[phase] += part
             self.decode_padding += step.input_padding + step.kv_padding
             self.padding_ratio_sum += (longest - sum(step.acceptance) / len(step.acceptance)) / longest
 
@@ -166,6 +181,7 @@ class RunReport:
             "tokens_per_second": self.tokens_per_second,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_histogram": {str(k): v for k, v in sorted(self.acceptance_histogram.items())},
+            "draft_length_histogram": {str(k): v for k, v in sorted(self.draft_length_histogram.items())},
             "draft_acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
             "mean_draft_length": self.num_drafted / max(self.num_row_steps, 1),
             "padding_per_new_token": self.decode_padding / max(self.decode_tokens, 1),
@@ -177,10 +193,17 @@ class RunReport:
             "num_steps": self.num_steps,
             "num_row_steps": self.num_row_steps,
             "num_computed_tokens": self.num_tokens,
+            "decode_steps": self.decode_steps,
+            "decode_row_steps": self.decode_row_steps,
+            "decode_new_tokens": self.decode_tokens,
+            "decode_computed_tokens": self.decode_computed_tokens,
+            "decode_kv_tokens": self.decode_kv_tokens,
             "num_new_tokens": self.num_new_tokens,
             "num_drafted_tokens": self.num_drafted,
             "num_accepted_tokens": self.num_accepted,
             "seconds": {**self.seconds, "total": self.total_seconds, "decode": self.decode_seconds},
+            "decode_seconds": dict(self.decode_phases),
+            "median_decode_step_seconds": statistics.median(self.decode_step_seconds or [0.0]),
             "kv_peak_bytes": self.kv_usage.peak_held,
             "kv_peak_pool_bytes": self.kv_usage.peak_pool,
         }

@@ -65,6 +65,7 @@ def report_of(*steps: StepStats) -> RunReport:
         ("tokens_per_second", (2 + 5 + 5) / (3 + 2 + 2)),
         ("mean_acceptance_length", (1 + 1 + 4 + 1 + 6) / 5),
         ("acceptance_histogram", {"1": 3, "4": 1, "6": 1}),
+        ("draft_length_histogram", {"0": 2, "2": 1, "5": 2}),
         ("draft_acceptance_rate", (3 + 0 + 5) / (5 + 2 + 5)),
         ("mean_draft_length", (5 + 2 + 5) / 5),
         ("padding_per_new_token", (3 + 3) / (5 + 5)),  # of decoding steps, as the padding ratio
@@ -76,6 +77,16 @@ def report_of(*steps: StepStats) -> RunReport:
         ("num_steps", 3),
         ("num_row_steps", 5),
         ("num_computed_tokens", 30 + 9 + 6),
+        ("decode_steps", 2),
+        ("decode_row_steps", 3),
+        ("decode_new_tokens", 10),
+        ("decode_computed_tokens", 9 + 6),
+        ("decode_kv_tokens", 39 + 26),
+        (
+            "decode_seconds",
+            {"schedule": 0.0, "draft": 0.5, "plan": 0.5, "forward": 2.0, "verify": 0.5, "other": 0.5},
+        ),
+        ("median_decode_step_seconds", 2.0),
         ("num_new_tokens", 12),
         ("num_drafted_tokens", 12),
         ("num_accepted_tokens", 8),
@@ -102,8 +113,9 @@ def test_every_metric_is_checked_by_the_test_above() -> None:
 def test_a_run_without_steps_divides_by_nothing() -> None:
     metrics = RunReport().metrics()
     assert metrics["seconds"] == dict.fromkeys([*PHASES, "total", "decode"], 0.0)
-    assert metrics["acceptance_histogram"] == {}
-    assert {value for name, value in metrics.items() if name not in {"seconds", "acceptance_histogram"}} == {0}
+    assert metrics["decode_seconds"] == dict.fromkeys(PHASES, 0.0)
+    assert metrics["acceptance_histogram"] == metrics["draft_length_histogram"] == {}
+    assert {value for value in metrics.values() if not isinstance(value, dict)} == {0}
 
 
 def test_a_run_of_prompts_only_has_no_decoding_throughput() -> None:

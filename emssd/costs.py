@@ -1,0 +1,55 @@
+"""What a step cannot do without, bytes to move and operations to compute, and so the least time it could take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from emssd.model import TargetModel
+
+__all__ = ["Costs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs of one model.
+
+    Attributes:
+        weight_bytes: of all weights that every step reads: everything but embedding tables, of which only rows are
+            read. For a mixture of experts this counts all experts, which a small batch does not read.
+        kv_bytes_per_token: keys and values of one token, all layers.
+        matmul_parameters: weights that multiply each token, the vocabulary projection included.
+        attention_flops_per_kv_token: per query token and token of context, all layers.
+    """
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    matmul_parameters: int
+    attention_flops_per_kv_token: int
+
+    @classmethod
+    def of(cls, target: TargetModel) -> Costs:
+        """Count the weights and heads of `target`."""
+        model = target.model
+        projection = model.get_output_embeddings()
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+        tables -= {id(projection.weight)} if projection is not None else set()
+        weights = [parameter for parameter in model.parameters() if id(parameter) not in tables]
+        return cls(
+            weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights),
+            kv_bytes_per_token=target.kv_cache_spec(1).bytes_per_token(),
+            matmul_parameters=sum(weight.numel() for weight in weights if weight.ndim > 1),
+            attention_flops_per_kv_token=sum(
+                2 * layer.num_qo_heads * (layer.key_dim + layer.value_dim) for layer in target.layers
+            ),
+        )
+
+    def floor_seconds(
+        self, batch: int, tokens: int, context: int, bytes_per_second: float, flops_per_second: float
+    ) -> float:
+        """The least time of a step of `batch` rows with `tokens` new tokens each behind `context` cached ones."""
+        moved = self.weight_bytes + batch * (context + 2 * tokens) * self.kv_bytes_per_token
+        attended = self.attention_flops_per_kv_token * (context + tokens)
+        flops = batch * tokens * (2 * self.matmul_parameters + attended)
+        return max(moved / bytes_per_second, flops / flops_per_second)

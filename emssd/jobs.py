@@ -1,0 +1,108 @@
+"""The runs of one command: a single one, those of a sweep, or those of an experiment, with what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from emssd.config import RunConfig
+from emssd.errors import ConfigError
+from emssd.registry import Registry
+
+if TYPE_CHECKING:
+    from emssd.experiment import RowsFile
+    from emssd.loading import ModelCache
+
+__all__ = ["Jobs"]
+
+
+class Jobs:
+    """Runs one job after the other; models stay loaded, and the rows of an experiment go to one file.
+
+    Args:
+        registry: the plugins.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._cache: ModelCache | None = None
+        self._rows: RowsFile | None = None
+
+    @property
+    def _models(self) -> ModelCache:
+        from emssd.loading import ModelCache  # here, because it brings torch, which --help does not need
+
+        self._cache = self._cache or ModelCache()
+        return self._cache
+
+    def run(self, config: RunConfig, config_text: str, output_dir: Path) -> None:
+        """One run with its own tables."""
+        from emssd.job import run_job
+
+        run_job(config, output_dir, config_text, self._registry, models=self._models)
+
+    def run_of_experiment(
+        self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str]
+    ) -> None:
+        """Job `number` of the experiment's sweep: a line on the console, and a row.
+
+        Raises:
+            ConfigError: an option that the experiment itself sets.
+        """
+        from emssd.experiment import RowsFile, row_of, simulated_row
+        from emssd.job import run_job
+
+        assert config.experiment is not None
+        console = Console()
+        if self._rows is None:
+            _check_overrides(config, overrides)
+            self._rows = RowsFile(folder, resume=config.resume, overwrite=config.overwrite)
+            console.print(f"experiment={config.experiment.name} size={config.size.value}: {config.experiment.title}")
+        if self._rows.has(number, overrides):
+            return
+        if config.experiment.simulated:
+            self._rows.append(simulated_row(config, number, overrides))
+            return
+        afresh = dataclasses.replace(config, resume=False, overwrite=True)  # half a run has no figures of its own
+        result = run_job(afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True)
+        assert result.engine is not None
+        row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
+        self._rows.append(row)
+        console.print(f"{number:4d}  {_said(row)}", highlight=False, soft_wrap=True)
+
+    def finish(self) -> None:
+        """What an experiment showed, and how to see more of it."""
+        if self._rows is None:
+            return
+        Console().print(
+            f"\nrows: {self._rows.path}. A page of them: python -m emssd.report {self._rows.path.parent}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:
+    """Refuse what would make the compared cells the same."""
+    names = [override.partition("=")[0] for override in overrides]
+    set_by_method = ("speculate", "budget" if config.method is None else "backend")
+    for name in set_by_method if "method" in names else ():
+        if name in names:
+            raise ConfigError(
+                f"experiment={config.experiment and config.experiment.name} compares methods, and a method sets {name} "
+                f"itself; leave {name}= out, or choose methods with method=…"
+            )
+
+
+def _said(row: dict[str, Any]) -> str:
+    """One row in a line."""
+    drafts = f"{row['drafter_options']}, budget {row['budget']}" if row["speculate"] else "plain greedy"
+    what = f"{row['model']}, {row['data_label'] or row['data']}, batch {row['batch_size']}, {row['method'] or drafts}"
+    metrics, replay = row["metrics"], " (replay)" if row["replay"] else ""
+    return (
+        f"repeat {row['repeat']}, {what}: {metrics['decode_tokens_per_second']:.0f} tokens/s, "
+        f"τ {metrics['mean_acceptance_length']:.2f}{replay}, {metrics['seconds']['total']:.1f} s"
+    )

@@ -1,0 +1,61 @@
+"""Models of any shape with random weights, whose greedy text is known: for timing without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from emssd.errors import ConfigError
+
+__all__ = ["counted_on", "counting_model"]
+
+_SMALL, _LARGE = 0.005, 4.0  # standard deviations of what layers add, and of embeddings, which must outweigh it
+_PROJECTION = 0.02  # of the embeddings' size, so that logits stay in the range of half precision
+
+
+def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """A causal LM whose greedy continuation of a text that ends in token ``t`` is ``t + 1, t + 2, …``.
+
+    All weights are random (seed 0) and all of them are used; but embeddings outweigh what the layers add to them, and
+    the vocabulary projection is the embeddings moved on by one. So the next token is certain by a wide margin, rounding
+    flips nothing, and every engine must generate the same text. The work per token is that of any model of the shape.
+
+    Args:
+        architecture: a config of Transformers as a dictionary: ``model_type`` and whatever differs from its defaults.
+        dtype: of the weights.
+        device: where they are made.
+
+    Raises:
+        ConfigError: no such model type, or values that Transformers cannot make a model of.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(architecture)
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError("model.architecture has no model_type; add one, as in model.architecture.model_type=opt")
+    try:
+        config = AutoConfig.for_model(model_type, **values, tie_word_embeddings=False)
+        with torch.device(device):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.architecture makes no model of type {model_type!r}: {error}") from error
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, _SMALL, generator=generator)
+        embedding = model.get_input_embeddings().weight
+        embedding.normal_(0.0, _LARGE, generator=generator)
+        model.get_output_embeddings().weight.copy_(embedding.roll(1, dims=0) * _PROJECTION)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.config.eos_token_id = None
+    return model.eval()
+
+
+def counted_on(token: int, count: int, vocab_size: int) -> list[int]:
+    """The `count` tokens that a `counting_model` generates after `token`."""
+    return [(token + 1 + i) % vocab_size for i in range(count)]

@@ -1,0 +1,50 @@
+"""Plugin `drafter=replay`: drafts that are right as often as stated or recorded, for studies of hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.draft import Drafter, DrafterContext
+from emssd.hookspecs import Spec, hookimpl
+
+__all__ = ["ReplayConfig", "emssd_drafters"]
+
+
+@dataclass
+class ReplayConfig:
+    """Options of `drafter=replay`. Not a way to decode faster: it has to know the output beforehand.
+
+    Verification is the real one. The drafter knows what the target will generate, and spoils it on purpose, so that as
+    much is accepted as a distribution or a recorded trace says. Every output that shows its figures calls them replay.
+
+    Attributes:
+        p: probability that a drafted token is right, given that those before it are (the paper's p, Equation 6).
+        concentration: gives each request a p of its own, from a Beta distribution of mean `p` whose parameters have
+            this sum; ``null`` gives all the same.
+        coverage: share of positions at which there is a draft at all, as retrieval does not always find one.
+        num_speculative_tokens: drafted per row and step.
+        trace: file of ``python -m emssd.simulate record``; then it says how much is drafted and how much of it right.
+        known: ``generations.jsonl`` of an earlier run of the same prompts: what the target will generate. ``null``
+            serves models of ``model.architecture``, whose text is known without.
+        seed: of the draw.
+    """
+
+    p: float = 0.75
+    concentration: float | None = None
+    coverage: float = 1.0
+    num_speculative_tokens: int = 7
+    trace: str | None = None
+    known: str | None = None
+    seed: int = 0
+
+
+def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:
+    from emssd_replay.drafter import ReplayDrafter
+
+    return ReplayDrafter(config, context.vocab_size)
+
+
+@hookimpl
+def emssd_drafters() -> list[Spec]:
+    """Offer the drafter."""
+    return [Spec("replay", ReplayConfig, _build)]

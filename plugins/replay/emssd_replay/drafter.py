@@ -1,0 +1,126 @@
+"""The replay drafter: a known continuation, spoiled where a trace says that the drafter was wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from zlib import crc32
+
+from emssd.draft import Draft, Drafter
+from emssd.errors import ConfigError
+from emssd.random_weights import counted_on
+from emssd.sequence import Batch, Sequence
+from emssd.simulate.laws import geometric_trace
+from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace
+from emssd_replay import ReplayConfig
+
+__all__ = ["ReplayDrafter"]
+
+_NUM_DRAWN = 512  # requests whose coins are drawn; further ones share theirs
+_DRAWN_TOKENS = 1024  # of each; behind them its coins begin again
+
+
+class ReplayDrafter(Drafter):
+    """Drafts what the target is going to generate, with a wrong token where the trace has one.
+
+    A row's trace depends on its request id and on its position alone, so every batch size and backend is shown the
+    same drafts.
+
+    Args:
+        config: see `ReplayConfig`.
+        vocab_size: of the target.
+
+    Attributes:
+        replays: what is replayed, in words.
+
+    Raises:
+        ConfigError: values outside of their ranges, or files that cannot be read.
+    """
+
+    def __init__(self, config: ReplayConfig, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._known = None if config.known is None else _read_known(Path(config.known))
+        if config.trace is not None:
+            trace = load_trace(Path(config.trace))
+            self.replays = f"acceptance recorded in {Path(config.trace).name}"
+        else:
+            trace = _drawn(config)
+            spread = "" if config.concentration is None else f" (Beta of each request, {config.concentration:g})"
+            where = "" if config.coverage == 1 else f" at {config.coverage:.0%} of positions"
+            self.replays = f"acceptance drawn: p = {config.p:g}{spread}, {config.num_speculative_tokens} drafted{where}"
+        if len(trace.num_speculative_tokens) != 1:
+            raise ConfigError(
+                f"trace {config.trace} is of {len(trace.num_speculative_tokens)} drafters in turn, and drafter=replay "
+                f"replays one; record it with a single drafter"
+            )
+        self.num_speculative_tokens = trace.num_speculative_tokens[0]
+        self._stages = [request.stages[0] for request in trace]
+        self._by_id = {request.request_id: request.stages[0] for request in trace}
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.from_chains(self._chain(row, limit) for row, limit in zip(batch, budget, strict=True))
+
+    def _chain(self, row: Sequence, limit: int) -> list[int]:
+        stage, position = self._stage(row.request_id), len(row.tokens) - len(row.request.prompt_ids)
+        place = position % len(stage.drafted)
+        length = min(limit, stage.drafted[place])
+        right = min(length, stage.right[place])
+        upcoming = self._upcoming(row, position, length)
+        if length > right:  # the first wrong token; what follows it cannot be accepted, whatever it is
+            upcoming[right] = (upcoming[right] + self._vocab_size // 2) % self._vocab_size
+        return upcoming
+
+    def _stage(self, request_id: str) -> StageTrace:
+        return self._by_id.get(request_id) or self._stages[crc32(request_id.encode()) % len(self._stages)]
+
+    def _upcoming(self, row: Sequence, position: int, length: int) -> list[int]:
+        """The next `length` tokens of the target; where the known ones end, rows end too, and any will do."""
+        if self._known is None:
+            return counted_on(row.tokens[-1], length, self._vocab_size)
+        if row.request_id not in self._known:
+            raise ConfigError(f"drafter.known has no row {row.request_id!r}; make it from a run of the same prompts")
+        tokens = self._known[row.request_id][position : position + length]
+        return tokens + [0] * (length - len(tokens))
+
+
+def _drawn(config: ReplayConfig) -> Trace:
+    if not 0 <= config.coverage <= 1:
+        raise ConfigError(f"drafter.coverage is {config.coverage}; it is a share, between 0 and 1")
+    trace = geometric_trace(
+        config.p,
+        _NUM_DRAWN,
+        num_speculative_tokens=config.num_speculative_tokens,
+        max_new_tokens=_DRAWN_TOKENS,
+        concentration=config.concentration,
+        seed=config.seed,
+    )
+    if config.coverage == 1:
+        return trace
+    draw = random.Random(config.seed)
+    return replace(trace, requests=tuple(_thinned(request, config.coverage, draw) for request in trace))
+
+
+def _thinned(request: RequestTrace, coverage: float, draw: random.Random) -> RequestTrace:
+    """The request with drafts at a share of its positions only."""
+    stage = request.stages[0]
+    there = [draw.random() < coverage for _ in stage.drafted]
+    drafted = tuple(count if kept else 0 for count, kept in zip(stage.drafted, there, strict=True))
+    right = tuple(count if kept else 0 for count, kept in zip(stage.right, there, strict=True))
+    return replace(request, stages=(StageTrace(drafted, right),))
+
+
+def _read_known(path: Path) -> dict[str, list[int]]:
+    """By request id the tokens of an earlier run's ``generations.jsonl``."""
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {row["id"]: list(row["token_ids"]) for row in rows}
+    except OSError as error:
+        raise ConfigError(
+            f"drafter.known={path} cannot be read: {error.strerror}; give the generations.jsonl of a run with "
+            f"drafter=none"
+        ) from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"drafter.known={path} is no generations.jsonl ({type(error).__name__}: {error})") from error

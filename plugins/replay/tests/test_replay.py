@@ -1,0 +1,149 @@
+"""Replayed acceptance: as much is accepted as was stated or recorded, and verification is the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from emssd_replay import ReplayConfig
+from emssd_replay.drafter import ReplayDrafter
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd import Engine
+from emssd.errors import ConfigError, PluginError
+from emssd.random_weights import counted_on, counting_model
+from emssd.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
+from emssd.testing.models import tiny_model
+
+OPT = {
+    "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "vocab_size": 96, "max_position_embeddings": 256,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 256,
+}  # fmt: skip
+PROMPTS = [[5, 6, 7], [9], [4, 4, 4, 4], [90, 11], [30]]
+
+
+@pytest.mark.parametrize("architecture", [OPT, LLAMA], ids=["opt", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: dict, dtype: torch.dtype) -> None:
+    model = counting_model(architecture, dtype, torch.device("cpu"))
+    engine = Engine.from_model(model, drafter="none", batch_size=3)
+    for prompt, row in zip(PROMPTS, engine.generate(PROMPTS, 100), strict=True):
+        assert list(row.token_ids) == counted_on(prompt[-1], 100, 96)
+
+
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ReplayConfig(p=1.0, num_speculative_tokens=3), 4.0),
+        (ReplayConfig(p=0.0, num_speculative_tokens=3), 1.0),
+        (ReplayConfig(p=1.0, num_speculative_tokens=0), 1.0),
+        (ReplayConfig(p=1.0, coverage=0.0), 1.0),
+    ],
+)
+def test_certain_drafts_are_accepted_as_often_as_stated(config: ReplayConfig, expected: float, backend: str) -> None:
+    model = counting_model(OPT, torch.float32, torch.device("cpu"))
+    engine = Engine.from_model(model, drafter=config, backend=backend, budget="fixed", batch_size=2, batching="static")
+    limit = 1 + 12 * 4  # what steps of 1 and of 4 tokens fill up exactly, behind the first
+    rows = engine.generate(PROMPTS, limit)
+    assert [list(row.token_ids) for row in rows] == [counted_on(prompt[-1], limit, 96) for prompt in PROMPTS]
+    steps = {row.num_steps for row in rows}
+    assert steps == ({12 + 1} if expected == 4.0 else {limit})
+
+
+@given(
+    p=st.sampled_from([0.3, 0.8]),
+    concentration=st.sampled_from([None, 5.0]),
+    coverage=st.sampled_from([1.0, 0.5]),
+    batch_size=st.integers(1, 5),
+)
+def test_what_is_accepted_is_what_the_trace_says(
+    p: float, concentration: float | None, coverage: float, batch_size: int
+) -> None:
+    config = ReplayConfig(p=p, concentration=concentration, coverage=coverage, num_speculative_tokens=5)
+    drafter = ReplayDrafter(config, 96)
+    engine = Engine.from_model(MODEL, drafter=drafter, budget="fixed", batch_size=batch_size)
+    for row in engine.generate(PROMPTS, 60):
+        stage = drafter._stage(row.request_id)
+        position = steps = accepted = 0
+        while position < 60:
+            right = min(stage.right[position], 60 - position - 1)
+            position, steps, accepted = position + right + 1, steps + 1, accepted + right
+        assert (row.num_steps, row.num_accepted) == (steps, accepted)  # the same at every batch size
+
+
+MODEL = counting_model(OPT, torch.float32, torch.device("cpu"))
+
+
+def test_a_real_model_is_replayed_from_its_own_output(tmp_path: Path) -> None:
+    model = tiny_model(std=0.12)
+    greedy = Engine.from_model(model, drafter="none", batch_size=2).generate(PROMPTS[:3], 40)
+    known = tmp_path / "generations.jsonl"
+    known.write_text(
+        "".join(json.dumps({"id": row.request_id, "token_ids": list(row.token_ids)}) + "\n" for row in greedy)
+    )
+    config = ReplayConfig(p=1.0, num_speculative_tokens=4, known=str(known))
+    engine = Engine.from_model(model, drafter=config, budget="fixed", batch_size=2)
+    rows = engine.generate(PROMPTS[:3], 40)
+    assert [row.token_ids for row in rows] == [row.token_ids for row in greedy]
+    assert engine.report.num_accepted == engine.report.num_drafted > 0
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "x", "token_ids": [1]}\n')
+    engine = Engine.from_model(model, drafter=ReplayConfig(known=str(other)), on_drafter_error="fail")
+    with pytest.raises(PluginError, match=r"drafter.known has no row '0'"):
+        engine.generate(PROMPTS[:1], 8)
+
+
+def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    stage = StageTrace((3, 0, 2, 0), (1, 0, 1, 0))
+    save_trace(Trace((3,), (RequestTrace("0", 2, 8, (stage,)),)), path)
+    drafter = ReplayDrafter(ReplayConfig(trace=str(path)), 96)
+    assert drafter.replays == "acceptance recorded in trace.jsonl"
+    (row,) = Engine.from_model(MODEL, drafter=drafter, budget="fixed").generate(PROMPTS[:1], 4)
+    assert (row.num_steps, row.num_drafted, row.num_accepted) == (
+        2,
+        4,
+        2,
+    )  # 3 drafted, 1 right; then 1 of 2, and the end
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ReplayConfig(p=1.5), "p is 1.5"),
+        (ReplayConfig(coverage=2), "drafter.coverage is 2; it is a share"),
+        (ReplayConfig(trace="nowhere.jsonl"), "trace nowhere.jsonl cannot be read"),
+        (ReplayConfig(known="nowhere.jsonl"), "drafter.known=nowhere.jsonl cannot be read: No such file"),
+    ],
+)
+def test_bad_options_are_refused(config: ReplayConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ReplayDrafter(config, 96)
+
+
+def test_a_file_of_something_else_and_a_trace_of_two_drafters_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"token_ids": [1]}\n')
+    with pytest.raises(ConfigError, match=r"is no generations.jsonl \(KeyError"):
+        ReplayDrafter(ReplayConfig(known=str(path)), 96)
+    stage = StageTrace((1,), (0,))
+    save_trace(Trace((1, 1), (RequestTrace("0", 2, 8, (stage, stage)),)), path)
+    with pytest.raises(ConfigError, match="is of 2 drafters in turn, and drafter=replay replays one"):
+        ReplayDrafter(ReplayConfig(trace=str(path)), 96)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [({}, "has no model_type"), ({"model_type": "nothing"}, "makes no model of type 'nothing'")],
+)
+def test_an_architecture_that_is_none_is_refused(architecture: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        counting_model(architecture, torch.float32, torch.device("cpu"))

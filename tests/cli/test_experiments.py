@@ -1,0 +1,191 @@
+"""Every experiment runs at its toy size, its rows hold what a report needs, and its cells give the same tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from emssd.config import Size, conf_dir
+from emssd.errors import OutputError
+from emssd.experiment import RowsFile
+from emssd.registry import KINDS, Registry
+
+TOYS = {  # how many jobs the sweep of each has
+    "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
+    "step_time": 2, "appendix": 1, "crossover": 6,
+}  # fmt: skip
+DECODING = sorted(TOYS.keys() - {"appendix"})
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def toy(emssd: Callable, name: str, *more: str) -> Any:
+    few = ("data.limit=4", "max_new_tokens=8") if name == "crossover" else ()
+    return emssd("-m", f"experiment={name}", "size=toy", "output_dir=out", "progress=false", *few, *more)
+
+
+def test_the_list_above_is_complete() -> None:
+    assert sorted(TOYS) == sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd: Callable) -> None:
+    result = toy(emssd, name)
+    assert result.status == 0, result.err
+    rows = rows_of(result.folder)
+    assert [row["job"] for row in rows] == list(range(TOYS[name]))
+    texts: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        metrics, samples, origin = row["metrics"], row["samples"], row["provenance"]
+        assert (row["experiment"], row["size"], row["repeat"]) == (name, "toy", 1)
+        assert sum(samples["num_new_tokens"]) == metrics["num_new_tokens"]
+        assert len(samples["acceptance_length"]) == metrics["num_prompts"]
+        assert metrics["mean_acceptance_length"] == 1 or row["speculate"]
+        assert all(row["costs"].values())
+        assert origin["command"].startswith("python -m emssd")
+        assert f"experiment={name}" in origin["command"]
+        assert set(origin["versions"]) == {"emssd", "torch", "transformers", "python"}
+        assert origin["hardware"]["bytes_per_second"] > 0 < origin["hardware"]["flops_per_second"]
+        assert bool(row["replay"]) == (row["drafter"] == "replay" and row["speculate"])
+        done = [json.loads(line) for line in (result.folder / str(row["job"]) / "generations.jsonl").open()]
+        text = json.dumps(sorted((item["id"], item["token_ids"]) for item in done))
+        texts.setdefault(
+            (row["model"], f"{row['data_label']} {row['batch_size'] if name == 'step_time' else ''}"), set()
+        ).add(text)
+    assert all(len(same) == 1 for same in texts.values())  # whatever was compared, the tokens are the same
+    assert f"python -m emssd.report {Path('out')}" in result.out
+    assert "tokens/s" in result.out
+
+
+def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:
+    result = toy(emssd, "appendix")
+    (row,) = rows_of(result.folder)
+    assert [(point["p"], point["batch_size"]) for point in row["points"]] == [(0.5, 2), (0.8, 2), (0.5, 8), (0.8, 8)]
+    for point in row["points"]:
+        for name, estimate in point["simulated"].items():
+            assert abs(estimate["mean"] - point["exact"][name]) < 5 * estimate["error"]
+
+
+def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
+    rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=24").folder)
+    padded = {
+        row["method"]: (row["metrics"]["input_padding_tokens"], row["metrics"]["kv_padding_slots"]) for row in rows
+    }
+    inputs, slots = padded["vanilla"]
+    assert inputs > 0 < slots
+    assert padded["unpad_both"] == padded["greedy"] == (0, 0)
+    assert padded["unpad_kv"][1] == 0 < padded["unpad_kv"][0]
+    assert padded["unpad_inputs"][0] == 0 < padded["unpad_inputs"][1]
+
+
+def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> None:
+    result = toy(emssd, "fig1", "batch_size=1,3", "repeat=1,2", "method=greedy,ragged", "drafter.copy_length=3")
+    rows = rows_of(result.folder)
+    cells = [(row["repeat"], row["batch_size"], row["method"]) for row in rows]
+    assert cells == [(r, b, m) for r in (1, 2) for b in (1, 3) for m in ("greedy", "ragged")]
+    assert {row["drafter_options"] for row in rows} == {"llma(copy_length=3)"}
+
+
+def test_other_data_than_the_task_has_is_not_called_by_its_name(emssd: Callable, work: Path) -> None:
+    (work / "prompts.txt").write_text("The for statement is\nThe assert statement is\n")
+    own = ("data=text", "data.path=prompts.txt", "data.limit=2", "method=greedy")
+    (row,) = rows_of(toy(emssd, "fig1", *own).folder)
+    assert (row["data"], row["data_label"]) == ("text", None)
+
+
+def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None:
+    folder = toy(emssd, "fig1").folder
+    whole = rows_of(folder)
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    (folder / "rows.jsonl").write_text(f"{lines[0]}\n{lines[1][:40]}")  # killed while it wrote its second row
+    assert toy(emssd, "fig1").sentence.startswith("output_dir=out holds the rows of an earlier experiment")
+    assert toy(emssd, "fig1", "resume=true").status == 0
+    again = rows_of(folder)
+    assert [(row["job"], row["method"]) for row in again] == [(row["job"], row["method"]) for row in whole]
+    assert again[0] == whole[0]
+    other = toy(emssd, "fig1", "resume=true", "method=greedy,ragged,vanilla").sentence
+    assert other.startswith("resume=true: job 1 of out/rows.jsonl was ")
+    assert "go on with the same command" in other
+    assert toy(emssd, "fig1", "overwrite=true", "method=greedy").status == 0
+    assert len(rows_of(folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["experiment=figure1"],
+            "unknown experiment 'figure1'; choose one of ablation, acceptance, appendix, crossover,",
+        ),
+        (["experiment=fig1", "size=huge"], "unknown size 'huge'; choose one of toy, small, paper, shapes"),
+        (
+            ["experiment=datasets", "size=shapes"],
+            "experiment=datasets has no size 'shapes'; choose one of toy, small, paper",
+        ),
+        (["experiment=fig1", "method=vanila"], "unknown method 'vanila'; choose one of adaptive, always, flashinfer,"),
+        (
+            ["experiment=fig1", "backend=padded"],
+            "experiment=fig1 compares methods, and a method sets backend itself; leave",
+        ),
+        (
+            ["experiment=crossover", "budget=fixed"],
+            "experiment=crossover compares methods, and a method sets budget itself;",
+        ),
+        (
+            ["experiment=fig1", "data=jsonl", "data.path=nowhere.jsonl"],
+            "data.path=nowhere.jsonl: no such file (looked in ",
+        ),
+        (
+            ["experiment=fig1", "task=cnn_dailymail", "data.path=articles.jsonl"],
+            "data.path=articles.jsonl: no such file",
+        ),
+        (
+            ["experiment=fig1", "data=demo", "data.kind=sing"],
+            "data.kind is 'sing'; the demo has prompts of the kinds continue,",
+        ),
+        (
+            ["experiment=step_time", "data.num_tokens=0"],
+            "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5",
+        ),
+    ],
+)
+def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd: Callable) -> None:
+    result = emssd("-m", "size=toy", "output_dir=out", "progress=false", *arguments)
+    assert result.status == 2
+    assert result.err.splitlines()[-1].removeprefix("emssd: error: ").startswith(sentence)
+    assert "Traceback" not in result.err + result.out
+
+
+@pytest.mark.parametrize("name", sorted(TOYS))
+def test_whatever_a_size_chooses_is_there(name: str, emssd: Callable) -> None:
+    own = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{name}.yaml"), "experiment.sizes") or {}
+    plugins = {kind: Registry().names(kind) for kind in KINDS}
+    for size in Size:
+        if size.value in own and own[size.value] is None:
+            continue
+        result = emssd(f"experiment={name}", f"size={size.value}", "--cfg", "all")
+        assert result.status == 0, result.err
+        sweeper = OmegaConf.create(result.out).hydra.sweeper
+        params = OmegaConf.to_container(sweeper, resolve=True)["params"] or {}
+        for group, choices in params.items():
+            if group in (*KINDS, "model", "method", "task"):
+                presets = [path.stem for path in (conf_dir() / group).glob("*.yaml")] + plugins.get(group, [])
+                assert set(choices.split(",")) <= set(presets), (size, group)
+
+
+def test_rows_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="set output_dir to a writable folder"):
+        RowsFile(tmp_path / "file" / "below")
+    rows = RowsFile(tmp_path / "out")
+    rows.path.unlink()
+    rows.path.mkdir()
+    with pytest.raises(OutputError, match="the rows before are kept"):
+        rows.append({"job": 0})
