@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from emssd.chat import encode_chat, require_template
@@ -10,13 +9,11 @@ from emssd.config import OnError, RunConfig, changed_options
 from emssd.engine import Engine
 from emssd.errors import ConfigError, PromptError
 from emssd.output import OutputFolder, as_asked
-from emssd.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, check_prompt, encode_text, truncated
+from emssd.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, check_prompt, encode_text, truncated, unescaped
 from emssd.sequence import Request
 from emssd.stopping import StopStrings
 
 __all__ = ["Failures", "check_options", "to_requests", "unfinished"]
-
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
 class Failures:
@@ -98,7 +95,7 @@ def to_requests(config: RunConfig, engine: Engine, prompts: Iterable[Prompt], fa
     """Encode, cut and check all prompts before anything runs; those that cannot run go to `failures`."""
     if isinstance(config.data, SourceConfig) and config.data.chat:
         require_template(engine.tokenizer)
-    stop = StopStrings(map(_unescaped, config.stop), engine.tokenizer) if config.stop else None
+    stop = StopStrings(map(unescaped, config.stop), engine.tokenizer) if config.stop else None
     eos = frozenset[int]() if config.ignore_eos else engine.eos_token_ids
     requests = []
     for prompt in prompts:
@@ -130,8 +127,3 @@ def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> l
     ids = truncated(ids, options, target.max_model_len - limit, name)
     check_prompt(ids, target.max_model_len, target.vocab_size, name)
     return ids
-
-
-def _unescaped(text: str) -> str:
-    r"""`text` with ``\n``, ``\t``, ``\r`` and ``\\`` as what they stand for: neither a shell nor Hydra does that."""
-    return re.sub(r"\\([ntr\\])", lambda match: _ESCAPES[match[1]], text)

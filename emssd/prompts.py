@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ __all__ = [
     "limit_per_prompt",
     "tokenize",
     "truncated",
+    "unescaped",
 ]
+
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +204,8 @@ def truncated(ids: list[int], config: SourceConfig, room: int, name: str) -> lis
             else f"data.max_prompt_tokens is {limit}; it must be at least 1"
         )
     return ids[-limit:] if config.truncate is Truncate.left else ids[:limit]
+
+
+def unescaped(text: str) -> str:
+    r"""`text` with ``\n``, ``\t``, ``\r`` and ``\\`` as what they stand for: neither a shell nor Hydra does that."""
+    return re.sub(r"\\([ntr\\])", lambda match: _ESCAPES[match[1]], text)

@@ -12,7 +12,7 @@ from typing import Any
 
 from emssd.chat import check_messages
 from emssd.errors import PromptError
-from emssd.prompts import FailedPrompt, Prompt, SourceConfig
+from emssd.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
 
 __all__ = ["RecordsConfig", "existing_file", "read_records", "read_text", "to_prompts"]
 
@@ -24,7 +24,8 @@ class RecordsConfig(SourceConfig):
     Attributes:
         field: the prompt's field; with `chat`, it may hold a list of messages.
         template: makes the prompt from several fields, as in ``"Question: {question}\\nAnswer:"`` or ``"{turns[0]}"``;
-            stands in for `field`.
+            stands in for `field`. ``\\n``, ``\\t``, ``\\r`` and ``\\\\`` stand for newline, tab, carriage return and
+            backslash.
         id_field: names each prompt; its place in the file or dataset by default.
         max_new_tokens_field: holds a prompt's own limit of new tokens; where it is ``null``, the run's holds.
         where: keep only records with these values, as in ``data.where.category=math``.
@@ -177,6 +178,6 @@ def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
 
 def _filled(template: str, record: dict[str, Any], complaint: str) -> str:
     try:
-        return template.format(**record)
+        return unescaped(template).format(**record)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:  # what str.format raises
         raise PromptError(f"{complaint}. {template!r} gives {type(error).__name__}: {error}") from error

@@ -59,8 +59,8 @@ def test_text_files(unit: str, expected: dict[str, str], read: Callable, work: P
         ([], {"records.jsonl:1": "one", "records.jsonl:2": "two", "records.jsonl:3": "three"}),
         (["data.field=kind", "data.id_field=id"], {"x": "math", "y": "code", "z": "math"}),
         (
-            ["data.template='Q: {turns[0]} {level}'", "data.id_field=id"],
-            {"x": "Q: a? 1", "y": "Q: c? 2", "z": "Q: d? 2"},
+            ["data.template='Q: {turns[0]}\\n{level}'", "data.id_field=id"],
+            {"x": "Q: a?\n1", "y": "Q: c?\n2", "z": "Q: d?\n2"},
         ),
         (["data.where.kind=math", "data.id_field=id"], {"x": "one", "z": "three"}),
         (["data.where.kind=math", "data.where.level=2", "data.id_field=id"], {"z": "three"}),
