@@ -1,4 +1,4 @@
-"""Compares emssd with other engines on this machine's CPU: same models, prompts, precision, threads and batch sizes.
+"""Compares emssd with other engines on this machine: same models, prompts, precision, threads and batch sizes.
 
     nox -s peers                                         # makes the environments of vLLM and OpenVINO, once
     python benchmarks/cpu_peers.py --model TARGET --draft-model DRAFT --data gsm8k.jsonl --out results/cpu_peers.json
@@ -8,6 +8,9 @@ at once, and no more than the batch size run together. The repeats of all engine
 interleaved. Tokens are counted up to and including EOS. Beside each speed stands in how many rows the tokens equal
 those of Hugging Face `generate` at batch 1 in the same precision and in float32, and those of the same engine's plain
 greedy decoding at the same batch size. A peer that is not installed is named with what to do; the others run.
+
+`--device cuda` compares on a GPU: Hugging Face's ways, emssd with `backend=flashinfer`, and vLLM where `--python
+vllm=FILE` names an interpreter that has a build of it for GPUs. OpenVINO stays on the CPU and is left out.
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--device", default="cpu", help="cpu (default), or cuda")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--emssd", nargs="+", default=[], metavar="NAME=VALUE", help="options; see peers/run_emssd.py")
     parser.add_argument("--python", nargs="+", default=[], metavar="PEER=FILE", help="interpreters of peers")
@@ -93,6 +97,8 @@ def parsed() -> argparse.Namespace:
     for name, folder in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
         if not (Path(folder) / "config.json").is_file():
             parser.error(f"{name} {folder}: no such folder with a config.json; give the local folder of a model")
+    if arguments.device != "cpu":
+        arguments.peers = [name for name in arguments.peers if not name.startswith("openvino")]
     if unknown := sorted(pairs_of(arguments.python).keys() - PEERS):
         parser.error(f"--python {unknown[0]}=…: no such peer; there are {', '.join(PEERS)}")
     return arguments
@@ -109,6 +115,7 @@ def main() -> None:
         arguments.threads,
         {"emssd": arguments.emssd, "openvino": [f"export={arguments.openvino_export.resolve()}"]},
         pairs_of(arguments.python),
+        arguments.device,
     )
     try:
         request = request_of(arguments)

@@ -88,7 +88,7 @@ def serve(load: Callable[[argparse.Namespace], Build], distributions: Sequence[s
 
     try:
         build = load(_arguments())
-        answer({"versions": {name: importlib.metadata.version(name) for name in distributions}})
+        answer({"versions": _versions(distributions)})
         engines: dict[tuple[str, int], Engine] = {}
         for line in sys.stdin:
             request = Request(**json.loads(line))
@@ -114,6 +114,17 @@ def options_of(given: list[str], known: dict[str, str]) -> dict[str, str]:
     return known | pairs
 
 
+def _versions(distributions: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed: an engine may come under one of several names."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def _timed(engine: Engine, request: Request) -> dict[str, Any]:
     if request.warm_up:
         engine.generate(request.prompts[: request.warm_up], request.max_new_tokens)
@@ -136,5 +147,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft-model")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     return parser.parse_args()

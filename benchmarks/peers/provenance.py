@@ -25,6 +25,7 @@ def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
+        "device": _device(arguments.device),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "models": {"target": Path(arguments.model).name, "draft": Path(arguments.draft_model).name},
@@ -32,3 +33,11 @@ def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
         "options": {name: value for name, value in vars(arguments).items() if name not in PATHS},
         "speculation": {"matched": MATCHED, "copied": COPIED, "drafted": DRAFTED},
     }
+
+
+def _device(name: str) -> str:
+    if not name.startswith("cuda"):
+        return name
+    import torch
+
+    return torch.cuda.get_device_name(name) if torch.cuda.is_available() else f"{name}, which PyTorch does not find"

@@ -28,6 +28,8 @@ def load(arguments: argparse.Namespace) -> Build:
     torch.set_num_threads(arguments.threads)
     registry = Registry()
     given: dict[str, str] = DEFAULTS | DRAFTERS
+    if arguments.device.startswith("cuda"):
+        given |= {"backend": "flashinfer"}
     given |= dict(option.partition("=")[::2] for option in arguments.option)
     plain: Any = OmegaConf.to_container(
         OmegaConf.from_dotlist([f"{name}={value}" for name, value in given.items() if "." not in name])
@@ -48,7 +50,7 @@ def load(arguments: argparse.Namespace) -> Build:
             backend=part("backend", "backend"),
             budget=part("budget", "budget"),
             dtype=arguments.dtype,
-            device="cpu",
+            device=arguments.device,
             batch_size=request.batch_size,
             on_drafter_error="fail",
             **{name: value for name, value in plain.items() if name not in (*MODES, "backend", "budget")},

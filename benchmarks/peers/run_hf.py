@@ -17,7 +17,7 @@ def load(arguments: argparse.Namespace) -> Build:
     dtype = getattr(torch, arguments.dtype)
 
     def model_of(path: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(arguments.device).eval()
 
     model = model_of(arguments.model)
 
@@ -39,8 +39,8 @@ def load(arguments: argparse.Namespace) -> Build:
             for start in range(0, len(prompts), request.batch_size):
                 batch = prompts[start : start + request.batch_size]
                 width = max(map(len, batch))
-                ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
-                mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
+                ids = torch.tensor([[0] * (width - len(row)) + row for row in batch], device=model.device)
+                mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=model.device)
                 with torch.inference_mode():
                     done = model.generate(
                         input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0,

