@@ -56,17 +56,31 @@ def _compose_and_run(registry: Registry) -> None:
         try:
             options = _options(config)
             if options.experiment is not None:
+                _check_launcher(hydra_config.launcher._target_)
                 jobs.run_of_experiment(options, OmegaConf.to_yaml(config), sweep, number, overrides)
             else:
                 jobs.run(options, OmegaConf.to_yaml(config), sweep / str(number) if is_sweep else sweep)
         except EmssdError as error:
             _fail(error)  # here, because Hydra would print a traceback of it
         except KeyboardInterrupt:
-            options_to_resume = f"resume=true output_dir={config.output_dir}"
-            _leave(f"interrupted; what was finished is in {sweep}/, and {options_to_resume} goes on from there")
+            again = f"resume=true output_dir={config.output_dir}"
+            _leave(f"interrupted; the rows that were finished are in {sweep}/, and {again} goes on from there")
 
     run()
     jobs.finish()
+
+
+def _check_launcher(target: str) -> None:
+    """The rows of an experiment go to one file, and its runs are compared, so they must follow one another.
+
+    Raises:
+        ConfigError: another launcher was chosen.
+    """
+    if not target.endswith(".BasicLauncher"):
+        raise ConfigError(
+            "an experiment compares runs that follow one another in one process, and its launcher is "
+            f"{target.rpartition('.')[2]}; leave hydra/launcher= out, or sweep without experiment="
+        )
 
 
 def _options(config: DictConfig) -> RunConfig:

@@ -109,7 +109,7 @@ def row_of(
         "repeat": config.repeat,
         "overrides": list(overrides),
         "method": config.method,
-        "speculate": config.speculate,
+        "speculate": config.speculate and config.drafter.name != "none",
         "batch_size": config.batch_size,
         "model": Path(model.path).name,
         "random_weights": bool(model.architecture),

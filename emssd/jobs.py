@@ -78,7 +78,12 @@ class Jobs:
         """What an experiment showed, and how to see more of it."""
         if self._rows is None:
             return
-        Console().print(
+        from emssd.report import summary
+
+        console = Console()
+        for part in summary(self._rows.read()):
+            console.print(part)
+        console.print(
             f"\nrows: {self._rows.path}. A page of them: python -m emssd.report {self._rows.path.parent}",
             highlight=False,
             soft_wrap=True,

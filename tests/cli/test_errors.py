@@ -36,7 +36,7 @@ def test_an_unknown_name_in_a_sweep_stops_it_before_it_starts(decode: Callable) 
 
 def test_an_unknown_model_preset(decode: Callable) -> None:
     sentence = decode("model=opt_66b").sentence
-    assert sentence.startswith("unknown model preset 'opt_66b'; presets are demo, opt_125m, ")
+    assert sentence.startswith("unknown model preset 'opt_66b'; presets are demo, demo_draft, opt_125m, ")
     assert sentence.endswith("write model.path=opt_66b")
 
 

@@ -1,0 +1,56 @@
+"""``python -m emssd.report``: a page of what experiments, runs and comparisons showed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from emssd.errors import ConfigError, EmssdError
+
+__all__ = ["main", "make_parser"]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m emssd.report",
+        description="Makes a page of experiments, runs, and comparisons with other engines: Markdown with its plots, "
+        "and one HTML file that needs nothing else. See docs/reports.md.",
+    )
+    what = (
+        "folder of an experiment or of runs (searched through), rows.jsonl, or a JSON file of benchmarks/cpu_peers.py"
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help=what)
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="where to write (default: report)"
+    )
+    parser.add_argument("--title", default="Results of emssd", metavar="TEXT", help="of the page")
+    parser.add_argument(
+        "--name", default="report", metavar="NAME", help="of the files, without ending (default: report)"
+    )
+    return parser
+
+
+def main(arguments: Seq[str] | None = None) -> None:
+    """Parse the command line and make the report; an error of ours ends with its message and status 2."""
+    options = make_parser().parse_args(arguments)
+    try:
+        if not re.fullmatch(r"[\w.-]+", options.name):
+            raise ConfigError(
+                f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only"
+            )
+        from emssd.report.write import report
+
+        written = report(options.runs, options.out, title=options.title, name=options.name)
+    except EmssdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    plots = len(written) - 2
+    print(f"{written[1]}\n{written[0]}, with {plots} {'plot' if plots == 1 else 'plots'} beside it")
+
+
+if __name__ == "__main__":
+    main()

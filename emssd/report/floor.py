@@ -1,0 +1,73 @@
+"""The least time that a decode step could take on its machine, and what sets it: bytes to move, or arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from emssd.report.rows import Row
+
+__all__ = ["Floor", "arithmetic_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Of a mean decode step of one run; a draft model's own work is not in it.
+
+    Attributes:
+        byte_seconds: weights and the rows' KV read once, at the measured bandwidth.
+        flop_seconds: the arithmetic of all computed tokens, at the measured rate of a large product.
+        tokens_per_step: new tokens of a step.
+    """
+
+    byte_seconds: float
+    flop_seconds: float
+    tokens_per_step: float
+
+    @classmethod
+    def of(cls, row: Row) -> Floor | None:
+        """Of a run; ``None`` if it had no decode step."""
+        metrics, costs, hardware = row.metrics, row.costs, row.provenance["hardware"]
+        steps, row_steps = metrics["decode_steps"], metrics["decode_row_steps"]
+        if not steps or not row_steps:
+            return None
+        computed, kv = metrics["decode_computed_tokens"], metrics["decode_kv_tokens"]
+        moved = costs["weight_bytes"] + costs["kv_bytes_per_token"] * kv / steps
+        attended = kv * computed / row_steps  # each of a row's tokens sees all of its KV, nearly
+        flops = 2 * costs["matmul_parameters"] * computed + costs["attention_flops_per_kv_token"] * attended
+        return cls(
+            moved / hardware["bytes_per_second"],
+            flops / steps / hardware["flops_per_second"],
+            metrics["decode_new_tokens"] / steps,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the two overlap at best."""
+        return max(self.byte_seconds, self.flop_seconds)
+
+    @property
+    def bound(self) -> str:
+        """What sets it: ``bytes`` or ``FLOPs``."""
+        return "FLOPs" if self.flop_seconds >= self.byte_seconds else "bytes"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second at the floor."""
+        return self.tokens_per_step / self.seconds
+
+
+def arithmetic_from(row: Row) -> int | None:
+    """From how many tokens per row on arithmetic takes longer than memory, at the batch size and KV lengths of `row`.
+
+    ``None`` if it had no decode step.
+    """
+    metrics, costs, hardware = row.metrics, row.costs, row.provenance["hardware"]
+    if not metrics["decode_steps"] or not metrics["decode_row_steps"]:
+        return None
+    rows = metrics["decode_row_steps"] / metrics["decode_steps"]
+    context = metrics["decode_kv_tokens"] / metrics["decode_row_steps"]
+    moved = costs["weight_bytes"] + costs["kv_bytes_per_token"] * context * rows
+    flops = rows * (2 * costs["matmul_parameters"] + costs["attention_flops_per_kv_token"] * context)
+    tokens: float = moved / hardware["bytes_per_second"] * hardware["flops_per_second"] / flops
+    return max(1, ceil(tokens))

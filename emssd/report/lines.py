@@ -1,0 +1,125 @@
+"""What is compared with what: settings, and the lines of a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from emssd.report.rows import Row
+
+__all__ = ["WITHOUT_BASELINE", "Line", "Setting", "baseline_method", "label_of", "setting_names"]
+
+WITHOUT_BASELINE = ("padding_ratio", "acceptance", "step_time")
+"""Experiments that count, or time single steps, and so run no plain greedy decoding."""
+
+_BASELINES = dict.fromkeys(("vanilla", "unpad_kv", "unpad_inputs", "unpad_both"), "greedy")
+_ORDER = (
+    "greedy", "vanilla", "unpad_kv", "unpad_inputs", "unpad_both", "ragged_greedy", "ragged", "flashinfer_greedy",
+    "flashinfer",
+)  # fmt: skip
+_LABELS = {
+    "greedy": "greedy",
+    "vanilla": "vanilla",
+    "unpad_kv": "unpad KV",
+    "unpad_inputs": "unpad inputs",
+    "unpad_both": "EMS-SD (both unpadded)",
+    "ragged_greedy": "greedy on ragged",
+    "flashinfer_greedy": "greedy on flashinfer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all rows of a comparison have in common.
+
+    Attributes:
+        prompts: how many, and how many tokens in all; those of another template or limit have other numbers.
+    """
+
+    size: str
+    model: str
+    drafter: str
+    data: str
+    dtype: str
+    compiled: bool
+    max_new_tokens: int
+    batching: str
+    machine: str
+    prompts: tuple[int, int]
+
+    @classmethod
+    def of(cls, row: Row) -> Setting:
+        """The setting that `row` belongs to."""
+        lengths = row.samples["num_prompt_tokens"]
+        return cls(
+            row.size, row.model, row.drafter_options, row.data_label or row.data, row.dtype, row.compiled,
+            row.max_new_tokens, row.batching, row.machine, (len(lengths), int(sum(lengths))),
+        )  # fmt: skip
+
+
+def setting_names(settings: Seq[Setting]) -> dict[Setting, str]:
+    """Model, drafter, data and type; and where these are the same, whatever else differs."""
+    short = {each: _short_name(each) for each in settings}
+    found = {}
+    for each, name in short.items():
+        alike = [other for other, theirs in short.items() if theirs == name]
+        values = {field: getattr(each, field) for field in _REST if len({getattr(other, field) for other in alike}) > 1}
+        found[each] = " · ".join([name, *(_REST[field].format(value) for field, value in values.items())])
+    return found
+
+
+_REST = {
+    "size": "size {}",
+    "max_new_tokens": "{} new tokens",
+    "batching": "{} batches",
+    "machine": "{}",
+    "prompts": "{0[1]} tokens of prompts",
+}
+
+
+def _short_name(each: Setting) -> str:
+    data = f"{each.data}, {each.prompts[0]} prompts"
+    return " · ".join([each.model, each.drafter, data, each.dtype + (", compiled" if each.compiled else "")])
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One of the things that a comparison compares at every batch size.
+
+    Attributes:
+        method: ``None`` where the experiment names no methods.
+        budget: ``""`` for plain greedy decoding, which has none.
+    """
+
+    method: str | None
+    speculate: bool
+    backend: str
+    budget: str
+
+    @classmethod
+    def of(cls, row: Row) -> Line:
+        """The line that `row` belongs to."""
+        return cls(row.method, row.speculate, row.backend_options, row.budget_options if row.speculate else "")
+
+    @property
+    def label(self) -> str:
+        """What tables and legends call it."""
+        if self.method is not None:
+            return label_of(self.method)
+        return f"{self.budget} on {self.backend}" if self.speculate else f"greedy on {self.backend}"
+
+    @property
+    def rank(self) -> tuple[int, str, bool, str]:
+        """Sorts lines as the paper lists them."""
+        known = _ORDER.index(self.method) if self.method in _ORDER else len(_ORDER)
+        return (known, self.backend, self.speculate, self.budget or self.method or "")
+
+
+def label_of(method: str) -> str:
+    """What tables and legends call a method."""
+    return _LABELS.get(method, method)
+
+
+def baseline_method(method: str | None) -> str | None:
+    """The method whose rows are the baseline of `method`; ``None`` where the experiment names no methods."""
+    return None if method is None else _BASELINES.get(method, f"{method}_greedy")

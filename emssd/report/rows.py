@@ -1,0 +1,211 @@
+"""What a report is made of: rows of experiments, checked, as values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emssd.errors import ConfigError
+
+__all__ = ["Row", "Simulation", "machine_name", "parse", "read_rows", "tokens_per_sample"]
+
+_METRICS = (
+    "decode_tokens_per_second",
+    "mean_acceptance_length",
+    "acceptance_histogram",
+    "draft_length_histogram",
+    "padding_per_new_token",
+    "padding_ratio",
+    "input_padding_tokens",
+    "kv_padding_slots",
+    "num_new_tokens",
+    "decode_steps",
+    "decode_row_steps",
+    "decode_new_tokens",
+    "decode_computed_tokens",
+    "decode_kv_tokens",
+    "decode_seconds",
+    "median_decode_step_seconds",
+)
+_SAMPLES = ("acceptance_length", "num_prompt_tokens", "num_new_tokens")
+_COSTS = ("weight_bytes", "kv_bytes_per_token", "matmul_parameters", "attention_flops_per_kv_token")
+_PROVENANCE = ("command", "commit", "date", "versions", "hardware")
+_HARDWARE = ("processor", "threads", "device", "bytes_per_second", "flops_per_second")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run of an experiment: one cell, one repeat. Names are those of ``rows.jsonl``, see ``docs/reports.md``.
+
+    Attributes:
+        source: the file that it comes from; rows are compared within a file.
+        metrics: as in ``metrics.json``.
+        samples: of each prompt, in their order.
+        costs: of the target.
+    """
+
+    source: str
+    experiment: str
+    size: str
+    repeat: int
+    method: str | None
+    speculate: bool
+    batch_size: int
+    model: str
+    random_weights: bool
+    replay: str | None
+    drafter: str
+    drafter_options: str
+    backend: str
+    backend_options: str
+    budget: str
+    budget_options: str
+    data: str
+    data_label: str | None
+    dtype: str
+    max_new_tokens: int
+    batching: str
+    metrics: Mapping[str, Any]
+    samples: Mapping[str, Seq[float]]
+    costs: Mapping[str, float]
+    provenance: Mapping[str, Any]
+    overrides: tuple[str, ...] = ()
+    compiled: bool = False
+
+    @property
+    def machine(self) -> str:
+        """Processor and device, which together decide what may be compared."""
+        hardware = self.provenance["hardware"]
+        return machine_name(hardware)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The paper's numerical simulation (Appendix B): expected values by p and batch size.
+
+    Attributes:
+        points: each with ``p``, ``batch_size``, ``exact`` and ``simulated``, as `emssd.simulate` makes them.
+        max_acceptance: the longest τ.
+    """
+
+    source: str
+    experiment: str
+    size: str
+    points: Seq[Mapping[str, Any]]
+    max_acceptance: int
+    provenance: Mapping[str, Any]
+
+
+def machine_name(hardware: Mapping[str, Any]) -> str:
+    """The processor, or the GPU with the processor behind it."""
+    device = str(hardware["device"])
+    processor = f"{hardware['processor']}, {hardware['threads']} threads"
+    return processor if device == "cpu" else f"{device} ({processor})"
+
+
+def tokens_per_sample(row: Row) -> int:
+    """Tokens that a row of the batch has in a step: those drafted and the newest.
+
+    The mean is less: what a row drafts is cut where it has less than that left to generate.
+    """
+    return 1 + max((int(length) for length, count in row.metrics["draft_length_histogram"].items() if count), default=0)
+
+
+def read_rows(path: Path) -> list[Row | Simulation]:
+    """The rows of a ``rows.jsonl``.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or holds something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    rows = [_parsed_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ConfigError(f"{path} holds no rows yet; its experiment writes one at the end of each of its runs")
+    return [parse(row, str(path), f"{path}:{number}") for number, row in enumerate(rows, 1)]
+
+
+def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
+    """One row from its JSON value.
+
+    Args:
+        row: as the experiment wrote it.
+        source: the file of it.
+        where: what errors call it.
+
+    Raises:
+        ConfigError: it lacks something, or has it in another form; the message says what.
+    """
+    if not isinstance(row, dict) or "experiment" not in row:
+        raise ConfigError(f"{where} is no row of an experiment; python -m emssd -m experiment=NAME writes such rows")
+    if "points" in row:
+        return _simulation(row, source, where)
+    for group, names in (("metrics", _METRICS), ("samples", _SAMPLES), ("costs", _COSTS), ("provenance", _PROVENANCE)):
+        _need(row.get(group), names, f"{where} ({group})")
+    _need(row["provenance"]["hardware"], _HARDWARE, f"{where} (provenance.hardware)")
+    values: dict[str, Any] = {"source": source}
+    for field in dataclasses.fields(Row)[1:]:
+        if field.name in row:
+            values[field.name] = row[field.name]
+        elif field.default is dataclasses.MISSING:
+            raise _other_format(where, field.name)
+        if field.name in row and not _has_type(row[field.name], str(field.type)):
+            raise ConfigError(f"{where}: {field.name} is {row[field.name]!r}, and should be {field.type}")
+    values["overrides"] = tuple(values.get("overrides", ()))
+    return Row(**values)
+
+
+def _simulation(row: dict[str, Any], source: str, where: str) -> Simulation:
+    _need(row, ("size", "points", "max_acceptance", "provenance"), where)
+    _need(row["provenance"], _PROVENANCE, f"{where} (provenance)")
+    _need(row["provenance"]["hardware"], ("processor", "threads", "device"), f"{where} (provenance.hardware)")
+    for point in row["points"]:
+        _need(point, ("p", "batch_size", "exact", "simulated"), f"{where} (points)")
+    longest = int(row["max_acceptance"])
+    return Simulation(source, row["experiment"], row["size"], row["points"], longest, row["provenance"])
+
+
+_TYPES = {
+    "str": str,
+    "str | None": (str, type(None)),
+    "int": int,
+    "bool": bool,
+    "tuple[str, ...]": list,
+}
+
+
+def _has_type(value: Any, annotation: str) -> bool:
+    wanted = _TYPES.get(annotation, Mapping)
+    if annotation == "int" and isinstance(value, bool):
+        return False
+    return isinstance(value, wanted)  # type: ignore[arg-type]  # a class or a tuple of classes
+
+
+def _parsed_line(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        raise ConfigError(
+            f"{where} is no JSON; if the experiment was interrupted there, resume=true goes on with it and mends it"
+        ) from None
+
+
+def _need(group: Any, names: Seq[str], where: str) -> None:
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"{where} is missing or no JSON object; these are rows of another format, make them again")
+    for name in names:
+        if name not in group:
+            raise _other_format(where, name)
+
+
+def _other_format(where: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{where} has no {name!r}, so it is of another format; run the experiment again with this version of emssd"
+    )

@@ -1,0 +1,111 @@
+"""Plain runs, and where everything in a report comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from emssd.report.rows import Row, Simulation, machine_name
+from emssd.report.sections.common import Section
+from emssd.report.sources import Material
+from emssd.report.text import code, escape, listed
+
+__all__ = ["mixtures", "plain_runs", "provenance"]
+
+
+def plain_runs(material: Material) -> Section | None:
+    """Runs that are no part of an experiment."""
+    if not material.runs:
+        return None
+    section = Section("runs", "Single runs")
+    section.say("Runs of the command line, in the order given; the paper has nothing to compare single runs with.")
+    lines = []
+    for run in material.runs:
+        metrics, check = run.metrics, run.metrics.get("check")
+        speedup = metrics.get("speedup")
+        lines.append(
+            [
+                escape(metrics["title"]),
+                f"{metrics['tokens_per_second']:,.1f}",
+                f"{metrics['decode_tokens_per_second']:,.1f}",
+                "" if speedup is None else f"{speedup:.2f}",
+                f"{metrics['mean_acceptance_length']:.2f}",
+                ""
+                if check is None
+                else f"{check['exact']} exact, {check['ties']} ties, {check['differences']} different",
+                code(run.name),
+            ]
+        )
+    section.table(
+        ["run", "tokens/s, end to end", "tokens/s, decode", "speed-up, decode", "τ", "check=greedy", "folder"], lines
+    )
+    titles = [run.metrics["title"] for run in material.runs]
+    marks = [mark for mark in ("random weights", "replay") if any(mark in title for title in titles)]
+    section.say(f"**{', '.join(marks)}**: where a title says so, the model or the drafts are made up." if marks else "")
+    return section
+
+
+def provenance(material: Material) -> Section:
+    """Commands, commits, machines, versions and dates; and what was mixed."""
+    section = Section("provenance", "Where this comes from")
+    section.points(f"**Warning**: {warning}" for warning in mixtures(material))
+    seen: dict[tuple[str, ...], int] = {}
+    for name, each, seeds in _origins(material):
+        hardware = each["hardware"]
+        rates = ""
+        if "bytes_per_second" in hardware:
+            rates = (
+                f"{hardware['bytes_per_second'] / 1e9:,.3g} GB/s, {hardware['flops_per_second'] / 1e12:,.3g} TFLOP/s"
+            )
+        key = (
+            escape(name),
+            code(each["command"]),
+            escape(machine_name(hardware)),
+            rates,
+            escape(each["commit"] or "installed"),
+            escape(", ".join(f"{package} {version}" for package, version in each["versions"].items())),
+            escape(each["date"]),
+            escape(seeds),
+        )
+        seen[key] = seen.get(key, 0) + 1
+    if seen:
+        section.table(
+            ["experiment", "command", "machine", "rates", "commit", "versions", "date", "seeds", "rows"],
+            ([*key, str(count)] for key, count in seen.items()),
+            left=8,
+        )
+    for run in material.runs:
+        versions = ", ".join(f"{k} {v}" for k, v in run.metrics.get("versions", {}).items())
+        hardware = ", ".join(f"{k} {v}" for k, v in run.metrics.get("hardware", {}).items())
+        section.say(f"{code(run.name)}: {escape(versions)}; {escape(hardware)}.")
+    for peers in material.peers:
+        section.say(f"{code(peers.name)}: see its section.")
+    section.say(
+        "Formulas are in the project's docs/metrics.md and docs/reports.md. Ratios are of runs of one repeat, and "
+        "their medians are shown with the least and the greatest. Every sentence with a figure was made from the rows."
+    )
+    return section
+
+
+def mixtures(material: Material) -> list[str]:
+    """Experiments whose rows come from several machines, commits or versions."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for name, each, _ in _origins(material):
+        by_name.setdefault(name, []).append(each)
+    found = []
+    for name, members in by_name.items():
+        machines = dict.fromkeys(machine_name(each["hardware"]) for each in members)
+        commits = dict.fromkeys(each["commit"] or "installed" for each in members)
+        versions = dict.fromkeys(", ".join(f"{k} {v}" for k, v in each["versions"].items()) for each in members)
+        for what, values in (("machines", machines), ("commits", commits), ("versions", versions)):
+            if len(values) > 1:
+                found.append(f"rows of {escape(name)} come from several {what}: {escape(listed(values))}.")
+    return found
+
+
+def _origins(material: Material) -> list[tuple[str, Mapping[str, Any], str]]:
+    rows: list[Row | Simulation] = [*material.rows, *material.simulations]
+    return [
+        (row.experiment, row.provenance, ", ".join(f"{k} {v}" for k, v in row.provenance.get("seed", {}).items()))
+        for row in rows
+    ]

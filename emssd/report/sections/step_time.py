@@ -1,0 +1,143 @@
+"""The inference time figure: the time of a step by tokens per sample and batch size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from emssd.report import paper
+from emssd.report.cells import Spread
+from emssd.report.figures import Curve, colour, curves
+from emssd.report.floor import Floor
+from emssd.report.lines import Setting
+from emssd.report.rows import Row, tokens_per_sample
+from emssd.report.sections.common import Plot, Section, begin
+from emssd.report.sources import Material
+from emssd.report.text import escape, listed
+
+__all__ = ["step_time"]
+
+_Rows = Mapping[int, Mapping[int, list[Row]]]  # by batch size and tokens per sample
+_QUOTED = 5  # tokens per sample that the paper compares with one
+
+
+def step_time(material: Material) -> Section | None:
+    """Median times of steps that verify drafts which are all wrong, so that every step has as many tokens."""
+    rows = [row for row in material.of("step_time") if row.metrics["decode_row_steps"]]
+    if not rows:
+        return None
+    ratio = paper.STEP_MS[_QUOTED] / paper.STEP_MS[1]
+    claim = (
+        "The paper shows that with 4 rows a step of OPT-6.7b takes essentially as long for several tokens per row as "
+        f"for one, and that with 16 rows it does not: {paper.STEP_MS[1]} ms for one token, {paper.STEP_MS[_QUOTED]} "
+        f"ms for {_QUOTED}, {ratio:.2f} times as long (512 existing tokens)."
+    )
+    repeats = max(len(found) for sizes in _by_cell(rows).values() for found in sizes.values())
+    title = "Time of a step by tokens per sample"
+    section = begin("step_time", title, claim, (row.provenance for row in rows), repeats)
+    section.say("Drafts are **replay**: made to be wrong throughout, so that every step has as many tokens as is said.")
+    for index, (setting, mine) in enumerate(_by_setting(rows).items()):
+        _of_setting(section, index, setting, mine)
+    return section
+
+
+def _of_setting(section: Section, index: int, setting: Setting, rows: list[Row]) -> None:
+    made_up = any(row.random_weights for row in rows)
+    mark = "random weights, replay" if made_up else "replay"
+    lengths = sorted({int(length) for row in rows for length in row.samples["num_prompt_tokens"]})
+    span = f"{lengths[0]}–{lengths[-1]}" if len(lengths) > 1 else listed(lengths)
+    behind = f"{span} tokens of prompt, {setting.max_new_tokens} new"
+    name = f"{setting.model} · {setting.dtype} · {rows[0].backend_options} ({mark})"
+    section.head(escape(name))
+    section.say("**Random weights**: a made-up model of that shape." if made_up else "", f"{behind}.")
+    cells = _by_cell(rows)
+    counts = sorted({tokens for sizes in cells.values() for tokens in sizes})
+    section.say("Median ms of a step by tokens per sample (least and greatest repeat), and below it the floor:")
+    lines = []
+    for size, by_tokens in cells.items():
+        lines.append([f"batch {size}", *(_ms(by_tokens.get(count)) for count in counts)])
+        lines.append(["floor", *(_floor_ms(by_tokens.get(count)) for count in counts)])
+    section.table(["", *map(str, counts)], lines)
+    section.points(_sentences(cells))
+    svg = curves(name, "tokens per sample in a step", "ms per step", _curves(cells), mark=mark, log=False)
+    section.plots(
+        [Plot(f"step_time_{index}", f"Milliseconds of a step by tokens per sample: {name}", svg)],
+        f"Medians of steps and of repeats, bars from the least to the greatest repeat; dotted, the floor. **{mark}**.",
+    )
+
+
+def _sentences(cells: _Rows) -> list[str]:
+    """How much longer a step of several tokens is, and what bounds it."""
+    found = []
+    for size, by_tokens in cells.items():
+        if 1 not in by_tokens or len(by_tokens) < 2:
+            continue
+        several = min((count for count in by_tokens if count > 1), key=lambda count: (abs(count - _QUOTED), count))
+        ratio = _within_repeats(by_tokens[several], by_tokens[1])
+        bounds = {count: floor.bound for count, rows in by_tokens.items() if (floor := _floor(rows[0]))}
+        first = next((count for count in sorted(bounds) if bounds[count] == "FLOPs"), None)
+        bound = "bytes bound it throughout" if first is None else f"arithmetic bounds it from {first} tokens per row on"
+        theirs = paper.STEP_MS[_QUOTED] / paper.STEP_MS[1]
+        beside = f" (the paper: {theirs:.2f})" if size == 16 and several == _QUOTED else ""
+        same = "" if ratio is None or not ratio.covers(1) or ratio.count == 1 else ", no difference beyond the spread"
+        said = "in no repeat in common" if ratio is None else f"{ratio.text()} times as long as one of 1{beside}{same}"
+        found.append(f"Batch size {size}: a step of {several} tokens per row is {said}; by the floor {bound}.")
+    return found
+
+
+def _within_repeats(above: Iterable[Row], below: Iterable[Row]) -> Spread | None:
+    seconds = {(row.source, row.repeat): row.metrics["median_decode_step_seconds"] for row in below}
+    ratios = [
+        row.metrics["median_decode_step_seconds"] / seconds[key]
+        for row in above
+        if seconds.get(key := (row.source, row.repeat))
+    ]
+    return Spread.of(ratios) if ratios else None
+
+
+def _curves(cells: _Rows) -> list[Curve]:
+    lines = []
+    for index, (size, by_tokens) in enumerate(cells.items()):
+        spreads = {float(count): _spread(rows) for count, rows in by_tokens.items()}
+        points = {count: spread.median for count, spread in spreads.items()}
+        ranges = {count: (spread.low, spread.high) for count, spread in spreads.items()}
+        lines.append(Curve(f"batch {size}", points, colour(None, index), ranges=ranges))
+        floors = {float(count): 1e3 * floor.seconds for count, rows in by_tokens.items() if (floor := _floor(rows[0]))}
+        lines.append(Curve("", floors, colour(None, index), "floor"))
+    return lines
+
+
+def _by_setting(rows: Iterable[Row]) -> dict[Setting, list[Row]]:
+    found: dict[Setting, list[Row]] = {}
+    for row in rows:
+        each = Setting.of(row)
+        where = f"{each.machine} {row.backend_options}"
+        key = dataclasses.replace(each, drafter=row.drafter, machine=where, prompts=(0, 0))
+        found.setdefault(key, []).append(row)
+    return found
+
+
+def _by_cell(rows: Iterable[Row]) -> dict[int, dict[int, list[Row]]]:
+    found: dict[int, dict[int, list[Row]]] = {}
+    for row in sorted(rows, key=lambda row: (row.batch_size, tokens_per_sample(row))):
+        found.setdefault(row.batch_size, {}).setdefault(tokens_per_sample(row), []).append(row)
+    return found
+
+
+def _spread(rows: Iterable[Row]) -> Spread:
+    return Spread.of(1e3 * row.metrics["median_decode_step_seconds"] for row in rows)
+
+
+def _floor(row: Row) -> Floor | None:
+    """Of a step in which no draft is cut, as the median one."""
+    computed = tokens_per_sample(row) * row.metrics["decode_row_steps"]
+    return Floor.of(dataclasses.replace(row, metrics={**row.metrics, "decode_computed_tokens": computed}))
+
+
+def _ms(rows: list[Row] | None) -> str:
+    return "" if rows is None else _spread(rows).text()
+
+
+def _floor_ms(rows: list[Row] | None) -> str:
+    floor = _floor(rows[0]) if rows else None
+    return "" if floor is None else f"{1e3 * floor.seconds:.2f} ({floor.bound})"

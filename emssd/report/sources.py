@@ -1,0 +1,143 @@
+"""Finds what a report is asked to show: rows of experiments, plain runs, comparisons with other engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from emssd.errors import ConfigError
+from emssd.report.rows import Row, Simulation, read_rows
+
+__all__ = ["Material", "PeersRun", "PlainRun", "read"]
+
+_HOW = (
+    "an experiment makes rows (python -m emssd -m experiment=fig1 output_dir=DIR), a run makes metrics.json "
+    "(python -m emssd output_dir=DIR)"
+)
+_RUN_METRICS = ("title", "decode_tokens_per_second", "tokens_per_second", "mean_acceptance_length", "num_new_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRun:
+    """A run of the command line that is no part of an experiment.
+
+    Attributes:
+        name: its folder.
+        metrics: its ``metrics.json``.
+    """
+
+    name: str
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PeersRun:
+    """A comparison with other engines, of ``benchmarks/cpu_peers.py``.
+
+    Attributes:
+        name: its file.
+        run: what ran, on what.
+        cells: one for each engine, mode and batch size.
+    """
+
+    name: str
+    run: Mapping[str, Any]
+    cells: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """All that a report shows."""
+
+    rows: list[Row] = field(default_factory=list)
+    simulations: list[Simulation] = field(default_factory=list)
+    runs: list[PlainRun] = field(default_factory=list)
+    peers: list[PeersRun] = field(default_factory=list)
+
+    def of(self, *experiments: str) -> list[Row]:
+        """The rows of these experiments."""
+        return [row for row in self.rows if row.experiment in experiments]
+
+
+def read(paths: Iterable[Path]) -> Material:
+    """What is at `paths`: files, or folders that are searched through; each file is read once.
+
+    Raises:
+        ConfigError: there is no such path, nothing to show in a folder, or a file of another kind.
+    """
+    material, seen = Material(), set()
+    for path in paths:
+        for file in _files(path):
+            if (whole := file.resolve()) not in seen:
+                seen.add(whole)
+                _add(file, material)
+    return material
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ConfigError(
+            f"there is no {path}; give folders of experiments or runs, rows.jsonl files, peers' JSON files"
+        )
+    if path.is_file():
+        return [path]
+    found = list(_found(path))
+    if not found:
+        raise ConfigError(f"there are neither rows in a rows.jsonl nor a metrics.json anywhere in {path}; {_HOW}")
+    return found
+
+
+def _found(folder: Path) -> Iterator[Path]:
+    """An experiment's rows stand for the runs in the folders below them."""
+    for name in ("rows.jsonl", "metrics.json"):
+        if (folder / name).is_file():
+            if (folder / name).stat().st_size:  # rows of an experiment that has just begun are none
+                yield folder / name
+            return
+    for below in sorted((each for each in folder.iterdir() if each.is_dir()), key=_by_number):
+        yield from _found(below)
+
+
+def _by_number(path: Path) -> tuple[int, str]:
+    return (int(path.name) if path.name.isdecimal() else -1, path.name)
+
+
+def _add(file: Path, material: Material) -> None:
+    if file.suffix == ".jsonl":
+        for row in read_rows(file):
+            if isinstance(row, Row):
+                material.rows.append(row)
+            else:
+                material.simulations.append(row)
+        return
+    value = _read_json(file)
+    if isinstance(value, dict) and {"run", "cells"} <= value.keys():
+        material.peers.append(_peers(file, value))
+    elif isinstance(value, dict) and "decode_tokens_per_second" in value:
+        missing = [name for name in _RUN_METRICS if name not in value]
+        if missing:
+            raise ConfigError(f"{file} has no {missing[0]!r}; it was written by another version of emssd, run again")
+        material.runs.append(PlainRun(str(file.parent), value))
+    else:
+        raise ConfigError(f"{file} is neither a metrics.json nor a result of benchmarks/cpu_peers.py; {_HOW}")
+
+
+def _peers(file: Path, value: dict[str, Any]) -> PeersRun:
+    run = value["run"]
+    for cell in value["cells"]:
+        wanted = {"peer", "mode", "batch_size"} | (set() if "failed" in cell else {"tokens_per_second", "equal_rows"})
+        if missing := sorted(wanted - cell.keys()):
+            raise ConfigError(f"{file}: a cell has no {missing[0]!r}; run benchmarks/cpu_peers.py again")
+    if missing := sorted({"script", "commit", "date", "processor", "models", "options", "versions"} - run.keys()):
+        raise ConfigError(f"{file}: its run has no {missing[0]!r}; run benchmarks/cpu_peers.py again")
+    return PeersRun(str(file), run, value["cells"])
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None

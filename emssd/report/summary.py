@@ -1,0 +1,111 @@
+"""What an experiment showed, on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from emssd.report.cells import Cell, Grid, Spread, grids
+from emssd.report.crossing import speedups, verdict
+from emssd.report.lines import WITHOUT_BASELINE
+from emssd.report.rows import Row, Simulation, parse, tokens_per_sample
+
+__all__ = ["summary"]
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> list[RenderableType]:
+    """A compact table for each experiment, and of ``crossover`` what it says, in words.
+
+    Args:
+        rows: as in ``rows.jsonl``.
+
+    Raises:
+        ConfigError: they are rows of another format.
+    """
+    shown: list[RenderableType] = []
+    measured: dict[str, list[Row]] = {}
+    for number, value in enumerate(rows, 1):
+        row = parse(value, where=f"row {number}")
+        if isinstance(row, Simulation):
+            shown += _simulated(row)
+        else:
+            measured.setdefault(row.experiment, []).append(row)
+    for experiment, members in measured.items():
+        if experiment == "step_time":
+            shown += _step_times(members)
+            continue
+        for grid in grids(members):
+            shown += [_title(f"{experiment}: {grid.title}"), _table(grid), *_words(experiment, grid)]
+    return shown
+
+
+def _table(grid: Grid) -> Table:
+    table = _plain_table()
+    table.add_column("")
+    for name in ("batch", "tokens/s", "speed-up", "τ", "padding/new", "repeats"):
+        table.add_column(name, justify="right")
+    for line in grid.lines:
+        for cell in sorted((cell for cell in grid.cells if cell.line == line), key=lambda cell: cell.batch_size):
+            table.add_row(line.label, str(cell.batch_size), *_figures(cell))
+    return table
+
+
+def _figures(cell: Cell) -> list[str]:
+    speedup = "" if cell.speedup is None else cell.speedup.text() + "×"
+    return [
+        cell.tokens_per_second.text(".0f"),
+        speedup,
+        f"{cell.spread('mean_acceptance_length').median:.2f}",
+        f"{cell.spread('padding_per_new_token').median:.0%}",
+        str(len(cell.rows)),
+    ]
+
+
+def _words(experiment: str, grid: Grid) -> list[RenderableType]:
+    if experiment in WITHOUT_BASELINE:
+        return []
+    missing = [Text(cell.missing + ".", style="yellow") for cell in grid.cells if cell.missing]
+    if experiment != "crossover":
+        return [*missing]
+    found = {line.label: speedups(grid, line) for line in grid.lines}
+    return [*missing, *(Text(verdict(name, values)) for name, values in found.items() if values)]
+
+
+def _step_times(rows: list[Row]) -> list[RenderableType]:
+    mark = " (random weights)" if any(row.random_weights for row in rows) else ""
+    models = ", ".join(dict.fromkeys(row.model for row in rows))
+    table = _plain_table()
+    for name in ("batch", "tokens per sample", "ms per step"):
+        table.add_column(name, justify="right")
+    times: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        tokens = tokens_per_sample(row)
+        times.setdefault((row.batch_size, tokens), []).append(1e3 * row.metrics["median_decode_step_seconds"])
+    for (batch_size, tokens), found in sorted(times.items()):
+        table.add_row(str(batch_size), str(tokens), Spread.of(found).text())
+    return [_title(f"step_time: {models}{mark}, drafts that are all wrong (replay)"), table]
+
+
+def _simulated(rows: Simulation) -> list[RenderableType]:
+    table = _plain_table()
+    sizes = sorted({point["batch_size"] for point in rows.points})
+    table.add_column("p", justify="right")
+    for size in sizes:
+        table.add_column(f"b = {size}", justify="right")
+    for chance in sorted({point["p"] for point in rows.points}):
+        found = {each["batch_size"]: each["exact"]["padding_ratio"] for each in rows.points if each["p"] == chance}
+        table.add_row(f"{chance:g}", *(f"{found[size]:.1%}" if size in found else "" for size in sizes))
+    title = f"{rows.experiment}: expected padding ratio by p and batch size, τ at most {rows.max_acceptance}"
+    return [_title(title), table]
+
+
+def _title(title: str) -> Text:
+    return Text("\n" + title, style="bold")
+
+
+def _plain_table() -> Table:
+    return Table(box=None, pad_edge=False)

@@ -1,0 +1,53 @@
+"""Plugin `drafter=pld`: prompt lookup decoding, which copies what followed the longest n-gram that the text repeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from emssd.draft import Drafter, DrafterContext
+from emssd.hookspecs import Spec, hookimpl
+
+__all__ = ["Occurrence", "PLDConfig", "emssd_drafters"]
+
+
+class Occurrence(str, Enum):
+    """Which of several matches of one length is copied from."""
+
+    first = "first"
+    last = "last"
+
+
+@dataclass
+class PLDConfig:
+    """Options of `drafter=pld`; the defaults are those of `find_candidate_pred_tokens` in the method's README.
+
+    Saxena 2023, "Prompt Lookup Decoding", https://github.com/apoorvumang/prompt-lookup-decoding. Transformers'
+    ``prompt_lookup_num_tokens=10`` is ``max_ngram_size=2 require_full_copy=false``.
+
+    Attributes:
+        max_ngram_size: how many of the latest tokens are looked for first (3; 2 in Transformers).
+        min_ngram_size: how few of them, when longer ones are not found (1).
+        num_speculative_tokens: how many tokens are copied from behind the match (10, ``num_pred_tokens``).
+        occurrence: copy from the ``first`` or the ``last`` of several matches (first).
+        require_full_copy: only matches with `num_speculative_tokens` behind them count, and these begin before the
+            latest n-gram itself (true; false in Transformers, where one token behind the match is enough).
+    """
+
+    max_ngram_size: int = 3
+    min_ngram_size: int = 1
+    num_speculative_tokens: int = 10
+    occurrence: Occurrence = Occurrence.first
+    require_full_copy: bool = True
+
+
+def _build(config: PLDConfig, context: DrafterContext) -> Drafter:
+    from emssd_pld.drafter import PLDDrafter
+
+    return PLDDrafter(config)
+
+
+@hookimpl
+def emssd_drafters() -> list[Spec]:
+    """Offer the drafter."""
+    return [Spec("pld", PLDConfig, _build)]

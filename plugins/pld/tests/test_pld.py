@@ -1,0 +1,217 @@
+"""Prompt lookup against a reading of its definition, and against Transformers' own; through the engine, greedy exactly.
+
+Oracle of outputs: `greedy_reference`, float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+from emssd_padded import PaddedConfig
+from emssd_pld import Occurrence, PLDConfig
+from emssd_pld.drafter import PLDDrafter
+from emssd_ragged import Kernels, RaggedConfig
+from emssd_ragged.backend import RaggedBackend
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from emssd import Engine
+from emssd.attention import AttentionBackend
+from emssd.draft import Draft, Drafter
+from emssd.errors import ConfigError
+from emssd.sequence import Batch, Request, Sequence
+from emssd.testing.engine_machine import EngineMachine
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import References
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
+CONFIGS = st.builds(
+    lambda sizes, **options: PLDConfig(max_ngram_size=max(sizes), min_ngram_size=min(sizes), **options),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    num_speculative_tokens=st.integers(1, 8),
+    occurrence=st.sampled_from(Occurrence),
+    require_full_copy=st.booleans(),
+)
+
+
+def by_definition(config: PLDConfig, tokens: list[int], budget: int) -> list[int]:
+    """All windows of each size, the longest first, are compared with the end of the text."""
+    num_tokens, copied = len(tokens), config.num_speculative_tokens
+    for size in range(config.max_ngram_size, config.min_ngram_size - 1, -1):
+        behind = [end for end in range(size, num_tokens) if tokens[end - size : end] == tokens[-size:]]
+        if config.require_full_copy:
+            behind = [end for end in behind if end + copied <= num_tokens and end < num_tokens - size]
+        if behind:
+            place = behind[0] if config.occurrence is Occurrence.first else behind[-1]
+            return tokens[place:][:copied][:budget]
+    return []
+
+
+def sequence(prompt: Seq[int], output: Seq[int] = (), name: str = "a") -> Sequence:
+    return Sequence(Request(name, tuple(prompt), 100), [*prompt, *output])
+
+
+def split(draft: Draft) -> list[list[int]]:
+    tokens = draft.token_ids.tolist()
+    return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
+
+
+def chains(drafter: Drafter, rows: Seq[Sequence], budget: Seq[int]) -> list[list[int]]:
+    return split(drafter.propose(Batch(tuple(rows)), budget))
+
+
+@given(
+    config=CONFIGS,
+    prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=24), min_size=3, max_size=3),
+    steps=st.lists(
+        st.lists(st.tuples(st.lists(TOKENS, min_size=1, max_size=6), st.integers(0, 9)), min_size=3, max_size=3),
+        max_size=8,
+    ),
+)
+def test_the_growing_index_gives_what_the_definition_gives(
+    config: PLDConfig, prompts: list[list[int]], steps: list[list[tuple[list[int], int]]]
+) -> None:
+    drafter = PLDDrafter(config)
+    rows = [sequence(prompt, name=str(i)) for i, prompt in enumerate(prompts)]
+    for step in [[([], 9)] * 3, *steps]:
+        for row, (new, _) in zip(rows, step, strict=True):
+            row.tokens.extend(new)
+        budget = [limit for _, limit in step]
+        expected = [by_definition(config, row.tokens, limit) for row, limit in zip(rows, budget, strict=True)]
+        assert chains(drafter, rows, budget) == expected
+
+
+@given(size=st.integers(1, 4), copied=st.integers(1, 8), tokens=st.lists(TOKENS, min_size=2, max_size=40))
+def test_with_the_options_of_transformers_it_drafts_what_transformers_drafts(
+    size: int, copied: int, tokens: list[int]
+) -> None:
+    theirs = PromptLookupCandidateGenerator(None, copied, size, max_length=1000)
+    candidates, _ = theirs.get_candidates(torch.tensor([tokens]))
+    config = PLDConfig(max_ngram_size=size, num_speculative_tokens=copied, require_full_copy=False)
+    assert chains(PLDDrafter(config), [sequence(tokens)], [copied]) == [candidates[0, len(tokens) :].tolist()]
+
+
+def test_the_defaults_are_the_published_ones_the_first_longest_match_with_ten_tokens_behind_it() -> None:
+    text = [5, 9, *range(20, 32), 3, 4, 5, *range(40, 52), 3, 4, 5, 60, 61, 3, 4, 5]
+    drafter = PLDDrafter(PLDConfig())
+    assert chains(drafter, [sequence(text)], [10]) == [list(range(40, 50))]  # not behind the 5 in front
+    assert chains(drafter, [sequence([5, *range(20, 32)], [4, 5], name="b")], [10]) == [list(range(20, 30))]
+    assert chains(drafter, [sequence([3, 4, 5, 60, 61, 3, 4, 5], name="c")], [10]) == [[]]  # too little to copy
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [10, 11, 3]),
+        ({"occurrence": Occurrence.last}, [20, 21, 3]),
+        ({"occurrence": "last", "require_full_copy": False}, [30, 3, 4]),
+        ({"occurrence": Occurrence.last, "num_speculative_tokens": 1, "max_ngram_size": 1}, [30]),
+        ({"max_ngram_size": 3, "min_ngram_size": 3}, []),
+    ],
+    ids=str,
+)
+def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> None:
+    text = [3, 4, 10, 11, 3, 4, 20, 21, 3, 4, 30, 3, 4]
+    config = PLDConfig(**({"num_speculative_tokens": 4} | options))
+    assert chains(PLDDrafter(config), [sequence(text)], [3]) == [expected]
+
+
+def test_a_preempted_request_begins_anew_with_the_tokens_it_has() -> None:
+    drafter = PLDDrafter(PLDConfig(num_speculative_tokens=2))
+    row = sequence([3, 4, 5, 6, 3], [4])
+    assert chains(drafter, [row], [2]) == [[5, 6]]
+    drafter.release(["a", "never seen"])
+    assert chains(drafter, [sequence([3, 4, 5])], [2]) == [[]]
+    drafter.release(["a"])
+    assert chains(drafter, [sequence([9, 8, 7, 6, 9, 8])], [2]) == [[7, 6]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_ngram_size": 0},
+        {"min_ngram_size": 0},
+        {"min_ngram_size": 4},
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": -1},
+    ],
+    ids=str,
+)
+def test_sizes_that_cannot_be_are_config_errors_that_name_the_option(options: dict[str, int]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=rf"drafter\.{name} is {value}.*at least 1"):
+        Engine.from_model(tiny_model(), drafter=PLDConfig(**options))  # type: ignore[arg-type]
+
+
+def test_an_occurrence_that_does_not_exist_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"drafter\.occurrence is 'middle'; choose first or last"):
+        PLDDrafter(PLDConfig(occurrence="middle"))  # type: ignore[arg-type]
+
+
+KV_BYTES = 2 * 2 * 16 * 8  # of a token of the model below: layers, keys and values, heads and their size, float64
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv_memory"),
+    [
+        (RaggedConfig(kernels=Kernels.torch), str(256 * KV_BYTES)),  # narrow heads without padding
+        (PaddedConfig(), None),  # keeps no memory limit
+    ],
+    ids=["ragged", "padded"],
+)
+def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
+    backend: Any, kv_memory: str | None
+) -> None:
+    drafter = PLDDrafter(PLDConfig(num_speculative_tokens=4))
+    engine = Engine.from_model(
+        tiny_model("llama", vocab_size=11, max_model_len=144),
+        drafter=drafter,
+        backend=backend,
+        budget="fixed",
+        batch_size=3,
+        max_step_tokens=16,
+        kv_memory=kv_memory,
+        on_drafter_error="fail",
+    )
+    prompts, limits = [[1, 2, 3], [5, 6], [7, 8, 9], [1, 2, 3, 4, 1, 2]], [120, 115, 110, 30]
+    done = engine.generate(prompts, limits, ignore_eos=True)
+    references = References(engine.target, 120)
+    expected = [references[tuple(ids)][:limit] for ids, limit in zip(prompts, limits, strict=True)]
+    assert [generation.token_ids for generation in done] == expected
+    assert 0 < engine.report.num_accepted < engine.report.num_drafted
+    assert (engine.report.num_preempted > 0) == (kv_memory is not None)
+    assert drafter._indexes == {}
+
+
+class PLDMachine(EngineMachine):
+    num_preempted = num_pieces = 0
+
+    def make_backend(self, page_size: int) -> AttentionBackend:
+        return RaggedBackend(page_size)
+
+    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
+        return CONFIGS.map(AsDefined)
+
+
+class AsDefined(PLDDrafter):
+    """Compares each of its drafts with the definition."""
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        assert split(draft) == [
+            by_definition(self._config, row.tokens, limit) for row, limit in zip(batch, budget, strict=True)
+        ]
+        return draft
+
+
+def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
+    examples = settings.default.max_examples // 4
+    run_state_machine_as_test(
+        PLDMachine, settings=settings(max_examples=examples, stateful_step_count=12, phases=QUICK)
+    )

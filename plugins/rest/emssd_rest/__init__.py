@@ -1,0 +1,41 @@
+"""Plugin `drafter=rest`: copies what most often followed the latest tokens in a datastore made once from a corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.draft import Drafter, DrafterContext
+from emssd.hookspecs import Spec, hookimpl
+
+__all__ = ["RestConfig", "emssd_drafters"]
+
+
+@dataclass
+class RestConfig:
+    """Options of `drafter=rest`; the defaults are the setting of REST's paper and of its reference code.
+
+    Attributes:
+        store: folder of the datastore; ``emssd-rest build CORPUS.jsonl FOLDER --tokenizer MODEL`` makes one.
+        num_speculative_tokens: the most tokens drafted per row and step.
+        min_match, max_match: how many of the latest tokens must stand in the store; of these lengths, the longest that
+            does is used.
+        max_matches: of more places than these, an even sample is looked at.
+    """
+
+    store: str | None = None
+    num_speculative_tokens: int = 10
+    min_match: int = 2
+    max_match: int = 16
+    max_matches: int = 5000
+
+
+def _build(config: RestConfig, context: DrafterContext) -> Drafter:
+    from emssd_rest.drafter import RestDrafter
+
+    return RestDrafter.load(config, context)
+
+
+@hookimpl
+def emssd_drafters() -> list[Spec]:
+    """Offer the drafter."""
+    return [Spec("rest", RestConfig, _build)]

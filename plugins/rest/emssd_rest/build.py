@@ -1,0 +1,67 @@
+"""Makes a datastore from lists of token ids. A store that is not complete is never left where it would be loaded."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from emssd.errors import OutputError
+from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Header, fingerprint, join_documents
+from emssd_rest.suffix_array import load_sorter, suffix_array
+
+__all__ = ["build_store"]
+
+
+def build_store(
+    folder: str | Path, documents: Iterable[Seq[int]], *, tokenizer: Any = None, sources: Seq[str] = ()
+) -> Header:
+    """Make the store `folder`. It appears there when it is complete; until then it grows beside it.
+
+    Args:
+        folder: must not exist.
+        documents: token ids of each document; no draft runs from one into the next. Empty ones are left out.
+        tokenizer: what made the ids. Targets with another one refuse the store; without it, all take it whose
+            vocabulary is large enough.
+        sources: names, for the record.
+
+    Returns:
+        What the store is made of.
+
+    Raises:
+        ConfigError: there is no token in `documents`, or the package that sorts suffixes is missing.
+        OutputError: `folder` exists or cannot be written.
+    """
+    target = Path(folder).expanduser()
+    load_sorter()  # before any work
+    with _complete_or_absent(target) as unfinished:
+        tokens, header = join_documents(documents)
+        header = replace(header, sources=tuple(sources))
+        if tokenizer is not None:
+            header = replace(header, vocab_size=len(tokenizer), tokenizer=fingerprint(tokenizer))
+        np.save(unfinished / TOKENS, tokens)
+        np.save(unfinished / SUFFIXES, suffix_array(tokens))
+        (unfinished / HEADER).write_text(header.to_json(), encoding="utf-8")
+    return header
+
+
+@contextmanager
+def _complete_or_absent(target: Path) -> Iterator[Path]:
+    """A new folder that becomes `target` if all goes well, and is removed if anything does not."""
+    if target.exists():
+        raise OutputError(f"{target} exists already; remove it, or give the store another name")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as parent:
+            unfinished = Path(parent) / target.name
+            unfinished.mkdir()
+            yield unfinished
+            unfinished.rename(target)
+    except OSError as error:
+        raise OutputError(f"store {target} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,116 @@
+"""``emssd-rest``: makes datastores for `drafter=rest`, and tells what is in them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from emssd.errors import ConfigError, EmssdError
+from emssd.records import RecordsConfig
+
+__all__ = ["main", "make_parser"]
+
+_T = TypeVar("_T")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; what it parses has an ``action`` to call with the result."""
+    parser = argparse.ArgumentParser(
+        prog="emssd-rest", description="Makes datastores for drafter=rest, and tells what is in them."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    build = commands.add_parser("build", help="make a store from a corpus", description="Make a store from a corpus.")
+    build.set_defaults(action=_build)
+    build.add_argument(
+        "corpus", nargs="+", metavar="CORPUS", help=".jsonl: a document per line; any other file is one document"
+    )
+    build.add_argument("store", metavar="STORE", help="folder to make")
+    build.add_argument(
+        "--tokenizer", required=True, metavar="MODEL", help="the target's folder or hub id, or demo; must be its own"
+    )
+    text = build.add_mutually_exclusive_group()
+    text.add_argument("--field", default="text", metavar="NAME", help="field of a record's text (default: text)")
+    text.add_argument(
+        "--template",
+        metavar="TEXT",
+        help=r"makes the text of several fields, as in 'Question: {question}\nAnswer:' (\n: newline, \t: tab)",
+    )
+    build.add_argument("--limit", type=int, metavar="N", help="use the first N records of each .jsonl file")
+    info = commands.add_parser("info", help="what a store is made of", description="Tell what a store is made of.")
+    info.set_defaults(action=_info)
+    info.add_argument("store", metavar="STORE", help="its folder")
+    return parser
+
+
+def main(arguments: Seq[str] | None = None) -> None:
+    """Parse the command line and do it. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        parsed.action(parsed)
+    except EmssdError as error:
+        print(f"emssd-rest: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("emssd-rest: interrupted; no store was made", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    from transformers.utils import logging
+
+    from emssd_rest.build import build_store
+    from emssd_rest.corpus import encoded, load_tokenizer, read_corpus
+
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(f"--limit is {arguments.limit}; it must be at least 1")
+    # Transformers warns of texts that are longer than the model takes; these are never the model's input.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # Transformers' own has no annotations
+    template = None if arguments.template is None else arguments.template.replace(r"\n", "\n").replace(r"\t", "\t")
+    config = RecordsConfig(field=arguments.field, template=template, limit=arguments.limit)
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    texts = read_corpus(arguments.corpus, config)
+    documents = encoded(_with_progress(texts, len(texts)), tokenizer)
+    sources = [Path(name).name for name in arguments.corpus]
+    header = build_store(arguments.store, documents, tokenizer=tokenizer, sources=sources)
+    print(
+        f"{arguments.store}: {header.num_documents} documents, {header.num_tokens} tokens. "
+        f"Use it with drafter=rest drafter.store={arguments.store}"
+    )
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    from emssd_rest.store import Store
+
+    store = Store.open(arguments.store)
+    header = store.header
+    print(f"documents  {header.num_documents}")
+    print(f"tokens     {header.num_tokens}, ids up to {header.num_ids - 1}")
+    print(
+        f"tokenizer  {header.vocab_size} tokens, {header.tokenizer[:12]}" if header.tokenizer else "tokenizer  unknown"
+    )
+    print(f"sources    {', '.join(header.sources) or 'unknown'}")
+    print(f"size       {store.num_bytes} bytes")
+
+
+def _with_progress(items: Iterable[_T], total: int) -> Iterator[_T]:
+    """`items`, with a bar on a terminal; then a word of what is next, as the library that sorts tells nothing."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("encoding", total=total)
+        for item in items:
+            yield item
+            progress.advance(task)
+    if console.is_terminal:
+        console.print("sorting", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

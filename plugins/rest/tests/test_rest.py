@@ -1,0 +1,162 @@
+"""The drafter: the output stays what it is whatever the store holds, and stores of other vocabularies are refused."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from emssd_rest import RestConfig
+from emssd_rest.build import build_store
+from emssd_rest.drafter import RestDrafter
+from emssd_rest.store import Store
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from emssd import Engine
+from emssd.draft import Draft, DrafterContext, check_draft
+from emssd.errors import ConfigError
+from emssd.sequence import Batch, Request, Sequence
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+
+VOCAB_SIZE = 13
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9, 11], [12, 5, 5]]
+NUM_NEW = 24
+
+
+@cache
+def target(architecture: str = "llama") -> Any:
+    return tiny_model(architecture, seed=5, vocab_size=VOCAB_SIZE)
+
+
+@cache
+def references(architecture: str = "llama") -> list[list[int]]:
+    return [greedy_reference(target(architecture), prompt, NUM_NEW) for prompt in PROMPTS]
+
+
+def made(folder: Path, documents: list[list[int]], **options: Any) -> str:
+    build_store(folder / "store", documents, **options)
+    return str(folder / "store")
+
+
+def sequence(tokens: list[int], name: str = "a") -> Sequence:
+    return Sequence(Request(name, tuple(tokens), 100))
+
+
+def make_context(tokenizer: Any = None, vocab_size: int = VOCAB_SIZE) -> DrafterContext:
+    def unwanted(*_: object) -> Any:
+        pytest.fail("this drafter borrows nothing")
+
+    return DrafterContext(
+        vocab_size, 128, 4, torch.device("cpu"), torch.float64, tokenizer, unwanted, unwanted, unwanted
+    )
+
+
+def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(num_words)})))
+
+
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_with_its_own_outputs_in_the_store_the_target_decodes_the_same_in_few_steps(
+    tmp_path: Path, architecture: str, backend: str
+) -> None:
+    expected = references(architecture)
+    store = made(tmp_path, [prompt + new for prompt, new in zip(PROMPTS, expected, strict=True)])
+    engine = Engine.from_model(
+        target(architecture), drafter=RestConfig(store), backend=backend, budget="fixed", batch_size=3
+    )
+    done = engine.generate(PROMPTS, NUM_NEW, ignore_eos=True)
+    assert [generation.token_ids for generation in done] == [tuple(tokens) for tokens in expected]
+    assert sum(generation.num_accepted for generation in done) > len(PROMPTS) * NUM_NEW / 2
+    assert all(generation.num_drafted for generation in done)
+
+
+# A first run of a model takes seconds, and explaining a failure minutes.
+@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@given(
+    seed=st.integers(0, 999),
+    batch_size=st.integers(1, 4),
+    min_match=st.integers(1, 3),
+    max_matches=st.sampled_from([1, 4, 5000]),
+    num_speculative_tokens=st.integers(1, 10),
+)
+def test_with_random_text_in_the_store_the_target_decodes_the_same(
+    tmp_path_factory: pytest.TempPathFactory, backend: str, seed: int, batch_size: int, min_match: int, **options: int
+) -> None:
+    draw = Random(seed)
+    text = [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 200))] for _ in range(draw.randrange(1, 20))]
+    store = made(tmp_path_factory.mktemp("random"), text)
+    config = RestConfig(store, min_match=min_match, **options)
+    engine = Engine.from_model(target(), drafter=config, backend=backend, budget="fixed", batch_size=batch_size)
+    done = engine.generate(PROMPTS, NUM_NEW, ignore_eos=True)
+    assert [generation.token_ids for generation in done] == [tuple(tokens) for tokens in references()]
+
+
+def test_each_row_gets_its_own_chain_within_its_budget_and_its_confidence(tmp_path: Path) -> None:
+    text = [[3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 12], [3, 4, 11]]
+    drafter = RestDrafter(RestConfig(num_speculative_tokens=4), Store.open(made(tmp_path, text)))
+    assert drafter.num_speculative_tokens == 4
+    batch = Batch(tuple(map(sequence, [[3, 4], [3, 4], [10, 3, 4, 5], [3, 4], [9], [4, 4]], "abcdef")))
+    budget = [9, 1, 4, 0, 4, 4]
+    draft = drafter.propose(batch, budget)
+    check_draft(draft, batch, budget, VOCAB_SIZE)
+    assert chains(draft) == [[5, 6, 7, 8], [5], [6, 7, 8, 9], [], [], []]
+    # 5 follows (3, 4) at two places of three, 6 at one of the two that are left; and one place is one in two.
+    assert draft.confidence == pytest.approx([2 / 4, 1 / 3, 1 / 2, 1 / 2, 2 / 4, 1 / 3, 1 / 2, 1 / 2, 1 / 2])
+
+
+def test_it_remembers_nothing_of_a_row(tmp_path: Path) -> None:
+    drafter = RestDrafter(RestConfig(), Store.open(made(tmp_path, [[3, 4, 5, 6, 7, 3, 4, 8]])))
+    row = sequence([3, 4])
+    first = chains(drafter.propose(Batch((row,)), [10]))
+    row.tokens += [5, 6]
+    assert chains(drafter.propose(Batch((row,)), [10])) == [[7, 3, 4, 8]]
+    del row.tokens[2:]
+    assert chains(drafter.propose(Batch((row,)), [10])) == first
+    drafter.release(["a", "never seen"])
+
+
+def chains(draft: Draft) -> list[list[int]]:
+    tokens = draft.token_ids.tolist()
+    return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
+
+
+@pytest.mark.parametrize("name", ["num_speculative_tokens", "min_match", "max_match", "max_matches"])
+def test_lengths_below_one_are_config_errors_that_name_the_option(tmp_path: Path, name: str) -> None:
+    store = made(tmp_path, [[1, 2, 3]])
+    with pytest.raises(ConfigError, match=rf"drafter\.{name} is 0; it must be at least 1"):
+        RestDrafter.load(RestConfig(store, **{name: 0}), make_context())
+    with pytest.raises(ConfigError, match=r"drafter\.min_match is 5 and drafter\.max_match 4"):
+        RestDrafter.load(RestConfig(store, min_match=5, max_match=4), make_context())
+
+
+def test_a_store_that_is_not_given_or_not_there_is_a_config_error_that_says_how_to_make_one() -> None:
+    with pytest.raises(ConfigError, match=r"give drafter\.store=FOLDER.*emssd-rest build"):
+        Engine.from_model(target(), drafter="rest")
+    with pytest.raises(ConfigError, match=r"/nowhere: no such folder.*emssd-rest build"):
+        Engine.from_model(target(), drafter=RestConfig("/nowhere"))
+
+
+def test_a_store_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    config = RestConfig(made(tmp_path, [[1, 2, 3]], tokenizer=make_tokenizer(12)))
+    with pytest.raises(
+        ConfigError, match=r"its tokenizer \(12 tokens\) is not the target's \(13 tokens\); build one with --tokenizer"
+    ):
+        RestDrafter.load(config, make_context(make_tokenizer(13)))
+    for same in (make_tokenizer(12), None):  # without one, the ids decide
+        RestDrafter.load(config, make_context(same))
+
+
+def test_a_store_with_ids_beyond_the_targets_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = RestConfig(made(tmp_path, [[1, VOCAB_SIZE]]))
+    with pytest.raises(ConfigError, match=r"holds token ids up to 13, and the target's vocabulary has 13 tokens"):
+        RestDrafter.load(config, make_context())
+    RestDrafter.load(config, make_context(vocab_size=VOCAB_SIZE + 1))

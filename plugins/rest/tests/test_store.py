@@ -1,0 +1,269 @@
+"""Stores: suffix arrays and searches against their definitions, and what is refused."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from emssd_rest import search
+from emssd_rest.build import build_store
+from emssd_rest.search import StoreSearch
+from emssd_rest.store import END, Header, Store, fingerprint
+from emssd_rest.suffix_array import suffix_array
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from emssd.demo import model_path
+from emssd.errors import ConfigError, OutputError
+
+LETTERS = st.integers(0, 2)  # three letters: matches are everywhere
+DOCUMENTS = st.lists(st.lists(LETTERS, max_size=12), min_size=1, max_size=6).filter(any)
+
+
+def made(folder: Path, documents: list[list[int]], **options: Any) -> Store:
+    build_store(folder, documents, **options)
+    return Store.open(folder)
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(model_path("target"))
+
+
+def brute_force_longest(documents: list[list[int]], context: list[int], low: int, high: int) -> tuple[int, int]:
+    """The definition: the length of the longest suffix that stands in one document, and how often it does."""
+    for length in range(min(high, len(context)), low - 1, -1):
+        gram = context[len(context) - length :]
+        count = sum(
+            text[place : place + length] == gram for text in documents for place in range(len(text) - length + 1)
+        )
+        if count:
+            return length, count
+    return 0, 0
+
+
+def brute_force_chain(documents: list[list[int]], gram: list[int], num_tokens: int) -> list[tuple[int, float]]:
+    """The definition: at each depth the most frequent token behind the gram and what was chosen so far."""
+    chain: list[tuple[int, float]] = []
+    while len(chain) < num_tokens:
+        wanted = [*gram, *(token for token, _ in chain)]
+        behind = Counter[int]()
+        total = 0
+        for text in documents:
+            for place in range(len(text) - len(wanted) + 1):
+                if text[place : place + len(wanted)] == wanted:
+                    total += 1
+                    behind.update(text[place + len(wanted) :][:1])
+        if not behind:
+            break
+        token, count = min(behind.items(), key=lambda item: (-item[1], item[0]))
+        chain.append((token, count / (total + 1)))
+    return chain
+
+
+@pytest.mark.parametrize("largest", [3, 300, 70_000])
+@given(data=st.data())
+def test_a_suffix_array_is_the_order_of_all_suffixes(largest: int, data: st.DataObject) -> None:
+    ids = st.integers(0, 3) | st.integers(0, largest)
+    text = data.draw(st.lists(ids, min_size=1, max_size=40))
+    expected = sorted(range(len(text)), key=lambda place: text[place:])
+    for kind in (">u4", "<u4") if largest > 65_535 else (">u2", "<u2", ">u4"):
+        order = suffix_array(np.array(text, dtype=kind))
+        assert order.dtype == np.int32
+        assert order.tolist() == expected
+
+
+@settings(deadline=None)
+@given(
+    documents=DOCUMENTS,
+    context=st.lists(LETTERS | st.just(9), max_size=10),
+    low=st.integers(1, 3),
+    more=st.integers(0, 5),
+    num_tokens=st.integers(1, 6),
+    few=st.sampled_from([0, 2, 48]),
+)
+def test_matches_and_chains_are_those_of_their_definitions(
+    documents: list[list[int]], context: list[int], low: int, more: int, num_tokens: int, few: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_FEW", few)  # lists, arrays, and first one and then the other
+        searched = StoreSearch(made(Path(folder) / "store", documents))
+        match, places = searched.longest(context, low, low + more)
+        assert (match, len(places)) == brute_force_longest(documents, context, low, low + more)
+        if match:
+            ids, shares = searched.chain(match, places, num_tokens, 5000)
+            expected = brute_force_chain(documents, context[len(context) - match :], num_tokens)
+            assert list(zip(ids, shares, strict=True)) == expected
+
+
+def test_a_draft_never_runs_across_two_documents(tmp_path: Path) -> None:
+    searched = StoreSearch(made(tmp_path / "store", [[1, 2, 3], [4, 5, 6]]))
+    assert searched.chain(*searched.longest([1, 2], 2, 16), 10, 5000) == ([3], [0.5])
+    assert searched.longest([3, 4], 2, 16) == (0, range(0))  # one document's end and the next one's beginning
+    assert searched.chain(*searched.longest([5, 6], 2, 16), 10, 5000) == ([], [])
+
+
+def test_ids_that_the_store_does_not_know_match_nothing_and_what_comes_after_them_does(tmp_path: Path) -> None:
+    searched = StoreSearch(made(tmp_path / "store", [[1, 2, 3, 4]]))
+    for strange in (5, 65_535, 65_536, 10**6):
+        assert searched.longest([2, strange], 1, 16) == (0, range(0))
+        assert searched.longest([1, strange, 2, 3], 1, 16)[0] == 2
+
+
+@pytest.mark.parametrize(("largest", "kind"), [(65_534, ">u2"), (65_535, ">u4"), (200_000, ">u4")])
+def test_ids_of_any_size_are_kept(tmp_path: Path, largest: int, kind: str) -> None:
+    store = made(tmp_path / "store", [[largest, 7, 8, largest, 7, 9]])
+    assert store.tokens.dtype.str == kind
+    searched = StoreSearch(store)
+    assert searched.chain(*searched.longest([7, 8], 2, 16), 10, 5000)[0] == [largest, 7, 9]
+
+
+def test_of_many_matches_an_even_sample_is_taken(tmp_path: Path) -> None:
+    store = made(tmp_path / "store", [[1, 2, 3]] * 90 + [[1, 2, 4]] * 210)
+    searched = StoreSearch(store)
+    match, places = searched.longest([1, 2], 2, 16)
+    assert (match, len(places)) == (2, 300)
+    # The first ten in order are all followed by 3; of ten at even distances, three are.
+    assert searched.chain(match, places, 10, 10) == ([4], [7 / 11])
+    assert searched.chain(match, places, 10, 5000) == ([4], [210 / 301])
+    assert searched.chain(match, places, 10, 1) == ([3], [1 / 2])
+
+
+def test_an_open_store_tells_what_it_is_made_of_and_reads_its_files_through_memory_maps(tmp_path: Path) -> None:
+    documents = [tokenizer()("The for statement")["input_ids"], []]
+    store = made(tmp_path / "new" / "store", documents, tokenizer=tokenizer(), sources=["a.txt"])
+    ids = documents[0]
+    assert store.header == Header(len(ids), 1, max(ids) + 1, len(tokenizer()), fingerprint(tokenizer()), ("a.txt",))
+    assert store.tokens.tolist() == [*(token + 1 for token in ids), END]
+    assert isinstance(store.tokens.base, np.memmap)
+    assert isinstance(store.suffixes.base, np.memmap)
+    assert not store.suffixes.flags.writeable
+
+
+def test_a_build_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    def documents() -> Iterator[list[int]]:
+        yield [1, 2, 3]
+        assert len(list(tmp_path.iterdir())) == 1  # it grows beside its place
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_store(tmp_path / "store", documents())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["store.json", "tokens.npy", "suffixes.npy"])
+def test_a_store_without_one_of_its_files_does_not_load(tmp_path: Path, missing: str) -> None:
+    made(tmp_path / "store", [[1, 2, 3]])
+    (tmp_path / "store" / missing).unlink()
+    with pytest.raises(ConfigError, match=missing):
+        Store.open(tmp_path / "store")
+
+
+def test_where_something_stands_no_store_is_built(tmp_path: Path) -> None:
+    made(tmp_path / "store", [[1, 2, 3]])
+    with pytest.raises(OutputError, match="store exists already; remove it, or give the store another name"):
+        build_store(tmp_path / "store", [[4]])
+    assert Store.open(tmp_path / "store").header.num_tokens == 3
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        build_store(tmp_path / "file" / "store", [[4]])
+
+
+@pytest.mark.parametrize("documents", [[], [[]], [[], []]])
+def test_an_empty_corpus_is_refused(tmp_path: Path, documents: list[list[int]]) -> None:
+    with pytest.raises(ConfigError, match="holds no text"):
+        build_store(tmp_path / "store", documents)
+    with pytest.raises(ConfigError, match="has the token id -2; ids are 0 or more"):
+        build_store(tmp_path / "store", [[3, -2]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_store_is_told_with_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere: no such folder .*emssd-rest build CORPUS.jsonl"):
+        Store.open(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no store.json.*emssd-rest build CORPUS.jsonl"):
+        Store.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        ("", "Expecting value"),
+        ("[]", "of another program"),
+        ('{"format": "emssd-rest", "version": 2}', "of version 2, and this emssd reads version 1"),
+        ('{"format": "emssd-rest", "version": 1, "size": 3}', "has the fields size"),
+        ({"num_tokens": -1}, "its numbers are"),
+        ({"num_documents": "two"}, "its numbers are"),
+        ({"sources": 3}, "not iterable"),
+    ],
+)
+def test_a_header_that_says_something_else_is_refused(tmp_path: Path, header: Any, complaint: str) -> None:
+    made(tmp_path / "store", [[1, 2, 3]])
+    file = tmp_path / "store" / "store.json"
+    text = header if isinstance(header, str) else json.dumps(json.loads(file.read_text()) | header)
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"store.json cannot be used: .*{complaint}.*build the store anew"):
+        Store.open(tmp_path / "store")
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _replaced(values: Any) -> Any:
+    return lambda file: np.save(file, values)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("tokens.npy", _cut),
+        ("suffixes.npy", _cut),
+        ("tokens.npy", _empty),
+        ("suffixes.npy", _empty),
+        ("tokens.npy", _replaced(np.ones(101, dtype=np.float64))),
+        ("tokens.npy", _replaced(np.ones(99, dtype=">u2"))),
+        ("tokens.npy", _replaced(np.ones(101, dtype=">u2"))),
+        ("suffixes.npy", _replaced(np.zeros(101, dtype=np.int32))),
+        ("suffixes.npy", _replaced(np.arange(101, dtype=np.int32)[::-1].copy())),
+        ("suffixes.npy", _replaced(np.arange(101, dtype=np.int32) - 1)),
+        ("suffixes.npy", _replaced(np.full(101, 101, dtype=np.int64))),
+        ("suffixes.npy", _replaced(np.array([None] * 101))),
+    ],
+)
+def test_damaged_arrays_are_refused(tmp_path: Path, name: str, damage: Any) -> None:
+    made(tmp_path / "store", [list(range(100))])
+    damage(tmp_path / "store" / name)
+    with pytest.raises(ConfigError, match=r"is damaged: .*build it anew"):
+        Store.open(tmp_path / "store")
+
+
+def test_without_the_package_that_sorts_a_store_is_read_and_none_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "store", [[1, 2, 3]])
+    plain_import = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "pydivsufsort":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return plain_import(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert Store.open(tmp_path / "store").header.num_tokens == 3
+    with pytest.raises(ConfigError, match=r"needs the package 'pydivsufsort' .*pip install 'emssd\[rest\]'"):
+        build_store(tmp_path / "other", [[1, 2, 3]])
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,295 @@
+"""Suffix decoding against counting by hand in the row's text and in the outputs before; through the engine, exactly.
+
+Oracle of outputs: `greedy_reference`, float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+from emssd_padded import PaddedConfig
+from emssd_ragged import Kernels, RaggedConfig
+from emssd_ragged.backend import RaggedBackend
+from emssd_suffix import SuffixConfig
+from emssd_suffix.automaton import SEPARATOR
+from emssd_suffix.drafter import SuffixDrafter
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from emssd import Engine
+from emssd.attention import AttentionBackend
+from emssd.draft import Draft, Drafter, Outcome
+from emssd.errors import ConfigError
+from emssd.sequence import Batch, FinishReason, Request, Sequence
+from emssd.testing.engine_machine import EngineMachine
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import References
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
+CONFIGS = st.builds(
+    lambda num_tokens, longest, **options: SuffixConfig(num_tokens, num_tokens + longest, **options),
+    num_tokens=st.integers(1, 6),
+    longest=st.integers(2, 6),
+    max_spec_factor=st.sampled_from([0.5, 1.0, 2.0, float("inf")]),
+    min_token_prob=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+    min_match_length=st.integers(1, 2),
+    cache_tokens=st.sampled_from([0, 24, 60]),
+    cache_bias=st.integers(0, 2),
+)
+Chain = tuple[list[int], list[float]]
+
+
+def from_counts(
+    config: SuffixConfig, text: Seq[int], tokens: Seq[int], length: int, budget: int
+) -> tuple[Chain, float]:
+    """A draft behind the last `length` of `tokens`, by counting what follows in `text`; and its score."""
+    context, frequencies, product, score = list(tokens[-length:]), list[float](), 1.0, 0.0
+    while len(frequencies) + 1 <= min(budget, config.max_spec_factor * length):
+        size = len(context)
+        followers = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == context]
+        latest = {token: i for i, token in enumerate(followers) if token != SEPARATOR}
+        if not latest:
+            break
+        token = max(latest, key=lambda token: (followers.count(token), latest[token]))
+        frequency = followers.count(token) / len(followers)
+        product *= frequency
+        if product < config.min_token_prob:
+            break
+        context.append(token)
+        frequencies.append(frequency)
+        score += product
+    return (context[length:], frequencies), score
+
+
+def by_definition(config: SuffixConfig, generations: Seq[Seq[int]], tokens: Seq[int], budget: int) -> Chain:
+    """Of each text, the draft of the best score over all lengths of the match; the texts in the order of preference."""
+    longest = config.max_tree_depth - config.num_speculative_tokens
+    ranked: list[tuple[float, Seq[int], int]] = []
+    for i, text in enumerate([tokens, *generations]):
+        inside = [*text][: len(text) - (i == 0)]  # the end of the row's own text is no match of itself
+        ends = range(min(longest, len(tokens)), 0, -1)
+        found = (n for n in ends if any(inside[k : k + n] == list(tokens[-n:]) for k in range(len(inside) - n + 1)))
+        length = next(found, 0)
+        ranked.append((length + (config.cache_bias if i == 0 else 0), text, length))
+    for _, text, length in sorted(ranked, key=lambda each: -each[0]):
+        drafts = [from_counts(config, text, tokens, n, budget) for n in range(length, config.min_match_length - 1, -1)]
+        chain, score = max(drafts, key=lambda draft: draft[1], default=(([], []), 0.0))
+        if score > 0:
+            return chain
+    return [], []
+
+
+class AsDefined(SuffixDrafter):
+    """Compares each of its drafts with counting by hand."""
+
+    def __init__(self, config: SuffixConfig) -> None:
+        super().__init__(config)
+        self.generations: list[list[int]] = []
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        expected = [
+            by_definition(self._config, self.generations, row.tokens, min(limit, self.num_speculative_tokens))
+            for row, limit in zip(batch, budget, strict=True)
+        ]
+        assert split(draft) == expected
+        return draft
+
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        most = self._config.cache_tokens // 2
+        for row in outcome.batch:
+            if most and row.finish_reason:
+                text = [*row.output_ids[1 - most :], SEPARATOR]
+                if self.generations and len(self.generations[0]) + len(text) <= most:
+                    self.generations[0] += text
+                else:
+                    self.generations = [text, *self.generations[:1]]
+
+
+def split(draft: Draft) -> list[Chain]:
+    assert draft.confidence is not None
+    tokens, bounds = draft.token_ids.tolist(), zip(draft.indptr, draft.indptr[1:], strict=False)
+    return [(tokens[start:stop], list(draft.confidence[start:stop])) for start, stop in bounds]
+
+
+def sequence(prompt: Seq[int], output: Seq[int] = (), name: str = "a") -> Sequence:
+    return Sequence(Request(name, tuple(prompt), 100), [*prompt, *output])
+
+
+def drafted(drafter: Drafter, row: Sequence, budget: int = 15) -> list[int]:
+    return drafter.propose(Batch((row,)), [budget]).token_ids.tolist()
+
+
+def finish(drafter: Drafter, prompt: Seq[int], output: Seq[int], name: str = "done") -> None:
+    row = sequence(prompt, output, name)
+    row.finish_reason = FinishReason.LENGTH
+    batch = Batch((row,))
+    drafter.observe(Outcome(batch, Draft.empty(1), (range(0),)))
+    drafter.release([name])
+
+
+ROW = st.tuples(st.integers(0, 2), st.lists(TOKENS, min_size=1, max_size=6), st.integers(0, 7), st.integers(0, 5))
+
+
+@given(config=CONFIGS, steps=st.lists(st.lists(ROW, min_size=1, max_size=3), max_size=12))
+def test_it_drafts_what_counting_by_hand_drafts_while_rows_grow_end_and_come_again(
+    config: SuffixConfig, steps: list[list[tuple[int, list[int], int, int]]]
+) -> None:
+    drafter = AsDefined(config)
+    rows = {i: sequence([3, 4, 3, 4, 5], name=str(i)) for i in range(3)}
+    for step in steps:
+        for i, new, _, _ in step:
+            rows[i].tokens.extend(new)
+        limits = {i: limit for i, _, limit, _ in step}
+        drafter.propose(Batch(tuple(rows[i] for i in limits)), list(limits.values()))
+        for i, _, _, fate in step:
+            if fate == 0:  # finished, and another of that name comes
+                finish(drafter, rows[i].request.prompt_ids, rows[i].output_ids, str(i))
+                rows[i] = sequence([5, 4], name=str(i))
+            elif fate == 1:  # preempted
+                drafter.release([str(i)])
+
+
+def test_the_defaults_are_those_of_the_papers_implementations() -> None:
+    config = SuffixConfig()
+    assert (config.max_tree_depth, config.max_spec_factor, config.min_token_prob) == (64, 1.0, 0.1)
+    assert (config.num_speculative_tokens, config.cache_bias) == (15, 5)
+    drafter = SuffixDrafter(config)
+    text = [1, 2, 3, *range(20, 40), 1, 2, 3]
+    assert drafted(drafter, sequence(text)) == [20, 21, 22]  # no more than were matched
+    finish(drafter, [1], text)
+    assert drafted(drafter, sequence([1, 2, 3], name="b")) == []  # without a cache no row knows of another
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [6, 7]),
+        ({"max_spec_factor": 2.0}, [6, 7, 9, 3]),
+        ({"max_spec_factor": 0.5}, [6]),
+        ({"max_spec_factor": 2.0, "num_speculative_tokens": 3}, [6, 7, 9]),
+        ({"min_token_prob": 0.7}, []),
+        ({"max_spec_factor": 2.0, "min_token_prob": 0.4}, [6, 7]),
+        ({"min_match_length": 3}, []),
+    ],
+    ids=str,
+)
+def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> None:
+    # 6 follows (3, 4) in two cases of three; behind it always 7; then 8 or, the latest, 9.
+    text = [3, 4, 6, 7, 8, 3, 4, 5, 3, 4, 6, 7, 9, 3, 4]
+    assert drafted(SuffixDrafter(SuffixConfig(**options)), sequence(text)) == expected
+
+
+def test_confidence_is_how_often_each_token_followed_those_before_it() -> None:
+    drafter = SuffixDrafter(SuffixConfig(max_spec_factor=4.0))
+    draft = drafter.propose(Batch((sequence([3, 4, 5, 3, 4, 5, 3, 6, 7, 3]),)), [15])
+    assert split(draft) == [([4, 5, 3, 6], [2 / 3, 1.0, 1.0, 1 / 2])]
+
+
+@pytest.mark.parametrize(("bias", "expected"), [(0, [8, 8]), (1, [9]), (5, [9])])
+def test_the_cache_is_preferred_where_its_match_is_longer_by_more_than_the_bias(bias: int, expected: list[int]) -> None:
+    drafter = SuffixDrafter(SuffixConfig(cache_tokens=200, cache_bias=bias))
+    finish(drafter, [50], [1, 2, 8, 8, 8])
+    assert drafted(drafter, sequence([2, 9, 1, 2])) == expected
+    assert drafted(drafter, sequence([1, 2], name="b")) == [8, 8]  # where its own text has nothing, in any case
+
+
+def test_the_cache_knows_outputs_only_and_only_of_requests_that_finished() -> None:
+    drafter = SuffixDrafter(SuffixConfig(cache_tokens=200))
+    assert drafted(drafter, sequence([1, 2, 3], [4, 5, 6], "preempted")) == []
+    drafter.release(["preempted"])
+    finish(drafter, [7, 8, 9], [4, 9])
+    assert drafted(drafter, sequence([1, 2])) == []
+    assert drafted(drafter, sequence([7, 8], name="b")) == []
+    assert drafted(drafter, sequence([4], name="c")) == [9]
+
+
+def test_a_row_drafts_the_same_alone_and_among_others() -> None:
+    texts = [[3, 4, 5] * 4, [5, 5, 5, 5], [3, 4, 6, 3, 4]]
+    together = SuffixDrafter(SuffixConfig())
+    batch = Batch(tuple(sequence(text, name=str(i)) for i, text in enumerate(texts)))
+    alone = [drafted(SuffixDrafter(SuffixConfig()), row) for row in batch]
+    assert [tokens for tokens, _ in split(together.propose(batch, [15, 15, 15]))] == alone
+    assert all(alone)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be at least 1"),
+        ({"max_tree_depth": 15}, "max_tree_depth is 15; it must be above drafter.num_speculative_tokens=15"),
+        ({"max_spec_factor": 0.0}, "max_spec_factor is 0.0; it must be above 0"),
+        ({"max_spec_factor": float("nan")}, "max_spec_factor is nan; it must be above 0"),
+        ({"min_token_prob": 1.5}, "min_token_prob is 1.5; it must be from 0 to 1"),
+        ({"min_match_length": 0}, "min_match_length is 0; it must be from 1 to 49"),
+        ({"min_match_length": 50}, "min_match_length is 50; it must be from 1 to 49"),
+        ({"cache_tokens": -1}, "cache_tokens is -1; it must be 0 for no cache, or at least 128"),
+        ({"cache_tokens": 127}, "cache_tokens is 127; it must be 0 for no cache, or at least 128"),
+        ({"cache_bias": -1}, "cache_bias is -1; it must be at least 0"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_options_out_of_range_are_config_errors_that_say_what_they_may_be(options: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"drafter.{sentence}"):
+        SuffixDrafter(SuffixConfig(**options))
+
+
+KV_BYTES = 2 * 2 * 16 * 8  # of a token of the model below: layers, keys and values, heads and their size, float64
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv_memory"),
+    [
+        (RaggedConfig(kernels=Kernels.torch), str(256 * KV_BYTES)),  # narrow heads without padding
+        (PaddedConfig(), None),  # keeps no memory limit
+    ],
+    ids=["ragged", "padded"],
+)
+@pytest.mark.parametrize("cache_tokens", [0, 200])
+def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
+    backend: Any, kv_memory: str | None, cache_tokens: int
+) -> None:
+    drafter = SuffixDrafter(SuffixConfig(6, max_spec_factor=2.0, cache_tokens=cache_tokens))
+    engine = Engine.from_model(
+        tiny_model("llama", vocab_size=11, max_model_len=144),
+        drafter=drafter,
+        backend=backend,
+        budget="fixed",
+        batch_size=3,
+        max_step_tokens=16,
+        kv_memory=kv_memory,
+        on_drafter_error="fail",
+    )
+    prompts, limits = [[1, 2, 3], [5, 6], [7, 8, 9], [1, 2, 3, 4, 1, 2]], [120, 115, 110, 30]
+    done = engine.generate(prompts, limits, ignore_eos=True)
+    references = References(engine.target, 120)
+    expected = [references[tuple(ids)][:limit] for ids, limit in zip(prompts, limits, strict=True)]
+    assert [generation.token_ids for generation in done] == expected
+    assert 0 < engine.report.num_accepted < engine.report.num_drafted
+    assert (engine.report.num_preempted > 0) == (kv_memory is not None)
+    assert drafter._rows == {}
+    if drafter._cache is not None:
+        assert 0 < drafter._cache.num_tokens <= cache_tokens
+        assert not any(matchers for _, matchers in drafter._cache._generations)
+
+
+class SuffixMachine(EngineMachine):
+    num_preempted = num_pieces = 0
+
+    def make_backend(self, page_size: int) -> AttentionBackend:
+        return RaggedBackend(page_size)
+
+    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
+        return CONFIGS.map(AsDefined)
+
+
+def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
+    examples = settings.default.max_examples // 4
+    run_state_machine_as_test(
+        SuffixMachine, settings=settings(max_examples=examples, stateful_step_count=12, phases=QUICK)
+    )

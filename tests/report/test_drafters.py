@@ -1,0 +1,61 @@
+"""Drafters side by side: every ratio is to plain greedy decoding of the same text, and the verdict follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from emssd.report.sections.drafters import drafters
+from emssd.report.sources import read
+
+from .conftest import value, write
+
+RATES = {"none": 100.0, "llma": 150.0, "pld": 140.0, "rest(store=a|b)": 90.0}
+
+
+def test_each_drafter_is_set_against_plain_decoding_of_its_text(tmp_path: Path) -> None:
+    rows = []
+    for repeat in (1, 2, 3):
+        for text, factor in (("news", 1.0), ("math", 2.0)):
+            for name, rate in RATES.items():
+                spread = 1.0 + 0.05 * (repeat - 2) * (name == "pld")
+                row = value(
+                    "drafters", None, repeat=repeat, speculate=name != "none", drafter=name.partition("(")[0],
+                    drafter_options=name, data_label=text, backend="ragged", backend_options="ragged",
+                    metrics_decode_tokens_per_second=rate * factor * spread,
+                )  # fmt: skip
+                rows.append(row)
+    write(tmp_path, rows)
+    section = drafters(read([tmp_path]))
+    assert section is not None
+    speeds, shares = (block for block in section.blocks if isinstance(block, str) and block.startswith("| drafter"))
+    lines = [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in speeds.splitlines()]
+    assert lines[0] == ["drafter", "news (6)", "math (6)"]
+    assert lines[2:] == [
+        ["llma", *["1.50 (1.50–1.50)"] * 2],
+        ["pld", *["1.40 (1.33–1.47)"] * 2],
+        ["rest(store=a/b)", *["0.90 (0.90–0.90)"] * 2],
+    ]
+    # Of 20 row-steps 16 drafted 4 tokens, and 10 accepted 2.
+    assert shares.count("2.00 (31%)") == 6
+    verdict = next(block for block in section.blocks if isinstance(block, str) and block.startswith("- news"))
+    assert "llma is fastest, 1.50 (1.50–1.50)." in verdict
+
+
+def test_what_the_spread_does_not_tell_apart_is_said(tmp_path: Path) -> None:
+    rows = [
+        value("drafters", None, repeat=repeat, speculate=name != "none", drafter=name, drafter_options=name,
+              metrics_decode_tokens_per_second=rate)
+        for repeat, rates in ((1, (100.0, 90.0, 120.0)), (2, (100.0, 130.0, 110.0)))
+        for name, rate in zip(("none", "llma", "pld"), rates, strict=True)
+    ]  # fmt: skip
+    write(tmp_path, rows)
+    section = drafters(read([tmp_path]))
+    assert section is not None
+    verdict = section.blocks[-1]
+    assert isinstance(verdict, str)
+    assert "pld is fastest, 1.15 (1.10–1.20); llma is within the spread." in verdict
+
+
+def test_there_is_no_section_without_rows(tmp_path: Path) -> None:
+    write(tmp_path, [value("fig1", "greedy")])
+    assert drafters(read([tmp_path])) is None

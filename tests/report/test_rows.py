@@ -1,0 +1,158 @@
+"""What is refused, with which sentence, and what the console shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from emssd.errors import ConfigError
+from emssd.report import summary
+from emssd.report.__main__ import main
+from emssd.report.rows import Row, parse
+from emssd.report.sources import read
+
+from .conftest import measured, simulation, value, write
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``refused(*arguments)``: the one sentence with which the command ends."""
+
+    def run(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main([*map(str, arguments), "--out", str(tmp_path / "out")])
+        captured = capsys.readouterr()
+        assert stop.value.code == 2
+        (line,) = captured.err.splitlines()
+        assert not (tmp_path / "out").exists()
+        return line.removeprefix("error: ")
+
+    return run
+
+
+def test_no_such_path(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert refused(tmp_path / "nowhere").startswith(f"there is no {tmp_path / 'nowhere'}")
+
+
+def test_a_folder_without_rows_says_how_to_make_them(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "python -m emssd -m experiment=" in refused(tmp_path)
+    write(tmp_path, [])
+    assert "there are neither rows" in refused(tmp_path)
+    assert "holds no rows yet" in refused(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row.pop("batching"), "has no 'batching'"),
+        (lambda row: row["metrics"].pop("decode_kv_tokens"), "(metrics) has no 'decode_kv_tokens'"),
+        (lambda row: row.pop("costs"), "(costs) is missing"),
+        (lambda row: row["provenance"]["hardware"].pop("flops_per_second"), "has no 'flops_per_second'"),
+        (lambda row: row.update(batch_size="8"), "batch_size is '8', and should be int"),
+        (lambda row: row.update(repeat=True), "repeat is True, and should be int"),
+        (lambda row: row.pop("experiment"), "is no row of an experiment"),
+    ],
+)
+def test_rows_of_another_format(
+    change: Callable[[dict[str, Any]], None], said: str, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    row = value()
+    change(row)
+    path = write(tmp_path / "rows", [value(), row])
+    sentence = refused(path)
+    assert said in sentence
+    assert f"{path}:2" in sentence
+
+
+def test_a_line_that_was_cut_off(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = write(tmp_path / "rows", [value()])
+    path.write_text(path.read_text() + '{"experiment": "fi')
+    assert f"{path}:2 is no JSON" in refused(path)
+
+
+def test_json_of_another_kind(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text("[1]")
+    assert "neither a metrics.json nor a result of benchmarks/cpu_peers.py" in refused(path)
+    path.write_text("{")
+    assert "cannot be read as JSON" in refused(path)
+    path.write_text(json.dumps({"run": {}, "cells": [{"peer": "x"}]}))
+    assert "a cell has no 'batch_size'" in refused(path)
+    path.write_text(json.dumps({"decode_tokens_per_second": 1.0}))
+    assert "has no 'title'" in refused(path)
+
+
+def test_a_name_that_is_none_of_files(refused: Callable[..., str], tmp_path: Path) -> None:
+    write(tmp_path / "rows", [value()])
+    assert "--name is '../x'" in refused(tmp_path / "rows", "--name", "../x")
+
+
+def test_without_matplotlib(refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "rows", [value(method="greedy"), value()])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert 'pip install "emssd[plots]"' in refused(tmp_path / "rows")
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    write(tmp_path / "rows", [simulation()])
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "rows"), "--out", str(tmp_path / "file" / "out")])
+    assert "cannot write the report" in capsys.readouterr().err
+
+
+def test_an_experiments_rows_stand_for_the_runs_below_and_each_file_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [value(), value(repeat=2)])
+    (tmp_path / "a" / "0").mkdir()
+    (tmp_path / "a" / "0" / "metrics.json").write_text("no JSON, and not read")
+    assert len(read([tmp_path, tmp_path / "a", path]).rows) == 2
+
+
+def test_a_row_keeps_what_it_was_given() -> None:
+    given = value("fig1", "ragged", batch_size=16, repeat=3)
+    row = parse(given, "file", "row 1")
+    assert isinstance(row, Row)
+    assert (row.source, row.method, row.batch_size, row.repeat) == ("file", "ragged", 16, 3)
+    assert row.metrics == given["metrics"]
+    assert row.overrides == tuple(given["overrides"])
+
+
+def _shown(rows: list[dict[str, Any]]) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(*summary(rows), sep="\n")
+    return console.export_text()
+
+
+def test_the_console_shows_speedups_spread_and_what_is_missing() -> None:
+    rows = list(measured("fig1", ("greedy", "vanilla")))
+    text = _shown(rows)
+    assert "fig1: demo · llma · demo, 6 prompts · float32" in text
+    ratios = [1.3 * (1 - 0.01 * repeat) / (1 + 0.01 * repeat) for repeat in (1, 2, 3)]
+    assert f"{ratios[1]:.2f} ({ratios[2]:.2f}–{ratios[0]:.2f})×" in text
+    without = [row for row in rows if row["method"] != "greedy" or row["repeat"] != 2]
+    assert "in repeat 2" in _shown(without)
+
+
+def test_the_console_says_in_words_where_speculation_stops_paying(everything: Path) -> None:
+    lines = (everything / "crossover" / "rows.jsonl").read_text().splitlines()
+    text = _shown([json.loads(line) for line in lines])
+    assert "adaptive on padded stops paying near batch size 10" in text  # where 2 / b^0.3 is 1
+    assert "fixed on padded pays up to the largest batch size measured, by its medians (16: 1.09 (1.09–1.09))" in text
+
+
+def test_the_console_shows_every_kind_of_row(everything: Path) -> None:
+    for path in everything.glob("*/rows.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert rows[0]["experiment"] in _shown(rows)
+
+
+def test_rows_of_another_format_are_refused_on_the_console() -> None:
+    with pytest.raises(ConfigError, match="row 1"):
+        summary([{"experiment": "fig1"}])
