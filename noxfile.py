@@ -5,6 +5,7 @@ Sessions without a venv of their own use the environment of nox itself, so that 
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Builds the documentation into site/, strictly, and runs the tests of the plugins that its pages quote."""
+    site = Path(session.create_tmp()).resolve() / "site"
+    quoted = [ROOT / "examples" / "plugins" / name for name in ("bigram", "per_row")]
+    session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *quoted)
+    for folder in quoted:
+        with session.chdir(folder):
+            session.run(BIN / "pytest", "-q", "--emssd-examples=10", env={"PYTHONPATH": str(site)})
+    session.run(BIN / "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need an NVIDIA GPU; skipped, and says so, where there is none."""
     import torch
@@ -87,6 +100,26 @@ def wheel(session: nox.Session) -> None:
     session.install("-c", ROOT / "constraints.txt", f"emssd[testing] @ {built.as_uri()}")
     with session.chdir(away):
         session.run("pytest", ROOT / "tests" / "packaging", env={"EMSSD_WHEEL": str(built)})
+
+
+@nox.session(venv_backend="none")
+def new_plugin(session: nox.Session) -> None:
+    """Writes a new plugin, installs it beside this environment, tests it, holds it to the rules and decodes with it."""
+    away = Path(session.create_tmp()).resolve()
+    made, site = away / "emssd-foo", away / "site"
+    for old in (made, site):
+        shutil.rmtree(old, ignore_errors=True)
+    session.run(BIN / "emssd-plugins", "new", "drafter", "foo", "--folder", made)
+    session.run(BIN / "pip", "install", "-q", "--no-deps", "--target", site, made)
+    env = {"PYTHONPATH": str(site), "COLUMNS": "200"}
+    with session.chdir(made):
+        session.run(BIN / "ruff", "check", ".")
+        session.run(BIN / "ruff", "format", "--check", ".")
+        session.run(BIN / "mypy", "--cache-dir", ROOT / ".mypy_cache")  # torch's types take half a minute to read
+        session.run(BIN / "pytest", "-q", "-p", "no:cacheprovider", env=env)
+    with session.chdir(away):
+        session.run(BIN / "emssd-plugins", "check", "foo", "length=3", env=env)
+        session.run(BIN / "python", "-m", "emssd", "drafter=foo", "check=greedy", "data.limit=8", env=env)
 
 
 @nox.session(venv_backend="none")

@@ -1,1 +1,1 @@
-"""What plugin authors test with: tiny models, oracles, adversarial drafters, Hypothesis strategies, state machines."""
+"""What plugin authors test with: conformance suites, tiny models, oracles, adversarial drafters, strategies, machines."""

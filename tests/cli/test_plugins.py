@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from emssd import plugins
 from emssd.errors import PluginError, PluginWarning
 from emssd.registry import Registry
+from emssd.testing.conformance.rules import rules_of
 
 DRAFTER = """
 from dataclasses import dataclass, field
@@ -42,6 +47,11 @@ BROKEN = {
         "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafter(): return []",
         "PluginValidationError: unknown hook 'emssd_drafter'",
     ),
+    "argument": (
+        drafter().replace("emssd_drafters()", "emssd_drafters(registry)"),
+        "PluginValidationError: Plugin 'argument' for hook 'emssd_drafters'\nhookimpl definition: emssd_drafters(reg",
+    ),
+    "syntax": ("def (", "SyntaxError: invalid syntax"),
     "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_budget_policies, "),
     "no_list": (
         "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
@@ -116,7 +126,7 @@ def test_a_config_that_hydra_cannot_hold(install: Callable, decode: Callable) ->
     warning, error = result.err.splitlines()
     reason = "drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: "
     assert warning.startswith(f"emssd: warning: {reason}")
-    assert error.startswith("emssd: error: unknown drafter 'third'; choose one of cascade, draft_model, llma, ")
+    assert error.startswith("emssd: error: unknown drafter 'third'; choose one of cascade, ")
     assert reason in error
     assert result.status == 2
 
@@ -125,7 +135,7 @@ def test_a_good_plugin_is_listed_and_takes_options(
     install: Callable, decode: Callable, emssd: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("good", drafter(options="depth: int = 4\n    names: dict = field(default_factory=dict)"))
-    assert "drafter: cascade, draft_model, llma, llma_original, none, third" in emssd("--help").out
+    assert re.search(r"drafter: cascade, .*\bllma, llma_original, .*\bthird\b", emssd("--help").out)
     composed = emssd("drafter=third", "drafter.depth=5", "drafter.names.any=7", "--cfg", "job", "-p", "drafter").out
     assert "depth: 5" in composed
     assert "any: 7" in composed
@@ -209,3 +219,89 @@ def emssd_prompt_sources():
     )
     result = decode("data=words", "data.words='a b c'", "max_new_tokens=2")
     assert [row["id"] for row in result.rows] == ["a", "b", "c"]
+
+
+def test_the_list_says_who_was_made_for_another_emssd(
+    install: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    install("later", drafter())
+    with (tmp_path / "site_later" / "third_party_later-1.2.dist-info" / "METADATA").open("a") as metadata:
+        metadata.write("Requires-Dist: emssd>=99\n")
+    with contextlib.suppress(SystemExit):
+        plugins.main([])
+    (line,) = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if "third-party-later" in line]
+    assert "it needs emssd>=99, and this is emssd" in line
+
+
+def test_a_plugin_without_metadata_is_listed(
+    install: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    install("bare", drafter())
+    (tmp_path / "site_bare" / "third_party_bare-1.2.dist-info" / "METADATA").unlink()
+    plugins.main([])
+    assert any(line.split()[:3] == ["drafter", "third", "ready"] for line in capsys.readouterr().out.splitlines())
+
+
+GREEDY = "return Draft.from_chains([[row.tokens[-1]] * limit for row, limit in zip(batch, budget)])"
+
+
+def test_check_reports_a_good_plugin_rule_by_rule(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    install("good", drafter(GREEDY, options="depth: int = 4"))
+    plugins.main(["check", "third", "depth=5", "--examples", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "drafter third (third-party-good 1.2), rule by rule:"
+    assert [line.split()[:2] for line in lines[2:18]] == [["ok", rule.name] for rule in rules_of("drafter")]
+    assert lines[-3].startswith("cost (not judged): ")
+    assert lines[-1] == "16 rules kept, 0 broken, 0 not tested"
+
+
+def test_check_names_the_rule_that_is_broken_and_exits_with_1(
+    install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # the settings of the folder and the user do not matter
+    install("long", drafter(GREEDY.replace("* limit", "* (limit + 1)")))
+    with pytest.raises(SystemExit) as stop:
+        plugins.main(["check", "third", "--kind", "drafter", "--examples", "2"])
+    assert stop.value.code == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    place = lines.index("BROKEN drafter.budget it drafts at most budget[row] tokens for a row")
+    assert "with a budget of" in lines[place + 1]
+    assert lines[place + 2] == "see docs/reference/drafter_rules.md#drafter-budget"
+    assert "ok drafter.pickle its options survive pickle, copy and deepcopy" in lines
+    assert lines[lines.index("? drafter.lossless the tokens are those of plain greedy decoding") + 1] == (
+        "its test stopped at drafter.budget"
+    )
+    assert lines[-1].endswith("rules kept, 1 broken, 12 not tested")
+    assert os.environ["PYTEST_ADDOPTS"] == "--no-such-option"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lama"], "there is no drafter or backend 'lama' to check; drafters are .*llma.*; backends are .*ragged"),
+        (["llma", "--kind", "backend"], "unknown backend 'llma'; choose one of"),
+        (["llma", "7"], "'7' is no option; write OPTION=VALUE, as in length=3"),
+        (["llma", "length=7"], "drafter 'llma' cannot take length=7: Key 'length' not in 'LLMAConfig'"),
+        (["llma", "copy_length=x"], "drafter 'llma' cannot take copy_length=x: Value 'x'"),
+    ],
+)
+def test_check_of_what_cannot_be_checked(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        plugins.main(["check", *arguments])
+    assert stop.value.code == 2
+    assert re.match(f"emssd-plugins: error: {message}", capsys.readouterr().err)
+
+
+def test_check_without_pytest_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emssd.plugins.check.find_spec", lambda name: None if name == "hypothesis" else name)
+    with pytest.raises(SystemExit):
+        plugins.main(["check", "llma"])
+    assert capsys.readouterr().err == (
+        "emssd-plugins: error: emssd-plugins check runs tests, and hypothesis cannot be imported; "
+        "pip install 'emssd[testing]'\n"
+    )

@@ -1,0 +1,156 @@
+"""Writes the page of all options from the dataclasses that define them, and from the presets in conf/."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import docstrings
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from emssd.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
+from emssd.hookspecs import Spec
+from emssd.options import EngineOptions
+from emssd.registry import Registry
+
+__all__ = ["page", "specs"]
+
+_HEAD = """# Options
+
+Every option of `python -m emssd`, and of the plugins that come with it, with its default. They are set on the command
+line, as in `batch_size=16 drafter=llma drafter.copy_length=10`; in the library the same names are arguments of
+`Engine.from_pretrained` and fields of the plugins' dataclasses, as in `drafter=LLMAConfig(copy_length=10)`. A name that
+does not exist is an error. `null` is Python's `None`. `python -m emssd --help` lists the options of what is chosen,
+those of plugins from elsewhere included.
+
+This page is made from the dataclasses themselves.
+"""
+_GROUPS = {
+    "drafter": "What guesses the next tokens. It can change the speed, never the output.",
+    "backend": "What owns the KV cache and computes attention.",
+    "budget": "How much each row may draft, step by step.",
+    "data": "Where the prompts come from.",
+}
+_MORE = {
+    "model": "The target model.",
+    "method": "What an experiment compares.",
+    "task": "What an experiment decodes.",
+    "experiment": "A sweep whose runs are kept as rows.",
+}
+
+
+def page() -> str:
+    """The Markdown of the page.
+
+    Raises:
+        LookupError: an option without a word about it in its class's docstring.
+    """
+    chosen = _main_choices()
+    own = [field for field in dataclasses.fields(RunConfig) if field not in dataclasses.fields(EngineOptions)]
+    lines = [_HEAD, "## The run {#run}", ""]
+    for name, choice in chosen.items():
+        what = (_GROUPS | _MORE)[name]
+        lines += [f"`{name}`{{ #run-{name} }} · [a choice](#{name}) · {choice}", f":   {what}", ""]
+    lines += _options(RunConfig, "run", [field for field in own if field.name not in chosen])
+    lines += ["## How rows are decoded {#engine}", "", docstrings.introduction(EngineOptions), ""]
+    lines += _options(EngineOptions, "run", dataclasses.fields(EngineOptions))
+    for prefix, kind in (("model", ModelConfig), ("experiment", ExperimentConfig), ("task", TaskConfig)):
+        lines += [f"## {prefix}=… {{#{prefix}}}", "", docstrings.introduction(kind), ""]
+        lines += _options(kind, prefix, dataclasses.fields(kind), prefix=f"{prefix}.") + _presets(prefix)
+    lines += ["## method=… {#method}", "", "What experiments compare; each sets options of the run.", ""]
+    lines += _presets("method")
+    for group, what in _GROUPS.items():
+        lines += [f"## {group}=… {{#{group}}}", "", what, ""]
+        for spec in specs(group):
+            anchor = f"{group}-{spec.name}"
+            lines += [f"### {group}={spec.name} {{#{anchor}}}", "", docstrings.introduction(spec.config), ""]
+            lines += _options(spec.config, anchor, dataclasses.fields(spec.config), prefix=f"{group}.")
+        lines += _presets(group)
+    return "\n".join(lines)
+
+
+def _main_choices() -> dict[str, str]:
+    """By config group what the main config chooses."""
+    defaults = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))["defaults"]  # type: ignore[call-overload,index]
+    chosen = {name: str(value) for entry in defaults if isinstance(entry, dict) for name, value in entry.items()}
+    own = {name: "null" if value == "None" else value for name, value in chosen.items() if " " not in name}
+    return {name: f"default `{value}`" for name, value in own.items()}
+
+
+def specs(group: str) -> list[Spec]:
+    """What this distribution offers; the page must not depend on what else is installed."""
+    registry = Registry()
+    return [spec for spec in registry.specs(group) if registry.source(group, spec.name).startswith("emssd ")]
+
+
+def _options(kind: type, anchor: str, fields: Any, prefix: str = "") -> list[str]:
+    """A definition list: name, type and default, then what the docstring says."""
+    texts, hints = docstrings.attributes(kind), get_type_hints(kind)
+    lines = []
+    for field in fields:
+        if field.name not in texts:
+            raise LookupError(f"{kind.__name__}.{field.name} is not in the Attributes of its docstring")
+        label = f"`{prefix}{field.name}`{{ #{anchor}-{field.name} }}"
+        lines += [f"{label} · {_type(hints[field.name])} · {_default(field)}", f":   {texts[field.name]}", ""]
+    return lines
+
+
+def _type(hint: Any) -> str:
+    """A type in the user's words."""
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    if NoneType in get_args(hint):
+        return f"{' or '.join(map(_type, parts))}, or `null`"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " \\| ".join(f"`{each.value}`" for each in hint)
+    words = {str: "text", int: "integer", float: "number", bool: "`true` \\| `false`"}
+    if hint in words:
+        return words[hint]
+    return {list: f"list of {_type(parts[0])}", dict: "dictionary"}[hint.__origin__] if parts else "dictionary"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"default `{_yaml(field.default_factory())}`"
+    if field.default == MISSING:
+        return "no default"
+    return f"default `{_yaml(field.default)}`"
+
+
+def _yaml(value: Any) -> str:
+    """As it is written on the command line."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if value == "":
+        return '""'
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value).replace("'", "").replace(", ", ",")
+
+
+def _presets(group: str) -> list[str]:
+    """A table of the files of conf/GROUP."""
+    rows = list(_preset_rows(sorted((conf_dir() / group).glob("*.yaml"))))
+    head = [
+        f"### Presets of {group} {{#{group}-presets}}",
+        "",
+        f"Files of `conf/{group}`.",
+        "",
+        "| preset | |",
+        "|---|---|",
+    ]
+    return [*head, *rows, ""] if rows else []
+
+
+def _preset_rows(paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        comment = re.match(r"(?:# @.*\n)?((?:# .*\n)*)", path.read_text(encoding="utf-8"))
+        said = " ".join(line.removeprefix("# ") for line in comment[1].splitlines()) if comment else ""
+        if not said:
+            values = OmegaConf.load(path)
+            assert isinstance(values, DictConfig)
+            said = ", ".join(f"`{key!s}={value}`" for key, value in values.items() if key != "defaults")
+        yield f"| `{path.parent.name}={path.stem}` | {said.replace('|', chr(92) + '|')} |"

@@ -1,0 +1,188 @@
+"""``emssd-plugins check``: the conformance suite on an installed plugin, reported rule by rule."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from emssd.errors import ConfigError, PluginError
+from emssd.registry import Registry
+from emssd.testing.conformance.rules import RULES, rules_of
+
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["check"]
+
+_SUITES = {"drafter": "DrafterConformance", "backend": "AttentionBackendConformance"}
+
+_TEST_FILE = """from emssd.testing.conformance import {suite}
+
+
+class TestPlugin({suite}):
+    plugin = {name!r}
+    options = {options!r}
+    derandomize = True
+"""
+
+
+def check(name: str, options: Seq[str] = (), *, kind: str | None = None, num_examples: int | None = None) -> int:
+    """Hold a plugin to the rules of its interface and print what became of each.
+
+    Args:
+        name: as in ``drafter=NAME`` or ``backend=NAME``.
+        options: of the plugin, as ``OPTION=VALUE`` with values in YAML.
+        kind: ``drafter`` or ``backend``; needed only where one of each has this name.
+        num_examples: of each test; each test's own number by default.
+
+    Returns:
+        0 if no rule was broken, else 1.
+
+    Raises:
+        PluginError: there is no such plugin, it cannot run here, or pytest and Hypothesis are missing.
+        ConfigError: an option that is no ``OPTION=VALUE``, or that the plugin does not have.
+    """
+    if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
+        raise PluginError(
+            f"emssd-plugins check runs tests, and {' and '.join(missing)} cannot be imported; "
+            f"pip install 'emssd[testing]'"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a plugin that is asked for and failed is named by the error
+        registry = Registry()
+    kind = kind or _kind(name, registry)
+    spec = registry.find(kind, name)
+    values = _values(spec.config, options, f"{kind} {name!r}")
+    print(f"{kind} {name} ({registry.source(kind, name)}), rule by rule:\n", flush=True)
+    results = _Results(kind)
+    status = _run_pytest(_TEST_FILE.format(suite=_SUITES[kind], name=name, options=values), num_examples, results)
+    return results.print_and_judge(status)
+
+
+def _kind(name: str, registry: Registry) -> str:
+    kinds = [kind for kind in _SUITES if name in registry.names(kind)]
+    if len(kinds) > 1:
+        raise PluginError(f"{name!r} is the name of a drafter and of a backend; add --kind drafter or --kind backend")
+    if kinds:
+        return kinds[0]
+    known = "; ".join(f"{kind}s are {', '.join(registry.names(kind))}" for kind in _SUITES)
+    failed = [f"{record.name!r} of {record.distribution} failed to load: {record.reason}"
+              for record in registry.records if record.state == "failed"]  # fmt: skip
+    raise PluginError(". ".join([f"there is no drafter or backend {name!r} to check; {known}", *failed]))
+
+
+def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
+    """What the user gave, tried on the config so that a mistake is told before anything runs."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    from emssd.testing.conformance.options import from_text, made
+
+    if wrong := [option for option in options if "=" not in option]:
+        raise ConfigError(f"{wrong[0]!r} is no option; write OPTION=VALUE, as in length=3")
+    values = from_text(options)
+    try:
+        made(config, values)
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{owner} cannot take {' '.join(options) or 'its defaults'}: {reason}") from error
+    return values
+
+
+def _run_pytest(source: str, num_examples: int | None, results: _Results) -> int:
+    """Run one test file by itself: no settings, plugins or conftest of the folder that the user happens to be in."""
+    import pytest
+
+    from emssd.testing import pytest_plugin
+
+    with tempfile.TemporaryDirectory(prefix="emssd-check-") as folder, _plain_environment():
+        path = Path(folder) / f"test_{Path(folder).name.replace('-', '_')}.py"  # pytest knows modules by name
+        path.write_text(source, encoding="utf-8")
+        (Path(folder) / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        arguments = [str(path), "-c", str(Path(folder) / "pytest.ini"), f"--rootdir={folder}", "--noconftest",
+                     "--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider"]  # fmt: skip
+        if num_examples is not None:
+            arguments.append(f"--emssd-examples={num_examples}")
+        return int(pytest.main(arguments, plugins=[pytest_plugin, results]))
+
+
+@contextmanager
+def _plain_environment() -> Iterator[None]:
+    names = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class _Results:
+    """Collects what the tests say of each rule; a plugin object of pytest."""
+
+    def __init__(self, kind: str) -> None:
+        self._rules = rules_of(kind)
+        self._broken: dict[str, str] = {}
+        self._kept: set[str] = set()
+        self._stopped: defaultdict[str, set[str]] = defaultdict(set)
+        self._skipped: dict[str, str] = {}
+        self._errors: list[str] = []
+        self._costs: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called by pytest for each phase of each test."""
+        notes = {name: str(value) for name, value in report.user_properties}
+        names = notes.get("emssd_rules", "").split()
+        if report.failed and "emssd_broken" in notes:
+            self._broken.setdefault(notes["emssd_broken"], notes["emssd_message"])
+            for name in names:
+                self._stopped[name].add(notes["emssd_broken"])
+        elif report.failed:
+            self._errors.append(report.longreprtext)
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self._skipped |= dict.fromkeys(names, reason.removeprefix("Skipped: "))
+        elif report.when == "call":
+            self._kept.update(names)
+            self._costs += [notes["emssd_cost"]] if "emssd_cost" in notes else []
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Called by pytest for each file."""
+        if report.failed:
+            self._errors.append(report.longreprtext)
+
+    def print_and_judge(self, status: int) -> int:
+        """Print a line for each rule, and more for a broken one. Returns the exit status."""
+        for rule in self._rules:
+            state, more = self._state(rule.name)
+            print(f"{state:<8} {rule.name:<22} {rule.demand}")
+            for line in more:
+                print(f"{'':<8} {line}")
+        for cost in self._costs:
+            print(f"\ncost (not judged): {cost}")
+        for error in self._errors:
+            print(f"\na test could not run:\n{error}")
+        kept = sum(self._state(rule.name)[0] == "ok" for rule in self._rules)
+        num_broken, num_untested = len(self._broken), len(self._rules) - kept - len(self._broken)
+        print(f"\n{kept} rules kept, {num_broken} broken, {num_untested} not tested")
+        return int(status != 0)
+
+    def _state(self, name: str) -> tuple[str, list[str]]:
+        if name in self._broken:
+            return "BROKEN", [*self._broken[name].splitlines(), f"see {RULES[name].page}"]
+        if name in self._stopped:
+            return "?", [f"its test stopped at {', '.join(sorted(self._stopped[name]))}"]
+        if name in self._skipped:
+            return "skipped", [self._skipped[name]]
+        return ("ok", []) if name in self._kept else ("?", ["its test could not run"])

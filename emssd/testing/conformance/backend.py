@@ -1,0 +1,180 @@
+"""`AttentionBackendConformance`: the tests that every attention backend must pass, to be inherited by its author."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from hypothesis.stateful import run_state_machine_as_test
+
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec
+from emssd.draft import Draft
+from emssd.packing import pack
+from emssd.sequence import Request, Sequence
+from emssd.testing.conformance.machine import RuledMachine, WatchedBackend
+from emssd.testing.conformance.rules import broken, broken_rule, named
+from emssd.testing.conformance.runs import decode, runs
+from emssd.testing.conformance.suite import Suite
+from emssd.testing.strategies import drafters, kv_layers
+
+__all__ = ["AttentionBackendConformance"]
+
+_LIMIT = 160  # tokens that all sequences together may hold, where limits are tested
+_rule = pytest.mark.emssd_rule
+
+
+class AttentionBackendConformance(Suite):
+    """Tests of an attention backend. Inherit, and say which::
+
+        class TestMine(AttentionBackendConformance):
+            plugin = "mine"                               # one that is installed
+
+        class TestAnother(AttentionBackendConformance):   # or one that is not
+            def make_backend(self):
+                return AnotherBackend()
+
+    Each failure names the rule that was broken; docs/reference/backend_rules.md explains them.
+
+    Attributes:
+        layers: strategy of the layers of a model; draws that the backend does not support are passed over.
+        dtype, device, atol: of the tensors, and the largest difference from the reference that is rounding. Greedy
+            decoding is compared in float64 on the CPU only, where rounding decides nothing.
+    """
+
+    kind = "backend"
+    layers: ClassVar[st.SearchStrategy[tuple[LayerSpec, ...]]] = kv_layers()
+    dtype: ClassVar[torch.dtype] = torch.float64
+    device: ClassVar[torch.device] = torch.device("cpu")
+    atol: ClassVar[float] = 1e-10
+
+    def make_backend(self) -> AttentionBackend:
+        """A new backend that is not allocated yet; called many times."""
+        spec, config = self.spec(), self.make_config()
+        made: AttentionBackend = spec.build(config)
+        return made
+
+    @_rule("backend.build")
+    def test_it_is_built(self) -> None:
+        """Twice, so that nothing is shared."""
+        self._backend()
+
+    @_rule("backend.unsupported")
+    def test_it_says_what_it_cannot_serve(self) -> None:
+        """Reasons in words, and the same ones when asked again."""
+
+        def check(data: st.DataObject) -> None:
+            spec = self._spec(data.draw(self.layers, label="layers"))
+            for asked in (spec, dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT)):
+                backend = self._backend()
+                reasons = backend.unsupported(asked)
+                if reasons != backend.unsupported(asked):
+                    broken("backend.unsupported", f"unsupported said {reasons}, and another thing when asked again")
+                if not reasons:
+                    backend.allocate(asked)
+
+        self._examples(10, check)
+
+    @_rule("backend.plan", "backend.output", "backend.attention", "backend.commit", "backend.memory",
+           "backend.release", "backend.raises")  # fmt: skip
+    def test_it_equals_the_dense_reference_after_any_history(self) -> None:
+        """Prompts, ragged drafts, rollbacks, several steps before a rollback, releases, abandoned steps."""
+        given: dict[str, Any] = {
+            "make_backend": lambda machine: self._backend(),
+            "layers": self.layers, "dtype": self.dtype, "device": self.device, "atol": self.atol,
+        }  # fmt: skip
+        options = self._settings(20, stateful_step_count=12)
+        with self._possible():
+            run_state_machine_as_test(type("Machine", (RuledMachine,), given), settings=options)
+
+    @_rule("backend.fits")
+    def test_what_fits_is_planned_within_the_limit(self) -> None:
+        """Rows of any lengths under a limit of memory, admitted as `fits` says."""
+        self._limited_or_skip()
+
+        def check(data: st.DataObject) -> None:
+            layers = data.draw(self.layers, label="layers")
+            spec = dataclasses.replace(self._spec(layers), continuous=True, max_tokens=_LIMIT)
+            backend = self._backend()
+            if backend.unsupported(spec):
+                return
+            backend.allocate(spec)
+            self._fill(data, backend, _LIMIT * spec.bytes_per_token())
+
+        self._examples(15, check)
+
+    @_rule("backend.lossless")
+    def test_tokens_equal_plain_greedy(self) -> None:
+        """Any batch and model of Hypothesis' choice, with any drafter."""
+
+        def check(data: st.DataObject) -> None:
+            run = data.draw(runs(self.models), label="run")
+            if self._backend().unsupported(run.setting.target.kv_cache_spec(run.batch_size)):
+                return
+            drafter = data.draw(drafters(run.setting.vocab_size, run.setting.references), label="drafter")
+            decode(run, self._backend, drafter, "backend.lossless")
+
+        if reasons := self._backend().unsupported(self._float64()):
+            pytest.skip(f"it does not serve float64 on the CPU, where tokens can be compared exactly: {reasons[0]}")
+        self._examples(12, check)
+
+    def _fill(self, data: st.DataObject, backend: WatchedBackend, limit: int) -> None:
+        """Rows are added as long as they fit, grow, and go."""
+        rows: list[Sequence] = []
+        if not backend.fits({}):
+            broken("backend.fits", "fits says that no sequences at all have no room")
+        for number in range(data.draw(st.integers(1, 8), label="steps")):
+            row = Sequence(Request(f"r{number}", (1,) * data.draw(st.integers(1, 70), label="prompt"), 20))
+            lengths = {each.request_id: len(each.tokens) + 1 for each in rows}
+            if len(rows) < 4 and backend.fits(lengths | {row.request_id: len(row.tokens)}):
+                rows.append(row)
+            while rows and not backend.fits({each.request_id: len(each.tokens) for each in rows}):
+                backend.release([rows.pop().request_id])
+            if not rows:
+                continue
+            with named("backend.fits", f"a step to {[len(each.tokens) for each in rows]} tokens, which fits allows,"):
+                backend.backend.plan(pack(rows, Draft.empty(len(rows)), self.device))
+            for each in rows:
+                each.num_cached = len(each.tokens)
+                each.tokens.append(1)
+            backend.commit(Kept(tuple(each.request_id for each in rows), tuple(each.num_cached for each in rows)))
+            if (usage := backend.kv_usage).peak_pool > limit:
+                broken("backend.fits", f"{usage.peak_pool} bytes were allocated under a limit of {limit}")
+
+    def _limited_or_skip(self) -> None:
+        spec = self._spec((LayerSpec(2, 1, 4, 4, 0.5),))
+        asked = dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT)
+        if reasons := self._backend().unsupported(asked):
+            pytest.skip(f"it keeps to no limit of memory: {'; '.join(reasons)}")
+
+    @contextmanager
+    def _possible(self) -> Iterator[None]:
+        """Skip where nothing of what was drawn is supported; name what was broken where Hypothesis met several."""
+        try:
+            yield
+        except Unsatisfiable:
+            pytest.skip("it supports none of the layers that were drawn; set layers, dtype or device of the suite")
+        except ExceptionGroup as error:
+            if (found := broken_rule(error)) is None:
+                raise
+            raise found from error
+
+    def _backend(self) -> WatchedBackend:
+        with named("backend.build", "building it"):
+            made, other = self.make_backend(), self.make_backend()
+        if not isinstance(made, AttentionBackend):
+            broken("backend.build", f"it built a {type(made).__name__}; give an emssd.attention.AttentionBackend")
+        if made is other:
+            broken("backend.build", f"a second build gave the same {type(made).__name__} again; make a new one")
+        return WatchedBackend(made)
+
+    def _spec(self, layers: tuple[LayerSpec, ...]) -> KVCacheSpec:
+        return KVCacheSpec(layers, self.dtype, self.device, 4, 96)
+
+    def _float64(self) -> KVCacheSpec:
+        return KVCacheSpec((LayerSpec(4, 2, 8, 8, 0.35),), torch.float64, torch.device("cpu"), 4, 64)

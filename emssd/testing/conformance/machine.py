@@ -1,0 +1,113 @@
+"""A backend under observation, and the state machine that drives it, so that each failure names the rule it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from hypothesis.stateful import invariant
+
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
+from emssd.packing import PackedInputs
+from emssd.testing import machines
+from emssd.testing.conformance.rules import BrokenRule, broken, named
+
+__all__ = ["RuledMachine", "WatchedBackend"]
+
+
+class WatchedBackend(AttentionBackend):
+    """Passes every call on to another backend, and names what one breaks.
+
+    Args:
+        backend: to watch.
+    """
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = backend
+
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        with named("backend.unsupported", "unsupported"):
+            reasons = self.backend.unsupported(spec)
+        if not isinstance(reasons, list) or not all(isinstance(reason, str) and reason for reason in reasons):
+            broken("backend.unsupported", f"unsupported returned {reasons!r}; give a list of sentences or an empty one")
+        return reasons
+
+    def allocate(self, spec: KVCacheSpec) -> None:
+        before = self.unsupported(spec)
+        with named("backend.raises", f"allocate for {spec}"):
+            self.backend.allocate(spec)
+        if (after := self.unsupported(spec)) != before:
+            broken("backend.unsupported", f"unsupported said {before}, and after allocate {after}")
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        with named("backend.fits", f"fits of {dict(kv_lens)}"):
+            return self.backend.fits(kv_lens)
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        with named("backend.raises", f"plan of {packed}"):
+            plan = self.backend.plan(packed)
+        with _assertions("backend.plan"):
+            machines._check_plan(plan, packed)
+        return plan
+
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        expected = (len(query), query.shape[1], value.shape[2])
+        with named("backend.raises", f"forward of layer {layer}"):
+            out = self.backend.forward(plan, layer, query, key, value)
+        if not isinstance(out, torch.Tensor) or tuple(out.shape) != expected:
+            shape = list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            broken("backend.output", f"forward of layer {layer} returned {shape}; give {list(expected)}")
+        if not bool(out.isfinite().all()):
+            broken("backend.output", f"forward of layer {layer} returned values that are not finite")
+        return out
+
+    def commit(self, kept: Kept) -> int:
+        with named("backend.raises", f"commit of {kept}"):
+            lost = self.backend.commit(kept)
+        if not isinstance(lost, int) or lost < 0:
+            broken("backend.commit", f"commit returned {lost!r}; give a whole number, 0 or more")
+        return lost
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        names = list(request_ids)
+        with named("backend.release", f"release of {names}"):
+            self.backend.release(names)
+
+    @property
+    def kv_usage(self) -> KVUsage:
+        """Memory taken now and at most."""
+        with named("backend.memory", "kv_usage"):
+            return self.backend.kv_usage
+
+
+class RuledMachine(machines.BackendMachine):
+    """`BackendMachine`, whose assertions are put under the rules that they stand for."""
+
+    def _step(self, packed: PackedInputs) -> None:
+        with _assertions("backend.attention"):
+            super()._step(packed)
+
+    @invariant()
+    def memory(self) -> None:
+        """See `BackendMachine.memory`."""
+        with _assertions("backend.memory"):
+            super().memory()
+
+    def _release(self, rows: Iterable[machines._Row]) -> None:
+        super()._release(rows)
+        exact, held = self.dense.kv_usage.held, self.backend.kv_usage.held
+        if held and not exact:
+            broken("backend.release", f"{held} bytes are held after the last sequence was released")
+
+
+@contextmanager
+def _assertions(rule: str) -> Iterator[None]:
+    try:
+        yield
+    except BrokenRule:
+        raise
+    except AssertionError as error:
+        raise BrokenRule(rule, str(error)) from error

@@ -1,0 +1,159 @@
+"""Fixed and drawn calls to a drafter, each of which breaks one rule only: so that a failure gets its right name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+
+from emssd.sequence import Request, Sequence
+from emssd.testing.conformance.lives import AGREEABLE
+from emssd.testing.conformance.rules import BrokenRule, broken
+from emssd.testing.conformance.world import Decision, Life, World, decision, live
+
+__all__ = ["VOCAB_SIZE", "Probes"]
+
+VOCAB_SIZE = 7
+"""Of the requests without a model."""
+
+_ALIKE = [
+    Life(Request("a", (1, 2, 3, 1), 20), (AGREEABLE,)),
+    Life(Request("b", (1, 3, 2, 1, 3), 20), (AGREEABLE,), arrival=1),
+    Life(Request("c", (2, 1, 2, 1), 20), (AGREEABLE,), arrival=2),
+]
+_NEW = "from a new drafter"
+
+
+class Probes:
+    """Tests of single rules.
+
+    Args:
+        make_world: gives a world with new drafters.
+        learns: whether drafts may depend on other requests.
+    """
+
+    def __init__(self, make_world: Callable[[], World], learns: bool) -> None:
+        self._make_world = make_world
+        self._learns = learns
+
+    def zero_budget(self) -> None:
+        """Budgets of 0 for all rows of a step, for some, and at first."""
+        none, some = Decision(0, 0, 0, 1), Decision(4, 4, 1, 2)
+        with _renamed("drafter.zero_budget", unless=lambda: self._few_steps([some], [some])):
+            self._few_steps([none], [none])
+            self._few_steps([none, some], [some, none])
+            self._few_steps([some], [none])
+
+    def limits(self) -> None:
+        """Prompts of one token, one token left, an EOS inside a draft, drafts of which nothing is verified."""
+        unseen, agreeable = Decision(9, 0, 0, 1), Decision(9, 9, 2, 1)
+        never, all_ends, one_ends = frozenset[int](), frozenset(range(VOCAB_SIZE)), frozenset([1])
+        requests = [
+            Request("a", prompt, num_tokens, eos)
+            for prompt in [(1,), (1, 2) * 6, tuple(range(VOCAB_SIZE)) * 2]
+            for num_tokens, eos in [(1, never), (2, never), (12, never), (12, all_ends), (12, one_ends)]
+        ]
+        with _renamed("drafter.limits", unless=self.zero_budget):  # which rows meet at their ends as well
+            for request in requests:
+                for script in (unseen, agreeable):
+                    live(self._make_world, [Life(request, (script,)), Life(Request("b", (2, 1, 2), 9), (agreeable,))])
+
+    def _few_steps(self, *scripts: list[Decision]) -> None:
+        """Some steps of rows that are far from their ends."""
+        world = self._make_world()
+        rows = [Sequence(Request(f"r{i}", (3, 1, 2) * (i + 2), 50)) for i in range(len(scripts))]
+        for step in range(3):
+            world.step(rows, [script[step % len(script)] for script in scripts])
+        world.release(row.request_id for row in rows)
+
+    def deterministic(self, drawn: Seq[Life]) -> None:
+        """New drafters, each asked the same."""
+        first = live(self._make_world, drawn)
+        for _ in range(0 if first.may_be_random else 3):  # chance may give the same once
+            second = live(self._make_world, drawn)
+            for life in drawn:
+                _compare("drafter.deterministic", life, first, second, "at first", "from another new drafter")
+
+    def release(self) -> None:
+        """Ids that nobody knows, one that ended, the same once more, and its id with another prompt."""
+        first, second = Sequence(Request("a", (3, 1, 2, 3, 1), 6)), Sequence(Request("a", (1, 2, 1), 9))
+        with _renamed("drafter.release", unless=self.limits):
+            world = self._make_world()
+            world.release(["never seen", "nor this"])
+            while world.step([first], [AGREEABLE]):
+                pass
+            world.release(["a"])  # once more
+            world.drafts.clear()
+            world.step([second], [AGREEABLE])
+        if not (self._learns or world.may_be_random):
+            again = Life(second.request, (AGREEABLE,))
+            _compare("drafter.release", again, world, live(self._make_world, [again]), "after its release", _NEW)
+
+    def isolation(self, drawn: Seq[Life]) -> None:
+        """Together and alone, a request gets the same drafts; a drafter that learns may do otherwise."""
+        together = live(self._make_world, drawn)
+        for life in drawn if not (self._learns or together.may_be_random) else ():
+            _compare("drafter.isolation", life, together, live(self._make_world, [life]), "beside others", "alone")
+
+    @contextmanager
+    def explained(self, drawn: Seq[Life] = _ALIKE) -> Iterator[None]:
+        """Name a rule that is simpler than the broken one where it explains why: so the reason is named, and once."""
+        try:
+            yield
+        except BrokenRule as error:
+            if error.rule == "drafter.raises":
+                self.limits()
+                self.release()
+            elif error.rule in ("drafter.isolation", "drafter.release", "drafter.preemption"):
+                self.deterministic(drawn)
+                if error.rule != "drafter.isolation":
+                    self.isolation(_ALIKE)
+                    self.isolation(drawn)
+                if error.rule == "drafter.preemption":
+                    self.release()
+            raise
+
+    def as_if_new(
+        self,
+        rule: str,
+        drawn: Seq[Life],
+        again: Life,
+        make_world: Callable[[], World],
+        tokens: list[int] | None = None,
+    ) -> None:
+        """A drafter with a past drafts for `again`, from `tokens` on, what a new one does; `drawn` was its past."""
+
+        def steps(world: World) -> World:
+            rows = [Sequence(again.request, list(tokens or ()))]
+            for _ in range(4):
+                rows = world.step(rows, [decision(row, again) for row in rows]) if rows else []
+            world.release([again.request.request_id])
+            return world
+
+        with self.explained(drawn):
+            world = make_world()
+            new = steps(self._make_world())
+            with _renamed(rule):  # the new one has just made these steps, so its past is the reason
+                past = steps(world)
+            if not (self._learns or past.may_be_random):
+                _compare(rule, again, past, new, "after its release", _NEW)
+
+
+@contextmanager
+def _renamed(rule: str, unless: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A call that raises breaks `rule`, and not the general one, unless `unless` raises and so has another reason."""
+    try:
+        yield
+    except BrokenRule as error:
+        if error.rule != "drafter.raises":
+            raise
+        unless()
+        raise BrokenRule(rule, error.message) from error.__cause__
+
+
+def _compare(rule: str, life: Life, one: World, other: World, here: str, there: str) -> None:
+    name = life.request.request_id
+    pairs = zip(one.drafts.get(name, []), other.drafts.get(name, []), strict=False)
+    for number, (first, second) in enumerate(pairs, start=1):
+        if first != second:
+            broken(rule, f"as draft {number} of request {name!r} it gave {first} {here}, and {second} {there}")

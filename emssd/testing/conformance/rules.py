@@ -1,0 +1,118 @@
+"""The rules that the conformance suites hold plugins to, and the error that names the one which was broken.
+
+Imports nothing heavy: the pytest plugin and the command line read it to tell what was tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+__all__ = ["RULES", "BrokenRule", "Rule", "broken", "broken_rule", "named", "rules_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One demand of an interface.
+
+    Attributes:
+        name: stable, ``KIND.WORD``.
+        demand: what it asks for, in one sentence.
+    """
+
+    name: str
+    demand: str
+
+    @property
+    def kind(self) -> str:
+        """``drafter`` or ``backend``."""
+        return self.name.partition(".")[0]
+
+    @property
+    def page(self) -> str:
+        """Where the rule is explained."""
+        return f"docs/reference/{self.kind}_rules.md#{self.name.replace('.', '-').replace('_', '-')}"
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("drafter.build", "each build gives a new drafter, or a list of new ones, that says how much it drafts"),
+        Rule("drafter.pickle", "its options survive pickle, copy and deepcopy"),
+        Rule("drafter.options", "its options survive the command line: Hydra's structured config and its YAML"),
+        Rule("drafter.draft", "propose returns a Draft: flat int64 ids, one chain for each row of the batch"),
+        Rule("drafter.budget", "it drafts at most budget[row] tokens for a row"),
+        Rule("drafter.vocabulary", "drafted ids are in 0..vocab_size - 1"),
+        Rule("drafter.batch", "it reads the batch, the budget and outcomes, and changes nothing of them"),
+        Rule("drafter.accounting", "what it drafted is what the engine verifies, counts and reports back"),
+        Rule("drafter.zero_budget", "a budget of 0 is a call like any other"),
+        Rule("drafter.limits", "one-token prompts, rows with one token left and drafts with an EOS inside are served"),
+        Rule("drafter.deterministic", "asked the same again, a drafter without probs drafts the same"),
+        Rule("drafter.isolation", "a request gets the same drafts whatever else runs before or beside it"),
+        Rule("drafter.release", "a released request is forgotten; unknown ids are no error"),
+        Rule("drafter.preemption", "a request that comes again after its release begins anew"),
+        Rule("drafter.raises", "no legal call raises"),
+        Rule("drafter.lossless", "the tokens are those of plain greedy decoding"),
+        Rule("backend.build", "each build gives a new backend"),
+        Rule("backend.pickle", "its options survive pickle, copy and deepcopy"),
+        Rule("backend.options", "its options survive the command line: Hydra's structured config and its YAML"),
+        Rule("backend.unsupported", "unsupported answers with a list of reasons, the same before and after allocate"),
+        Rule("backend.plan", "a plan feeds the model every token at its position, and points at the wanted logits"),
+        Rule("backend.output", "forward returns finite values of shape [b * n, num_qo_heads, value_dim]"),
+        Rule("backend.attention", "attention equals the dense reference after any history"),
+        Rule("backend.commit", "commit returns how many slots were lost to padding, 0 or more"),
+        Rule("backend.memory", "kv_usage covers what sequences hold, nothing is held for nobody, peaks never fall"),
+        Rule("backend.release", "released sequences hold nothing; unknown ids are no error"),
+        Rule("backend.fits", "what fits says is true: such steps run, and within the limit of memory"),
+        Rule("backend.raises", "no legal call raises"),
+        Rule("backend.lossless", "the tokens are those of plain greedy decoding"),
+    )
+}
+"""Every rule by its name, in the order in which reports show them."""
+
+
+class BrokenRule(AssertionError):  # noqa: N818  # it says what happened
+    """A plugin broke a rule of its interface.
+
+    Attributes:
+        rule: its name, such as ``drafter.budget``.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}\n  The rule: {RULES[rule].demand}.\n  See {RULES[rule].page}")
+        self.rule = rule
+        self.message = message
+
+
+def broken(rule: str, message: str) -> NoReturn:
+    """Raise `BrokenRule`; `message` says what the plugin did, and what it should have done."""
+    raise BrokenRule(rule, message)
+
+
+def rules_of(kind: str) -> list[Rule]:
+    """The rules of ``drafter`` or ``backend``."""
+    return [rule for rule in RULES.values() if rule.kind == kind]
+
+
+def broken_rule(error: BaseException | None) -> BrokenRule | None:
+    """The broken rule in `error`, in its causes, or, where Hypothesis met several, in one of its parts."""
+    while error is not None:
+        if isinstance(error, BrokenRule):
+            return error
+        if isinstance(error, BaseExceptionGroup):
+            return next((found for part in error.exceptions if (found := broken_rule(part))), None)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def named(rule: str, what: str) -> Iterator[None]:
+    """Whatever the body raises breaks `rule`, unless it is a broken rule already. `what` names the call."""
+    try:
+        yield
+    except Exception as error:
+        if (inner := broken_rule(error)) is not None:
+            raise inner from None
+        broken(rule, f"{what} raised {type(error).__name__}: {error}")

@@ -1,0 +1,141 @@
+"""A drafter under observation: every call is held to the rules of the interface, and what was drafted is counted."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from emssd.draft import Draft, Drafter, Outcome, check_draft, check_ids
+from emssd.errors import DraftError
+from emssd.sequence import Batch, Sequence
+from emssd.testing.conformance.rules import broken, named
+
+__all__ = ["WatchedDrafter"]
+
+_FIELDS = [field.name for field in dataclasses.fields(Sequence)]
+
+
+class WatchedDrafter(Drafter):
+    """Passes every call on to another drafter.
+
+    Args:
+        drafter: to watch.
+        vocab_size: of the target.
+
+    Attributes:
+        num_drafted, num_accepted: tokens by request id, as the outcomes say.
+        has_probs: whether it ever gave probabilities, and so may draw at random.
+        seconds, num_tokens: spent in `propose`, and proposed by it.
+    """
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self.drafter = drafter
+        self.num_drafted: Counter[str] = Counter()
+        self.num_accepted: Counter[str] = Counter()
+        self.has_probs = False
+        self.seconds = 0.0
+        self.num_tokens = 0
+        self._vocab_size = vocab_size
+        self._rows: dict[str, Sequence] = {}
+        self._proposed: dict[str, list[int]] = {}
+
+    @property
+    def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: that of the watched drafter
+        """The most tokens it proposes for one row in one step."""
+        return self.drafter.num_speculative_tokens
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self._rows = {row.request_id: row for row in batch}
+        limits, before = list(budget), _state(batch)
+        start = time.perf_counter()
+        with named("drafter.raises", f"propose with a budget of {limits}"):
+            draft = self.drafter.propose(batch, budget)
+        self.seconds += time.perf_counter() - start
+        _unchanged(before, batch, "propose")
+        if list(budget) != limits:
+            broken("drafter.batch", f"propose changed its budget from {limits} to {list(budget)}")
+        _check(draft, batch, limits, self._vocab_size)
+        self.num_tokens += draft.token_ids.numel()
+        self.has_probs |= draft.probs is not None
+        self._proposed = _chains(batch, draft)
+        return draft
+
+    def observe(self, outcome: Outcome) -> None:
+        verified = _chains(outcome.batch, outcome.draft)
+        self._check_verified(verified)
+        for name, accepted in zip(outcome.batch.request_ids, outcome.accepted, strict=True):
+            self.num_drafted[name] += len(verified[name])
+            self.num_accepted[name] += len(accepted)
+        before = _state(outcome.batch)
+        with named("drafter.raises", f"observe of {[len(accepted) for accepted in outcome.accepted]} accepted tokens"):
+            self.drafter.observe(outcome)
+        _unchanged(before, outcome.batch, "observe")
+        if (after := _chains(outcome.batch, outcome.draft)) != verified:
+            broken("drafter.accounting", f"observe changed the draft that was verified from {verified} to {after}")
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        names, batch = list(request_ids), Batch(tuple(self._rows.values()))
+        before = _state(batch)
+        with named("drafter.raises", f"release of {names}"):
+            self.drafter.release(names)
+        _unchanged(before, batch, "release")
+        for name in names:
+            self._rows.pop(name, None)
+
+    def _check_verified(self, verified: dict[str, list[int]]) -> None:
+        """What was verified must be the beginning of what was drafted, for every row."""
+        for name, tokens in verified.items():
+            proposed = self._proposed.get(name, [])
+            if tokens != proposed[: len(tokens)]:
+                broken(
+                    "drafter.accounting",
+                    f"for request {name!r} it drafted {proposed}, and when that was verified it had become {tokens}; "
+                    f"give a new tensor in every step",
+                )
+
+
+def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int) -> None:
+    """Hold a draft to its rules, each by name; the engine's own check has the last word."""
+    if not isinstance(draft, Draft):
+        broken("drafter.draft", f"propose returned a {type(draft).__name__}; return an emssd.draft.Draft")
+    if not isinstance(draft.token_ids, torch.Tensor):
+        broken("drafter.draft", f"its token_ids are a {type(draft.token_ids).__name__}; give an int64 tensor")
+    if draft.num_rows == len(limits):
+        for name, length, limit in zip(batch.request_ids, draft.lengths, limits, strict=True):
+            if length > limit:
+                broken("drafter.budget", f"it drafted {length} tokens for request {name!r} with a budget of {limit}")
+    try:
+        if draft.token_ids.dtype == torch.int64 and draft.token_ids.ndim == 1:
+            check_ids(draft.token_ids.tolist(), vocab_size)
+    except DraftError as error:
+        broken("drafter.vocabulary", str(error))
+    with named("drafter.draft", "the engine's check of the draft"):
+        check_draft(draft, batch, limits, vocab_size)
+
+
+def _chains(batch: Batch, draft: Draft) -> dict[str, list[int]]:
+    """The drafted tokens by request id."""
+    tokens = draft.token_ids.tolist()
+    pairs = zip(draft.indptr, draft.indptr[1:], strict=False)
+    return {name: tokens[start:stop] for name, (start, stop) in zip(batch.request_ids, pairs, strict=True)}
+
+
+def _state(batch: Batch) -> list[dict[str, Any]]:
+    return [{name: copy.copy(getattr(row, name)) for name in _FIELDS} for row in batch]
+
+
+def _unchanged(before: list[dict[str, Any]], batch: Batch, where: str) -> None:
+    for row, values in zip(batch, before, strict=True):
+        for name, value in values.items():
+            if (now := getattr(row, name)) != value:
+                broken(
+                    "drafter.batch",
+                    f"{where} changed {name} of request {values['request'].request_id!r} from {value} to {now}",
+                )

@@ -1,0 +1,35 @@
+"""Plugin `drafter=bigram`: its options, and the hook that offers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.draft import Drafter, DrafterContext
+from emssd.hookspecs import Spec, hookimpl
+
+__all__ = ["BigramConfig", "emssd_drafters"]
+
+
+@dataclass
+class BigramConfig:
+    """Options of `drafter=bigram`.
+
+    Attributes:
+        length: the most tokens to draft for a row in a step.
+        min_count: only followers that were seen at least so often are drafted.
+    """
+
+    length: int = 4
+    min_count: int = 1
+
+
+def _build(config: BigramConfig, context: DrafterContext) -> Drafter:
+    from emssd_bigram.drafter import BigramDrafter
+
+    return BigramDrafter(config)
+
+
+@hookimpl
+def emssd_drafters() -> list[Spec]:
+    """Offer the drafter."""
+    return [Spec("bigram", BigramConfig, _build)]

@@ -1,0 +1,27 @@
+"""Plugin `backend=per_row`: its options, and the hook that offers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.attention import AttentionBackend
+from emssd.hookspecs import Spec, hookimpl
+
+__all__ = ["PerRowConfig", "emssd_attention_backends"]
+
+
+@dataclass
+class PerRowConfig:
+    """`backend=per_row` has no options."""
+
+
+def _build(config: PerRowConfig) -> AttentionBackend:
+    from emssd_per_row.backend import PerRowBackend
+
+    return PerRowBackend()
+
+
+@hookimpl
+def emssd_attention_backends() -> list[Spec]:
+    """Offer the backend."""
+    return [Spec("per_row", PerRowConfig, _build)]

@@ -1,0 +1,145 @@
+"""docs/how_to/broken_plugin.md: each message on it is what is really printed, and no message is missing."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import emssd
+from emssd import Engine
+from emssd.errors import EmssdError, PluginError
+from emssd.plugins.requirements import unmet_requirement
+from emssd.registry import Registry
+from emssd.testing.models import tiny_model
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "broken_plugin.md"
+
+GOOD = """
+from dataclasses import dataclass
+from emssd.draft import Draft, Drafter
+from emssd.hookspecs import Spec, hookimpl
+
+@dataclass
+class Config:
+    length: int = 2
+
+class Mine(Drafter):
+    num_speculative_tokens = 2
+
+    def propose(self, batch, budget):
+        return Draft.empty(len(batch))
+
+@hookimpl
+def emssd_drafters():
+    return [Spec("mine", Config, lambda config, context: Mine())]
+"""
+
+LOADED = {
+    "import": "import fast_lookup",
+    "raise": "raise RuntimeError('no licence')",
+    "misspelt": GOOD.replace("def emssd_drafters", "def emssd_drafter"),
+    "argument": GOOD.replace("emssd_drafters()", "emssd_drafters(context)"),
+    "nothing": "x = 1",
+    "no list": GOOD.replace("return [Spec", "return 'mine' # "),
+    "taken": GOOD.replace('"mine"', '"llma"'),
+    "no dataclass": GOOD.replace("@dataclass\n", ""),
+    "frozen": GOOD.replace("@dataclass\n", "@dataclass(frozen=True)\n"),
+    "name": GOOD.replace("length: int = 2", "name: str = 'x'"),
+}
+
+RUNS = {
+    "raises": "raise KeyError('lost')",
+    "budget": "return Draft.from_chains([[1, 2, 3]] * len(batch))",
+    "vocabulary": "return Draft.from_chains([[-1]] * len(batch))",
+    "batch": "batch.sequences[0].tokens.append(1); return Draft.empty(len(batch))",
+}
+
+
+def page() -> list[str]:
+    """The messages of the page."""
+    return re.findall(r"^```text\n(.*?)\n```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def load() -> tuple[Registry, list[str]]:
+    """All plugins, and what is warned of; where the module lies differs from machine to machine."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        registry = Registry()
+    return registry, [re.sub(r"from '.*/", "from '", str(warning.message)) for warning in caught]
+
+
+def run(registry: Registry) -> str:
+    """What a short run with `drafter=mine` says."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            Engine.from_model(tiny_model(), drafter="mine", budget="fixed").generate([[3, 4, 5]], 6)
+        except EmssdError as error:
+            return str(error)
+    (message,) = [str(warning.message) for warning in caught]
+    return message
+
+
+@pytest.mark.parametrize("fault", LOADED)
+def test_a_plugin_that_cannot_be_loaded(fault: str, install: Callable) -> None:
+    install("mine", LOADED[fault])
+    registry, messages = load()
+    (message,) = messages
+    assert message in page()
+    assert {"llma", "none"} <= set(registry.names("drafter")), "the others work"
+
+
+def test_an_entry_point_that_names_nothing(install: Callable, tmp_path: Path) -> None:
+    install("mine", GOOD)
+    (tmp_path / "site_mine" / "third_party_mine-1.2.dist-info" / "entry_points.txt").write_text(
+        "[emssd]\nmine = third_party_mine:plugin\n"
+    )
+    assert load()[1][0] in page()
+
+
+def test_one_that_is_chosen_and_failed(install: Callable) -> None:
+    install("mine", LOADED["raise"])
+    registry, _ = load()
+    with pytest.raises(PluginError) as caught:
+        registry.find("drafter", "mine")
+    assert str(caught.value).replace(", ".join(registry.names("drafter")), "NAMES") in page()
+
+
+def test_one_that_cannot_run_here(install: Callable) -> None:
+    install("mine", GOOD.replace("Mine())]", "Mine(), lambda: 'it needs a licence')]"))
+    registry, _ = load()
+    with pytest.raises(PluginError) as caught:
+        registry.find("drafter", "mine")
+    assert str(caught.value) in page()
+
+
+@pytest.mark.parametrize("fault", RUNS)
+def test_one_that_fails_while_it_runs(fault: str, install: Callable) -> None:
+    install("mine", GOOD.replace("return Draft.empty(len(batch))", RUNS[fault]))
+    assert run(load()[0]) in page()
+
+
+@pytest.mark.parametrize(
+    ("line", "met"),
+    [("emssd>=99", False), ("emssd>=0.1,<99", True), ("emssd", True), ("numpy>=99", True), ("???", True),
+     ("Emssd>=99; python_version<'3'", True), ("emssd[testing]>=99", False)],
+)  # fmt: skip
+def test_one_that_was_made_for_another_emssd(line: str, met: bool, install: Callable, tmp_path: Path) -> None:
+    install("mine", GOOD)
+    metadata = tmp_path / "site_mine" / "third_party_mine-1.2.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text() + f"Requires-Dist: {line}\n")
+    reason = unmet_requirement("third-party-mine")
+    assert (reason is None) == met
+    assert met or reason.replace(emssd.__version__, "VERSION") in page()  # type: ignore[union-attr]
+
+
+def test_no_message_of_the_page_is_untested() -> None:
+    assert (
+        len(set(page()))
+        == len(page())
+        == len(LOADED) + len(RUNS) + len(["entry point", "chosen", "not available", "another emssd"])
+    )

@@ -1,0 +1,181 @@
+"""Every command in the documentation is parsed or composed, and every piece of Python is a file that a test runs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import hydra
+import pytest
+from emssd_rest.cli import make_parser as rest_parser
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from emssd.config import RunConfig, conf_dir, register_configs
+from emssd.plugins import _parser as plugins_parser
+from emssd.registry import Registry
+from emssd.report.__main__ import make_parser as report_parser
+from emssd.simulate.__main__ import make_parser as simulate_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "plugins"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *EXAMPLES.glob("*/README.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "emssd-plugins": plugins_parser,
+    "python -m emssd.plugins": plugins_parser,
+    "python -m emssd.report": report_parser,
+    "python -m emssd.simulate": simulate_parser,
+    "emssd-rest": rest_parser,
+}
+SHELL = {".", "cd", "export", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
+MODULES = {"python -m build", "python -m pip"}
+QUOTED = {  # files that a test runs, or nox -s docs
+    "examples/library.py",
+    "examples/hf_generate.py",
+    "examples/plugins/bigram/emssd_bigram/__init__.py",
+    "examples/plugins/bigram/emssd_bigram/drafter.py",
+    "examples/plugins/bigram/tests/test_bigram.py",
+    "examples/plugins/per_row/emssd_per_row/__init__.py",
+    "examples/plugins/per_row/emssd_per_row/backend.py",
+    "examples/plugins/per_row/tests/test_per_row.py",
+}
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Language and text of each fenced block, and of each indented one."""
+    text = page.read_text(encoding="utf-8")
+    for fence in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield fence[1], fence[2]
+    without = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for indented in re.finditer(r"(?<=\n\n)(?: {4}\S.*\n?)+(?: {4}.*\n?)*", without):
+        yield "", indented[0]
+    for code in re.finditer(r"`(python -m emssd[^`\n]*)`", without):
+        yield "", code[1]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command; of a console, those behind a prompt."""
+    for language, text in blocks(page):
+        if language not in ("", "sh", "console", "text"):
+            continue
+        for line in text.replace("\\\n", " ").splitlines():
+            if language == "console" and not line.startswith("$ "):
+                continue
+            line = re.sub(r"\$\w+|\[WHEELS\]", "1", line.strip().removeprefix("$ "))
+            known = r"(\.venv/bin/|python |emssd-|nox |benchmarks/)"
+            if language in ("sh", "console") or re.match(known, line):
+                yield from _split(line)
+
+
+def _split(line: str) -> Iterator[list[str]]:
+    for part in line.split(" && "):
+        words = shlex.split(part.replace(".venv/bin/", ""), comments=True)
+        if words:
+            yield words
+
+
+def _head(words: list[str]) -> str:
+    return " ".join(words[: 3 if words[:2] == ["python", "-m"] else 1])
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[None]:
+    """Hydra's, with the options of the examples beside those of what is installed."""
+    Plugins.instance()
+    config_store = ConfigStore.instance()
+    before, config_store.repo = config_store.repo, deepcopy(config_store.repo)
+    registry = Registry()
+    register_configs(registry)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, hook in (("repeat_last/emssd_example_repeat", "drafters"), ("bigram/emssd_bigram", "drafters"),
+                           ("per_row/emssd_per_row", "attention_backends")):  # fmt: skip
+            folder, module = name.split("/")
+            patch.syspath_prepend(str(EXAMPLES / folder))
+            (spec,) = getattr(__import__(module), f"emssd_{hook}")()
+            group = "drafter" if hook == "drafters" else "backend"
+            config_store.store(group=group, name=spec.name, node=OmegaConf.structured(spec.config))
+        yield
+    config_store.repo = before
+    for name in ("emssd_example_repeat", "emssd_bigram", "emssd_per_row"):
+        del sys.modules[name]
+
+
+def test_commands_are_found() -> None:
+    words = [" ".join(words) for page in PAGES for words in commands(page)]
+    assert len(words) > 60
+    for part in (
+        "python -m emssd check=greedy",
+        "python -m emssd -m experiment=fig1",
+        "python -m emssd.simulate run --p 0.7",
+        "python benchmarks/cpu_step.py",
+        "emssd-plugins new drafter bigram",
+        "nox -s peers",
+    ):
+        assert any(found.startswith(part) for found in words), part
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_command_is_one_that_works(page: Path, store: None) -> None:
+    for words in commands(page):
+        head = _head(words)
+        if head == "python -m emssd":
+            check_run(words[3:])
+        elif head in PARSERS:
+            check_arguments(PARSERS[head](), words[len(head.split()) :])
+        elif head == "nox":
+            sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+            assert set(words[2 : words.index("--") if "--" in words else None]) <= set(sessions), words
+        elif (script := words[1] if head == "python" else head).startswith(("benchmarks/", "docs/images/")):
+            source = (ROOT / script).read_text()
+            assert all(word in source for word in words if word.startswith("--")), words
+        else:
+            assert head in SHELL | MODULES, words
+
+
+def test_a_command_that_does_not_work_is_seen(store: None) -> None:
+    for wrong in (["drafter=lama"], ["drafter.copy_lenght=3"], ["-m", "drafter=none,lama"], ["data.template=a: {b}"]):
+        with pytest.raises(HydraException):
+            check_run(wrong)
+    with pytest.raises(AssertionError):
+        check_arguments(plugins_parser(), ["new", "drafters", "mine"])
+
+
+def check_run(arguments: list[str]) -> None:
+    """Compose the options of a run, or of each of a sweep."""
+    overrides = [word for word in arguments if not word.startswith("-") and "…" not in word]
+    overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
+    (runs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        for run in runs:
+            assert isinstance(OmegaConf.to_object(hydra.compose("config", run)), RunConfig), arguments
+
+
+def check_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    """Parse them; ``--help`` and what is left out are fine."""
+    if arguments and "--help" not in arguments:
+        try:
+            parser.parse_args(arguments)
+        except SystemExit as stop:
+            raise AssertionError(f"{parser.prog} does not take {arguments}") from stop
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(ROOT / "docs")])
+def test_python_and_toml_in_the_pages_are_of_files_that_a_test_runs(page: Path) -> None:
+    for language, text in blocks(page):
+        if language == "python":
+            (quoted,) = re.findall(r'^--8<-- "([\w/.]+)"$', text, re.MULTILINE)
+            assert text.strip() == f'--8<-- "{quoted}"'
+            assert quoted in QUOTED
+            assert (ROOT / quoted).is_file()
+        if language == "toml":
+            assert any(text in project.read_text() for project in EXAMPLES.glob("*/pyproject.toml")), text

@@ -1,0 +1,142 @@
+"""What the site makes at build time says all that there is to say; pictures and tables are those of their sources."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from emssd.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
+from emssd.draft import Drafter
+from emssd.plugins.new import new_drafter
+from emssd.registry import KINDS, Registry
+from emssd.simulate.closed_forms import acceptance_pmf, expected
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+BIGRAM = ROOT / "examples" / "plugins" / "bigram"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch):
+    """``module(name)`` imports a hook of the site, or the script of a picture."""
+    for folder in ("_hooks", "images"):
+        monkeypatch.syspath_prepend(str(DOCS / folder))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def places() -> Iterator[tuple[str, type]]:
+    """Where each class of options stands on the page, by the beginning of its anchors."""
+    yield from [("run", RunConfig), ("model", ModelConfig), ("experiment", ExperimentConfig), ("task", TaskConfig)]
+    registry = Registry()
+    for kind in KINDS:
+        for spec in registry.specs(kind):
+            if registry.source(kind, spec.name).startswith("emssd "):
+                yield f"{kind}-{spec.name}", spec.config
+
+
+def test_the_page_of_options_has_every_option_once_with_its_words(module) -> None:
+    page = module("options").page()
+    for place, kind in places():
+        for field in dataclasses.fields(kind):
+            (words,) = re.findall(rf"^`[\w.]+`{{ #{place}-{field.name} }}.*\n:   (.*)$", page, re.MULTILINE)
+            assert len(words) > 5, (place, field.name)
+    for path in conf_dir().glob("*/*.yaml"):
+        assert f"| `{path.parent.name}={path.stem}` | " in page or path.parent.name == "sweep", path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "`drafter.search`{ #drafter-llma-search } · `prompt` \\| `prompt_and_output` · default `prompt`",
+        "`budget.num_tokens`{ #budget-fixed-num_tokens } · integer, or `null` · default `null`",
+        "`data.path`{ #data-text-path } · text · no default",
+        "`drafter.drafters`{ #drafter-cascade-drafters } · list of text · default `[llma,draft_model]`",
+        "`backend.pad_kv`{ #backend-padded-pad_kv } · `true` \\| `false` · default `true`",
+        "`drafter`{ #run-drafter } · [a choice](#drafter) · default `llma`",
+    ],
+)
+def test_types_and_defaults_are_as_the_user_writes_them(line: str, module) -> None:
+    assert line in module("options").page().splitlines()
+
+
+def test_an_option_without_a_word_about_it_stops_the_build(module) -> None:
+    @dataclasses.dataclass
+    class Silent:
+        """Options.
+
+        Attributes:
+            width: of something.
+        """
+
+        width: int = 1
+        height: int = 1
+
+    with pytest.raises(LookupError, match=r"Silent\.height is not in the Attributes of its docstring"):
+        module("options")._options(Silent, "silent", dataclasses.fields(Silent))
+
+
+def test_the_page_of_types_has_every_field_and_method_of_the_interfaces(module) -> None:
+    types_page = module("types_page")
+    page = types_page.page()
+    for kind in (kind for kinds in types_page.CLASSES.values() for kind in kinds):
+        assert f"### {kind.__name__}\n" in page
+        for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+            assert f"`{field.name}`{{ #{kind.__name__}-{field.name} }}" in page
+    assert "@abstractmethod\ndef propose(self, batch: Batch, budget: Seq[int]) -> Draft\n" in page
+    for name in ("observe", "release"):
+        assert f"def {name}(self, " in page
+        assert getattr(Drafter, name).__doc__.splitlines()[0] in page
+
+
+def test_links_that_leave_the_docs_become_text_and_dead_ones_are_warned_of(
+    module, caplog: pytest.LogCaptureFixture
+) -> None:
+    rewritten = module("links").rewritten
+    text = "[a](../emssd/engine.py) [b](scheduling.md#x) [c](results) [d](../CHANGELOG.md) ![e](../f.png)"
+    with caplog.at_level(logging.WARNING):
+        assert rewritten(text, DOCS / "metrics.md", "metrics.md") == (
+            "a [b](scheduling.md#x) c [d](changelog.md) ![e](../f.png)"
+        )
+        assert rewritten("[x](docs/metrics.md)", ROOT / "CONTRIBUTING.md", "contributing.md") == "[x](metrics.md)"
+        assert not caplog.records
+        rewritten("[a](../emssd/motor.py)", DOCS / "metrics.md", "metrics.md")
+    assert [record.getMessage() for record in caplog.records] == [
+        "docs/metrics.md links to ../emssd/motor.py, which does not exist"
+    ]
+
+
+@pytest.mark.parametrize("name", ["when_it_pays", "padding"])
+def test_a_picture_is_what_its_script_draws(name: str, module) -> None:
+    assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == module(name).picture()
+
+
+def test_the_table_of_padding_is_that_of_the_closed_forms() -> None:
+    page = (DOCS / "explanation" / "padding.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (0\.\d) \| (.*) \|$", page, re.MULTILINE)
+    assert [float(p) for p, _ in rows] == [0.3, 0.5, 0.7, 0.9]
+    for p, cells in rows:
+        ratios = [expected(acceptance_pmf(float(p), 8), size).padding_ratio for size in (2, 4, 8, 16, 32)]
+        assert cells.split(" | ") == [f"{ratio:.1%}" for ratio in ratios]
+
+
+def test_the_tutorials_plugin_is_what_the_command_writes_with_another_drafter(tmp_path: Path) -> None:
+    made = new_drafter("bigram", tmp_path / "emssd-bigram")
+
+    def files(folder: Path) -> set[str]:
+        found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        return {str(path) for path in found if path.parts[0][0] != "." and "__pycache__" not in path.parts}
+
+    assert files(made) == files(BIGRAM)
+    own = {"README.md", "emssd_bigram/__init__.py", "emssd_bigram/drafter.py", "tests/test_bigram.py"}
+    assert all((made / name).read_text() == (BIGRAM / name).read_text() for name in files(made) - own)

@@ -1,0 +1,224 @@
+"""First-party backends pass the suite of backends; planted faults do not, and are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+
+from emssd.attention import Kept, KVCacheSpec, KVUsage
+from emssd.errors import OutOfMemoryError
+from emssd.packing import PackedInputs
+from emssd.testing.conformance import AttentionBackendConformance
+from emssd.testing.conformance.rules import broken_rule, rules_of
+from emssd.testing.oracle import DenseBackend, DensePlan
+
+
+class TestRagged(AttentionBackendConformance):
+    plugin = "ragged"
+    num_examples = 5
+
+
+class TestPadded(AttentionBackendConformance):
+    plugin = "padded"
+    num_examples = 5
+
+
+class Fault(DenseBackend):
+    """The dense reference, which is right, with something wrong."""
+
+
+class NoReasons(Fault):
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        return None  # type: ignore[return-value]  # that is the fault
+
+
+class ForgetsItsReasons(Fault):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated = False
+
+    def allocate(self, spec: KVCacheSpec) -> None:
+        super().allocate(spec)
+        self.allocated = True
+
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        return ["it is allocated already"] if self.allocated else []
+
+
+class WrongPositions(Fault):
+    def plan(self, packed: PackedInputs) -> DensePlan:
+        plan = super().plan(packed)
+        return replace(plan, position_ids=plan.position_ids + 1)
+
+
+class WrongLogits(Fault):
+    def plan(self, packed: PackedInputs) -> DensePlan:
+        plan = super().plan(packed)
+        return replace(plan, logits_to_keep=plan.logits_to_keep * 0)
+
+
+class NotFinite(Fault):
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        return super().forward(*arguments) / 0
+
+
+class WrongShape(Fault):
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        return super().forward(*arguments).flatten(1)
+
+
+class NoWindow(Fault):
+    def allocate(self, spec: KVCacheSpec) -> None:
+        super().allocate(replace(spec, layers=tuple(replace(layer, sliding_window=None) for layer in spec.layers)))
+
+
+class KeepsOneLess(Fault):
+    def commit(self, kept: Kept) -> int:
+        return super().commit(Kept(kept.request_ids, tuple(max(0, length - 1) for length in kept.kv_lens)))
+
+
+class CommitsNothing(Fault):
+    def commit(self, kept: Kept) -> int:
+        super().commit(kept)
+        return None  # type: ignore[return-value]  # that is the fault
+
+
+class FallingPeak(Fault):
+    @property
+    def kv_usage(self) -> KVUsage:
+        held = super().kv_usage.held
+        return KVUsage(held, held, held)
+
+
+class KeepsAll(Fault):
+    def release(self, request_ids: Iterable[str]) -> None:
+        pass
+
+
+class MissesUnknownIds(Fault):
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            del self._lengths[request_id]
+            super().release([request_id])
+
+
+class AlwaysFits(Fault):
+    """Runs out of memory where it said that there was room."""
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return True
+
+    def plan(self, packed: PackedInputs) -> DensePlan:
+        if not super().fits(dict(zip(packed.request_ids, packed.kv_lens, strict=True))):
+            raise OutOfMemoryError("no room")
+        return super().plan(packed)
+
+
+class AllocatesTooMuch(Fault):
+    @property
+    def kv_usage(self) -> KVUsage:
+        usage = super().kv_usage
+        return KVUsage(usage.held, usage.peak_held, usage.peak_pool + 10**6)
+
+
+class Crashes(Fault):
+    def commit(self, kept: Kept) -> int:
+        raise KeyError("of its own")
+
+
+class WrongAfterPieces(Fault):
+    """Right in every step by itself, and wrong about rows that the machine of histories never has: of one token."""
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        for lengths in self._lengths:
+            for stored in (*self._keys[lengths], *self._values[lengths]):
+                stored.zero_()
+        return super().fits(kv_lens)
+
+
+SHARED = DenseBackend()
+
+FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "builds the same again": ("backend.build", lambda: SHARED),
+    "builds no backend": ("backend.build", lambda: "dense"),
+    "gives no reasons": ("backend.unsupported", NoReasons),
+    "forgets its reasons": ("backend.unsupported", ForgetsItsReasons),
+    "counts positions from one": ("backend.plan", WrongPositions),
+    "points at the first logits": ("backend.plan", WrongLogits),
+    "divides by zero": ("backend.output", NotFinite),
+    "flattens heads": ("backend.output", WrongShape),
+    "ignores windows": ("backend.attention", NoWindow),
+    "commits nothing": ("backend.commit", CommitsNothing),
+    "has a peak that falls": ("backend.memory", FallingPeak),
+    "keeps all": ("backend.release", KeepsAll),
+    "misses unknown ids": ("backend.release", MissesUnknownIds),
+    "always fits": ("backend.fits", AlwaysFits),
+    "allocates too much": ("backend.fits", AllocatesTooMuch),
+    "crashes": ("backend.raises", Crashes),
+    "forgets when asked for room": ("backend.lossless", WrongAfterPieces),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_shrinking() -> Iterator[None]:
+    """A fault is to be found and named, not made small."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("without_shrinking", settings.default, phases=[Phase.generate], database=None)
+    settings.load_profile("without_shrinking")
+    yield
+    settings.load_profile(before)
+
+
+def verdicts(make: Callable[[], Any], rule: str = "", **attributes: Any) -> dict[str, str]:
+    """What each test of the suite says: a broken rule, or nothing. Those of `rule` draw all their examples."""
+    given = {"make_backend": lambda self: make(), "derandomize": True, "config": Config} | attributes
+    tests, found = type("TestPlanted", (AttentionBackendConformance,), given), {}
+    for name in sorted(name for name in dir(tests) if name.startswith("test_")):
+        chosen, marks = tests(), getattr(getattr(tests, name), "pytestmark", [])
+        chosen.num_examples = None if rule in [word for mark in marks for word in mark.args] else 2
+        try:
+            getattr(chosen, name)()
+        except Exception as error:
+            if (rule := broken_rule(error)) is None:
+                raise
+            found[name] = rule.rule
+    return found
+
+
+@dataclass
+class Config:
+    page_size: int = 16
+
+
+@dataclass
+class Odd(Config):
+    value: object = Config
+
+
+def local_config() -> type:
+    @dataclass
+    class Local(Config):
+        pass
+
+    return Local
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str) -> None:
+    rule, make = FAULTS[fault]
+    assert set((found := verdicts(make, rule)).values()) == {rule}, found
+
+
+@pytest.mark.parametrize(("rule", "config"), [("backend.pickle", local_config()), ("backend.options", Odd)])
+def test_options_that_cannot_travel_are_found(rule: str, config: type) -> None:
+    assert set(verdicts(DenseBackend, config=config).values()) == {rule}
+
+
+def test_every_rule_has_a_fault() -> None:
+    planted = {rule for rule, _ in FAULTS.values()} | {"backend.pickle", "backend.options"}
+    assert planted == {rule.name for rule in rules_of("backend")}

@@ -1,0 +1,69 @@
+"""`emssd-plugins new drafter NAME` writes a plugin whose own tests, style and types are in order as it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from emssd import plugins
+
+
+def run(*command: object, cwd: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=cwd, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new plugin, whose name has all that a name may have; its tests and types are run by nox -s new_plugin."""
+    monkeypatch.chdir(tmp_path)
+    plugins.main(["new", "drafter", "my_own2_drafter"])
+    return tmp_path / "emssd-my-own2-drafter"
+
+
+def test_it_is_complete_and_in_good_style(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
+    package = "emssd_my_own2_drafter"
+    assert files == sorted(
+        ["README.md", "pyproject.toml", "tests/test_my_own2_drafter.py"]
+        + [f"{package}/{name}" for name in ("__init__.py", "drafter.py", "py.typed")]
+    )
+    for path in made.rglob("*.*"):
+        assert "$" not in path.read_text().replace("$ ", ""), f"{path} has a place that was not filled in"
+    run("ruff", "check", ".", cwd=made)
+    run("ruff", "format", "--check", ".", cwd=made)
+
+
+def test_nothing_is_overwritten(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (made / "README.md").read_text()
+    (made / "README.md").write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        plugins.main(["new", "drafter", "my_own2_drafter"])
+    assert stop.value.code == 2
+    assert "emssd-my-own2-drafter is there already, and nothing in it is overwritten" in capsys.readouterr().err
+    assert (made / "README.md").read_text() == "mine" != before
+
+
+@pytest.mark.parametrize("name", ["My_drafter", "my-drafter", "1st", "_mine", "mine_", "class", "é", "", "a b", "a.b"])
+def test_a_name_that_cannot_be_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        plugins.main(["new", "drafter", name])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"emssd-plugins: error: {name!r} cannot name a drafter: it becomes a Python package")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(point.name for point in entry_points(group="emssd") if point.name != "data"))
+def test_a_name_that_is_taken_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plugins.main(["new", "drafter", name, "--folder", str(tmp_path / "new")])
+    assert f"{name!r} is taken by emssd 0." in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

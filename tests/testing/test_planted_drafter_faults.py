@@ -1,0 +1,365 @@
+"""The suite of drafters finds faults, one for each rule, and names the rule; a good drafter breaks none."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+
+from emssd.draft import Draft, Drafter, DrafterContext, Outcome
+from emssd.sequence import Batch, Sequence
+from emssd.testing.conformance import DrafterConformance
+from emssd.testing.conformance.rules import broken_rule, rules_of
+from emssd.testing.conformance.suite import Suite
+
+
+@dataclass
+class Config:
+    """Options that can go everywhere."""
+
+    length: int = 4
+    words: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Locked(Config):
+    lock: Any = field(default_factory=threading.Lock)
+
+
+@dataclass
+class Odd(Config):
+    value: object = Config
+
+
+@dataclass
+class Named(Config):
+    name: str = "x"
+
+
+class Good(Drafter):
+    """What the faults are planted in: drafts what followed the newest token earlier, with a memory of each request."""
+
+    num_speculative_tokens = 4
+
+    def __init__(self, context: DrafterContext) -> None:
+        self.vocab_size = context.vocab_size
+        self.read: dict[str, list[int]] = {}
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.from_chains(self.chain(row)[:limit] for row, limit in zip(batch, budget, strict=True))
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.read.pop(request_id, None)
+
+    def chain(self, row: Sequence) -> list[int]:
+        text = self.read.setdefault(row.request_id, [])
+        text += row.tokens[len(text) :]
+        before = [place for place, token in enumerate(text[:-1]) if token == text[-1]]
+        return text[before[-1] + 1 :] if before else []
+
+
+class OverBudget(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.from_chains((self.chain(row) * 4)[: limit + 1] for row, limit in zip(batch, budget, strict=True))
+
+
+class OutsideTheVocabulary(Good):
+    def chain(self, row: Sequence) -> list[int]:
+        return [token + 1 for token in super().chain(row)]
+
+
+class NoTensor(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        return Draft(draft.token_ids.tolist(), draft.indptr)  # type: ignore[arg-type]  # that is the fault
+
+
+class OneRowLess(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return super().propose(Batch(tuple(batch)[1:]), budget[1:])
+
+
+class Int32(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        return Draft(draft.token_ids.int(), draft.indptr)
+
+
+class Appends(Good):
+    def chain(self, row: Sequence) -> list[int]:
+        chain = super().chain(row)
+        row.tokens += chain[:1]
+        return chain
+
+
+class Overwrites(Good):
+    def chain(self, row: Sequence) -> list[int]:
+        chain = super().chain(row)
+        row.tokens[0] = 0
+        return chain
+
+
+class Counts(Good):
+    def observe(self, outcome: Outcome) -> None:
+        for row in outcome.batch:
+            row.num_accepted += 1
+
+
+class OverwritesWhenReleased(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self.rows = tuple(batch)
+        return super().propose(batch, budget)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        super().release(request_ids)
+        for row in self.rows:
+            row.tokens[-1] = 0
+
+
+class SpendsTheBudget(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        budget[:] = [0] * len(budget)  # type: ignore[index]  # that is the fault
+        return draft
+
+
+class ReusesItsBuffer(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self.draft = super().propose(batch, budget)
+        return self.draft
+
+    def observe(self, outcome: Outcome) -> None:
+        outcome.draft.token_ids.zero_()
+
+
+class CrashesWithoutBudget(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        if 0 in budget:
+            raise ZeroDivisionError("of its own")
+        return super().propose(batch, budget)
+
+
+class CrashesOnOneToken(Good):
+    def chain(self, row: Sequence) -> list[int]:
+        return [row.tokens[-2]]
+
+
+class CrashesWhenARowEnds(Good):
+    def observe(self, outcome: Outcome) -> None:
+        for row in outcome.batch:
+            assert row.finish_reason is None
+
+
+class CrashesSometimes(Good):
+    def observe(self, outcome: Outcome) -> None:
+        if any(len(accepted) == 3 for accepted in outcome.accepted):
+            raise KeyError("three")
+
+
+class CrashesAlways(Good):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        raise KeyError("always")
+
+
+class IsRandom(Good):
+    def chain(self, row: Sequence) -> list[int]:
+        return [random.randrange(self.vocab_size) for _ in range(4)]
+
+
+class OneMemoryForAll(Good):
+    """Finds what followed the newest token in any request."""
+
+    def chain(self, row: Sequence) -> list[int]:
+        super().chain(row)
+        behind = [text[place + 1] for text in self.read.values() for place in range(len(text) - 1)
+                  if text[place] == row.tokens[-1]]  # fmt: skip
+        return behind[:1]
+
+
+class CountsOnPlaces(Good):
+    """Remembers by row of the batch in the place of the request."""
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        chains = []
+        for place, (row, limit) in enumerate(zip(batch, budget, strict=True)):
+            text = self.read.setdefault(str(place), [])
+            text += row.tokens[len(text) :]
+            chains.append([text[0]][:limit])
+        return Draft.from_chains(chains)
+
+
+class ForgetsToRelease(Good):
+    def release(self, request_ids: Iterable[str]) -> None:
+        pass
+
+
+class MissesUnknownIds(Good):
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            del self.read[request_id]
+
+
+class KeepsWhatIsInTheMiddle(Good):
+    """Forgets only requests that reached their limit."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.ended: set[str] = set()
+
+    def observe(self, outcome: Outcome) -> None:
+        self.ended |= {row.request_id for row in outcome.batch if row.finish_reason is not None}
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        super().release(self.ended & set(request_ids))
+
+
+class OverwritesLater(Good):
+    """Between the calls that can be watched."""
+
+    rows: tuple[Sequence, ...] = ()
+
+    @property
+    def num_speculative_tokens(self) -> int:  # type: ignore[override]
+        for row in self.rows:
+            row.tokens[-1] = 0
+        return 4
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self.rows = tuple(batch)
+        return super().propose(batch, budget)
+
+
+class NoLength(Good):
+    num_speculative_tokens = None  # type: ignore[assignment]
+
+
+SHARED = []
+
+
+def shared(context: DrafterContext) -> Drafter:
+    SHARED[:] = SHARED or [Good(context)]
+    return SHARED[0]
+
+
+FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
+    "builds the same again": ("drafter.build", shared),
+    "builds nothing": ("drafter.build", lambda context: []),
+    "builds no drafter": ("drafter.build", lambda context: ["llma"]),
+    "cannot be built": ("drafter.build", lambda context: 1 / 0),
+    "has no length": ("drafter.build", NoLength),
+    "drafts lists": ("drafter.draft", NoTensor),
+    "drafts int32": ("drafter.draft", Int32),
+    "leaves out a row": ("drafter.draft", OneRowLess),
+    "overruns its budget": ("drafter.budget", OverBudget),
+    "drafts outside of the vocabulary": ("drafter.vocabulary", OutsideTheVocabulary),
+    "appends to the batch": ("drafter.batch", Appends),
+    "overwrites a token in place": ("drafter.batch", Overwrites),
+    "overwrites a token when it releases": ("drafter.batch", OverwritesWhenReleased),
+    "counts for the engine": ("drafter.batch", Counts),
+    "spends the budget": ("drafter.batch", SpendsTheBudget),
+    "reuses its buffer": ("drafter.accounting", ReusesItsBuffer),
+    "crashes without a budget": ("drafter.zero_budget", CrashesWithoutBudget),
+    "crashes on one token": ("drafter.limits", CrashesOnOneToken),
+    "crashes when a row ends": ("drafter.limits", CrashesWhenARowEnds),
+    "crashes sometimes": ("drafter.raises", CrashesSometimes),
+    "crashes always": ("drafter.raises", CrashesAlways),
+    "is random": ("drafter.deterministic", IsRandom),
+    "has one memory for all": ("drafter.isolation", OneMemoryForAll),
+    "counts on places": ("drafter.isolation", CountsOnPlaces),
+    "forgets to release": ("drafter.release", ForgetsToRelease),
+    "misses unknown ids": ("drafter.release", MissesUnknownIds),
+    "keeps what is in the middle": ("drafter.preemption", KeepsWhatIsInTheMiddle),
+    "overwrites tokens later": ("drafter.lossless", OverwritesLater),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_shrinking() -> Iterator[None]:
+    """A fault is to be found and named, not made small."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("without_shrinking", settings.default, phases=[Phase.generate], database=None)
+    settings.load_profile("without_shrinking")
+    yield
+    settings.load_profile(before)
+
+
+def suite(make: Callable[[DrafterContext], Any], **attributes: Any) -> type[Suite]:
+    given = {"make_drafter": lambda self, context: make(context), "derandomize": True, "config": Config} | attributes
+    return type("TestPlanted", (DrafterConformance,), given)
+
+
+def verdicts(tests: type[Suite], rule: str = "") -> dict[str, str]:
+    """What each test of the suite says: a broken rule, or nothing. Those of `rule` draw all their examples."""
+    found = {}
+    for name in sorted(name for name in dir(tests) if name.startswith("test_")):
+        chosen, marks = tests(), getattr(getattr(tests, name), "pytestmark", [])
+        chosen.num_examples = None if rule in [word for mark in marks for word in mark.args] else 2
+        arguments = [lambda *_: None] if name == "test_report_of_the_cost" else []
+        try:
+            getattr(chosen, name)(*arguments)
+        except Exception as error:
+            if (rule := broken_rule(error)) is None:
+                raise
+            found[name] = rule.rule
+    return found
+
+
+def test_a_good_drafter_breaks_no_rule() -> None:
+    assert verdicts(suite(Good)) == {}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str) -> None:
+    rule, make = FAULTS[fault]
+    assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
+
+
+def local_config() -> type:
+    @dataclass
+    class Local(Config):
+        pass
+
+    return Local
+
+
+@pytest.mark.parametrize(
+    ("rule", "config"), [("drafter.pickle", local_config()), ("drafter.options", Odd), ("drafter.options", Named)]
+)
+def test_options_that_cannot_travel_are_found(rule: str, config: type) -> None:
+    assert set(verdicts(suite(Good, config=config)).values()) == {rule}
+
+
+def test_a_lock_among_the_options_breaks_both_rules() -> None:
+    assert set(verdicts(suite(Good, config=Locked)).values()) == {"drafter.pickle", "drafter.options"}
+
+
+def test_every_rule_has_a_fault() -> None:
+    planted = {rule for rule, _ in FAULTS.values()} | {"drafter.pickle", "drafter.options"}
+    assert planted == {rule.name for rule in rules_of("drafter")}
+
+
+def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only() -> None:
+    assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == {}
+    assert verdicts(suite(ForgetsToRelease, learns_across_requests=True)) == {}
+    found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.lossless")
+    assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
+    found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.isolation")
+    assert found["test_requests_do_not_touch_each_other"] == "drafter.isolation"
+
+
+class Draws(IsRandom):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        return replace(draft, probs=torch.full((draft.token_ids.numel(), self.vocab_size), 1 / self.vocab_size))
+
+
+def test_a_drafter_that_gives_probabilities_may_draw_from_them() -> None:
+    assert verdicts(suite(Draws)) == {}
