@@ -1,1 +1,1 @@
-"""What plugin authors test with: conformance suites, tiny models, oracles, adversarial drafters, strategies, machines."""
+"""What plugin authors test with: conformance suites, tiny models, oracles, adversarial drafters, state machines."""

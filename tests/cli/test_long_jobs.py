@@ -31,6 +31,7 @@ def cut_down(folder: Path, num_rows: int, rest: str = "") -> None:
     (folder / "metrics.json").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 2])
 def test_killed_and_resumed_nothing_is_lost_or_decoded_twice(
     kills: int, start: Callable[..., subprocess.Popen[str]], model: str, work: Path

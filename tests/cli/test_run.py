@@ -169,6 +169,7 @@ def test_the_title_names_the_options_that_are_not_the_defaults(decode: Callable)
     assert "drafter=llma(search=prompt_and_output) · backend=padded(pad_kv=False) · " in title
 
 
+@pytest.mark.slow
 def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_greedy(
     emssd: Callable, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

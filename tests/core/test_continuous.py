@@ -22,6 +22,8 @@ from emssd.testing.models import tiny_model
 from emssd.testing.paged import ReferenceKernels, rerun
 from emssd.testing.strategies import policies
 
+pytestmark = pytest.mark.slow  # random histories: run without the tracing of coverage, see noxfile.py
+
 
 class DenseMachine(EngineMachine):
     """The dense reference, which asserts what the engine owes to a backend."""

@@ -25,6 +25,8 @@ from emssd.simulate.recording import RecordedTimes, logged_steps, record_trace
 from emssd.stats import StepStats
 from emssd.testing.drafters import ChainDrafter
 
+pytestmark = pytest.mark.slow  # random histories: run without the tracing of coverage, see noxfile.py
+
 CURVE = PRESETS["8b-1xh100"]
 
 

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+
+from emssd_rest import RestConfig
+from emssd_rest.build import build_store
+from emssd_rest.drafter import RestDrafter
+
+from emssd.draft import Drafter, DrafterContext
 from emssd.testing.conformance import DrafterConformance
 
 
@@ -23,3 +33,31 @@ class TestCascade(DrafterConformance):
     plugin = "cascade"
     num_examples = 2
     options = {"options": {"llma": {"match_length": 1, "copy_length": 3}}}  # noqa: RUF012
+
+
+class TestPLD(DrafterConformance):
+    plugin = "pld"
+    options = {"max_ngram_size": 2, "num_speculative_tokens": 3, "require_full_copy": False}  # noqa: RUF012
+
+
+class TestSuffix(DrafterConformance):
+    plugin = "suffix"
+
+
+class TestSuffixWithCache(DrafterConformance):
+    plugin = "suffix"
+    options = {"cache_tokens": 200, "cache_bias": 0}  # noqa: RUF012
+    learns_across_requests = True
+
+
+class TestRest(DrafterConformance):
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return RestDrafter(RestConfig(store=_store(context.vocab_size)), context)
+
+
+@cache
+def _store(vocab_size: int) -> str:
+    """A store of random text in a small alphabet, so that something is found, and often wrong."""
+    draw, folder = Random(0), Path(mkdtemp(prefix="emssd-store-")) / "store"
+    build_store(folder, [[draw.randrange(min(vocab_size, 6)) for _ in range(80)] for _ in range(20)])
+    return str(folder)
