@@ -17,6 +17,7 @@ from omegaconf import MissingMandatoryValue, OmegaConf
 from emssd.config import DEFAULT_OUTPUT_DIR, RunConfig, Size, conf_dir, register_configs
 from emssd.errors import ConfigError, EmssdError
 from emssd.jobs import Jobs
+from emssd.option_names import check_composed, check_given
 from emssd.registry import KINDS, Registry
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _options(config: DictConfig) -> RunConfig:
     Raises:
         ConfigError: one that has no default is not given, or ``resume`` without a folder.
     """
+    check_composed(config)
     try:
         options = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
@@ -120,6 +122,7 @@ def _check_choices(arguments: list[str], registry: Registry) -> None:
                 registry.find(group, name, presets)
             elif (group, name) != ("model", "hf"):
                 raise ConfigError(_no_preset(group, name, presets))
+    check_given(arguments, registry, conf_dir())
     if chosen["experiment"] in _presets("experiment"):
         _check_size(chosen["experiment"], chosen["size"])
 

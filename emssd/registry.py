@@ -15,6 +15,7 @@ import pluggy
 from emssd import hookspecs
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.hookspecs import Spec
+from emssd.plugins.requirements import unmet_requirement
 
 __all__ = ["KINDS", "PluginRecord", "Registry"]
 
@@ -60,11 +61,11 @@ class Registry:
         self._offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
         points = entry_points(group="emssd") if group is None else group
         for point in sorted(points, key=lambda point: point.name):
-            distribution = point.dist.name if point.dist else "?"
-            version = point.dist.version if point.dist else "?"
+            distribution = (point.dist and point.dist.name) or "?"  # metadata may be missing, or tell neither
+            version = (point.dist and point.dist.version) or "?"
             try:
                 offers = self._load(point, distribution, version)
-            except Exception as error:  # whatever a stranger's module raises must not take the others down
+            except (Exception, SystemExit) as error:  # whatever a stranger's module does must not take the others down
                 reason = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
                 self._report(PluginRecord("plugin", point.name, distribution, version, "failed", reason))
             else:
@@ -134,6 +135,8 @@ class Registry:
         self, point: EntryPoint, distribution: str, version: str
     ) -> dict[tuple[str, str], tuple[Spec, PluginRecord]]:
         """All that one entry point offers; all or nothing."""
+        if reason := unmet_requirement(distribution):
+            raise PluginError(reason)
         manager = pluggy.PluginManager("emssd")
         manager.add_hookspecs(hookspecs)
         manager.register(point.load(), name=point.name)

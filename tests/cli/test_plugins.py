@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -52,6 +51,7 @@ BROKEN = {
         "PluginValidationError: Plugin 'argument' for hook 'emssd_drafters'\nhookimpl definition: emssd_drafters(reg",
     ),
     "syntax": ("def (", "SyntaxError: invalid syntax"),
+    "exit": ("raise SystemExit(3)", "SystemExit: 3"),
     "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_budget_policies, "),
     "no_list": (
         "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
@@ -228,10 +228,10 @@ def test_the_list_says_who_was_made_for_another_emssd(
     install("later", drafter())
     with (tmp_path / "site_later" / "third_party_later-1.2.dist-info" / "METADATA").open("a") as metadata:
         metadata.write("Requires-Dist: emssd>=99\n")
-    with contextlib.suppress(SystemExit):
+    with pytest.raises(SystemExit):
         plugins.main([])
     (line,) = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if "third-party-later" in line]
-    assert "it needs emssd>=99, and this is emssd" in line
+    assert line.startswith("plugin later failed third-party-later 1.2 it needs emssd>=99, and this is emssd")
 
 
 def test_a_plugin_without_metadata_is_listed(

@@ -28,7 +28,9 @@ from emssd.simulate.__main__ import make_parser as simulate_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "plugins"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *EXAMPLES.glob("*/README.md")])
+# Reports in docs/results hold commands as they were run.
+WRITTEN = [path for path in (ROOT / "docs").rglob("*.md") if "results" not in path.parts]
+PAGES = sorted([*ROOT.glob("*.md"), *WRITTEN, *EXAMPLES.glob("*/README.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "emssd-plugins": plugins_parser,
