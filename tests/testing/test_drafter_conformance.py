@@ -52,7 +52,7 @@ class TestSuffixWithCache(DrafterConformance):
 
 class TestRest(DrafterConformance):
     def make_drafter(self, context: DrafterContext) -> Drafter:
-        return RestDrafter(RestConfig(store=_store(context.vocab_size)), context)
+        return RestDrafter.load(RestConfig(store=_store(context.vocab_size), min_match=1), context)
 
 
 @cache
