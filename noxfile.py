@@ -5,7 +5,6 @@ Sessions without a venv of their own use the environment of nox itself, so that 
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -45,15 +44,8 @@ def imports(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU; at least 95 % branch coverage by those that are not slow.
-
-    The slow ones, random histories above all, would take twice as long if every line of them were traced.
-    """
-    cache = os.environ.get("EMSSD_CACHE", str(Path(session.create_tmp()).resolve() / "cache"))
-    fine = [0, 5] if session.posargs else [0]  # a choice of the user's may leave one of the two without tests
-    for chosen in (["not gpu and not slow", "--cov", "--cov-branch"], ["slow and not gpu"]):
-        command = [BIN / "pytest", "-n", "2", "-m", *chosen, *session.posargs]
-        session.run(*command, env={"EMSSD_CACHE": cache}, success_codes=fine)
+    """All tests that need no GPU, with branch coverage; at least 95 % of it."""
+    session.run(BIN / "pytest", "-n", "2", "-m", "not gpu", "--cov", "--cov-branch", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -21,7 +21,7 @@ from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.paged import ReferenceKernels, rerun
 
-pytestmark = pytest.mark.slow  # random histories: run without the tracing of coverage, see noxfile.py
+pytestmark = pytest.mark.slow  # random histories
 
 MakeBackend = Callable[[], AttentionBackend]
 

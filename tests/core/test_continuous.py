@@ -22,7 +22,7 @@ from emssd.testing.models import tiny_model
 from emssd.testing.paged import ReferenceKernels, rerun
 from emssd.testing.strategies import policies
 
-pytestmark = pytest.mark.slow  # random histories: run without the tracing of coverage, see noxfile.py
+pytestmark = pytest.mark.slow  # random histories
 
 
 class DenseMachine(EngineMachine):

@@ -25,7 +25,7 @@ from emssd.simulate.recording import RecordedTimes, logged_steps, record_trace
 from emssd.stats import StepStats
 from emssd.testing.drafters import ChainDrafter
 
-pytestmark = pytest.mark.slow  # random histories: run without the tracing of coverage, see noxfile.py
+pytestmark = pytest.mark.slow  # random histories
 
 CURVE = PRESETS["8b-1xh100"]
 
