@@ -45,7 +45,8 @@ def imports(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """All tests that need no GPU, with branch coverage; at least 95 % of it."""
-    session.run(BIN / "pytest", "-n", "2", "-m", "not gpu", "--cov", "--cov-branch", *session.posargs)
+    limit = ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
+    session.run(BIN / "pytest", "-n", "2", "-m", "not gpu", *limit, "--cov", "--cov-branch", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import MissingMandatoryValue, OmegaConf
 
 from emssd.config import DEFAULT_OUTPUT_DIR, RunConfig, Size, conf_dir, register_configs
-from emssd.errors import ConfigError, EmssdError
+from emssd.errors import ConfigError, EmssdError, did_you_mean
 from emssd.jobs import Jobs
 from emssd.option_names import check_composed, check_given
 from emssd.registry import KINDS, Registry
@@ -136,12 +136,13 @@ def _check_size(experiment: str, size: str) -> None:
 
 
 def _no_preset(group: str, name: str, presets: list[str]) -> str:
+    guess = did_you_mean(name, presets) or ";"
     if group == "model":
         return (
-            f"unknown model preset {name!r}; presets are {', '.join(presets)}. "
+            f"unknown model preset {name!r}{guess} presets are {', '.join(presets)}. "
             f"For a folder or an id of the Hugging Face hub write model.path={name}"
         )
-    return f"unknown {group} {name!r}; choose one of {', '.join(presets)}"
+    return f"unknown {group} {name!r}{guess} choose one of {', '.join(presets)}"
 
 
 def _presets(group: str) -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+
 __all__ = [
     "ConfigError",
     "DraftError",
@@ -12,6 +17,8 @@ __all__ = [
     "PluginWarning",
     "PromptError",
     "UnsupportedModelError",
+    "did_you_mean",
+    "exit_on_error",
 ]
 
 
@@ -49,3 +56,19 @@ class PluginWarning(UserWarning):
 
 class DraftError(PluginError):
     """A drafter broke a rule of its interface: budget, vocabulary, shape, or it changed the batch."""
+
+
+@contextmanager
+def exit_on_error(program: str) -> Iterator[None]:
+    """For the body of a command: an error of ours ends the process with status 2, its message after `program`."""
+    try:
+        yield
+    except EmssdError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """For a message on an unknown `name`: ``; did you mean 'llma'?``, or ``""`` where nothing is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -6,14 +6,13 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from emssd.config import ModelConfig, RunConfig
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, did_you_mean
 from emssd.registry import KINDS, Registry
 
 __all__ = ["check_composed", "check_given"]
@@ -39,7 +38,7 @@ def check_given(arguments: Seq[str], registry: Registry, conf: Path) -> None:
     for name, _ in pairs:
         group, dot, option = name.partition(".")
         if group not in top | {*groups, "hydra"}:
-            guess = _guess(group, top) or "."
+            guess = did_you_mean(group, top) or "."
             raise ConfigError(f"there is no option {name!r}{guess} python -m emssd --help lists all")
         known = _known(group, given, registry, conf) if dot and not set(_CHANGERS) & set(given) else None
         if known is not None and (first := option.partition(".")[0]) not in known:
@@ -62,7 +61,7 @@ def check_composed(config: DictConfig) -> None:
     known = [field.name for field in dataclasses.fields(RunConfig)]
     for option in config:
         if option not in known:
-            raise ConfigError(f"there is no option {option!r}{_guess(str(option), known)}")
+            raise ConfigError(f"there is no option {option!r}{did_you_mean(str(option), known)}")
 
 
 def _known(group: str, given: Mapping[str, str], registry: Registry, conf: Path) -> list[str] | None:
@@ -91,10 +90,5 @@ def _default(group: str, conf: Path) -> str:
 def _no_option(group: str, choice: str, option: str, known: Iterable[str]) -> str:
     names = [name for name in known if name != "name"]
     owner = f"{group} {choice!r}" if choice and group != "model" else group
-    guess = _guess(option, names) or "."
+    guess = did_you_mean(option, names) or "."
     return f"{owner} has no option {option!r}{guess} It has {', '.join(names) or 'none'}"
-
-
-def _guess(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

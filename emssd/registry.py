@@ -13,7 +13,7 @@ from typing import Any
 import pluggy
 
 from emssd import hookspecs
-from emssd.errors import ConfigError, PluginError, PluginWarning
+from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
 from emssd.hookspecs import Spec
 from emssd.plugins.requirements import unmet_requirement
 
@@ -95,7 +95,9 @@ class Registry:
             PluginError: no such name (with what there is), its plugin failed, or it cannot run here.
         """
         if (kind, name) not in self._offers:
-            message = f"unknown {kind} {name!r}; choose one of {', '.join(sorted({*self.names(kind), *presets}))}"
+            there = sorted({*self.names(kind), *presets})
+            guess = did_you_mean(name, there) or ";"
+            message = f"unknown {kind} {name!r}{guess} choose one of {', '.join(there)}"
             failed = (record for record in self.records if record.state == "failed")
             raise PluginError(". ".join([message, *map(_failure, failed)]))
         spec, record = self._offers[kind, name]
@@ -140,7 +142,10 @@ class Registry:
         manager = pluggy.PluginManager("emssd")
         manager.add_hookspecs(hookspecs)
         manager.register(point.load(), name=point.name)
-        manager.check_pending()  # a misspelt hook is an error, not silence
+        try:
+            manager.check_pending()  # a misspelt hook is an error, not silence
+        except pluggy.PluginValidationError as error:
+            raise PluginError(f"{error}; the hooks are {', '.join(KINDS.values())}") from None
         offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
         for kind, hook in KINDS.items():
             for spec in _specs(getattr(manager.hook, hook)(), hook):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -15,14 +14,11 @@ def main(arguments: Seq[str] | None = None) -> None:
 
     Exits with 1 if a plugin failed to load, or broke a rule, and with 2 for an error of the user's.
     """
-    from emssd.errors import EmssdError
+    from emssd.errors import exit_on_error
 
     given = _parser().parse_args(arguments)
-    try:
+    with exit_on_error("emssd-plugins"):
         status = _run(given)
-    except EmssdError as error:
-        print(f"emssd-plugins: error: {error}", file=sys.stderr)
-        status = 2
     if status:
         raise SystemExit(status)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-from emssd.errors import ConfigError, EmssdError
+from emssd.errors import ConfigError, exit_on_error
 
 __all__ = ["main", "make_parser"]
 
@@ -37,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and make the report; an error of ours ends with its message and status 2."""
     options = make_parser().parse_args(arguments)
-    try:
+    with exit_on_error("emssd.report"):
         if not re.fullmatch(r"[\w.-]+", options.name):
             raise ConfigError(
                 f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only"
@@ -45,11 +44,9 @@ def main(arguments: Seq[str] | None = None) -> None:
         from emssd.report.write import report
 
         written = report(options.runs, options.out, title=options.title, name=options.name)
-    except EmssdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    plots = len(written) - 2
-    print(f"{written[1]}\n{written[0]}, with {plots} {'plot' if plots == 1 else 'plots'} beside it")
+    markdown, page, *plots = written
+    beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
+    print(f"{page}\n{markdown}{beside}")
 
 
 if __name__ == "__main__":

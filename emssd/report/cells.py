@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from emssd.report.lines import Line, Setting, baseline_method, setting_names
 from emssd.report.rows import Row
 
-__all__ = ["Cell", "Grid", "Spread", "grids"]
+__all__ = ["Cell", "Grid", "Spread", "grids", "num_repeats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,11 @@ def grids(rows: Iterable[Row]) -> list[Grid]:
         marks = ["random weights"] * any(row.random_weights for row in members) + ["replay"] * bool(replays)
         found.append(Grid(setting, names[setting], tuple(made), ", ".join(marks), replays))
     return found
+
+
+def num_repeats(found: Iterable[Grid]) -> int:
+    """Repeats of the cell that has the most."""
+    return max(len(cell.rows) for grid in found for cell in grid.cells)
 
 
 _Key = tuple[object, ...]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence as Seq
 
-from emssd.errors import EmssdError
+from emssd.errors import exit_on_error
 from emssd.simulate import commands
 
 __all__ = ["main", "make_parser"]
@@ -29,11 +28,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it; an error of ours ends with its message and status 2."""
     parsed = make_parser().parse_args(arguments)
-    try:
+    with exit_on_error("emssd.simulate"):
         parsed.action(parsed)
-    except EmssdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

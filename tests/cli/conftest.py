@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -192,6 +193,7 @@ def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             [sys.executable, "-m", "emssd", *map(str, arguments)],
             cwd=work, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs of a script's `&` ignore Ctrl-C
         )  # fmt: skip
         started.append(process)
         return process

@@ -24,7 +24,8 @@ OFFERED = {
 @pytest.mark.parametrize("kind", OFFERED)
 def test_an_unknown_name_is_answered_with_the_known_ones(kind: str, decode: Callable) -> None:
     sentence = decode(f"{kind}=lama").sentence
-    assert sentence.startswith(f"unknown {kind} 'lama'; choose one of ")
+    guess = " did you mean 'llma'?" if kind == "drafter" else ""
+    assert sentence.startswith(f"unknown {kind} 'lama';{guess} choose one of ")
     assert set(OFFERED[kind]) <= set(sentence.partition("choose one of ")[2].split(", "))
 
 
@@ -36,7 +37,9 @@ def test_an_unknown_name_in_a_sweep_stops_it_before_it_starts(decode: Callable) 
 
 def test_an_unknown_model_preset(decode: Callable) -> None:
     sentence = decode("model=opt_66b").sentence
-    assert sentence.startswith("unknown model preset 'opt_66b'; presets are demo, demo_draft, opt_125m, ")
+    assert sentence.startswith(
+        "unknown model preset 'opt_66b'; did you mean 'opt_6_7b'? presets are demo, demo_draft, opt_125m, "
+    )
     assert sentence.endswith("write model.path=opt_66b")
 
 

@@ -123,14 +123,17 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
     [
         (
             ["experiment=figure1"],
-            "unknown experiment 'figure1'; choose one of ablation, acceptance, appendix, crossover,",
+            "unknown experiment 'figure1'; did you mean 'fig1'? choose one of ablation, acceptance,",
         ),
         (["experiment=fig1", "size=huge"], "unknown size 'huge'; choose one of toy, small, paper, shapes"),
         (
             ["experiment=datasets", "size=shapes"],
             "experiment=datasets has no size 'shapes'; choose one of toy, small, paper",
         ),
-        (["experiment=fig1", "method=vanila"], "unknown method 'vanila'; choose one of adaptive, always, flashinfer,"),
+        (
+            ["experiment=fig1", "method=vanila"],
+            "unknown method 'vanila'; did you mean 'vanilla'? choose one of adaptive, always, ",
+        ),
         (
             ["experiment=fig1", "backend=padded"],
             "experiment=fig1 compares methods, and a method sets backend itself; leave",

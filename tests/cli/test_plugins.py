@@ -44,7 +44,7 @@ BROKEN = {
     "raise": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
     "misspelt": (
         "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafter(): return []",
-        "PluginValidationError: unknown hook 'emssd_drafter'",
+        "unknown hook 'emssd_drafter'",
     ),
     "argument": (
         drafter().replace("emssd_drafters()", "emssd_drafters(registry)"),

@@ -238,7 +238,7 @@ def test_wrong_input_ends_with_a_sentence(
         main(arguments)
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ")
+    assert error.startswith("emssd.simulate: error: ")
     assert said in error
 
 

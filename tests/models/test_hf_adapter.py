@@ -283,5 +283,5 @@ def test_what_transformers_keeps_from_custom_functions_changes_no_token() -> Non
 def test_a_misspelt_drafter_option_is_an_error() -> None:
     with pytest.raises(ValueError, match="draftr"):
         make_model().generate(**left_padded(), draftr="llma", custom_generate=emssd.custom_generate)
-    with pytest.raises(PluginError, match="unknown drafter 'lama'; choose one of"):
+    with pytest.raises(PluginError, match=r"unknown drafter 'lama'; did you mean 'llma'\? choose one of"):
         make_model().generate(**left_padded(), drafter="lama", custom_generate=emssd.custom_generate)

@@ -32,7 +32,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         assert stop.value.code == 2
         (line,) = captured.err.splitlines()
         assert not (tmp_path / "out").exists()
-        return line.removeprefix("error: ")
+        return line.removeprefix("emssd.report: error: ")
 
     return run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from emssd.testing.conformance import AttentionBackendConformance, DrafterConformance
-from emssd.testing.conformance.rules import RULES, BrokenRule, rules_of
+from emssd.testing.conformance.rules import RULES, BrokenRule, broken_rule, rules_of
 from emssd.testing.conformance.suite import Suite
 
 ROOT = Path(__file__).parents[2]
@@ -39,3 +39,12 @@ def test_every_rule_is_tested_by_the_suite_and_no_other_is(suite: type[Suite]) -
     marks = [name for test in tests for mark in getattr(test, "pytestmark", []) for name in mark.args]
     named = {name if "." in name else f"{suite.kind}.{name}" for name in marks}
     assert named == {rule.name for rule in rules_of(suite.kind)}
+
+
+def test_a_broken_rule_is_found_behind_other_errors_also_where_causes_go_round() -> None:
+    first, second, rule = ValueError(), KeyError(), BrokenRule("drafter.pickle", "it did this")
+    first.__cause__, second.__context__ = second, rule
+    assert broken_rule(first) is rule
+    assert broken_rule(BaseExceptionGroup("several", [ValueError(), first])) is rule
+    second.__cause__ = first
+    assert broken_rule(first) is None

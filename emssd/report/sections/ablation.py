@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emssd.report import paper
-from emssd.report.cells import Grid, Spread, grids
+from emssd.report.cells import Grid, Spread, grids, num_repeats
 from emssd.report.figures import Curve, colour, curves
 from emssd.report.lines import label_of
 from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
@@ -29,9 +29,8 @@ def ablation(material: Material) -> Section | None:
         "The paper says that both unpaddings matter, unpadding the KV cache more (text and caption of Table 2). The "
         f"figures of that table say the inputs do, at batch size {inputs}. Below is what this project measures."
     )
-    repeats = max(len(cell.rows) for grid in grids(rows) for cell in grid.cells)
     title = "Table 2: unpadding the KV cache, the inputs, or both"
-    section = begin("ablation", title, claim, (row.provenance for row in rows), repeats)
+    section = begin("ablation", title, claim, (row.provenance for row in rows), num_repeats(grids(rows)))
     for index, grid in enumerate(grids(rows)):
         section.head(escape(grid.title))
         section.say(caveat(grid))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from emssd.report.cells import Cell, Grid, grids
+from emssd.report.cells import Cell, Grid, grids, num_repeats
 from emssd.report.crossing import best_cell, speedups, verdict
 from emssd.report.rows import Row
 from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
@@ -29,9 +29,8 @@ def crossover(material: Material) -> Section | None:
         "speculation pays is measured here for one model, machine and kind of prompts."
     )
     found = grids(rows)
-    repeats = max(len(cell.rows) for grid in found for cell in grid.cells)
     title = "Crossover: where speculation stops paying"
-    section = begin("crossover", title, claim, (row.provenance for row in rows), repeats)
+    section = begin("crossover", title, claim, (row.provenance for row in rows), num_repeats(found))
     for index, grid in enumerate(found):
         section.head(escape(grid.title))
         section.say(caveat(grid))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from emssd.report import paper
-from emssd.report.cells import Cell, Grid, Spread, grids
+from emssd.report.cells import Cell, Grid, Spread, grids, num_repeats
 from emssd.report.figures import Curve, colour, curves
 from emssd.report.sections.common import Plot, Section, begin, caveat
 from emssd.report.sections.shape import say_why
@@ -33,8 +33,9 @@ def datasets(material: Material) -> Section | None:
         "the more is padded: with the lengths of inputs and outputs and with how unevenly drafts are accepted."
     )
     found = grids(rows)
-    repeats = max(len(cell.rows) for grid in found for cell in grid.cells)
-    section = begin("datasets", "Appendix: several datasets", claim, (row.provenance for row in rows), repeats)
+    section = begin(
+        "datasets", "Appendix: several datasets", claim, (row.provenance for row in rows), num_repeats(found)
+    )
     _compare(section, found)
     for index, grid in enumerate(found):
         data = _NAMES.get(grid.setting.data, paper.CNN_DAILYMAIL)

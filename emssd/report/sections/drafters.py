@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from emssd.report.cells import Cell, Grid, grids
+from emssd.report.cells import Cell, Grid, grids, num_repeats
 from emssd.report.sections.common import Section, begin, caveat
 from emssd.report.sources import Material
 from emssd.report.text import escape, listed
@@ -21,12 +21,11 @@ def drafters(material: Material) -> Section | None:
     if not rows:
         return None
     found = [grid for grid in grids(material.of("drafters")) if any(cell.line.speculate for cell in grid.cells)]
-    repeats = max(len(cell.rows) for grid in found for cell in grid.cells)
     claim = (
         "Not in the paper: which drafter for which text. All verify with the same backend; each is set against plain "
         "greedy decoding of the same text in the same repeat."
     )
-    section = begin("drafters", "Drafters side by side", claim, (row.provenance for row in rows), repeats)
+    section = begin("drafters", "Drafters side by side", claim, (row.provenance for row in rows), num_repeats(found))
     groups: dict[_Group, dict[tuple[str, str], Cell]] = {}
     for grid in found:
         section.say(caveat(grid))

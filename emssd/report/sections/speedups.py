@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from emssd.report import paper
-from emssd.report.cells import Grid, grids
+from emssd.report.cells import Grid, grids, num_repeats
 from emssd.report.figures import Curve, colour
 from emssd.report.rows import Row
 from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
@@ -65,8 +65,7 @@ def _compared(
 ) -> Section | None:
     if not rows:
         return None
-    repeats = max(len(cell.rows) for grid in grids(rows) for cell in grid.cells)
-    section = begin(name, title, claim, (row.provenance for row in rows), repeats)
+    section = begin(name, title, claim, (row.provenance for row in rows), num_repeats(grids(rows)))
     for index, grid in enumerate(grids(rows)):
         section.head(escape(grid.title))
         section.say(caveat(grid))

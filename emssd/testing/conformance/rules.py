@@ -98,11 +98,13 @@ def rules_of(kind: str) -> list[Rule]:
 
 def broken_rule(error: BaseException | None) -> BrokenRule | None:
     """The broken rule in `error`, in its causes, or, where Hypothesis met several, in one of its parts."""
-    while error is not None:
+    seen: set[int] = set()  # causes may go round: OmegaConf's do wherever code is traced
+    while error is not None and id(error) not in seen:
         if isinstance(error, BrokenRule):
             return error
         if isinstance(error, BaseExceptionGroup):
             return next((found for part in error.exceptions if (found := broken_rule(part))), None)
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from emssd.errors import ConfigError, EmssdError
+from emssd.errors import ConfigError, exit_on_error
 from emssd.records import RecordsConfig
 
 __all__ = ["main", "make_parser"]
@@ -53,10 +53,8 @@ def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
     parsed = make_parser().parse_args(arguments)
     try:
-        parsed.action(parsed)
-    except EmssdError as error:
-        print(f"emssd-rest: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        with exit_on_error("emssd-rest"):
+            parsed.action(parsed)
     except KeyboardInterrupt:
         print("emssd-rest: interrupted; no store was made", file=sys.stderr)
         raise SystemExit(130) from None
@@ -72,8 +70,7 @@ def _build(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--limit is {arguments.limit}; it must be at least 1")
     # Transformers warns of texts that are longer than the model takes; these are never the model's input.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # Transformers' own has no annotations
-    template = None if arguments.template is None else arguments.template.replace(r"\n", "\n").replace(r"\t", "\t")
-    config = RecordsConfig(field=arguments.field, template=template, limit=arguments.limit)
+    config = RecordsConfig(field=arguments.field, template=arguments.template, limit=arguments.limit)
     tokenizer = load_tokenizer(arguments.tokenizer)
     texts = read_corpus(arguments.corpus, config)
     documents = encoded(_with_progress(texts, len(texts)), tokenizer)
