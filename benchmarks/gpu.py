@@ -113,7 +113,8 @@ def table_of_steps(results: dict[str, Any], console: Console) -> None:
             continue
         batch, tokens, context = (int(word.partition("=")[2]) for word in name.split()[3:])
         costs = Costs(**{field: row[field] for field in Costs.__dataclass_fields__})
-        floor = costs.floor_seconds(batch, tokens, context, rate["bytes_per_second"], rate["flops_per_second"])
+        moved, flops = costs.of_step(batch, batch * tokens, batch * (context + tokens))
+        floor = max(moved / rate["bytes_per_second"], flops / rate["flops_per_second"])
         parts = (f"{1e3 * row[part + '_seconds']:.2f}" for part in ("plan", "forward", "verify"))
         seconds = row["seconds"]
         table.add_row(name[5:], f"{1e3 * seconds:.2f}", f"{1e3 * floor:.2f}", f"{seconds / floor:.2f}", *parts)

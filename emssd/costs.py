@@ -1,12 +1,12 @@
-"""What a step cannot do without, bytes to move and operations to compute, and so the least time it could take."""
+"""What a step cannot do without: bytes to move and operations to compute; these set the least time it could take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from emssd.model import TargetModel
+if TYPE_CHECKING:
+    from emssd.model import TargetModel
 
 __all__ = ["Costs"]
 
@@ -31,6 +31,8 @@ class Costs:
     @classmethod
     def of(cls, target: TargetModel) -> Costs:
         """Count the weights and heads of `target`."""
+        import torch
+
         model = target.model
         projection = model.get_output_embeddings()
         tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
@@ -45,11 +47,15 @@ class Costs:
             ),
         )
 
-    def floor_seconds(
-        self, batch: int, tokens: int, context: int, bytes_per_second: float, flops_per_second: float
-    ) -> float:
-        """The least time of a step of `batch` rows with `tokens` new tokens each behind `context` cached ones."""
-        moved = self.weight_bytes + batch * (context + 2 * tokens) * self.kv_bytes_per_token
-        attended = self.attention_flops_per_kv_token * (context + tokens)
-        flops = batch * tokens * (2 * self.matmul_parameters + attended)
-        return max(moved / bytes_per_second, flops / flops_per_second)
+    def of_step(self, num_rows: float, num_tokens: float, num_kv_tokens: float) -> tuple[float, float]:
+        """Bytes that a step has to move and operations that it has to compute; of a mean step too.
+
+        Args:
+            num_rows: rows of the batch, all alike.
+            num_tokens: tokens that are computed, of all rows.
+            num_kv_tokens: tokens of KV that the rows have after the step; each is read or written once.
+        """
+        new, kept = num_tokens / num_rows, num_kv_tokens / num_rows
+        attended = num_tokens * (kept - (new - 1) / 2)  # a token sees none of those after it
+        flops = 2 * self.matmul_parameters * num_tokens + self.attention_flops_per_kv_token * attended
+        return self.weight_bytes + self.kv_bytes_per_token * num_kv_tokens, flops

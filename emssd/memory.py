@@ -41,10 +41,10 @@ def kv_bytes(kv_memory: str | float | None, device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on `device`, in bytes."""
+    """Memory that can be allocated on `device`, in bytes; with what PyTorch keeps of memory it has freed."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
-        return free
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     import psutil
 
     available: int = psutil.virtual_memory().available

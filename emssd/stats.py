@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 from emssd.attention import KVUsage
 
-__all__ = ["PHASES", "RunReport", "StageStats", "StepStats", "StepTimer"]
+__all__ = ["NUM_TIMED_STEPS", "PHASES", "RunReport", "StageStats", "StepStats", "StepTimer"]
 
 PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
 
@@ -85,9 +86,12 @@ class StepTimer:
         return self._seconds
 
 
+NUM_TIMED_STEPS = 1 << 16
+
+
 @dataclass(slots=True)
 class RunReport:
-    """Sums over the steps of a run."""
+    """Sums over the steps of a run, and the seconds of its latest `NUM_TIMED_STEPS` decode steps for their median."""
 
     num_steps: int = 0
     num_row_steps: int = 0
@@ -106,7 +110,7 @@ class RunReport:
     decode_computed_tokens: int = 0
     decode_kv_tokens: int = 0
     decode_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    decode_step_seconds: list[float] = field(default_factory=list)
+    decode_step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED_STEPS))
     padding_ratio_sum: float = 0.0
     num_preempted: int = 0
     queued_steps: int = 0

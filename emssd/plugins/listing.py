@@ -7,8 +7,7 @@ import warnings
 from rich.console import Console
 from rich.table import Table
 
-from emssd.plugins.requirements import unmet_requirement
-from emssd.registry import PluginRecord, Registry
+from emssd.registry import Registry
 
 __all__ = ["print_plugins"]
 
@@ -20,12 +19,6 @@ def print_plugins() -> int:
         registry = Registry()
     table = Table("kind", "name", "state", "distribution", "version", "reason", box=None, pad_edge=False)
     for record in sorted(registry.records, key=lambda record: (record.kind, record.name)):
-        table.add_row(
-            record.kind, record.name, record.state, record.distribution, record.version, _reason(record) or "–"
-        )
+        table.add_row(record.kind, record.name, record.state, record.distribution, record.version, record.reason or "–")
     Console().print(table)
     return int(any(record.state == "failed" for record in registry.records))
-
-
-def _reason(record: PluginRecord) -> str:
-    return record.reason or unmet_requirement(record.distribution) or ""

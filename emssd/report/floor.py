@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from emssd.costs import Costs
 from emssd.report.rows import Row
 
 __all__ = ["Floor", "arithmetic_from"]
@@ -15,7 +16,7 @@ class Floor:
     """Of a mean decode step of one run; a draft model's own work is not in it.
 
     Attributes:
-        byte_seconds: weights and the rows' KV read once, at the measured bandwidth.
+        byte_seconds: weights and the rows' KV moved once, at the measured bandwidth.
         flop_seconds: the arithmetic of all computed tokens, at the measured rate of a large product.
         tokens_per_step: new tokens of a step.
     """
@@ -27,17 +28,15 @@ class Floor:
     @classmethod
     def of(cls, row: Row) -> Floor | None:
         """Of a run; ``None`` if it had no decode step."""
-        metrics, costs, hardware = row.metrics, row.costs, row.provenance["hardware"]
-        steps, row_steps = metrics["decode_steps"], metrics["decode_row_steps"]
-        if not steps or not row_steps:
+        metrics, hardware = row.metrics, row.provenance["hardware"]
+        steps = metrics["decode_steps"]
+        if not steps or not metrics["decode_row_steps"]:
             return None
-        computed, kv = metrics["decode_computed_tokens"], metrics["decode_kv_tokens"]
-        moved = costs["weight_bytes"] + costs["kv_bytes_per_token"] * kv / steps
-        attended = kv * computed / row_steps  # each of a row's tokens sees all of its KV, nearly
-        flops = 2 * costs["matmul_parameters"] * computed + costs["attention_flops_per_kv_token"] * attended
+        mean = [metrics[f"decode_{what}"] / steps for what in ("row_steps", "computed_tokens", "kv_tokens")]
+        moved, flops = Costs(**row.costs).of_step(*mean)
         return cls(
             moved / hardware["bytes_per_second"],
-            flops / steps / hardware["flops_per_second"],
+            flops / hardware["flops_per_second"],
             metrics["decode_new_tokens"] / steps,
         )
 

@@ -72,7 +72,7 @@ class Row:
     batching: str
     metrics: Mapping[str, Any]
     samples: Mapping[str, Seq[float]]
-    costs: Mapping[str, float]
+    costs: Mapping[str, int]
     provenance: Mapping[str, Any]
     overrides: tuple[str, ...] = ()
     compiled: bool = False

@@ -80,6 +80,13 @@ def test_free_memory_is_less_than_what_the_machine_has() -> None:
     assert 0 < free_bytes(CPU) < psutil.virtual_memory().total
 
 
+def test_memory_that_pytorch_keeps_for_later_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    assert free_bytes(torch.device("cuda")) == 100 + 80 - 30
+
+
 def test_a_request_that_cannot_fit_even_alone_is_refused_before_anything_runs() -> None:
     plain = RaggedConfig(kernels=Kernels.torch)  # whose pages hold narrow heads without padding
     engine = Engine.from_model(tiny_model(), drafter="none", backend=plain, kv_memory=str(48 * TOKEN_BYTES))

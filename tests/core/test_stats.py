@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from emssd.attention import KVUsage
-from emssd.stats import PHASES, RunReport, StepStats, StepTimer
+from emssd.stats import NUM_TIMED_STEPS, PHASES, RunReport, StepStats, StepTimer
 
 PREFILL = StepStats(
     is_prefill=True,
@@ -103,6 +105,14 @@ def test_metric_is_its_formula(name: str, value: object) -> None:
     report = report_of(PREFILL, DECODE, LAST)
     report.kv_usage = KVUsage(held=5, peak_held=70, peak_pool=90)
     assert report.metrics()[name] == pytest.approx(value, rel=1e-12)
+
+
+def test_an_engine_that_never_ends_keeps_the_seconds_of_its_latest_steps_only() -> None:
+    slow = dataclasses.replace(DECODE, seconds=DECODE.seconds | {"forward": 100.0})
+    report = report_of(*[slow] * 9, *[DECODE] * NUM_TIMED_STEPS)
+    assert report.decode_steps == NUM_TIMED_STEPS + 9
+    assert len(report.decode_step_seconds) == NUM_TIMED_STEPS
+    assert max(report.decode_step_seconds) < 100
 
 
 def test_every_metric_is_checked_by_the_test_above() -> None:

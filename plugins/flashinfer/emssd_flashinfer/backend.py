@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.draft import Draft
 from emssd.errors import ConfigError
+from emssd.memory import free_bytes
 from emssd.packing import PackedInputs
 from emssd.paged import FixedShape, PagedAttention, PagedKernels, largest_metadata, page_metadata, tree_mask
 from emssd.pages import PageTable
@@ -209,5 +210,4 @@ class FlashInferBackend(AttentionBackend):
         """Memory that the pool may take where the spec sets no limit."""
         if self._spec.device.type != "cuda":
             return float("inf")
-        free, _ = torch.cuda.mem_get_info(self._spec.device)
-        return free * self._memory_fraction
+        return free_bytes(self._spec.device) * self._memory_fraction
