@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,16 +38,15 @@ def main() -> None:
         registry = Registry()
         register_configs(registry)
         _check_choices(sys.argv[1:], registry)
-        _compose_and_run(registry)
+        with closing(Jobs(registry)) as jobs:
+            _compose_and_run(jobs)
     except EmssdError as error:
         _fail(error)
     except KeyboardInterrupt:
         _leave("interrupted")
 
 
-def _compose_and_run(registry: Registry) -> None:
-    jobs = Jobs(registry)
-
+def _compose_and_run(jobs: Jobs) -> None:
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def run(config: DictConfig) -> None:
         hydra_config = HydraConfig.get()

@@ -137,7 +137,7 @@ def _text(config: TextConfig) -> list[Prompt]:
     if config.unit is Unit.file:
         pieces = [(1, text)]
     elif config.unit is Unit.line:
-        pieces = list(enumerate(text.splitlines(), start=1))
+        pieces = list(enumerate(text.split("\n"), start=1))
     else:
         pieces = list(enumerate((piece.strip("\n") for piece in text.split("\n\n")), start=1))
     prompts = [Prompt(f"{path.name}:{number}", piece) for number, piece in pieces if piece.strip()]

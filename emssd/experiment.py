@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
 from collections.abc import Sequence as Seq
 from enum import Enum
 from pathlib import Path
@@ -12,77 +12,18 @@ from typing import Any
 from emssd.config import RunConfig
 from emssd.costs import Costs
 from emssd.engine import Engine
-from emssd.errors import ConfigError, OutputError
 from emssd.generation import Generation
 from emssd.provenance import provenance
+from emssd.rows_file import AROUND
 
-__all__ = ["RowsFile", "label_of", "row_of", "simulated_row"]
+__all__ = ["label_of", "row_of", "simulated_row"]
 
-_AROUND = frozenset({"resume", "overwrite", "output_dir", "progress"})
-
-
-class RowsFile:
-    """``rows.jsonl`` in the folder of an experiment.
-
-    Args:
-        folder: made if it does not exist.
-        resume: keep the rows that are there, and do not run their jobs again.
-        overwrite: replace them.
-
-    Raises:
-        OutputError: it cannot be written, or holds rows, and neither `resume` nor `overwrite` says what to do.
-        ConfigError: with `resume`, rows of another experiment.
-    """
-
-    def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-        self.path = folder / "rows.jsonl"
-        self._there: dict[int, list[str]] = {}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-            kept = text[: text.rfind("\n") + 1] if resume else ""
-            if resume or overwrite or not text:
-                self.path.write_text(kept, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {self.path}: {error.strerror}; set output_dir to a writable folder"
-            ) from error
-        if text and not (resume or overwrite):
-            raise OutputError(
-                f"output_dir={folder} holds the rows of an earlier experiment; resume=true goes on with it, "
-                f"overwrite=true replaces it, or set output_dir to another folder"
-            )
-        for line in kept.splitlines():
-            row = json.loads(line)
-            self._there[row["job"]] = row["overrides"]
-
-    def has(self, job: int, overrides: Seq[str]) -> bool:
-        """Whether job number `job` of the sweep is done.
-
-        Raises:
-            ConfigError: it was another job then.
-        """
-        if job not in self._there:
-            return False
-        before, now = _what(self._there[job]), _what(overrides)
-        if before != now:
-            raise ConfigError(
-                f"resume=true: job {job} of {self.path} was {' '.join(before)}, and is now {' '.join(now)}; "
-                f"go on with the same command, or start again with overwrite=true"
-            )
-        return True
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Write one row, at once."""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}; the rows before are kept") from error
-
-    def read(self) -> list[dict[str, Any]]:
-        """All rows."""
-        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+_TOLD = AROUND | {  # options that other fields of a row tell: data.limit its prompts, threads and device its machine
+    "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "speculate",
+    "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device", "model.compile",
+    "data.name", "data.limit",
+    "check", "on_error", "on_drafter_error",  # without effect on what a run measures
+}  # fmt: skip
 
 
 def row_of(
@@ -126,6 +67,7 @@ def row_of(
         "compiled": target.compiled is not None,
         "max_new_tokens": config.max_new_tokens,
         "batching": config.batching.value,
+        "options": _other_options(config, overrides),
         "metrics": metrics,
         "samples": {
             "acceptance_length": [round(row.acceptance_length, 4) for row in done],
@@ -164,17 +106,34 @@ def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str,
 
 def label_of(options: Any) -> str:
     """A plugin's name, and its options where they are not the defaults: ``padded(pad_kv=False)``."""
-    given = []
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if field.name != "name" and field.default is not dataclasses.MISSING and value != field.default:
-            given.append(f"{field.name}={value.value if isinstance(value, Enum) else value}")
+    given = [f"{name}={value}" for name, value in _changed(options).items() if name != "name"]
     return f"{options.name}({', '.join(given)})" if given else str(options.name)
 
 
-def _what(overrides: Seq[str]) -> list[str]:
-    """Those that say what runs; the others say where and how it is shown."""
-    return [item for item in overrides if item.partition("=")[0] not in _AROUND]
+def _changed(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not the defaults; those without a default are among them."""
+    found = {}
+    for field in dataclasses.fields(options):
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        value = getattr(options, field.name)
+        if value != default:
+            found[field.name] = value.value if isinstance(value, Enum) else value
+    return found
+
+
+def _other_options(config: RunConfig, overrides: Seq[str]) -> list[str]:
+    """What else tells the run from others, as ``NAME=VALUE``: options that are not the defaults and have no field.
+
+    A method has no label but its name, so what the user sets of its backend and budget is among them.
+    """
+    groups = {"": config, "model.": config.model, "data.": config.data}
+    found = {f"{group}{name}": value for group, part in groups.items() for name, value in _changed(part).items()}
+    said = [f"{name}={value}" for name, value in found.items() if name not in _TOLD]
+    if config.method is not None:
+        given = [item.lstrip("+") for item in overrides]
+        said += [item for item in given if re.match(r"(backend|budget)\b", item)]
+    return sorted(said)
 
 
 def _task_of(config: RunConfig, overrides: Seq[str]) -> str | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from emssd.model import TargetModel
 from emssd.output import OutputFolder
 from emssd.progress import LiveFigures, show_messages
 from emssd.prompts import Prompt
-from emssd.provenance import versions
+from emssd.provenance import hardware, machine_rates, versions
 from emssd.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequence import Request
@@ -86,8 +86,8 @@ def run_job(
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
     check_options(config)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    own_threads = _own_threads()  # read before it is changed
+    torch.set_num_threads(config.num_threads or own_threads)
     console = Console()
     show_messages(console)
     tables, models = Console(quiet=True) if brief else console, models or ModelCache()
@@ -111,11 +111,19 @@ def run_job(
             output.write_metrics(metrics)
     print_report(tables, metrics)
     if report is not None:
-        print_check(tables, report)
+        print_check(console if report.differences else tables, report)
     print_failures(tables, work.failures.prompts)
     errors = ", errors.jsonl" if work.failures.prompts else ""
     tables.print(f"written to {output.path}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
     return JobResult(metrics, [done[request.request_id] for request in work.requests], work.engine)
+
+
+@cache
+def _own_threads() -> int:
+    """PyTorch's own choice, for the jobs of a sweep that leave it; those before may have set another."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _prepare(
@@ -154,6 +162,8 @@ def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseli
         target, tokenizer = baseline.target, baseline.tokenizer
     else:
         target, tokenizer = _target_of(config.model, models)
+        if config.experiment is not None:
+            machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
     return assemble(
         target,
         tokenizer,
@@ -222,7 +232,7 @@ def _describe(config: RunConfig, engine: Engine) -> dict[str, Any]:
         f"budget={label_of(config.budget)} · "
         f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
         "versions": versions(),
-        "hardware": {"device": cuda or platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "hardware": hardware(target.device),
     }
 
 

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from emssd.config import RunConfig
 from emssd.errors import ConfigError
+from emssd.options import OnDrafterError
 from emssd.registry import Registry
 
 if TYPE_CHECKING:
-    from emssd.experiment import RowsFile
     from emssd.loading import ModelCache
+    from emssd.rows_file import RowsFile
 
 __all__ = ["Jobs"]
 
@@ -53,13 +54,16 @@ class Jobs:
         Raises:
             ConfigError: an option that the experiment itself sets.
         """
-        from emssd.experiment import RowsFile, row_of, simulated_row
+        from emssd.experiment import row_of, simulated_row
+        from emssd.intake import check_options
         from emssd.job import run_job
+        from emssd.rows_file import RowsFile
 
         assert config.experiment is not None
         console = Console()
+        check_options(config)
+        _check_overrides(config, overrides)
         if self._rows is None:
-            _check_overrides(config, overrides)
             self._rows = RowsFile(folder, resume=config.resume, overwrite=config.overwrite)
             console.print(f"experiment={config.experiment.name} size={config.size.value}: {config.experiment.title}")
         if self._rows.has(number, overrides):
@@ -67,12 +71,18 @@ class Jobs:
         if config.experiment.simulated:
             self._rows.append(simulated_row(config, number, overrides))
             return
-        afresh = dataclasses.replace(config, resume=False, overwrite=True)  # half a run has no figures of its own
+        # Half a run has no figures of its own, and one whose drafter was switched off has those of no drafter.
+        afresh = dataclasses.replace(config, resume=False, overwrite=True, on_drafter_error=OnDrafterError.fail)
         result = run_job(afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True)
         assert result.engine is not None
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
         self._rows.append(row)
         console.print(f"{number:4d}  {_said(row)}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Let others write to the folder of the experiment."""
+        if self._rows is not None:
+            self._rows.close()
 
     def finish(self) -> None:
         """What an experiment showed, and how to see more of it."""
@@ -81,8 +91,10 @@ class Jobs:
         from emssd.report import summary
 
         console = Console()
-        for part in summary(self._rows.read()):
+        rows = self._rows.read()
+        for part in summary(rows):
             console.print(part)
+        _print_checks(console, rows, self._rows.path.parent)
         console.print(
             f"\nrows: {self._rows.path}. A page of them: python -m emssd.report {self._rows.path.parent}",
             highlight=False,
@@ -91,8 +103,13 @@ class Jobs:
 
 
 def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:
-    """Refuse what would make the compared cells the same."""
-    names = [override.partition("=")[0] for override in overrides]
+    """Refuse what would make the compared cells the same, or a cell something else than it says."""
+    names = [override.partition("=")[0].lstrip("+") for override in overrides]
+    if "on_drafter_error" in names and config.on_drafter_error is not OnDrafterError.fail:
+        raise ConfigError(
+            f"on_drafter_error={config.on_drafter_error.value} would leave rows of a drafter that failed and drafted "
+            f"nothing; an experiment ends there, and goes on with resume=true. Leave on_drafter_error= out"
+        )
     set_by_method = ("speculate", "budget" if config.method is None else "backend")
     for name in set_by_method if "method" in names else ():
         if name in names:
@@ -100,6 +117,22 @@ def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:
                 f"experiment={config.experiment and config.experiment.name} compares methods, and a method sets {name} "
                 f"itself; leave {name}= out, or choose methods with method=…"
             )
+
+
+def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> None:
+    """What `check=greedy` found in all runs that it compared."""
+    checks = {row["job"]: row["metrics"]["check"] for row in rows if "check" in row.get("metrics", {})}
+    if not checks:
+        return
+    exact, ties, wrong = (sum(check[name] for check in checks.values()) for name in ("exact", "ties", "differences"))
+    jobs = ", ".join(str(job) for job, check in checks.items() if check["differences"])
+    where = f", in jobs {jobs}; {folder}/JOB/metrics.json says where" if wrong else ""
+    console.print(
+        f"\ncheck=greedy: {exact} exact, {ties} numerical ties, {wrong} true differences{where}",
+        style="bold red" if wrong else "bold green",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _said(row: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from emssd.errors import OutputError
 from emssd.generation import Generation
 from emssd.prompts import FailedPrompt, Prompt
 
-__all__ = ["OutputFolder", "as_asked"]
+__all__ = ["OutputFolder", "as_asked", "lock"]
 
 # A row that is flushed survives the end of this process, also by kill -9; only a crash of the machine can take it.
 # Against that, rows are forced to the disk, but not each: that takes 0.2 ms on a local SSD and some ten on a network.
@@ -47,7 +47,7 @@ class OutputFolder:
         except OSError as error:
             raise _unwritable(path, error) from error
         try:
-            _lock(self._generations.fileno(), path)
+            lock(self._generations.fileno(), path)
             self._kept_bytes = 0
             self.finished: dict[str, Any] = {}
             if os.fstat(self._generations.fileno()).st_size:
@@ -191,7 +191,7 @@ def _replace(path: Path, content: bytes) -> None:
     part.replace(path)
 
 
-def _lock(file: int, path: Path) -> None:
+def lock(file: int, path: Path) -> None:
     """Keep other runs out until `file` is closed or this process ends, in whichever way."""
     try:
         import fcntl

@@ -83,12 +83,17 @@ def processor() -> str:
     return f"{said.get('model name', platform.machine()).strip()} ({', '.join(wanted)})"
 
 
-@cache
 def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Bytes per second of reading memory, FLOPs per second of a large matrix product in `dtype`: the best of several.
 
-    Measured once in a process; takes about a second on a CPU.
+    Measured once in a process for each number of threads; takes about a second on a CPU, and 2 GiB of memory on a GPU.
     """
+    return _measured_rates(device, dtype, torch.get_num_threads())
+
+
+@cache
+def _measured_rates(device: torch.device, dtype: torch.dtype, threads: int) -> tuple[float, float]:
+    """The same; `threads` only says for how many it was measured."""
     on_gpu = device.type == "cuda"
     large = torch.ones(1 << (28 if on_gpu else 26), dtype=torch.float32, device=device)
     bandwidth = large.numel() * large.element_size() / _best_seconds(large.sum, 10, device)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, did_you_mean
 
 __all__ = ["counted_on", "counting_model"]
 
@@ -30,6 +30,7 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     Raises:
         ConfigError: no such model type, or values that Transformers cannot make a model of.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(architecture)
@@ -37,11 +38,15 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     if model_type is None:
         raise ConfigError("model.architecture has no model_type; add one, as in model.architecture.model_type=opt")
     try:
+        _check_names(values, AutoConfig.for_model(model_type))
         config = AutoConfig.for_model(model_type, **values, tie_word_embeddings=False)
         with torch.device(device):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.architecture makes no model of type {model_type!r}: {error}") from error
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        said = " ".join(str(error).split())  # some are of several lines
+        raise ConfigError(f"model.architecture makes no model of type {model_type!r}: {said}") from error
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,6 +59,14 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     model.generation_config.pad_token_id = 0
     model.config.eos_token_id = None
     return model.eval()
+
+
+def _check_names(values: Iterable[str], config: Any) -> None:
+    """Refuse what the model's config does not have; Transformers would keep it without a word."""
+    for name in values:
+        if not hasattr(config, name):
+            guess = did_you_mean(name, config.to_dict())
+            raise ConfigError(f"model.architecture of type {config.model_type!r} has no value {name!r}{guess}")
 
 
 def counted_on(token: int, count: int, vocab_size: int) -> list[int]:

@@ -33,7 +33,7 @@ class Spread:
         return self.low <= value <= self.high
 
     def text(self, form: str = ".2f") -> str:
-        """As in ``1.37 (1.20-1.52)``; of a single repeat only the value."""
+        """As in ``1.37 (1.20–1.52)``; of a single repeat only the value."""
         middle = format(self.median, form)
         return f"{middle} ({self.low:{form}}–{self.high:{form}})" if self.count > 1 else middle
 

@@ -19,11 +19,13 @@ class Crossing:
 
     Attributes:
         at: batch size at which the medians first do, interpolated on a logarithmic scale; ``None`` if they never do.
+        before: batch sizes ahead of the first with a median of 1 or more; none if there is no such.
         again: batch sizes behind it with medians of 1 or more; without `at`, all with such medians.
         unclear: batch sizes at which repeats lie on both sides of 1.
     """
 
     at: float | None
+    before: tuple[int, ...]
     again: tuple[int, ...]
     unclear: tuple[int, ...]
 
@@ -35,9 +37,11 @@ def crossing_of(speedups: Mapping[int, Spread]) -> Crossing:
         high, low = speedups[left].median, speedups[right].median
         if at is None and high >= 1 > low:
             at = 2 ** (log2(left) + (high - 1) / (high - low) * (log2(right) - log2(left)))
+    first = next((size for size in sizes if speedups[size].median >= 1), sizes[0])
+    before = tuple(size for size in sizes if size < first)
     again = tuple(size for size in sizes if speedups[size].median >= 1 and size > (at or 0))
     unclear = tuple(size for size in sizes if speedups[size].count > 1 and speedups[size].covers(1))
-    return Crossing(at, again, unclear)
+    return Crossing(at, before, again, unclear)
 
 
 def verdict(name: str, speedups: Mapping[int, Spread]) -> str:
@@ -45,7 +49,9 @@ def verdict(name: str, speedups: Mapping[int, Spread]) -> str:
     found, sizes = crossing_of(speedups), sorted(speedups)
     if found.at is not None:
         back = f", though its median is 1 or more again at {_listed(found.again)}" if found.again else ""
-        said = f"{name} stops paying near batch size {found.at:.2g}{back}"
+        begins = f"does not pay yet at {_listed(found.before)}, and " if found.before else ""
+        near = f"{found.at:.2g}" if found.at < 10 else f"{found.at:.0f}"
+        said = f"{name} {begins}stops paying near batch size {near}{back}"
     elif list(found.again) == sizes:
         last = f"{sizes[-1]}: {speedups[sizes[-1]].text()}"
         said = f"{name} pays up to the largest batch size measured, by its medians ({last})"
@@ -60,18 +66,13 @@ def verdict(name: str, speedups: Mapping[int, Spread]) -> str:
     return said + "."
 
 
-def best_cell(grid: Grid, batch_size: int) -> tuple[Cell | None, bool]:
-    """What to use at a batch size: the speculating cell of the largest speed-up, or ``None`` for plain greedy decoding.
+def best_cell(grid: Grid, batch_size: int) -> Cell | None:
+    """The speculating cell of the largest speed-up at a batch size, which may be below 1.
 
-    Returns:
-        The cell, and whether that is sure, which it is where no repeat says otherwise.
+    ``None`` if there is nothing to compare: no speculating cell, or none with a baseline.
     """
     cells = [cell for cell in grid.cells if cell.batch_size == batch_size and cell.speedup is not None]
-    best = max(cells, key=lambda cell: cell.speedup.median if cell.speedup else 0.0, default=None)
-    if best is None or best.speedup is None:
-        return None, False
-    sure = best.speedup.count > 1 and not best.speedup.covers(1)
-    return (best if best.speedup.median > 1 else None), sure
+    return max(cells, key=lambda cell: cell.speedup.median if cell.speedup else 0.0, default=None)
 
 
 def speedups(grid: Grid, line: Line) -> dict[int, Spread]:

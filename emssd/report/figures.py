@@ -110,9 +110,9 @@ def _draw(axes: Axes, line: Curve, marker: str) -> None:
     }
     axes.plot(xs, ys, color=line.colour, label=line.label, **styles[line.style])
     if line.ranges:
-        below = [max(line.points[x] - line.ranges[x][0], 0.0) for x in xs]
-        above = [max(line.ranges[x][1] - line.points[x], 0.0) for x in xs]
-        axes.errorbar(xs, ys, [below, above], fmt="none", ecolor=line.colour, capsize=2, linewidth=0.9)
+        middles = [(line.ranges[x][0] + line.ranges[x][1]) / 2 for x in xs]
+        halves = [(line.ranges[x][1] - line.ranges[x][0]) / 2 for x in xs]
+        axes.errorbar(xs, middles, halves, fmt="none", ecolor=line.colour, capsize=2, linewidth=0.9)
 
 
 def stacked(title: str, xlabel: str, parts: Mapping[str, Seq[float]], labels: Seq[str], *, mark: str = "") -> str:

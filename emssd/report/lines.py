@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.report.rows import Row
 
-__all__ = ["WITHOUT_BASELINE", "Line", "Setting", "baseline_method", "label_of", "setting_names"]
+__all__ = ["WITHOUT_BASELINE", "Line", "Setting", "baseline_method", "label_of", "setting_names", "type_name"]
 
 WITHOUT_BASELINE = ("padding_ratio", "acceptance", "step_time")
 """Experiments that count, or time single steps, and so run no plain greedy decoding."""
@@ -34,6 +35,7 @@ class Setting:
 
     Attributes:
         prompts: how many, and how many tokens in all; those of another template or limit have other numbers.
+        options: whatever else was set, as in a row.
     """
 
     size: str
@@ -46,6 +48,7 @@ class Setting:
     batching: str
     machine: str
     prompts: tuple[int, int]
+    options: tuple[str, ...]
 
     @classmethod
     def of(cls, row: Row) -> Setting:
@@ -53,22 +56,25 @@ class Setting:
         lengths = row.samples["num_prompt_tokens"]
         return cls(
             row.size, row.model, row.drafter_options, row.data_label or row.data, row.dtype, row.compiled,
-            row.max_new_tokens, row.batching, row.machine, (len(lengths), int(sum(lengths))),
+            row.max_new_tokens, row.batching, row.machine, (len(lengths), int(sum(lengths))), row.options,
         )  # fmt: skip
 
 
-def setting_names(settings: Seq[Setting]) -> dict[Setting, str]:
-    """Model, drafter, data and type; and where these are the same, whatever else differs."""
-    short = {each: _short_name(each) for each in settings}
+def setting_names(settings: Seq[Setting], name: Callable[[Setting], str] | None = None) -> dict[Setting, str]:
+    """What `name` says of each, or model, drafter, data and type; where that is the same, whatever else differs."""
+    short = {each: (name or _short_name)(each) for each in settings}
     found = {}
-    for each, name in short.items():
-        alike = [other for other, theirs in short.items() if theirs == name]
+    for each, said in short.items():
+        alike = [other for other, theirs in short.items() if theirs == said]
         values = {field: getattr(each, field) for field in _REST if len({getattr(other, field) for other in alike}) > 1}
-        found[each] = " · ".join([name, *(_REST[field].format(value) for field, value in values.items())])
+        common = set.intersection(*(set(other.options) for other in alike))
+        options = [option for option in each.options if option not in common]
+        found[each] = " · ".join([said, *(_REST[field].format(value) for field, value in values.items()), *options])
     return found
 
 
 _REST = {
+    "data": "{}",
     "size": "size {}",
     "max_new_tokens": "{} new tokens",
     "batching": "{} batches",
@@ -79,7 +85,12 @@ _REST = {
 
 def _short_name(each: Setting) -> str:
     data = f"{each.data}, {each.prompts[0]} prompts"
-    return " · ".join([each.model, each.drafter, data, each.dtype + (", compiled" if each.compiled else "")])
+    return " · ".join([each.model, each.drafter, data, type_name(each)])
+
+
+def type_name(each: Setting) -> str:
+    """The type of the weights, and whether the model is compiled."""
+    return each.dtype + (", compiled" if each.compiled else "")
 
 
 @dataclass(frozen=True, slots=True)

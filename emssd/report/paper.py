@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "CNN_DAILYMAIL", "DATASETS", "DRAFTED", "GREATEST_BATCH", "GREEDY_TPS", "PADDING", "STEP_MS", "TABLES", "Entry",
-    "datasheet_tokens",    "disagreements", "label", "speedups",
+    "datasheet_tokens", "disagreements", "label", "speedups",
 ]  # fmt: skip
 
 CNN_DAILYMAIL = "CNN/Daily Mail"

@@ -47,6 +47,7 @@ class Row:
         metrics: as in ``metrics.json``.
         samples: of each prompt, in their order.
         costs: of the target.
+        options: those that are not the defaults and have no field of their own, as ``NAME=VALUE``.
     """
 
     source: str
@@ -75,6 +76,7 @@ class Row:
     costs: Mapping[str, int]
     provenance: Mapping[str, Any]
     overrides: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     compiled: bool = False
 
     @property
@@ -123,13 +125,13 @@ def read_rows(path: Path) -> list[Row | Simulation]:
         ConfigError: it cannot be read, is empty, or holds something else.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    rows = [_parsed_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ConfigError(f"{path} holds no rows yet; its experiment writes one at the end of each of its runs")
-    return [parse(row, str(path), f"{path}:{number}") for number, row in enumerate(rows, 1)]
+    return [parse(_parsed_line(line, where), str(path), where) for line, where in rows]
 
 
 def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
@@ -158,7 +160,7 @@ def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
             raise _other_format(where, field.name)
         if field.name in row and not _has_type(row[field.name], str(field.type)):
             raise ConfigError(f"{where}: {field.name} is {row[field.name]!r}, and should be {field.type}")
-    values["overrides"] = tuple(values.get("overrides", ()))
+    values |= {name: tuple(values.get(name, ())) for name in ("overrides", "options")}
     return Row(**values)
 
 

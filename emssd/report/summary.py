@@ -9,10 +9,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from emssd.report.cells import Cell, Grid, Spread, grids
+from emssd.report.cells import Cell, Grid, grids
 from emssd.report.crossing import speedups, verdict
 from emssd.report.lines import WITHOUT_BASELINE
-from emssd.report.rows import Row, Simulation, parse, tokens_per_sample
+from emssd.report.rows import Row, Simulation, parse
+from emssd.report.steps import milliseconds, steps_of
 
 __all__ = ["summary"]
 
@@ -76,18 +77,16 @@ def _words(experiment: str, grid: Grid) -> list[RenderableType]:
 
 
 def _step_times(rows: list[Row]) -> list[RenderableType]:
-    mark = " (random weights)" if any(row.random_weights for row in rows) else ""
-    models = ", ".join(dict.fromkeys(row.model for row in rows))
-    table = _plain_table()
-    for name in ("batch", "tokens per sample", "ms per step"):
-        table.add_column(name, justify="right")
-    times: dict[tuple[int, int], list[float]] = {}
-    for row in rows:
-        tokens = tokens_per_sample(row)
-        times.setdefault((row.batch_size, tokens), []).append(1e3 * row.metrics["median_decode_step_seconds"])
-    for (batch_size, tokens), found in sorted(times.items()):
-        table.add_row(str(batch_size), str(tokens), Spread.of(found).text())
-    return [_title(f"step_time: {models}{mark}, drafts that are all wrong (replay)"), table]
+    shown: list[RenderableType] = []
+    for steps in steps_of(rows):
+        table = _plain_table()
+        for name in ("batch", "tokens per sample", "ms per step"):
+            table.add_column(name, justify="right")
+        for batch_size, by_tokens in steps.cells.items():
+            for tokens, repeats in by_tokens.items():
+                table.add_row(str(batch_size), str(tokens), milliseconds(repeats).text())
+        shown += [_title(f"step_time: {steps.title}, drafts that are all wrong"), table]
+    return shown
 
 
 def _simulated(rows: Simulation) -> list[RenderableType]:

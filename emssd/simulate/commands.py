@@ -188,7 +188,7 @@ def _prompts(path: Path | None, limit: int | None) -> list[str]:
         return [prompt.text for prompt in prompts(limit)]
     from emssd.records import existing_file, read_text
 
-    return [line for line in read_text(existing_file(str(path))).splitlines() if line.strip()][:limit]
+    return [line for line in read_text(existing_file(str(path))).split("\n") if line.strip()][:limit]
 
 
 def _write(path: Path, text: str) -> None:

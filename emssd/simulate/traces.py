@@ -147,7 +147,7 @@ def load_trace(path: Path) -> Trace:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         return Trace(tuple(lines[0]["num_speculative_tokens"]), tuple(_request(line) for line in lines[1:]))
     except OSError as error:
         raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error

@@ -49,7 +49,7 @@ class Result:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``generations.jsonl``."""
-        return [json.loads(line) for line in (self.folder / "generations.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (self.folder / "generations.jsonl").read_text().split("\n")[:-1]]
 
     @property
     def metrics(self) -> dict[str, Any]:

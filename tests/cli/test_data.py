@@ -43,13 +43,13 @@ def taken(result: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("unit", "expected"),
     [
-        ("line", {"t.txt:1": "one", "t.txt:2": "two", "t.txt:4": "three"}),
-        ("paragraph", {"t.txt:1": "one\ntwo", "t.txt:2": "three"}),
-        ("file", {"t.txt:1": "one\ntwo\n\nthree\n"}),
+        ("line", {"t.txt:1": "one", "t.txt:2": "two\u2028still two", "t.txt:4": "three"}),
+        ("paragraph", {"t.txt:1": "one\ntwo\u2028still two", "t.txt:2": "three"}),
+        ("file", {"t.txt:1": "one\ntwo\u2028still two\n\nthree\n"}),
     ],
 )
 def test_text_files(unit: str, expected: dict[str, str], read: Callable, work: Path) -> None:
-    (work / "t.txt").write_text("one\ntwo\n\nthree\n")
+    (work / "t.txt").write_text("one\ntwo\u2028still two\n\nthree\n", encoding="utf-8")
     assert taken(read("data=text", "data.path=t.txt", f"data.unit={unit}")) == expected
 
 

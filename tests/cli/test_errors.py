@@ -86,6 +86,27 @@ def test_an_option_out_of_range(argument: str, sentence: str, decode: Callable) 
     assert decode(argument).sentence == sentence
 
 
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("hidden_size=abc", "Validation error for field 'hidden_size': TypeError: Field 'hidden_size' expected int, "),
+        ("hidden_size=66", "Class validation error for validator 'validate_architecture': ValueError: The hidden size"),
+        ("model_type=optt", "Unrecognized model identifier: optt. "),
+    ],
+)
+def test_a_shape_that_transformers_cannot_make(argument: str, reason: str, emssd: Callable) -> None:
+    model = ["+model.architecture.model_type=llama", f"++model.architecture.{argument}"]
+    sentence = emssd("model=hf", "model.path=shape", "data=random", "drafter=none", *model).sentence
+    model_type = "optt" if "optt" in argument else "llama"
+    assert sentence.startswith(f"model.architecture makes no model of type {model_type!r}: {reason}")
+
+
+def test_a_misspelt_value_of_a_shape_is_not_ignored(emssd: Callable) -> None:
+    shape = ["+model.architecture.model_type=llama", "++model.architecture.hidden_sze=64"]
+    sentence = emssd("model=hf", "model.path=shape", "data=random", "drafter=none", *shape).sentence
+    assert sentence == ("model.architecture of type 'llama' has no value 'hidden_sze'; did you mean 'hidden_size'?")
+
+
 def test_a_missing_option(emssd: Callable) -> None:
     assert emssd("data=text").sentence == "data.path is not given and has no default; add data.path=VALUE"
 

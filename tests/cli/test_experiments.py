@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from emssd.config import Size, conf_dir
-from emssd.errors import OutputError
-from emssd.experiment import RowsFile
 from emssd.registry import KINDS, Registry
+from emssd.report.cells import grids
+from emssd.report.rows import Row, read_rows
+from emssd.rows_file import RowsFile
 
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
@@ -184,12 +187,164 @@ def test_whatever_a_size_chooses_is_there(name: str, emssd: Callable) -> None:
                 assert set(choices.split(",")) <= set(presets), (size, group)
 
 
-def test_rows_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="set output_dir to a writable folder"):
-        RowsFile(tmp_path / "file" / "below")
-    rows = RowsFile(tmp_path / "out")
-    rows.path.unlink()
-    rows.path.mkdir()
-    with pytest.raises(OutputError, match="the rows before are kept"):
-        rows.append({"job": 0})
+def cells_of(folder: Path) -> list[tuple[str, str, int]]:
+    """Title of the setting, label, and number of repeats of each cell of the report."""
+    rows = [row for row in read_rows(folder / "rows.jsonl") if isinstance(row, Row)]
+    return [(grid.title, cell.line.label, len(cell.rows)) for grid in grids(rows) for cell in grid.cells]
+
+
+def test_models_of_the_same_name_are_not_repeats_of_each_other(emssd: Callable, model: str, work: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(model, work / name / "final")
+    (work / "prompts.txt").write_text("hello hello hello\nround and round\n")
+    own = ("model=hf", "model.path=a/final,b/final", "data=text", "data.path=prompts.txt", "max_new_tokens=4")
+    result = toy(emssd, "fig1", *own, "method=greedy,ragged")
+    assert result.status == 0, result.err
+    title = "final · llma · text, 2 prompts · float64 · model.path={}/final"
+    cells = [(title.format(name), label, 1) for name in ("a", "b") for label in ("greedy", "ragged")]
+    assert cells_of(result.folder) == cells
+    assert all(title.format(name) in result.out for name in ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "swept",
+    [
+        ("max_step_tokens=64,128", "batching=continuous"),
+        ("admission=preempt,worst_case", "batching=continuous"),
+        ("kv_memory=null,1GiB",),
+        ("ignore_eos=false,true",),
+        ("model.max_model_len=null,256",),
+        ("data.path=a.txt,b.txt", "data=text"),
+        ("backend.kernels=auto,torch",),
+        ("backend.page_size=16,32",),
+        ("budget=fixed,adaptive",),
+    ],
+    ids=lambda swept: swept[0].partition("=")[0],
+)
+def test_runs_of_other_options_are_not_repeats_of_each_other(
+    swept: tuple[str, ...], emssd: Callable, work: Path
+) -> None:
+    for name in ("a.txt", "b.txt"):
+        (work / name).write_text("The for statement is\n")
+    result = toy(emssd, "fig1", "method=ragged_greedy,ragged", "max_new_tokens=2", *swept)
+    assert result.status == 0, result.err
+    cells = cells_of(result.folder)
+    assert [(label, count) for _, label, count in cells] == [("greedy on ragged", 1), ("ragged", 1)] * 2
+    assert len({title for title, _, _ in cells}) == 2
+    name, _, values = swept[0].lower().partition("=")
+    assert {f"{name}={choice}" for choice in values.split(",")} & {cells[i][0].lower().split(" · ")[-1] for i in (0, 2)}
+
+
+def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
+    swept = ("drafter=cascade", "drafter.drafters=[llma,pld],[pld]", "drafter.options={},{pld:{max_ngram_size:4}}")
+    result = toy(emssd, "drafters", *swept, "task=toy")
+    assert result.status == 0, result.err
+    labels = [row["drafter_options"] for row in rows_of(result.folder)]
+    assert labels == [
+        "cascade(drafters=['llma', 'pld'])",
+        "cascade(drafters=['llma', 'pld'], options={'pld': {'max_ngram_size': 4}})",
+        "cascade(drafters=['pld'])",
+        "cascade(drafters=['pld'], options={'pld': {'max_ngram_size': 4}})",
+    ]
+    assert [count for _, _, count in cells_of(result.folder)] == [1] * 4
+
+
+MORTAL = """
+from dataclasses import dataclass
+from emssd.draft import Draft, Drafter
+from emssd.hookspecs import Spec, hookimpl
+
+@dataclass
+class Config:
+    pass
+
+class Mortal(Drafter):
+    num_speculative_tokens = 2
+    steps = 0
+
+    def propose(self, batch, budget):
+        self.steps += 1
+        if self.steps > 3:
+            raise RuntimeError("it died")
+        return Draft.empty(len(batch))
+
+@hookimpl
+def emssd_drafters():
+    return [Spec("mortal", Config, lambda config, context: Mortal())]
+"""
+
+
+def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) -> None:
+    install("mortal", MORTAL)
+    result = toy(emssd, "drafters", "drafter=llma,mortal", "task=toy")
+    assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError('it d")
+    assert [row["drafter"] for row in rows_of(result.folder)] == ["llma"]
+    again = toy(emssd, "drafters", "drafter=llma,mortal", "task=toy", "resume=true", "on_drafter_error=disable")
+    assert again.sentence == (
+        "on_drafter_error=disable would leave rows of a drafter that failed and drafted nothing; an experiment ends "
+        "there, and goes on with resume=true. Leave on_drafter_error= out"
+    )
+    assert toy(emssd, "drafters", "drafter=llma", "task=toy", "overwrite=true", "on_drafter_error=fail").status == 0
+
+
+def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from emssd import engine
+
+    checked = ("check=greedy", "method=greedy,unpad_both", "max_new_tokens=16")
+    right = engine.verify_greedy
+    result = toy(emssd, "fig1", *checked)
+    assert "check=greedy: 8 exact, 0 numerical ties, 0 true differences\n" in result.out
+
+    def wrong(logits: Any, draft: Any) -> Any:
+        verification = right(logits, draft)
+        if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
+            verification.new_tokens[0][-1] = 5
+        return verification
+
+    monkeypatch.setattr(engine, "verify_greedy", wrong)
+    result = toy(emssd, "fig1", *checked, "overwrite=true")
+    _, row = rows_of(result.folder)
+    found = row["metrics"]["check"]
+    assert found["differences"] > 0
+    assert result.out.count("DIFFERENCE in ") == found["differences"]
+    assert (
+        f"check=greedy: {found['exact'] + 4} exact, {found['ties']} numerical ties, {found['differences']} true "
+        "differences, in jobs 1; out/JOB/metrics.json says where\n"
+    ) in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["overwrite=true", "batch_size=0"], "batch_size is 0; it must be at least 1"),
+        (["overwrite=true", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
+        (["overwrite=true", "resume=true"], "resume=true keeps the rows of the output folder, overwrite=true drops"),
+    ],
+)
+def test_an_earlier_experiment_stays_until_the_new_one_has_a_row(
+    arguments: list[str], sentence: str, emssd: Callable
+) -> None:
+    folder = toy(emssd, "fig1", "method=greedy").folder
+    before = (folder / "rows.jsonl").read_bytes()
+    assert toy(emssd, "fig1", "method=greedy", *arguments).sentence.startswith(sentence)
+    assert (folder / "rows.jsonl").read_bytes() == before
+
+
+def test_an_experiment_is_alone_in_its_folder(emssd: Callable, work: Path) -> None:
+    pytest.importorskip("fcntl", reason="file locks are Unix")
+    with closing(RowsFile(work / "out")):
+        assert toy(emssd, "fig1", "method=greedy").sentence == (
+            "output_dir=out is being written by another run; wait for it, or set output_dir to another folder"
+        )
+    assert toy(emssd, "fig1", "method=greedy").status == 0
+
+
+def test_a_prompt_with_a_line_separator_of_unicode(emssd: Callable, work: Path) -> None:
+    (work / "prompts.jsonl").write_text('{"prompt": "The for statement"}\n')
+    own = ("data=jsonl", "data.path=prompts.jsonl", "data.template='{prompt}\u2028is'", "method=greedy")
+    folder = toy(emssd, "fig1", *own).folder
+    (row,) = read_rows(folder / "rows.jsonl")
+    assert isinstance(row, Row)
+    assert "data.template={prompt}\u2028is" in row.options
+    assert toy(emssd, "fig1", *own, "resume=true").status == 0
+    assert len(rows_of(folder)) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from emssd.sequence import Sequence
@@ -119,6 +121,17 @@ def test_a_sweep_writes_a_folder_per_job(decode: Callable) -> None:
     for job in range(4):
         assert (result.folder / str(job) / "metrics.json").is_file()
         assert len((result.folder / str(job) / "generations.jsonl").read_text().splitlines()) == 5
+
+
+def test_threads_of_one_job_are_not_those_of_the_next(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emssd.job._own_threads", lambda: 2)
+    before = torch.get_num_threads()
+    try:
+        result = decode("-m", "num_threads=1,null", "max_new_tokens=2")
+    finally:
+        torch.set_num_threads(before)
+    written = [json.loads((result.folder / name / "metrics.json").read_text()) for name in ("0", "1")]
+    assert [each["hardware"]["threads"] for each in written] == [1, 2]
 
 
 def test_a_sweep_over_all_of_a_group_is_left_to_hydra(decode: Callable) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from emssd.report.cells import Spread
 from emssd.report.crossing import crossing_of, verdict
+from emssd.report.figures import Curve, _draw
 from emssd.report.floor import Floor, arithmetic_from
 from emssd.report.sections.acceptance import accepted_by_position, least_of_batches
 
@@ -23,7 +24,8 @@ def test_the_floor_of_a_step_done_by_hand() -> None:
     assert floor is not None
     # 4 MB of weights and 200 tokens of KV at 2 kB, at 10 GB/s; 8 tokens a step, 100 of context each, at 100 GFLOP/s
     assert floor.byte_seconds == pytest.approx((4e6 + 200 * 2e3) / 1e10)
-    assert floor.flop_seconds == pytest.approx(8 * (2 * 1e6 + 500 * (100 - 1.5)) / 1e11)  # four tokens of a row see 97 to 100
+    # four tokens of a row see 97 to 100
+    assert floor.flop_seconds == pytest.approx(8 * (2 * 1e6 + 500 * (100 - 1.5)) / 1e11)
     assert floor.bound == "bytes"
     assert floor.tokens_per_second == pytest.approx(4 / floor.seconds)
 
@@ -72,6 +74,25 @@ def test_a_line_that_comes_back_stops_paying_where_it_first_does() -> None:
     assert found.at == pytest.approx(2 * 4 ** (1 / 1.5))
     assert found.again == (32,)
     assert "again at 32" in verdict("llma", {size: Spread(y, y, y, 3) for size, y in medians.items()})
+
+
+def test_a_verdict_names_the_batch_sizes_before_it_pays() -> None:
+    medians = {1: 0.9, 2: 1.2, 4: 0.8}
+    spreads = {size: Spread(y, y, y, 3) for size, y in medians.items()}
+    assert crossing_of(spreads).before == (1,)
+    assert verdict("llma", spreads) == "llma does not pay yet at 1, and stops paying near batch size 2.8."
+    assert verdict("llma", {64: Spread(1.1, 1.1, 1.1, 2), 128: Spread(0.9, 0.9, 0.9, 2)}).endswith("batch size 91.")
+    assert verdict("llma", {128: Spread(1.1, 1.1, 1.1, 2), 256: Spread(0.9, 0.9, 0.9, 2)}).endswith("batch size 181.")
+
+
+def test_bars_are_drawn_where_they_are_and_not_from_the_line_on() -> None:
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    _draw(axes, Curve("x", {1.0: 1.0, 2.0: 2.0}, "black", ranges={1.0: (2.0, 3.0), 2.0: (1.5, 4.0)}), "o")
+    (bars,) = (each for each in axes.collections if isinstance(each, LineCollection))
+    assert [segment.tolist() for segment in bars.get_segments()] == [[[1, 2], [1, 3]], [[2, 1.5], [2, 4]]]
 
 
 ROW_STEPS = st.lists(

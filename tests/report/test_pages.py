@@ -172,13 +172,22 @@ def test_rows_of_several_machines_or_commits_are_warned_of(tmp_path: Path) -> No
     assert mixtures(read([write(tmp_path / "same", [value(), value(repeat=2)])])) == []
 
 
+def test_datasets_stand_beside_the_papers_figures_of_their_own_data(tmp_path: Path) -> None:
+    names = ("spec_math", "spec_mt_bench", "spec_summarization", "other")
+    write(tmp_path, [row for name in names for row in measured("datasets", ("greedy", "vanilla"), data_label=name)])
+    section = sections(read([tmp_path]))[0]
+    captions = [block[1] for block in section.blocks if not isinstance(block, str)]
+    theirs = [caption.partition("OPT-13b on ")[2] for caption in captions]
+    assert theirs == ["GSM8K.", "MT-Bench.", "CNN/Daily Mail.", "CNN/Daily Mail."]
+
+
 def test_the_advised_command_is_the_sweeps_without_the_sweep() -> None:
     overrides = ["model=demo", "data=text", "data.path=my file.txt", "drafter=llma", "drafter.copy_length=3",
                  "repeat=2", "experiment=crossover", "method=always", "batch_size=8", "output_dir=x"]  # fmt: skip
     mine = row("crossover", None, batch_size=8, overrides=overrides)
     assert shlex.split(command_for(mine)) == [
-        "python", "-m", "emssd", "model=demo", "data=text", "data.path=my file.txt", "drafter.copy_length=3",
-        "drafter=llma", "budget=fixed", "batch_size=8",
+        "python", "-m", "emssd", "model=demo", "data=text", "data.path=my file.txt", "drafter=llma",
+        "drafter.copy_length=3", "budget=fixed", "batch_size=8",
     ]  # fmt: skip
     greedy = shlex.split(command_for(mine, speculate=False))
     assert greedy == ["python", "-m", "emssd", "model=demo", "data=text", "data.path=my file.txt", "drafter=none",

@@ -147,6 +147,32 @@ def test_the_console_says_in_words_where_speculation_stops_paying(everything: Pa
     assert "fixed on padded pays up to the largest batch size measured, by its medians (16: 1.09 (1.09–1.09))" in text
 
 
+def test_the_console_shows_steps_of_each_model_type_and_backend_apart() -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"model": "other", "random_weights": True},
+        {"dtype": "bfloat16", "compiled": True},
+        {"backend_options": "ragged"},
+    ]
+    rows = [
+        value(
+            "step_time", None, replay="p = 0", repeat=repeat, metrics_median_decode_step_seconds=0.001 * place, **change
+        )
+        for place, change in enumerate(changes, 1)
+        for repeat in (1, 2)
+    ]
+    text = _shown(rows)
+    titles = [
+        "demo · float32 · padded (replay)",
+        "other · float32 · padded (random weights, replay)",
+        "demo · bfloat16, compiled · padded (replay)",
+        "demo · float32 · ragged (replay)",
+    ]
+    for place, title in enumerate(titles, 1):
+        _, _, below = text.partition(f"step_time: {title}, drafts that are all wrong")
+        assert below.splitlines()[2].split() == ["2", "5", f"{place}.00", f"({place}.00–{place}.00)"]
+
+
 def test_the_console_shows_every_kind_of_row(everything: Path) -> None:
     for path in everything.glob("*/rows.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable
 
-from emssd.report.cells import Cell, Grid, grids, num_repeats
+from emssd.report.cells import Grid, grids, num_repeats
 from emssd.report.crossing import best_cell, speedups, verdict
+from emssd.report.lines import baseline_method
 from emssd.report.rows import Row
 from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
 from emssd.report.sections.speedups import speed_table
 from emssd.report.sources import Material
-from emssd.report.text import code, escape
+from emssd.report.text import code, escape, listed
 
 __all__ = ["command_for", "crossover"]
 
-_OF_THE_SWEEP = ("experiment", "size", "output_dir", "repeat", "method", "overwrite", "resume", "progress", "speculate",
-                 "batch_size", "budget", "drafter", "hydra")  # fmt: skip
+_OF_THE_SWEEP = (
+    "experiment",
+    "size",
+    "output_dir",
+    "repeat",
+    "method",
+    "overwrite",
+    "resume",
+    "progress",
+    "batch_size",
+)
 
 
 def crossover(material: Material) -> Section | None:
-    """The batch size at which speculation stops paying, in words, and the fastest setting at each."""
+    """The batch size at which speculation stops paying, in words, and at each the setting of the largest speed-up."""
     rows = material.of("crossover")
     if not rows:
         return None
@@ -37,7 +48,7 @@ def crossover(material: Material) -> Section | None:
         by_line = {line.label: speedups(grid, line) for line in grid.lines}
         section.points(escape(verdict(name, values)) for name, values in by_line.items() if values)
         section.say("What to run at each batch size:")
-        section.table(["batch", "speed-up", "use", "command"], _advice(grid), left=1)
+        section.table(["batch", "speed-up", "use", "command"], _advice(grid), left=4)
         speed_table(section, grid, "", "")
         plot = Plot(f"crossover_{index}", f"Speed-up by batch size: {grid.title}", speed_chart(grid, grid.title))
         marked = f" **{grid.mark}**." if grid.mark else ""
@@ -49,38 +60,46 @@ def crossover(material: Material) -> Section | None:
 
 def _advice(grid: Grid) -> Iterable[list[str]]:
     for size in grid.batch_sizes:
-        best, sure = best_cell(grid, size)
-        measured = [cell for cell in grid.cells if cell.batch_size == size]
-        close = (
-            "" if sure else " (too close to call)" if max(len(cell.rows) for cell in measured) > 1 else " (one repeat)"
-        )
+        best = best_cell(grid, size)
         if best is None or best.speedup is None:
-            greedy = next((cell for cell in measured if not cell.line.speculate), None)
-            row = greedy.rows[0] if greedy else measured[0].rows[0]
-            yield [str(size), "1", "plain greedy decoding" + close, code(command_for(row, speculate=False))]
+            yield [str(size), "", f"not known: {_missing(grid, size)}", ""]
+            continue
+        gain, row = best.speedup, best.rows[0]
+        note = " (one repeat)" if gain.count == 1 else " (too close to call)" if gain.covers(1) else ""
+        without = [line.label for line in grid.lines if line.speculate and size not in speedups(grid, line)]
+        note += f"; not compared: {escape(listed(without))}" if without else ""
+        if gain.median > 1:
+            use = escape(f"{row.drafter_options}, budget {row.budget_options}")
+            yield [str(size), gain.text(), use + note, code(command_for(row))]
         else:
-            yield [str(size), best.speedup.text(), _name(best) + close, code(command_for(best.rows[0]))]
+            yield [str(size), "1", "plain greedy decoding" + note, code(command_for(row, speculate=False))]
 
 
-def _name(cell: Cell) -> str:
-    row = cell.rows[0]
-    return escape(f"{row.drafter_options}, budget {row.budget_options}")
+def _missing(grid: Grid, batch_size: int) -> str:
+    """Why nothing can be compared."""
+    if not any(cell.line.speculate for cell in grid.cells if cell.batch_size == batch_size):
+        return "nothing but plain greedy decoding was run"
+    return "no row of plain greedy decoding to compare with"
 
 
 def command_for(row: Row, *, speculate: bool = True) -> str:
-    """The command line of a run like `row`, without the sweep; or of plain greedy decoding instead."""
-    kept = [
-        item
-        for item in row.overrides
-        if item.partition("=")[0].lstrip("+~").partition(".")[0] not in _OF_THE_SWEEP
-        or (speculate and item.startswith(("drafter.", "budget.")))
-    ]
-    if not row.overrides:
-        kept = [
-            f"model={row.model}",
-            f"data={row.data}",
-            f"backend={row.backend}",
-            f"max_new_tokens={row.max_new_tokens}",
-        ]
-    chosen = [f"drafter={row.drafter}", f"budget={row.budget}"] if speculate else ["drafter=none"]
-    return " ".join(["python -m emssd", *map(shlex.quote, [*kept, *chosen, f"batch_size={row.batch_size}"])])
+    """The command line of a run like the speculating `row`, without the sweep; or of its baseline."""
+    chosen = {"drafter": row.drafter, "budget": row.budget} if speculate else {"drafter": "none"}
+    if row.method is not None:  # a method sets its backend; those of the experiment itself, only what is chosen above
+        chosen["method"] = row.method if speculate else str(baseline_method(row.method))
+    left_out = _OF_THE_SWEEP if speculate else (*_OF_THE_SWEEP, "drafter", "budget")
+    kept = [item for item in row.overrides if re.split(r"[.=]", item.lstrip("+~"))[0] not in left_out]
+    given = {item.partition("=")[0] for item in kept}  # a preset, of which a row has only the plugin's name
+    added = [f"{group}={name}" for group, name in chosen.items() if group not in given]
+    words = ["python", "-m", "emssd", *_presets(row), *kept, *added, f"batch_size={row.batch_size}"]
+    return shlex.join(words)
+
+
+def _presets(row: Row) -> list[str]:
+    """The option that names a folder of presets, which is no override."""
+    words = shlex.split(row.provenance["command"])
+    for place, word in enumerate(words):
+        name, given, _ = word.partition("=")
+        if name in ("--config-dir", "-cd"):
+            return words[place : place + (1 if given else 2)]
+    return []

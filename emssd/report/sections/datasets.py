@@ -6,8 +6,8 @@ import statistics
 
 from emssd.report import paper
 from emssd.report.cells import Cell, Grid, Spread, grids, num_repeats
-from emssd.report.figures import Curve, colour, curves
-from emssd.report.sections.common import Plot, Section, begin, caveat
+from emssd.report.figures import Curve, colour
+from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
 from emssd.report.sections.shape import say_why
 from emssd.report.sections.speedups import advantage, speed_table
 from emssd.report.sources import Material
@@ -17,9 +17,12 @@ __all__ = ["datasets"]
 
 _NAMES = {
     "cnn_dailymail": paper.CNN_DAILYMAIL,
+    "spec_summarization": paper.CNN_DAILYMAIL,
     "gsm8k": "GSM8K",
+    "spec_math": "GSM8K",
     "mt_bench": "MT-Bench",
-}  # tasks of the paper's prompts
+    "spec_mt_bench": "MT-Bench",
+}  # of tasks with prompts of the paper's datasets; others stand beside those of CNN/Daily Mail
 _COMMON = 8  # batch size of the paper's comparison
 
 
@@ -115,12 +118,8 @@ def _speedup(cell: Cell | None) -> str:
 
 
 def _chart(grid: Grid, data: str) -> str:
-    from emssd.report.sections.common import grid_curves
-
-    lines = grid_curves(grid, lambda cell: cell.speedup)
+    more = []
     for method, label in (("vanilla", "vanilla"), ("unpad_both", "EMS-SD")):
         points = {float(size): ratio for size, ratio in paper.speedups("draft_model", "opt-13b", method, data).items()}
-        lines.append(Curve(f"paper, {data}: {label}", points, colour(method), "paper"))
-    return curves(
-        grid.title, "batch size / rows", "speed-up (plain greedy decoding = 1)", lines, mark=grid.mark, level=1.0
-    )
+        more.append(Curve(f"paper, {data}: {label}", points, colour(method), "paper"))
+    return speed_chart(grid, grid.title, more)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from emssd.report.cells import Cell, Grid, grids, num_repeats
+from emssd.report.lines import Setting, setting_names, type_name
 from emssd.report.sections.common import Section, begin, caveat
 from emssd.report.sources import Material
 from emssd.report.text import escape, listed
 
 __all__ = ["drafters"]
-
-_Group = tuple[str, str, bool, int]  # model, dtype, compiled, batch size
 
 
 def drafters(material: Material) -> Section | None:
@@ -26,15 +26,16 @@ def drafters(material: Material) -> Section | None:
         "greedy decoding of the same text in the same repeat."
     )
     section = begin("drafters", "Drafters side by side", claim, (row.provenance for row in rows), num_repeats(found))
-    groups: dict[_Group, dict[tuple[str, str], Cell]] = {}
+    groups: dict[tuple[Setting, int], dict[tuple[str, str], Cell]] = {}
     for grid in found:
         section.say(caveat(grid))
         for cell in grid.cells:
             if cell.line.speculate:
-                group = (grid.setting.model, grid.setting.dtype, grid.setting.compiled, cell.batch_size)
-                groups.setdefault(group, {})[grid.setting.drafter, _text_of(grid)] = cell
-    for (model, dtype, compiled, size), cells in groups.items():
-        section.head(escape(f"{model} · {dtype}{', compiled' if compiled else ''} · batch size {size}"))
+                setting = dataclasses.replace(grid.setting, drafter="", data="", prompts=(0, 0))
+                groups.setdefault((setting, cell.batch_size), {})[grid.setting.drafter, _text_of(grid)] = cell
+    names = setting_names([setting for setting, _ in groups], lambda each: f"{each.model} · {type_name(each)}")
+    for (setting, size), cells in groups.items():
+        section.head(escape(f"{names[setting]} · batch size {size}"))
         section.say("Speed-up over plain greedy decoding, median (least–greatest):")
         _table(section, cells, _speedup)
         section.say("Mean acceptance length τ, and in brackets the share of drafted tokens that were accepted:")

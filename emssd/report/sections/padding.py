@@ -58,7 +58,7 @@ def padding_ratio(material: Material) -> Section | None:
             Plot("padding_ratio_new", "Padding per new token by batch size", _chart(found, "padding_per_new_token")),
             Plot("padding_ratio_tau", "Padding ratio by batch size", _chart(found, "padding_ratio")),
         ],
-        "Vanilla method; with stars at what the paper quotes" + (f". {marks}." if marks else "."),
+        "Vanilla method; in the first plot, stars at what the paper quotes" + (f". {marks}." if marks else "."),
     )
     section.points(_judge(grid) for grid in found)
     return section
@@ -135,12 +135,9 @@ def _panel(simulation: Simulation, name: str) -> list[Curve]:
     for index, size in enumerate(sorted({point["batch_size"] for point in simulation.points})):
         mine = [point for point in simulation.points if point["batch_size"] == size]
         exact = {float(point["p"]): float(point["exact"][name]) for point in mine}
+        estimates = {float(point["p"]): point["simulated"][name] for point in mine}
         ranges = {
-            float(point["p"]): (
-                min(exact[point["p"]], point["simulated"][name]["mean"] - 3 * point["simulated"][name]["error"]),
-                max(exact[point["p"]], point["simulated"][name]["mean"] + 3 * point["simulated"][name]["error"]),
-            )
-            for point in mine
+            p: (each["mean"] - 3 * each["error"], each["mean"] + 3 * each["error"]) for p, each in estimates.items()
         }
         lines.append(Curve(f"b = {size}", exact, colour(None, index), "level", ranges))
     return lines

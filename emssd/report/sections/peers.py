@@ -2,89 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from emssd.report.cells import Spread
 from emssd.report.figures import Curve, colour, curves
+from emssd.report.rows import machine_name
 from emssd.report.sections.common import Plot, Section
 from emssd.report.sources import Material, PeersRun
 from emssd.report.text import code, escape, listed
 
 __all__ = ["peers"]
 
-_Key = tuple[str, str, int]  # peer, mode, batch size
+_Runs = Seq[PeersRun]  # of one setting, each with batch sizes of its own
+_CUT = ("batch_sizes", "num_prompts")  # options in which the parts of a run differ that was cut by batch size
 
 
 def peers(material: Material) -> Section | None:
-    """Tokens/s and exact matches of all engines."""
+    """Tokens/s and exact matches of all engines, those of one run together."""
     if not material.peers:
         return None
     section = Section("peers", "Beside other engines")
     section.say(
         "The paper compares with no other engine. Here every engine ran in a process of its own, in turn with the "
-        "others, on the same prompts; tokens/s include the prompts."
-    )
-    for each in material.peers:
-        section.say(_origin(each))
-    columns = list(
-        dict.fromkeys(name for run in material.peers for cell in run.cells for name in cell.get("equal_rows", {}))
-    )
-    lines = []
-    for run in material.peers:
-        ours = {
-            (cell["mode"], cell["batch_size"]): _spread(cell).median
-            for cell in _measured(run)
-            if cell["peer"] == "emssd"
-        }
-        lines += [_line(cell, ours, columns) for cell in run.cells]
-    lines.sort(key=lambda line: (int(line[0]), line[1] != "greedy", line[1]))
-    section.table(
-        [
-            "batch",
-            "mode",
-            "engine",
-            "tokens/s (min–max)",
-            "emssd ÷ it",
-            "= own greedy",
-            *(f"= {name}" for name in columns),
-        ],
-        lines,
-        left=3,
+        "others of its run, on the same prompts; tokens/s include the prompts. Speeds of different runs are not "
+        "compared; one that was cut by batch size is shown as one."
     )
     section.say(
-        "*= own greedy*: rows whose tokens are those of the engine's own greedy decoding at the same batch size, of "
-        "all rows; the other columns likewise, with the outputs that they name. emssd ÷ it is a ratio of medians of "
-        "one run."
+        "*emssd ÷ it* is a ratio of medians of one run. *= own greedy*: rows whose tokens are those of the engine's "
+        "own greedy decoding at the same batch size, of all rows; the other columns likewise, with the outputs that "
+        "they name."
     )
-    modes = dict.fromkeys(cell["mode"] for run in material.peers for cell in _measured(run))
-    shown = [Plot(f"peers_{mode}", f"Tokens/s by batch size, {mode}", _chart(material, mode)) for mode in modes]
-    section.plots(shown, "Medians, bars from the least to the greatest repeat.")
-    section.points(_judge(material, mode) for mode in modes)
+    for index, runs in enumerate(_joined(material.peers)):
+        _of_runs(section, index, runs)
     return section
 
 
-def _origin(peers_run: PeersRun) -> str:
-    run = peers_run.run
+def _joined(runs: Iterable[PeersRun]) -> list[list[PeersRun]]:
+    """Runs that are parts of one, cut by batch size: of one setting, and with no batch size in common."""
+    found: list[list[PeersRun]] = []
+    for run in runs:
+        for parts in found:
+            sizes = {size for part in parts for size in _sizes(part)}
+            if _setting(run) == _setting(parts[0]) and sizes.isdisjoint(_sizes(run)):
+                parts.append(run)
+                break
+        else:
+            found.append([run])
+    return found
+
+
+def _setting(run: PeersRun) -> Mapping[str, Any]:
+    options = {name: value for name, value in run.run["options"].items() if name not in _CUT}
+    return {**run.run, "options": options, "date": None}
+
+
+def _sizes(run: PeersRun) -> list[int]:
+    return sorted({cell["batch_size"] for cell in run.cells})
+
+
+def _of_runs(section: Section, index: int, runs: _Runs) -> None:
+    names = list(dict.fromkeys(cell["peer"] for run in runs for cell in run.cells))
+    others = [name for name in names if name != "emssd"]
+    title = f"emssd beside {listed(others)}" if "emssd" in names and others else listed(names)
+    section.head(escape(title))
+    section.say(_origin(runs))
+    _table(section, runs)
+    modes = list(dict.fromkeys(cell["mode"] for run in runs for cell in _measured(run)))
+    if modes:
+        shown = [
+            Plot(f"peers_{index}_{mode}", f"Tokens/s by batch size, {mode}: {title}", _chart(runs, mode, names, title))
+            for mode in modes
+        ]
+        section.plots(shown, "Medians, bars from the least to the greatest repeat.")
+    section.points(_judge(runs, mode) for mode in modes)
+
+
+def _origin(runs: _Runs) -> str:
+    run = runs[0].run
     options = run["options"]
     versions = listed(
         f"{name} ({', '.join(f'{package} {version}' for package, version in each.items())})"
         for name, each in run["versions"].items()
     )
-    machine = f"{run['processor']}, {options.get('threads', '?')} threads"
-    settings = ", ".join(
-        f"{k} {v}" for k, v in options.items() if k in ("num_prompts", "max_new_tokens", "dtype", "repeats")
+    hardware = {
+        "processor": run["processor"],
+        "threads": options.get("threads", "?"),
+        "device": run.get("device", "cpu"),
+    }
+    told = {name: options[name] for name in ("prompts", "max_new_tokens", "dtype", "repeats") if name in options}
+    told |= {"data": run["data"]} if "data" in run else {}
+    settings = ", ".join(f"{name} {value}" for name, value in (told | run.get("speculation", {})).items())
+    given = f", emssd with {', '.join(options['emssd'])}" if options.get("emssd") else ""
+    said = (
+        f"{run['script']}, commit {run['commit']}, {listed(dict.fromkeys(each.run['date'] for each in runs))}, on "
+        f"{machine_name(hardware)}: target {run['models']['target']}, draft {run['models'].get('draft')}, {settings}"
+        f"{given}; {versions}; rows of"
     )
-    return escape_outside_code(
-        f"{run['script']}, commit {run['commit']}, {run['date']}, on {machine}: target {run['models']['target']}, "
-        f"draft {run['models'].get('draft')}, {settings}; {versions}; rows of ",
-        peers_run.name,
-    )
+    return f"{escape(said)} {listed(map(_file, runs))}."
 
 
-def escape_outside_code(text: str, name: str) -> str:
-    """`text` as it is, followed by `name` as code."""
-    return escape(text) + " " + code(name) + "."
+def _file(run: PeersRun) -> str:
+    return f"{code(run.name)} (batch size {listed(_sizes(run))}, {run.run['options'].get('num_prompts', '?')} prompts)"
+
+
+def _table(section: Section, runs: _Runs) -> None:
+    columns = list(dict.fromkeys(name for run in runs for cell in run.cells for name in cell.get("equal_rows", {})))
+    lines = []
+    for run in runs:
+        measured = [cell for cell in _measured(run) if cell["peer"] == "emssd"]
+        ours = {(cell["mode"], cell["batch_size"]): _spread(cell).median for cell in measured}
+        lines += [_line(cell, ours, columns) for cell in run.cells]
+    lines.sort(key=lambda line: (int(line[0]), line[1] != "greedy", line[1]))
+    equal = [f"= {name}" for name in ("own greedy", *columns)]
+    section.table(["batch", "mode", "engine", "tokens/s (min–max)", "emssd ÷ it", *equal], lines, left=3)
 
 
 def _line(cell: Mapping[str, Any], ours: Mapping[tuple[str, int], float], columns: list[str]) -> list[str]:
@@ -98,32 +130,32 @@ def _line(cell: Mapping[str, Any], ours: Mapping[tuple[str, int], float], column
     return [*start, spread.text(",.0f"), ratio, "" if own is None else f"{own}/{total}", *equal]
 
 
-def _chart(material: Material, mode: str) -> str:
-    by_peer: dict[str, dict[float, Spread]] = {}
-    for run in material.peers:
-        for cell in _measured(run):
-            if cell["mode"] == mode:
-                by_peer.setdefault(cell["peer"], {})[float(cell["batch_size"])] = _spread(cell)
+def _chart(runs: _Runs, mode: str, names: Seq[str], title: str) -> str:
+    """A curve for each engine, in the colour that it has in all modes."""
+    cells = [cell for run in runs for cell in _measured(run) if cell["mode"] == mode]
     lines = []
-    for index, (peer, found) in enumerate(by_peer.items()):
+    for index, name in enumerate(names):
+        found = {float(cell["batch_size"]): _spread(cell) for cell in cells if cell["peer"] == name}
         ranges = {batch: (spread.low, spread.high) for batch, spread in found.items()}
         medians = {batch: spread.median for batch, spread in found.items()}
-        lines.append(Curve(peer, medians, colour(None, index), ranges=ranges))
-    return curves(mode, "batch size / rows", "tokens/s, prompts included", lines)
+        lines += [Curve(name, medians, colour(None, index), ranges=ranges)] if found else []
+    return curves(f"{mode}: {title}", "batch size / rows", "tokens/s, prompts included", lines)
 
 
-def _judge(material: Material, mode: str) -> str:
+def _judge(runs: _Runs, mode: str) -> str:
     """Where this project is ahead in all repeats, behind, or neither."""
+    cells = {
+        (cell["peer"], cell["batch_size"]): _spread(cell)
+        for run in runs
+        for cell in _measured(run)
+        if cell["mode"] == mode
+    }
     said = []
-    for run in material.peers:
-        cells: dict[_Key, Spread] = {(c["peer"], c["mode"], c["batch_size"]): _spread(c) for c in _measured(run)}
-        for (peer, which, size), theirs in sorted(cells.items(), key=lambda item: (item[0][0], item[0][2])):
-            ours = cells.get(("emssd", mode, size))
-            if peer != "emssd" and which == mode and ours is not None:
-                apart = (
-                    "ahead" if ours.low > theirs.high else "behind" if ours.high < theirs.low else "within the spread"
-                )
-                said.append(f"{peer} at {size}: {ours.median / theirs.median:.2f} ({apart})")
+    for (peer, size), theirs in sorted(cells.items()):
+        ours = cells.get(("emssd", size))
+        if peer != "emssd" and ours is not None:
+            apart = "ahead" if ours.low > theirs.high else "behind" if ours.high < theirs.low else "within the spread"
+            said.append(f"{peer} at {size}: {ours.median / theirs.median:.2f} ({apart})")
     return escape(f"{mode}: emssd ÷ {'; '.join(said)}.") if said else escape(f"{mode}: no other engine.")
 
 

@@ -82,7 +82,8 @@ def provenance(material: Material) -> Section:
         section.say(f"{code(peers.name)}: see its section.")
     section.say(
         "Formulas are in the project's docs/metrics.md and docs/reports.md. Ratios are of runs of one repeat, and "
-        "their medians are shown with the least and the greatest. Every sentence with a figure was made from the rows."
+        "their medians are shown with the least and the greatest; those of other engines are of the medians of one "
+        "run. Every sentence with a figure was made from the rows."
     )
     return section
 

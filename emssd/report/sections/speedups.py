@@ -13,9 +13,9 @@ from emssd.report.sections.shape import say_why
 from emssd.report.sources import Material
 from emssd.report.text import escape
 
-__all__ = ["draft_models", "fig1", "llma_models", "own", "speed_table"]
+__all__ = ["advantage", "draft_models", "fig1", "llma_models", "own", "speed_table"]
 
-KNOWN = ("fig1", "ablation", "llma_models", "draft_models", "padding_ratio", "acceptance", "step_time", "datasets",
+_KNOWN = ("fig1", "ablation", "llma_models", "draft_models", "padding_ratio", "acceptance", "step_time", "datasets",
          "appendix", "crossover", "drafters")  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def draft_models(material: Material) -> Section | None:
 
 def own(material: Material) -> list[Section]:
     """Experiments that the paper does not have."""
-    names = dict.fromkeys(row.experiment for row in material.rows if row.experiment not in KNOWN)
+    names = dict.fromkeys(row.experiment for row in material.rows if row.experiment not in _KNOWN)
     found = []
     for index, name in enumerate(names):
         claim = "An experiment of your own; the paper has nothing to compare it with."

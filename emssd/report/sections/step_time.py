@@ -9,10 +9,10 @@ from emssd.report import paper
 from emssd.report.cells import Spread
 from emssd.report.figures import Curve, colour, curves
 from emssd.report.floor import Floor
-from emssd.report.lines import Setting
 from emssd.report.rows import Row, tokens_per_sample
 from emssd.report.sections.common import Plot, Section, begin
 from emssd.report.sources import Material
+from emssd.report.steps import Steps, milliseconds, steps_of
 from emssd.report.text import escape, listed
 
 __all__ = ["step_time"]
@@ -23,8 +23,8 @@ _QUOTED = 5  # tokens per sample that the paper compares with one
 
 def step_time(material: Material) -> Section | None:
     """Median times of steps that verify drafts which are all wrong, so that every step has as many tokens."""
-    rows = [row for row in material.of("step_time") if row.metrics["decode_row_steps"]]
-    if not rows:
+    found = steps_of(material.of("step_time"))
+    if not found:
         return None
     ratio = paper.STEP_MS[_QUOTED] / paper.STEP_MS[1]
     claim = (
@@ -32,25 +32,23 @@ def step_time(material: Material) -> Section | None:
         f"for one, and that with 16 rows it does not: {paper.STEP_MS[1]} ms for one token, {paper.STEP_MS[_QUOTED]} "
         f"ms for {_QUOTED}, {ratio:.2f} times as long (512 existing tokens)."
     )
-    repeats = max(len(found) for sizes in _by_cell(rows).values() for found in sizes.values())
+    repeats = max(len(rows) for steps in found for sizes in steps.cells.values() for rows in sizes.values())
+    origins = (row.provenance for steps in found for row in steps.rows)
     title = "Time of a step by tokens per sample"
-    section = begin("step_time", title, claim, (row.provenance for row in rows), repeats)
+    section = begin("step_time", title, claim, origins, repeats)
     section.say("Drafts are **replay**: made to be wrong throughout, so that every step has as many tokens as is said.")
-    for index, (setting, mine) in enumerate(_by_setting(rows).items()):
-        _of_setting(section, index, setting, mine)
+    for index, steps in enumerate(found):
+        _of_setting(section, index, steps)
     return section
 
 
-def _of_setting(section: Section, index: int, setting: Setting, rows: list[Row]) -> None:
-    made_up = any(row.random_weights for row in rows)
-    mark = "random weights, replay" if made_up else "replay"
-    lengths = sorted({int(length) for row in rows for length in row.samples["num_prompt_tokens"]})
+def _of_setting(section: Section, index: int, steps: Steps) -> None:
+    lengths = sorted({int(length) for row in steps.rows for length in row.samples["num_prompt_tokens"]})
     span = f"{lengths[0]}–{lengths[-1]}" if len(lengths) > 1 else listed(lengths)
-    behind = f"{span} tokens of prompt, {setting.max_new_tokens} new"
-    name = f"{setting.model} · {setting.dtype} · {rows[0].backend_options} ({mark})"
-    section.head(escape(name))
-    section.say("**Random weights**: a made-up model of that shape." if made_up else "", f"{behind}.")
-    cells = _by_cell(rows)
+    behind = f"{span} tokens of prompt, {steps.rows[0].max_new_tokens} new"
+    section.head(escape(steps.title))
+    section.say("**Random weights**: a made-up model of that shape." if steps.random_weights else "", f"{behind}.")
+    cells = steps.cells
     counts = sorted({tokens for sizes in cells.values() for tokens in sizes})
     section.say("Median ms of a step by tokens per sample (least and greatest repeat), and below it the floor:")
     lines = []
@@ -59,10 +57,12 @@ def _of_setting(section: Section, index: int, setting: Setting, rows: list[Row])
         lines.append(["floor", *(_floor_ms(by_tokens.get(count)) for count in counts)])
     section.table(["", *map(str, counts)], lines)
     section.points(_sentences(cells))
-    svg = curves(name, "tokens per sample in a step", "ms per step", _curves(cells), mark=mark, log=False)
+    ylabel = "ms per step"
+    svg = curves(steps.title, "tokens per sample in a step", ylabel, _curves(cells), mark=steps.mark, log=False)
     section.plots(
-        [Plot(f"step_time_{index}", f"Milliseconds of a step by tokens per sample: {name}", svg)],
-        f"Medians of steps and of repeats, bars from the least to the greatest repeat; dotted, the floor. **{mark}**.",
+        [Plot(f"step_time_{index}", f"Milliseconds of a step by tokens per sample: {steps.title}", svg)],
+        "Medians of steps and of repeats, bars from the least to the greatest repeat; dotted, the floor. "
+        f"**{steps.mark}**.",
     )
 
 
@@ -98,34 +98,13 @@ def _within_repeats(above: Iterable[Row], below: Iterable[Row]) -> Spread | None
 def _curves(cells: _Rows) -> list[Curve]:
     lines = []
     for index, (size, by_tokens) in enumerate(cells.items()):
-        spreads = {float(count): _spread(rows) for count, rows in by_tokens.items()}
+        spreads = {float(count): milliseconds(rows) for count, rows in by_tokens.items()}
         points = {count: spread.median for count, spread in spreads.items()}
         ranges = {count: (spread.low, spread.high) for count, spread in spreads.items()}
         lines.append(Curve(f"batch {size}", points, colour(None, index), ranges=ranges))
         floors = {float(count): 1e3 * floor.seconds for count, rows in by_tokens.items() if (floor := _floor(rows[0]))}
         lines.append(Curve("", floors, colour(None, index), "floor"))
     return lines
-
-
-def _by_setting(rows: Iterable[Row]) -> dict[Setting, list[Row]]:
-    found: dict[Setting, list[Row]] = {}
-    for row in rows:
-        each = Setting.of(row)
-        where = f"{each.machine} {row.backend_options}"
-        key = dataclasses.replace(each, drafter=row.drafter, machine=where, prompts=(0, 0))
-        found.setdefault(key, []).append(row)
-    return found
-
-
-def _by_cell(rows: Iterable[Row]) -> dict[int, dict[int, list[Row]]]:
-    found: dict[int, dict[int, list[Row]]] = {}
-    for row in sorted(rows, key=lambda row: (row.batch_size, tokens_per_sample(row))):
-        found.setdefault(row.batch_size, {}).setdefault(tokens_per_sample(row), []).append(row)
-    return found
-
-
-def _spread(rows: Iterable[Row]) -> Spread:
-    return Spread.of(1e3 * row.metrics["median_decode_step_seconds"] for row in rows)
 
 
 def _floor(row: Row) -> Floor | None:
@@ -135,7 +114,7 @@ def _floor(row: Row) -> Floor | None:
 
 
 def _ms(rows: list[Row] | None) -> str:
-    return "" if rows is None else _spread(rows).text()
+    return "" if rows is None else milliseconds(rows).text()
 
 
 def _floor_ms(rows: list[Row] | None) -> str:

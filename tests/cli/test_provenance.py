@@ -1,0 +1,56 @@
+"""What a machine could do at best: measured for what runs, and before anything else takes the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from emssd import job, provenance
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What happened, in order: a measurement is quick here, and takes as many seconds as there are threads."""
+    happened: list[str] = []
+    assemble = job.assemble
+
+    def best_seconds(*_: Any) -> float:
+        happened.append("measured")
+        return float(torch.get_num_threads())
+
+    def assembled(*arguments: Any, **options: Any) -> Any:
+        happened.append("engine")
+        return assemble(*arguments, **options)
+
+    monkeypatch.setattr(provenance, "_best_seconds", best_seconds)
+    monkeypatch.setattr(job, "assemble", assembled)
+    provenance._measured_rates.cache_clear()
+    yield happened
+    provenance._measured_rates.cache_clear()
+
+
+def test_rates_are_measured_once_for_each_number_of_threads(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rates(threads: int) -> tuple[float, float]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return provenance.machine_rates(torch.device("cpu"), torch.float32)
+
+    one, two = rates(1), rates(2)
+    assert two == (one[0] / 2, one[1] / 2)
+    assert rates(1) == one
+    assert len(measured) == 4  # a bandwidth and a rate of arithmetic for each
+
+
+def test_rates_are_measured_before_an_engine_takes_the_memory(measured: list[str], emssd: Callable) -> None:
+    result = emssd("-m", "experiment=fig1", "size=toy", "method=greedy,vanilla", "output_dir=out", "progress=false")
+    assert result.status == 0, result.err
+    assert measured == ["measured", "measured", "engine", "engine"]
+
+
+def test_a_run_of_no_experiment_measures_nothing(measured: list[str], decode: Callable) -> None:
+    assert decode().metrics["hardware"] == provenance.hardware(torch.device("cpu"))
+    assert measured == ["engine"]

@@ -1,0 +1,114 @@
+"""Other engines: what ran together stands together, and nothing else does."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from emssd.report.sections.common import Plot, Section
+from emssd.report.sections.peers import peers
+from emssd.report.sources import read
+
+RUN = {
+    "script": "benchmarks/cpu_peers.py",
+    "commit": "abc1234",
+    "date": "2026-11-21",
+    "processor": "made up | for tests",
+    "data": "questions.jsonl",
+    "models": {"target": "t", "draft": "d"},
+    "options": {"threads": 2, "repeats": 2, "num_prompts": 32, "batch_sizes": [4, 8], "emssd": ["compile=true"]},
+    "versions": {"emssd": {"emssd": "0.1.0"}},
+}
+
+
+def write(folder: Path, name: str, rates: dict[str, float], sizes: Seq[int], **options: Any) -> Path:
+    """A result with `rates` of its engines per row of a batch; `options` replace those of its run."""
+    run = copy.deepcopy(RUN) | {"date": options.pop("date", RUN["date"])}
+    run["options"] |= {"batch_sizes": list(sizes), **options}  # type: ignore[operator]
+    cells = [
+        {"peer": peer, "mode": "greedy", "batch_size": size, "tokens_per_second": [rate * size] * 2, "equal_rows": {}}
+        for size in sizes
+        for peer, rate in rates.items()
+    ]
+    path = folder / name
+    path.write_text(json.dumps({"run": run, "cells": cells}))
+    return path
+
+
+def section_of(*paths: Path) -> Section:
+    section = peers(read(paths))
+    assert section is not None
+    return section
+
+
+def heads(section: Section) -> list[str]:
+    return [block.removeprefix("### ") for block in _texts(section) if block.startswith("### ")]
+
+
+def tables(section: Section) -> list[list[str]]:
+    """The lines of each table, without its heading."""
+    return [block.splitlines()[2:] for block in _texts(section) if block.startswith("| batch")]
+
+
+def plots(section: Section) -> dict[str, Plot]:
+    return {plot.name: plot for block in section.blocks if not isinstance(block, str) for plot in block[0]}
+
+
+def test_runs_of_other_engines_stand_apart_with_their_own_rows_of_this_one(tmp_path: Path) -> None:
+    one = write(tmp_path, "one.json", {"emssd": 30.0, "vllm": 20.0}, (4, 8))
+    two = write(tmp_path, "two.json", {"emssd": 24.0, "hf": 6.0}, (8, 32), repeats=3)
+    section = section_of(one, two)
+    assert heads(section) == ["emssd beside vllm", "emssd beside hf"]
+    first, second = tables(section)
+    assert first[2:] == [
+        "| 8 | greedy | emssd | 240 (240–240) |  |  |",
+        "| 8 | greedy | vllm | 160 (160–160) | 1.50 |  |",
+    ]
+    assert second[:2] == ["| 8 | greedy | emssd | 192 (192–192) |  |  |", "| 8 | greedy | hf | 48 (48–48) | 4.00 |  |"]
+    svgs = {name: plot.svg for name, plot in plots(section).items()}
+    assert list(svgs) == ["peers_0_greedy", "peers_1_greedy"]
+    assert [("vllm" in svg, ">hf<" in svg) for svg in svgs.values()] == [(True, False), (False, True)]
+    verdicts = [block for block in _texts(section) if block.startswith("- greedy")]
+    assert verdicts[1] == "- greedy: emssd ÷ hf at 8: 4.00 (ahead); hf at 32: 4.00 (ahead)."
+
+
+def test_a_run_that_was_cut_by_batch_size_is_shown_as_one(tmp_path: Path) -> None:
+    large = write(tmp_path, "large.json", {"emssd": 30.0, "vllm": 20.0}, (4, 8))
+    small = write(tmp_path, "small.json", {"emssd": 60.0, "vllm": 20.0}, (1,), num_prompts=8, date="2026-11-22")
+    section = section_of(large, small)
+    assert heads(section) == ["emssd beside vllm"]
+    (lines,) = tables(section)
+    assert [line.split(" | ")[0] for line in lines] == ["| 1", "| 1", "| 4", "| 4", "| 8", "| 8"]
+    assert lines[1] == "| 1 | greedy | vllm | 20 (20–20) | 3.00 |  |"
+    assert list(plots(section)) == ["peers_0_greedy"]
+    origin = next(block for block in _texts(section) if block.startswith("benchmarks"))
+    assert "2026-11-21 and 2026-11-22, on made up | for tests, 2 threads" in origin
+    assert "data questions.jsonl, emssd with compile=true" in origin
+    files = f"`{large}` (batch size 4 and 8, 32 prompts) and `{small}` (batch size 1, 8 prompts)."
+    assert origin.endswith(f"rows of {files}")
+
+
+def test_runs_with_a_batch_size_in_common_or_another_option_are_not_joined(tmp_path: Path) -> None:
+    rates = {"emssd": 30.0, "vllm": 20.0}
+    first = write(tmp_path, "first.json", rates, (4, 8))
+    again = write(tmp_path, "again.json", rates, (8, 16))
+    other = write(tmp_path, "other.json", rates, (32,), dtype="float32")
+    assert heads(section_of(first, again)) == ["emssd beside vllm"] * 2
+    assert heads(section_of(first, other)) == ["emssd beside vllm"] * 2
+
+
+def test_a_run_in_which_all_failed_has_no_plot(tmp_path: Path) -> None:
+    path = write(tmp_path, "failed.json", {"emssd": 1.0}, (4,))
+    value = json.loads(path.read_text())
+    value["cells"] = [{"peer": "emssd", "mode": "greedy", "batch_size": 4, "failed": "no memory\nat all"}]
+    path.write_text(json.dumps(value))
+    section = section_of(path)
+    assert tables(section) == [["| 4 | greedy | emssd | failed: no memory |  |  |"]]
+    assert plots(section) == {}
+
+
+def _texts(section: Section) -> list[str]:
+    return [block for block in section.blocks if isinstance(block, str)]
