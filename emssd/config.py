@@ -28,6 +28,7 @@ __all__ = [
     "changed_options",
     "conf_dir",
     "register_configs",
+    "structured",
 ]
 
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
@@ -200,9 +201,19 @@ def register_configs(registry: Registry) -> None:
 
 def _options_node(spec: Spec) -> DictConfig:
     """The plugin's own dataclass, and the name by which its node is found again after composition."""
-    options = dataclasses.make_dataclass(spec.config.__name__, [("name", str, spec.name)], bases=(spec.config,))
+    return structured(
+        dataclasses.make_dataclass(spec.config.__name__, [("name", str, spec.name)], bases=(spec.config,))
+    )
+
+
+def structured(options: type) -> DictConfig:
+    """The dataclass `options` as OmegaConf's structured config; one of them that is a dictionary takes any key.
+
+    Raises:
+        OmegaConfBaseException: a field's type or default that cannot be.
+    """
     node: DictConfig = OmegaConf.structured(options)
     for _, child in node.items_ex(resolve=False):
         if isinstance(child, DictConfig) and OmegaConf.get_type(child) is dict:
-            OmegaConf.set_struct(child, False)  # an option that is a dictionary takes any key
+            OmegaConf.set_struct(child, False)
     return node

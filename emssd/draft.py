@@ -181,6 +181,13 @@ class Drafter(ABC):
         A request that comes again was preempted: it begins anew, with the tokens that it had.
         """
 
+    def forget(self) -> None:
+        """Drop what was learnt across requests, while none runs.
+
+        Called after a warm-up, which decodes the beginning of what is about to be timed. Of use to those only that
+        keep something of a request that was released.
+        """
+
 
 def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> None:
     """Hold a drafter to its interface.

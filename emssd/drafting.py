@@ -84,6 +84,14 @@ class CheckedDrafter(Drafter):
             if not self.failure:
                 self._fail("release", error)
 
+    def forget(self) -> None:
+        """Pass it on; a drafter that failed may be left with what it has."""
+        if not self.failure:
+            try:
+                self.drafter.forget()
+            except Exception as error:
+                self._fail("forget", error)
+
     def _fail(self, where: str, error: Exception) -> None:
         if isinstance(error, DraftError):
             failure: PluginError = DraftError(f"drafter {self.name} broke its interface: {error}")

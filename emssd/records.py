@@ -14,7 +14,7 @@ from emssd.chat import check_messages
 from emssd.errors import PromptError
 from emssd.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
 
-__all__ = ["RecordsConfig", "existing_file", "read_records", "read_text", "to_prompts"]
+__all__ = ["PROMPT_WORDS", "RecordsConfig", "Words", "existing_file", "read_records", "read_text", "to_prompts"]
 
 
 @dataclass
@@ -38,19 +38,44 @@ class RecordsConfig(SourceConfig):
     where: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def existing_file(name: str) -> Path:
-    """The file that ``data.path`` names.
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What errors call the things that are read, and the options that choose them; by default those of `data=jsonl`.
+
+    Attributes:
+        things: that records become.
+        path: what stands before the name of a file.
+        option, equals: what stands before the name of an option; between it and its value.
+        lines: says what a file of records is.
+        plain: says how else a file could be read.
+        chat: says how a list of messages could be read.
+    """
+
+    things: str = "prompts"
+    path: str = "data.path="
+    option: str = "data."
+    equals: str = "="
+    lines: str = "data=jsonl wants one JSON object per line"
+    plain: str = ", and data=text reads plain text"
+    chat: str = "; data.chat=true takes a list of messages"
+
+
+PROMPT_WORDS = Words()
+
+
+def existing_file(name: str, words: Words = PROMPT_WORDS) -> Path:
+    """The file of that name.
 
     Raises:
         PromptError: there is none.
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        raise PromptError(f"data.path={name}: no such file (looked in {Path.cwd()})")
+        raise PromptError(f"{words.path}{name}: no such file (looked in {Path.cwd()})")
     return path
 
 
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
+def read_records(path: Path, words: Words = PROMPT_WORDS) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
     """Pairs of place and record of a JSONL file, or what is wrong with a line; empty lines are skipped.
 
     Raises:
@@ -65,8 +90,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]] | FailedProm
         except json.JSONDecodeError as error:
             yield FailedPrompt(
                 place,
-                f"{place} is not JSON: {error.msg} at column {error.colno}; data=jsonl wants one JSON object per line, "
-                f"and data=text reads plain text",
+                f"{place} is not JSON: {error.msg} at column {error.colno}; {words.lines}{words.plain}",
             )
         except UnicodeDecodeError as error:
             yield FailedPrompt(place, f"{place} is not UTF-8 text ({error.reason} at byte {error.start}); convert it")
@@ -75,7 +99,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]] | FailedProm
                 yield place, record
             else:
                 kind = type(record).__name__
-                yield FailedPrompt(place, f"{place} is a {kind}; data=jsonl wants one JSON object per line")
+                yield FailedPrompt(place, f"{place} is a {kind}; {words.lines}")
 
 
 def read_text(path: Path) -> str:
@@ -100,7 +124,10 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def to_prompts(
-    records: Iterable[tuple[str, dict[str, Any]] | FailedPrompt], config: RecordsConfig, origin: str
+    records: Iterable[tuple[str, dict[str, Any]] | FailedPrompt],
+    config: RecordsConfig,
+    origin: str,
+    words: Words = PROMPT_WORDS,
 ) -> list[Prompt | FailedPrompt]:
     """The prompts of pairs of place and record, which come from `origin`, and what is wrong with the others.
 
@@ -123,11 +150,11 @@ def to_prompts(
             continue
         place, record = item
         try:
-            prompt = _prompt(place, record, config)
+            prompt = _prompt(place, record, config, words)
             if prompt.prompt_id in taken:
                 raise PromptError(
                     f"{place} has the id {prompt.prompt_id!r} of {taken[prompt.prompt_id]}; choose a field that "
-                    f"differs with data.id_field"
+                    f"differs with {words.option}id_field"
                 )
         except PromptError as error:
             prompts.append(FailedPrompt(place, str(error)))
@@ -136,23 +163,25 @@ def to_prompts(
             prompts.append(prompt)
     if not prompts:
         where = " and ".join(f"{name}={value}" for name, value in config.where.items())
-        raise PromptError(f"no prompt has {where}; change data.where" if where else f"{origin} holds no prompts")
+        raise PromptError(
+            f"no prompt has {where}; change {words.option}where" if where else f"{origin} holds no {words.things}"
+        )
     return prompts
 
 
-def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt:
+def _prompt(place: str, record: dict[str, Any], config: RecordsConfig, words: Words) -> Prompt:
     has = f"it has {', '.join(map(repr, record))}"
     options = {"id_field": config.id_field, "max_new_tokens_field": config.max_new_tokens_field}
     if config.template is None:
         options["field"] = config.field
     for option, name in options.items():
         if name is not None and name not in record:
-            choice = "data.field or data.template" if option == "field" else f"data.{option}"
-            raise PromptError(f"{place} has no field {name!r}; {has}. Choose with {choice}")
+            choice = f" or {words.option}template" if option == "field" else ""
+            raise PromptError(f"{place} has no field {name!r}; {has}. Choose with {words.option}{option}{choice}")
     prompt_id = str(record[config.id_field]) if config.id_field else place
     limit = _limit(place, record, config.max_new_tokens_field)
     if config.template is not None:
-        text = _filled(config.template, record, f"{place} does not fit data.template; {has}")
+        text = _filled(config.template, record, f"{place} does not fit {words.option}template; {has}")
         return Prompt(prompt_id, text, max_new_tokens=limit)
     value = record[config.field]
     if config.chat and isinstance(value, list):
@@ -161,8 +190,9 @@ def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt
     if not isinstance(value, str):
         raise PromptError(
             f"{place}: field {config.field!r} holds a value of type {type(value).__name__}, not text; "
-            f"choose another with data.field, or make text of it with \"data.template='{{{config.field}}}'\""
-            + ("; data.chat=true takes a list of messages" if isinstance(value, list) else "")
+            f"choose another with {words.option}field, or make text of it with "
+            f"\"{words.option}template{words.equals}'{{{config.field}}}'\""
+            + (words.chat if isinstance(value, list) else "")
         )
     return Prompt(prompt_id, value, max_new_tokens=limit)
 

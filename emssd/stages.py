@@ -106,6 +106,11 @@ class DraftStages:
         for drafter in self.drafters:
             drafter.release(request_ids)
 
+    def forget(self) -> None:
+        """Tell all drafters to drop what they have learnt across requests."""
+        for drafter in self.drafters:
+            drafter.forget()
+
 
 def _joined(parts: list[Draft], num_rows: int) -> Draft:
     """One draft of several, of which each row has tokens in one at most."""

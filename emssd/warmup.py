@@ -19,7 +19,8 @@ PROMPT_TOKENS = 128  # the end of a prompt is enough to see steps of every size
 def warm_up(engine: Engine, requests: Seq[Request]) -> None:
     """Run a batch of `requests` for a few tokens, at several lengths of drafts. Leaves an empty report.
 
-    A policy that learns is shown a whole range of steps: no drafts, short ones, and the longest.
+    A policy that learns is shown a whole range of steps: no drafts, short ones, and the longest. It keeps what it has
+    learnt; drafters forget it, as outputs would tell them what is about to be timed.
     """
     few = [
         dataclasses.replace(
@@ -36,5 +37,6 @@ def warm_up(engine: Engine, requests: Seq[Request]) -> None:
             engine.drafting.policy = HeldBudget(policy, num_tokens)
             for _ in engine.run(few):
                 pass
+        engine.drafting.forget()
     finally:
         engine.drafting.policy, engine.report = policy, RunReport()

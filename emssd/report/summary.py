@@ -85,7 +85,7 @@ def _step_times(rows: list[Row]) -> list[RenderableType]:
         for batch_size, by_tokens in steps.cells.items():
             for tokens, repeats in by_tokens.items():
                 table.add_row(str(batch_size), str(tokens), milliseconds(repeats).text())
-        shown += [_title(f"step_time: {steps.title}, drafts that are all wrong"), table]
+        shown += [_title(f"step_time: {steps.title}, drafts right by chance at most"), table]
     return shown
 
 

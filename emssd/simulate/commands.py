@@ -186,9 +186,10 @@ def _prompts(path: Path | None, limit: int | None) -> list[str]:
         from emssd.demo import prompts
 
         return [prompt.text for prompt in prompts(limit)]
-    from emssd.records import existing_file, read_text
+    from emssd.records import Words, existing_file, read_text
 
-    return [line for line in read_text(existing_file(str(path))).split("\n") if line.strip()][:limit]
+    lines = read_text(existing_file(str(path), Words(path="--prompts "))).split("\n")
+    return [line for line in lines if line.strip()][:limit]
 
 
 def _write(path: Path, text: str) -> None:

@@ -45,8 +45,8 @@ class EngineMachine(RuleBasedStateMachine):
     Attributes:
         max_prompt_tokens, max_new_tokens: of the largest request; the model must be as long as both.
         max_kv_tokens: limits of KV are drawn up to here, and small ones make preemption frequent.
-        num_preempted, num_pieces: rows preempted, and pieces of prompts, in all runs, so that a test can see that they
-            occur. Set them to 0 in each class that counts its own.
+        num_preempted, num_pieces: rows preempted, and pieces of prompts, in all runs;
+            `emssd.testing.preemption.run_until_preempted` sees to it that they occur.
     """
 
     max_prompt_tokens = 30

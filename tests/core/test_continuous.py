@@ -11,15 +11,14 @@ import pytest
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_flashinfer.backend import FlashInferBackend
 from emssd_ragged.backend import RaggedBackend
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import AttentionBackend
 from emssd.budget import BudgetPolicy
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.paged import ReferenceKernels, rerun
+from emssd.testing.preemption import run_until_preempted
 from emssd.testing.strategies import policies
 
 pytestmark = pytest.mark.slow  # random histories
@@ -28,12 +27,8 @@ pytestmark = pytest.mark.slow  # random histories
 class DenseMachine(EngineMachine):
     """The dense reference, which asserts what the engine owes to a backend."""
 
-    num_preempted = num_pieces = 0
-
 
 class RaggedMachine(EngineMachine):
-    num_preempted = num_pieces = 0
-
     @classmethod
     def make_model(cls) -> Any:
         return tiny_model("mistral", vocab_size=11, max_model_len=64)
@@ -49,7 +44,6 @@ class RaggedMachine(EngineMachine):
 class FusedMachine(RaggedMachine):
     """Pages are of 16 tokens whatever is drawn; narrow heads are padded, so a page takes more bytes than its tokens."""
 
-    num_preempted = num_pieces = 0
     max_kv_tokens = 120  # as half of the values' room is padding of narrow heads
 
     def make_backend(self, page_size: int) -> AttentionBackend:
@@ -57,24 +51,14 @@ class FusedMachine(RaggedMachine):
 
 
 class PagedMachine(RaggedMachine):
-    num_preempted = num_pieces = 0
     max_kv_tokens = 160  # of which half is padding of narrow heads, and a page that of tokens
 
     def make_backend(self, page_size: int) -> AttentionBackend:
         return FlashInferBackend(ReferenceKernels(), page_size=page_size, capture=rerun, max_graph_tokens=12)
 
 
-@pytest.mark.parametrize(
-    ("machine", "share"), [(DenseMachine, 3), (RaggedMachine, 3), (FusedMachine, 3), (PagedMachine, 3)]
-)
+@pytest.mark.parametrize("machine", [DenseMachine, RaggedMachine, FusedMachine, PagedMachine])
 def test_any_arrivals_chunks_preemptions_and_budgets_give_the_tokens_of_greedy_decoding(
-    machine: type[EngineMachine], share: int
+    machine: type[EngineMachine],
 ) -> None:
-    phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # to explain a failure takes minutes
-    examples = settings.default.max_examples // share
-    steps = settings(max_examples=examples, stateful_step_count=16, phases=phases)
-    for _ in range(8):  # one run seldom goes without
-        run_state_machine_as_test(machine, settings=steps)
-        if machine.num_preempted and machine.num_pieces:
-            return
-    pytest.fail(f"{machine.num_preempted} rows were preempted, and {machine.num_pieces} pieces of prompts computed")
+    run_until_preempted(machine, share=3, num_steps=16)

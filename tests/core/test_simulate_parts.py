@@ -226,7 +226,7 @@ def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch: pytest.Monk
         (["run", "--option", "num_tokens=x"], "'x' is no number"),
         (["run", "--max-steps", "0"], "max_steps is 0"),
         (["run", "--requests", "1", "--new", "1", "--json", "/nowhere/a.json"], "cannot be written"),
-        (["record", "out", "--prompts", "nothing"], "no such file"),
+        (["record", "out", "--prompts", "nothing"], "--prompts nothing: no such file"),
         (["appendix", "--steps", "1"], "--steps is 1"),
     ],
 )

@@ -169,7 +169,7 @@ def test_the_console_shows_steps_of_each_model_type_and_backend_apart() -> None:
         "demo · float32 · ragged (replay)",
     ]
     for place, title in enumerate(titles, 1):
-        _, _, below = text.partition(f"step_time: {title}, drafts that are all wrong")
+        _, _, below = text.partition(f"step_time: {title}, drafts right by chance at most")
         assert below.splitlines()[2].split() == ["2", "5", f"{place}.00", f"({place}.00–{place}.00)"]
 
 

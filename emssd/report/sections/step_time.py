@@ -22,7 +22,7 @@ _QUOTED = 5  # tokens per sample that the paper compares with one
 
 
 def step_time(material: Material) -> Section | None:
-    """Median times of steps that verify drafts which are all wrong, so that every step has as many tokens."""
+    """Median times of steps whose drafts are right by chance at most, so that every step has as many tokens."""
     found = steps_of(material.of("step_time"))
     if not found:
         return None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+
+from emssd.config import structured
 
 __all__ = ["from_text", "made", "round_trip"]
 
@@ -25,19 +26,10 @@ def made(config: type, values: Mapping[str, Any]) -> Any:
     """
     if not values:
         return config()
-    return OmegaConf.to_object(_node(config, values))
+    return OmegaConf.to_object(OmegaConf.merge(structured(config), values))
 
 
 def round_trip(config: Any) -> Any:
     """`config` once through YAML, composed over the defaults of its class as Hydra does it."""
     written = OmegaConf.to_yaml(OmegaConf.structured(config))
-    return OmegaConf.to_object(_node(type(config), OmegaConf.create(written)))
-
-
-def _node(config: type, values: Mapping[str, Any] | Any) -> DictConfig:
-    node = OmegaConf.structured(config)
-    for field in dataclasses.fields(config):
-        child = node._get_node(field.name)
-        if isinstance(child, DictConfig) and OmegaConf.get_type(child) is dict:
-            OmegaConf.set_struct(child, False)  # an option that is a dictionary takes any key
-    return cast("DictConfig", OmegaConf.merge(node, values))
+    return OmegaConf.to_object(OmegaConf.merge(structured(type(config)), OmegaConf.create(written)))

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Drafter, Outcome
+from emssd.draft import Draft, Outcome
 from emssd.drafting import CheckedDrafter
 from emssd.sequence import Batch, Request, Sequence
 from emssd.stages import DraftStages
@@ -74,11 +74,6 @@ class World:
         checked = [CheckedDrafter(each, None, self.vocab_size, on_error="fail") for each in self.watched]
         self._policy = _KeepAsTold()
         self._stages = DraftStages(checked, self._policy)
-
-    @classmethod
-    def of(cls, drafters: Seq[Drafter], vocab_size: int) -> World:
-        """A world for new drafters."""
-        return cls([WatchedDrafter(each, vocab_size) for each in drafters], vocab_size)
 
     @property
     def drafts(self) -> dict[str, list[list[int]]]:

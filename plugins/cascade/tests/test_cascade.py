@@ -18,9 +18,8 @@ from emssd_llma import LLMAConfig, Search
 from emssd_llma.drafter import LLMADrafter
 from emssd_ragged import Kernels, RaggedConfig
 from emssd_ragged.backend import RaggedBackend
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 
 from emssd import Engine
 from emssd.attention import AttentionBackend
@@ -36,8 +35,7 @@ from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
-
-QUICK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+from emssd.testing.preemption import run_until_preempted
 
 
 class Told(Drafter):
@@ -275,7 +273,6 @@ class AsFresh(DraftModelDrafter):
 
 
 class DraftModelMachine(EngineMachine):
-    num_preempted = num_pieces = 0
     own: AsFresh | None = None
 
     def make_backend(self, page_size: int) -> AttentionBackend:
@@ -295,8 +292,6 @@ class DraftModelMachine(EngineMachine):
 
 
 class CascadeMachine(DraftModelMachine):
-    num_preempted = num_pieces = 0
-
     def make_drafters(self, num_tokens: int) -> Seq[Drafter]:
         llma = LLMADrafter(LLMAConfig(2, num_tokens, Search.prompt_and_output, require_full_copy=False))
         return [llma, *super().make_drafters(num_tokens)]
@@ -304,8 +299,6 @@ class CascadeMachine(DraftModelMachine):
 
 class ReversedMachine(DraftModelMachine):
     """The draft model is asked first, and all that it drafts is right."""
-
-    num_preempted = num_pieces = 0
 
     @classmethod
     def make_model(cls) -> Any:
@@ -320,8 +313,7 @@ class ReversedMachine(DraftModelMachine):
 def test_after_any_arrivals_preemptions_and_trims_it_drafts_what_a_fresh_drafter_drafts(
     machine: type[DraftModelMachine],
 ) -> None:
-    examples = settings.default.max_examples // 4
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=15, phases=QUICK))
+    run_until_preempted(machine, share=4, num_steps=15)
 
 
 @pytest.mark.parametrize("budget", ["fixed", "adaptive"])

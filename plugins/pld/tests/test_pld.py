@@ -15,9 +15,8 @@ from emssd_pld import Occurrence, PLDConfig
 from emssd_pld.drafter import PLDDrafter
 from emssd_ragged import Kernels, RaggedConfig
 from emssd_ragged.backend import RaggedBackend
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from emssd import Engine
@@ -27,9 +26,8 @@ from emssd.errors import ConfigError
 from emssd.sequence import Batch, Request, Sequence
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import References
+from emssd.testing.preemption import decode_in_little_memory, run_until_preempted
 
-QUICK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(
     lambda sizes, **options: PLDConfig(max_ngram_size=max(sizes), min_ngram_size=min(sizes), **options),
@@ -154,44 +152,24 @@ def test_an_occurrence_that_does_not_exist_is_a_config_error() -> None:
         PLDDrafter(PLDConfig(occurrence="middle"))  # type: ignore[arg-type]
 
 
-KV_BYTES = 2 * 2 * 16 * 8  # of a token of the model below: layers, keys and values, heads and their size, float64
-
-
 @pytest.mark.parametrize(
-    ("backend", "kv_memory"),
+    ("backend", "num_kv_tokens"),
     [
-        (RaggedConfig(kernels=Kernels.torch), str(256 * KV_BYTES)),  # narrow heads without padding
+        (RaggedConfig(kernels=Kernels.torch), 256),  # narrow heads without padding
         (PaddedConfig(), None),  # keeps no memory limit
     ],
     ids=["ragged", "padded"],
 )
 def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
-    backend: Any, kv_memory: str | None
+    backend: Any, num_kv_tokens: int | None
 ) -> None:
     drafter = PLDDrafter(PLDConfig(num_speculative_tokens=4))
-    engine = Engine.from_model(
-        tiny_model("llama", vocab_size=11, max_model_len=144),
-        drafter=drafter,
-        backend=backend,
-        budget="fixed",
-        batch_size=3,
-        max_step_tokens=16,
-        kv_memory=kv_memory,
-        on_drafter_error="fail",
-    )
-    prompts, limits = [[1, 2, 3], [5, 6], [7, 8, 9], [1, 2, 3, 4, 1, 2]], [120, 115, 110, 30]
-    done = engine.generate(prompts, limits, ignore_eos=True)
-    references = References(engine.target, 120)
-    expected = [references[tuple(ids)][:limit] for ids, limit in zip(prompts, limits, strict=True)]
-    assert [generation.token_ids for generation in done] == expected
+    engine = decode_in_little_memory(drafter, backend, num_kv_tokens)
     assert 0 < engine.report.num_accepted < engine.report.num_drafted
-    assert (engine.report.num_preempted > 0) == (kv_memory is not None)
     assert drafter._indexes == {}
 
 
 class PLDMachine(EngineMachine):
-    num_preempted = num_pieces = 0
-
     def make_backend(self, page_size: int) -> AttentionBackend:
         return RaggedBackend(page_size)
 
@@ -211,7 +189,4 @@ class AsDefined(PLDDrafter):
 
 
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
-    examples = settings.default.max_examples // 4
-    run_state_machine_as_test(
-        PLDMachine, settings=settings(max_examples=examples, stateful_step_count=12, phases=QUICK)
-    )
+    run_until_preempted(PLDMachine, share=4, num_steps=12)

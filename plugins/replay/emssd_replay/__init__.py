@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.draft import Drafter, DrafterContext
+from emssd.errors import ConfigError
 from emssd.hookspecs import Spec, hookimpl
 
 __all__ = ["ReplayConfig", "emssd_drafters"]
@@ -24,8 +25,11 @@ class ReplayConfig:
         coverage: share of positions at which there is a draft at all, as retrieval does not always find one.
         num_speculative_tokens: drafted per row and step.
         trace: file of ``python -m emssd.simulate record``; then it says how much is drafted and how much of it right.
+            With `known`, every request must be in it, under its id. Without, it is a sample: a request that is not in
+            it is dealt one by its id.
         known: ``generations.jsonl`` of an earlier run of the same prompts: what the target will generate. ``null``
-            serves models of ``model.architecture``, whose text is known without.
+            serves models of ``model.architecture``, whose text is known without; and with ``p=0`` any model, whose
+            drafts then are arbitrary tokens and right by chance at most.
         seed: of the draw.
     """
 
@@ -39,9 +43,12 @@ class ReplayConfig:
 
 
 def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:
-    from emssd_replay.drafter import ReplayDrafter
+    from emssd_replay.drafter import UNKNOWN, ReplayDrafter
 
-    return ReplayDrafter(config, context.vocab_size)
+    drafter = ReplayDrafter(config, context.vocab_size)
+    if drafter.must_count and context.tokenizer is not None:  # models of model.architecture have none
+        raise ConfigError(UNKNOWN)
+    return drafter
 
 
 @hookimpl

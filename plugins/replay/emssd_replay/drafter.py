@@ -17,7 +17,13 @@ from emssd.simulate.laws import geometric_trace
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace
 from emssd_replay import ReplayConfig
 
-__all__ = ["ReplayDrafter"]
+__all__ = ["UNKNOWN", "ReplayDrafter"]
+
+UNKNOWN = (
+    "drafter=replay cannot know what this model will generate; give drafter.known=generations.jsonl, of a run of the "
+    "same prompts with drafter=none, or a model of model.architecture"
+)
+"""What is wrong with a model whose text is not known."""
 
 _NUM_DRAWN = 512  # requests whose coins are drawn; further ones share theirs
 _DRAWN_TOKENS = 1024  # of each; behind them its coins begin again
@@ -27,7 +33,7 @@ class ReplayDrafter(Drafter):
     """Drafts what the target is going to generate, with a wrong token where the trace has one.
 
     A row's trace depends on its request id and on its position alone, so every batch size and backend is shown the
-    same drafts.
+    same drafts. Where the output is given too, the trace has to be of the same requests; else it stands for any.
 
     Args:
         config: see `ReplayConfig`.
@@ -35,6 +41,7 @@ class ReplayDrafter(Drafter):
 
     Attributes:
         replays: what is replayed, in words.
+        must_count: whether nothing but its architecture tells what the target will generate; see `counted_on`.
 
     Raises:
         ConfigError: values outside of their ranges, or files that cannot be read.
@@ -45,12 +52,16 @@ class ReplayDrafter(Drafter):
         self._known = None if config.known is None else _read_known(Path(config.known))
         if config.trace is not None:
             trace = load_trace(Path(config.trace))
-            self.replays = f"acceptance recorded in {Path(config.trace).name}"
+            dealt = ", dealt out by request id" if self._known is None else ""
+            self.replays = f"acceptance recorded in {Path(config.trace).name}{dealt}"
         else:
             trace = _drawn(config)
             spread = "" if config.concentration is None else f" (Beta of each request, {config.concentration:g})"
+            chance = "" if config.p else " (right by chance at most)"
             where = "" if config.coverage == 1 else f" at {config.coverage:.0%} of positions"
-            self.replays = f"acceptance drawn: p = {config.p:g}{spread}, {config.num_speculative_tokens} drafted{where}"
+            self.replays = (
+                f"acceptance drawn: p = {config.p:g}{spread}{chance}, {config.num_speculative_tokens} drafted{where}"
+            )
         if len(trace.num_speculative_tokens) != 1:
             raise ConfigError(
                 f"trace {config.trace} is of {len(trace.num_speculative_tokens)} drafters in turn, and drafter=replay "
@@ -59,6 +70,8 @@ class ReplayDrafter(Drafter):
         self.num_speculative_tokens = trace.num_speculative_tokens[0]
         self._stages = [request.stages[0] for request in trace]
         self._by_id = {request.request_id: request.stages[0] for request in trace}
+        self._deals = config.trace is None or self._known is None
+        self.must_count = self._known is None and (config.trace is not None or config.p > 0)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         return Draft.from_chains(self._chain(row, limit) for row, limit in zip(batch, budget, strict=True))
@@ -74,11 +87,19 @@ class ReplayDrafter(Drafter):
         return upcoming
 
     def _stage(self, request_id: str) -> StageTrace:
+        """The request's own, or, where the trace stands for any, one that depends on the id."""
+        if request_id not in self._by_id and not self._deals:
+            raise ConfigError(
+                f"drafter.trace has no request {request_id!r}, but {', '.join(list(self._by_id)[:3])}, …; beside "
+                f"drafter.known, it must be of the same requests: give them the trace's ids, as with data.id_field"
+            )
         return self._by_id.get(request_id) or self._stages[crc32(request_id.encode()) % len(self._stages)]
 
     def _upcoming(self, row: Sequence, position: int, length: int) -> list[int]:
         """The next `length` tokens of the target; where the known ones end, rows end too, and any will do."""
         if self._known is None:
+            if self.must_count and position and counted_on(row.tokens[-2], 1, self._vocab_size) != row.tokens[-1:]:
+                raise ConfigError(UNKNOWN)
             return counted_on(row.tokens[-1], length, self._vocab_size)
         if row.request_id not in self._known:
             raise ConfigError(f"drafter.known has no row {row.request_id!r}; make it from a run of the same prompts")
@@ -115,7 +136,8 @@ def _thinned(request: RequestTrace, coverage: float, draw: random.Random) -> Req
 def _read_known(path: Path) -> dict[str, list[int]]:
     """By request id the tokens of an earlier run's ``generations.jsonl``."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
+        rows = [json.loads(line) for line in lines if line]
         return {row["id"]: list(row["token_ids"]) for row in rows}
     except OSError as error:
         raise ConfigError(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError
 from emssd.random_weights import counted_on, counting_model
+from emssd.sequence import Batch, Request, Sequence
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
 from emssd.testing.models import tiny_model
 
@@ -102,12 +103,62 @@ def test_a_real_model_is_replayed_from_its_own_output(tmp_path: Path) -> None:
         engine.generate(PROMPTS[:1], 8)
 
 
-def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    stage = StageTrace((3, 0, 2, 0), (1, 0, 1, 0))
-    save_trace(Trace((3,), (RequestTrace("0", 2, 8, (stage,)),)), path)
-    drafter = ReplayDrafter(ReplayConfig(trace=str(path)), 96)
+@pytest.mark.parametrize("config", [ReplayConfig(), ReplayConfig(p=0.0, trace="trace")], ids=["drawn", "recorded"])
+def test_a_model_whose_text_is_not_known_is_refused(config: ReplayConfig, tmp_path: Path) -> None:
+    if config.trace:
+        config.trace = str(a_trace(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot know what this model will generate; give drafter.known="):
+        Engine.from_pretrained("demo", drafter=config)
+    # Without a tokenizer it might be a counting model, until it goes on otherwise.
+    engine = Engine.from_model(tiny_model(std=0.12), drafter=config, on_drafter_error="fail")
+    with pytest.raises(PluginError, match="cannot know what this model will generate"):
+        engine.generate(PROMPTS[:3], 40, ignore_eos=True)
+
+
+def test_with_p_0_any_model_is_served_and_the_label_says_that_chance_remains() -> None:
+    engine = Engine.from_pretrained("demo", drafter=ReplayConfig(p=0.0), budget="fixed", on_drafter_error="fail")
+    engine.generate(PROMPTS, 8, ignore_eos=True)
+    assert engine.report.num_drafted > 0
+    (checked,) = engine.drafting.drafters
+    assert checked.drafter.replays == "acceptance drawn: p = 0 (right by chance at most), 7 drafted"  # type: ignore[attr-defined]
+
+
+def a_trace(folder: Path) -> Path:
+    """Of two requests, the first with three tokens drafted and one right; then, two and one."""
+    path = folder / "trace.jsonl"
+    stages = [StageTrace((3, 0, 2, 0), (1, 0, 1, 0)), StageTrace((0, 0, 0, 0), (0, 0, 0, 0))]
+    save_trace(Trace((3,), tuple(RequestTrace(str(i), 2, 8, (stage,)) for i, stage in enumerate(stages))), path)
+    return path
+
+
+def test_outputs_with_every_separator_of_unicode_are_read(tmp_path: Path) -> None:
+    known = tmp_path / "generations.jsonl"
+    row = {"id": "a", "text": "one\u2028two\u2029three\x85four\x1c", "token_ids": [3]}
+    known.write_text(
+        json.dumps(row, ensure_ascii=False) + "\n" + json.dumps(row | {"id": "b"}) + "\n", encoding="utf-8"
+    )
+    drafter = ReplayDrafter(ReplayConfig(known=str(known)), 96)
+    assert drafter._known == {"a": [3], "b": [3]}
+
+
+def test_beside_known_outputs_a_trace_of_other_requests_is_refused(tmp_path: Path) -> None:
+    known = tmp_path / "generations.jsonl"
+    known.write_text("".join(f'{{"id": "{name}", "token_ids": [6, 7, 8, 9]}}\n' for name in ("0", "file.jsonl:1")))
+    drafter = ReplayDrafter(ReplayConfig(known=str(known), trace=str(a_trace(tmp_path))), 96)
     assert drafter.replays == "acceptance recorded in trace.jsonl"
+    rows = [Sequence(Request(name, (5,), 9)) for name in ("0", "file.jsonl:1")]
+    assert drafter.propose(Batch((rows[0],)), [3]).token_ids.tolist()[:1] == [6]
+    with pytest.raises(ConfigError, match=r"drafter.trace has no request 'file.jsonl:1', but 0, 1, …; .*data.id_field"):
+        drafter.propose(Batch(tuple(rows)), [3, 3])
+
+
+def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
+    drafter = ReplayDrafter(ReplayConfig(trace=str(a_trace(tmp_path))), 96)
+    assert drafter.replays == "acceptance recorded in trace.jsonl, dealt out by request id"
+    for i in range(9):  # a sample serves requests of any name, each always alike
+        name = f"file.jsonl:{i}"
+        assert drafter._stage(name) is drafter._stage(name)
+    assert len({id(drafter._stage(f"file.jsonl:{i}")) for i in range(9)}) == 2
     (row,) = Engine.from_model(MODEL, drafter=drafter, budget="fixed").generate(PROMPTS[:1], 4)
     assert (row.num_steps, row.num_drafted, row.num_accepted) == (
         2,

@@ -8,21 +8,19 @@ from typing import Any
 
 from emssd.errors import ConfigError, PromptError
 from emssd.prompts import FailedPrompt, encode_text
-from emssd.records import RecordsConfig, existing_file, read_records, read_text, to_prompts
+from emssd.records import RecordsConfig, Words, existing_file, read_records, read_text, to_prompts
 
 __all__ = ["encoded", "load_tokenizer", "read_corpus"]
 
-# The readers of prompts speak of the options of `python -m emssd`.
-_OUR_WORDS = {
-    "data.path=": "",
-    "data.field or data.template": "--field or --template",
-    "data.field": "--field",
-    "data.template=": "--template ",
-    "data.template": "--template",
-    "data=jsonl wants": "a .jsonl file has",
-    ", and data=text reads plain text": "; files of other names are read as plain text",
-    "prompts": "documents",
-}
+_WORDS = Words(
+    things="documents",
+    path="",
+    option="--",
+    equals=" ",
+    lines="a .jsonl file has one JSON object per line",
+    plain="; files of other names are read as plain text",
+    chat="",
+)
 
 
 def read_corpus(names: Iterable[str], config: RecordsConfig) -> list[tuple[str, str]]:
@@ -38,12 +36,9 @@ def read_corpus(names: Iterable[str], config: RecordsConfig) -> list[tuple[str, 
         PromptError: a file or a record cannot be read.
     """
     texts: list[tuple[str, str]] = []
-    try:
-        for name in names:
-            path = existing_file(name)
-            texts += _records(path, config) if path.suffix == ".jsonl" else [(path.name, read_text(path))]
-    except PromptError as error:
-        raise PromptError(_in_our_words(str(error))) from error
+    for name in names:
+        path = existing_file(name, _WORDS)
+        texts += _records(path, config) if path.suffix == ".jsonl" else [(path.name, read_text(path))]
     return [(place, text) for place, text in texts if text.strip()]
 
 
@@ -81,14 +76,8 @@ def load_tokenizer(name: str) -> Any:
 
 def _records(path: Path, config: RecordsConfig) -> list[tuple[str, str]]:
     texts = []
-    for prompt in to_prompts(read_records(path), config, path.name):
+    for prompt in to_prompts(read_records(path, _WORDS), config, path.name, _WORDS):
         if isinstance(prompt, FailedPrompt):
             raise PromptError(prompt.error)
         texts.append((prompt.prompt_id, prompt.text))
     return texts
-
-
-def _in_our_words(message: str) -> str:
-    for theirs, ours in _OUR_WORDS.items():
-        message = message.replace(theirs, ours)
-    return message

@@ -71,7 +71,8 @@ class SuffixDrafter(Drafter):
         self._config = config
         self._max_match = depth - config.num_speculative_tokens
         self._rows: dict[str, SuffixAutomaton] = {}
-        self._cache = OutputCache(config.cache_tokens, depth, self._max_match) if config.cache_tokens else None
+        self._cache: OutputCache | None = None
+        self.forget()
         self.num_speculative_tokens = config.num_speculative_tokens
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -96,6 +97,11 @@ class SuffixDrafter(Drafter):
             self._rows.pop(request_id, None)
             if self._cache is not None:
                 self._cache.release(request_id)
+
+    def forget(self) -> None:
+        config = self._config
+        if config.cache_tokens:
+            self._cache = OutputCache(config.cache_tokens, config.max_tree_depth, self._max_match)
 
     def _draft(self, row: Sequence, limit: int) -> Chain:
         """From the longest match that gives something; the row's own text has a lead."""

@@ -15,20 +15,16 @@ from emssd_ragged.backend import RaggedBackend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import SEPARATOR
 from emssd_suffix.drafter import SuffixDrafter
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 
-from emssd import Engine
 from emssd.attention import AttentionBackend
 from emssd.draft import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
 from emssd.sequence import Batch, FinishReason, Request, Sequence
 from emssd.testing.engine_machine import EngineMachine
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import References
+from emssd.testing.preemption import decode_in_little_memory, run_until_preempted
 
-QUICK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(
     lambda num_tokens, longest, **options: SuffixConfig(num_tokens, num_tokens + longest, **options),
@@ -239,39 +235,21 @@ def test_options_out_of_range_are_config_errors_that_say_what_they_may_be(option
         SuffixDrafter(SuffixConfig(**options))
 
 
-KV_BYTES = 2 * 2 * 16 * 8  # of a token of the model below: layers, keys and values, heads and their size, float64
-
-
 @pytest.mark.parametrize(
-    ("backend", "kv_memory"),
+    ("backend", "num_kv_tokens"),
     [
-        (RaggedConfig(kernels=Kernels.torch), str(256 * KV_BYTES)),  # narrow heads without padding
+        (RaggedConfig(kernels=Kernels.torch), 256),  # narrow heads without padding
         (PaddedConfig(), None),  # keeps no memory limit
     ],
     ids=["ragged", "padded"],
 )
 @pytest.mark.parametrize("cache_tokens", [0, 200])
 def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
-    backend: Any, kv_memory: str | None, cache_tokens: int
+    backend: Any, num_kv_tokens: int | None, cache_tokens: int
 ) -> None:
     drafter = SuffixDrafter(SuffixConfig(6, max_spec_factor=2.0, cache_tokens=cache_tokens))
-    engine = Engine.from_model(
-        tiny_model("llama", vocab_size=11, max_model_len=144),
-        drafter=drafter,
-        backend=backend,
-        budget="fixed",
-        batch_size=3,
-        max_step_tokens=16,
-        kv_memory=kv_memory,
-        on_drafter_error="fail",
-    )
-    prompts, limits = [[1, 2, 3], [5, 6], [7, 8, 9], [1, 2, 3, 4, 1, 2]], [120, 115, 110, 30]
-    done = engine.generate(prompts, limits, ignore_eos=True)
-    references = References(engine.target, 120)
-    expected = [references[tuple(ids)][:limit] for ids, limit in zip(prompts, limits, strict=True)]
-    assert [generation.token_ids for generation in done] == expected
+    engine = decode_in_little_memory(drafter, backend, num_kv_tokens)
     assert 0 < engine.report.num_accepted < engine.report.num_drafted
-    assert (engine.report.num_preempted > 0) == (kv_memory is not None)
     assert drafter._rows == {}
     if drafter._cache is not None:
         assert 0 < drafter._cache.num_tokens <= cache_tokens
@@ -279,8 +257,6 @@ def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
 
 
 class SuffixMachine(EngineMachine):
-    num_preempted = num_pieces = 0
-
     def make_backend(self, page_size: int) -> AttentionBackend:
         return RaggedBackend(page_size)
 
@@ -289,7 +265,4 @@ class SuffixMachine(EngineMachine):
 
 
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
-    examples = settings.default.max_examples // 4
-    run_state_machine_as_test(
-        SuffixMachine, settings=settings(max_examples=examples, stateful_step_count=12, phases=QUICK)
-    )
+    run_until_preempted(SuffixMachine, share=4, num_steps=12)
