@@ -39,16 +39,10 @@ def row_of(
         job: its number in the sweep.
         overrides: what the sweep and the user set, as Hydra has it.
     """
-    assert config.experiment is not None
     target, model = engine.target, config.model
     drafters = [each.drafter for each in engine.drafting.drafters]
     replays = [said for drafter in drafters if (said := getattr(drafter, "replays", None))]
-    return {
-        "experiment": config.experiment.name,
-        "size": config.size.value,
-        "job": job,
-        "repeat": config.repeat,
-        "overrides": list(overrides),
+    return _job(config, job, overrides) | {
         "method": config.method,
         "speculate": config.speculate and config.drafter.name != "none",
         "batch_size": config.batch_size,
@@ -91,16 +85,23 @@ def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str,
     points = appendix_points(
         values["p"], values["batch_size"], max_acceptance=longest, num_steps=int(values["num_steps"]), seed=0
     )
+    return _job(config, job, overrides) | {
+        "max_acceptance": longest,
+        "num_steps": int(values["num_steps"]),
+        "points": [dataclasses.asdict(point) for point in points],
+        "provenance": provenance(torch.device("cpu"), torch.float32) | {"seed": {"simulation": 0}},
+    }
+
+
+def _job(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str, Any]:
+    """What every row begins with."""
+    assert config.experiment is not None
     return {
         "experiment": config.experiment.name,
         "size": config.size.value,
         "job": job,
         "repeat": config.repeat,
         "overrides": list(overrides),
-        "max_acceptance": longest,
-        "num_steps": int(values["num_steps"]),
-        "points": [dataclasses.asdict(point) for point in points],
-        "provenance": provenance(torch.device("cpu"), torch.float32) | {"seed": {"simulation": 0}},
     }
 
 

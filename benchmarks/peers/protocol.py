@@ -81,6 +81,7 @@ def serve(load: Callable[[argparse.Namespace], Build], distributions: Sequence[s
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the process is killed when it is done with
 
     def answer(values: dict[str, Any]) -> None:
         out.write(json.dumps(values) + "\n")

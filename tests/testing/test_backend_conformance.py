@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, settings
 
 from emssd.attention import Kept, KVCacheSpec, KVUsage
 from emssd.errors import OutOfMemoryError
 from emssd.packing import PackedInputs
 from emssd.testing.conformance import AttentionBackendConformance
-from emssd.testing.conformance.rules import broken_rule, rules_of
+from emssd.testing.conformance.rules import rules_of
 from emssd.testing.oracle import DenseBackend, DensePlan
 
 
@@ -164,30 +163,12 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_shrinking() -> Iterator[None]:
-    """A fault is to be found and named, not made small."""
-    before = settings.get_current_profile_name()
-    settings.register_profile("without_shrinking", settings.default, phases=[Phase.generate], database=None)
-    settings.load_profile("without_shrinking")
-    yield
-    settings.load_profile(before)
+Verdicts = Callable[..., dict[str, str]]
 
 
-def verdicts(make: Callable[[], Any], rule: str = "", **attributes: Any) -> dict[str, str]:
-    """What each test of the suite says: a broken rule, or nothing. Those of `rule` draw all their examples."""
+def suite(make: Callable[[], Any], **attributes: Any) -> type[AttentionBackendConformance]:
     given = {"make_backend": lambda self: make(), "derandomize": True, "config": Config} | attributes
-    tests, found = type("TestPlanted", (AttentionBackendConformance,), given), {}
-    for name in sorted(name for name in dir(tests) if name.startswith("test_")):
-        chosen, marks = tests(), getattr(getattr(tests, name), "pytestmark", [])
-        chosen.num_examples = None if rule in [word for mark in marks for word in mark.args] else 2
-        try:
-            getattr(chosen, name)()
-        except Exception as error:
-            if (rule := broken_rule(error)) is None:
-                raise
-            found[name] = rule.rule
-    return found
+    return type("TestPlanted", (AttentionBackendConformance,), given)
 
 
 @dataclass
@@ -209,14 +190,14 @@ def local_config() -> type:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str) -> None:
+def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
-    assert set((found := verdicts(make, rule)).values()) == {rule}, found
+    assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
 
 
 @pytest.mark.parametrize(("rule", "config"), [("backend.pickle", local_config()), ("backend.options", Odd)])
-def test_options_that_cannot_travel_are_found(rule: str, config: type) -> None:
-    assert set(verdicts(DenseBackend, config=config).values()) == {rule}
+def test_options_that_cannot_travel_are_found(rule: str, config: type, verdicts: Verdicts) -> None:
+    assert set(verdicts(suite(DenseBackend, config=config)).values()) == {rule}
 
 
 def test_every_rule_has_a_fault() -> None:

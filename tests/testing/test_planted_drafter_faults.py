@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, settings
 
 from emssd.draft import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequence import Batch, Sequence
 from emssd.testing.conformance import DrafterConformance
-from emssd.testing.conformance.rules import broken_rule, rules_of
+from emssd.testing.conformance.rules import rules_of
 from emssd.testing.conformance.suite import Suite
 
 
@@ -281,14 +280,7 @@ FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_shrinking() -> Iterator[None]:
-    """A fault is to be found and named, not made small."""
-    before = settings.get_current_profile_name()
-    settings.register_profile("without_shrinking", settings.default, phases=[Phase.generate], database=None)
-    settings.load_profile("without_shrinking")
-    yield
-    settings.load_profile(before)
+Verdicts = Callable[..., dict[str, str]]
 
 
 def suite(make: Callable[[DrafterContext], Any], **attributes: Any) -> type[Suite]:
@@ -296,28 +288,12 @@ def suite(make: Callable[[DrafterContext], Any], **attributes: Any) -> type[Suit
     return type("TestPlanted", (DrafterConformance,), given)
 
 
-def verdicts(tests: type[Suite], rule: str = "") -> dict[str, str]:
-    """What each test of the suite says: a broken rule, or nothing. Those of `rule` draw all their examples."""
-    found = {}
-    for name in sorted(name for name in dir(tests) if name.startswith("test_")):
-        chosen, marks = tests(), getattr(getattr(tests, name), "pytestmark", [])
-        chosen.num_examples = None if rule in [word for mark in marks for word in mark.args] else 2
-        arguments = [lambda *_: None] if name == "test_report_of_the_cost" else []
-        try:
-            getattr(chosen, name)(*arguments)
-        except Exception as error:
-            if (rule := broken_rule(error)) is None:
-                raise
-            found[name] = rule.rule
-    return found
-
-
-def test_a_good_drafter_breaks_no_rule() -> None:
+def test_a_good_drafter_breaks_no_rule(verdicts: Verdicts) -> None:
     assert verdicts(suite(Good)) == {}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str) -> None:
+def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
     assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
 
@@ -333,12 +309,14 @@ def local_config() -> type:
 @pytest.mark.parametrize(
     ("rule", "config"), [("drafter.pickle", local_config()), ("drafter.options", Odd), ("drafter.options", Named)]
 )
-def test_options_that_cannot_travel_are_found(rule: str, config: type) -> None:
+def test_options_that_cannot_travel_are_found(rule: str, config: type, verdicts: Verdicts) -> None:
     assert set(verdicts(suite(Good, config=config)).values()) == {rule}
 
 
 @pytest.mark.parametrize("full_causes", ["0", "1"])  # as a debugger or coverage makes OmegaConf set them
-def test_a_lock_among_the_options_breaks_both_rules(full_causes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_among_the_options_breaks_both_rules(
+    full_causes: str, monkeypatch: pytest.MonkeyPatch, verdicts: Verdicts
+) -> None:
     monkeypatch.setenv("OC_CAUSE", full_causes)
     assert set(verdicts(suite(Good, config=Locked)).values()) == {"drafter.pickle", "drafter.options"}
 
@@ -348,7 +326,7 @@ def test_every_rule_has_a_fault() -> None:
     assert planted == {rule.name for rule in rules_of("drafter")}
 
 
-def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only() -> None:
+def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == {}
     assert verdicts(suite(ForgetsToRelease, learns_across_requests=True)) == {}
     found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.lossless")
@@ -363,5 +341,5 @@ class Draws(IsRandom):
         return replace(draft, probs=torch.full((draft.token_ids.numel(), self.vocab_size), 1 / self.vocab_size))
 
 
-def test_a_drafter_that_gives_probabilities_may_draw_from_them() -> None:
+def test_a_drafter_that_gives_probabilities_may_draw_from_them(verdicts: Verdicts) -> None:
     assert verdicts(suite(Draws)) == {}
