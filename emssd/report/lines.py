@@ -84,7 +84,7 @@ _REST = {
 
 
 def _short_name(each: Setting) -> str:
-    data = f"{each.data}, {each.prompts[0]} prompts"
+    data = f"{each.data}, {each.prompts[0]} prompts, {each.max_new_tokens} new tokens"
     return " · ".join([each.model, each.drafter, data, type_name(each)])
 
 

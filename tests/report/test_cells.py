@@ -135,6 +135,7 @@ def test_settings_that_look_alike_are_told_apart() -> None:
     changes: list[dict[str, Any]] = [{}, {"size": "paper"}, {"max_new_tokens": 8}, {"batching": "continuous"}]
     titles = [grid.title for grid in grids([row(**change) for change in changes])]
     assert len(set(titles)) == len(changes)
-    assert titles[1].endswith("size paper · 64 new tokens · static batches")
+    assert titles[1].endswith("size paper · static batches")
+    assert "8 new tokens" in titles[2]
     (alone,) = grids([row()])
-    assert alone.title == "demo · llma · demo, 6 prompts · float32"
+    assert alone.title == "demo · llma · demo, 6 prompts, 64 new tokens · float32"

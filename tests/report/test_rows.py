@@ -133,7 +133,7 @@ def _shown(rows: list[dict[str, Any]]) -> str:
 def test_the_console_shows_speedups_spread_and_what_is_missing() -> None:
     rows = list(measured("fig1", ("greedy", "vanilla")))
     text = _shown(rows)
-    assert "fig1: demo · llma · demo, 6 prompts · float32" in text
+    assert "fig1: demo · llma · demo, 6 prompts, 64 new tokens · float32" in text
     ratios = [1.3 * (1 - 0.01 * repeat) / (1 + 0.01 * repeat) for repeat in (1, 2, 3)]
     assert f"{ratios[1]:.2f} ({ratios[2]:.2f}–{ratios[0]:.2f})×" in text
     without = [row for row in rows if row["method"] != "greedy" or row["repeat"] != 2]

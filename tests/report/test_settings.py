@@ -24,7 +24,9 @@ def with_options(*options: str, **changes: Any) -> Row:
 
 
 def by_title(rows: list[Row]) -> dict[str, Grid]:
-    return {grid.title.removeprefix("demo · llma · demo, 6 prompts · float32"): grid for grid in grids(rows)}
+    return {
+        grid.title.removeprefix("demo · llma · demo, 6 prompts, 64 new tokens · float32"): grid for grid in grids(rows)
+    }
 
 
 def test_options_that_a_row_has_no_field_for_tell_settings_apart() -> None:
