@@ -51,11 +51,10 @@ class Costs:
         """Bytes that a step has to move and operations that it has to compute; of a mean step too.
 
         Args:
-            num_rows: rows of the batch, all alike.
+            num_rows: rows of the batch, all alike; each of a row's tokens is taken to see all of its KV, nearly so.
             num_tokens: tokens that are computed, of all rows.
             num_kv_tokens: tokens of KV that the rows have after the step; each is read or written once.
         """
-        new, kept = num_tokens / num_rows, num_kv_tokens / num_rows
-        attended = num_tokens * (kept - (new - 1) / 2)  # a token sees none of those after it
+        attended = num_tokens * num_kv_tokens / num_rows
         flops = 2 * self.matmul_parameters * num_tokens + self.attention_flops_per_kv_token * attended
         return self.weight_bytes + self.kv_bytes_per_token * num_kv_tokens, flops

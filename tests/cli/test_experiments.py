@@ -200,7 +200,7 @@ def test_models_of_the_same_name_are_not_repeats_of_each_other(emssd: Callable, 
     own = ("model=hf", "model.path=a/final,b/final", "data=text", "data.path=prompts.txt", "max_new_tokens=4")
     result = toy(emssd, "fig1", *own, "method=greedy,ragged")
     assert result.status == 0, result.err
-    title = "final · llma · text, 2 prompts · float64 · model.path={}/final"
+    title = "final · llma · text, 2 prompts, 4 new tokens · float64 · model.path={}/final"
     cells = [(title.format(name), label, 1) for name in ("a", "b") for label in ("greedy", "ragged")]
     assert cells_of(result.folder) == cells
     assert all(title.format(name) in result.out for name in ("a", "b"))

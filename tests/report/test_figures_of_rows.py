@@ -24,8 +24,7 @@ def test_the_floor_of_a_step_done_by_hand() -> None:
     assert floor is not None
     # 4 MB of weights and 200 tokens of KV at 2 kB, at 10 GB/s; 8 tokens a step, 100 of context each, at 100 GFLOP/s
     assert floor.byte_seconds == pytest.approx((4e6 + 200 * 2e3) / 1e10)
-    # four tokens of a row see 97 to 100
-    assert floor.flop_seconds == pytest.approx(8 * (2 * 1e6 + 500 * (100 - 1.5)) / 1e11)
+    assert floor.flop_seconds == pytest.approx(8 * (2 * 1e6 + 500 * 100) / 1e11)
     assert floor.bound == "bytes"
     assert floor.tokens_per_second == pytest.approx(4 / floor.seconds)
 
