@@ -61,7 +61,12 @@ class Setting:
 
 
 def setting_names(settings: Seq[Setting], name: Callable[[Setting], str] | None = None) -> dict[Setting, str]:
-    """What `name` says of each, or model, drafter, data and type; where that is the same, whatever else differs."""
+    """By setting what `name` says of it, and where that is the same, whatever else differs.
+
+    Args:
+        settings: to be told apart.
+        name: ``None`` says model, drafter, data, new tokens and type.
+    """
     short = {each: (name or _short_name)(each) for each in settings}
     found = {}
     for each, said in short.items():

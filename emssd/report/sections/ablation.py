@@ -30,8 +30,9 @@ def ablation(material: Material) -> Section | None:
         f"figures of that table say the inputs do, at batch size {inputs}. Below is what this project measures."
     )
     title = "Table 2: unpadding the KV cache, the inputs, or both"
-    section = begin("ablation", title, claim, (row.provenance for row in rows), num_repeats(grids(rows)))
-    for index, grid in enumerate(grids(rows)):
+    found = grids(rows)
+    section = begin("ablation", title, claim, (row.provenance for row in rows), num_repeats(found))
+    for index, grid in enumerate(found):
         section.head(escape(grid.title))
         section.say(caveat(grid))
         speed_table(section, grid, "llma", _MODEL)

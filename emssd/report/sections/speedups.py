@@ -65,8 +65,9 @@ def _compared(
 ) -> Section | None:
     if not rows:
         return None
-    section = begin(name, title, claim, (row.provenance for row in rows), num_repeats(grids(rows)))
-    for index, grid in enumerate(grids(rows)):
+    found = grids(rows)
+    section = begin(name, title, claim, (row.provenance for row in rows), num_repeats(found))
+    for index, grid in enumerate(found):
         section.head(escape(grid.title))
         section.say(caveat(grid))
         theirs = grid.setting.model if grid.setting.model in models else (models[0] if models else "")
