@@ -18,7 +18,7 @@ from emssd.budget import BudgetPolicy
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.paged import ReferenceKernels, rerun
-from emssd.testing.preemption import run_until_preempted
+from emssd.testing.preemption import run_with_preemption
 from emssd.testing.strategies import policies
 
 pytestmark = pytest.mark.slow  # random histories
@@ -61,4 +61,4 @@ class PagedMachine(RaggedMachine):
 def test_any_arrivals_chunks_preemptions_and_budgets_give_the_tokens_of_greedy_decoding(
     machine: type[EngineMachine],
 ) -> None:
-    run_until_preempted(machine, share=3, num_steps=16)
+    run_with_preemption(machine, share=3, num_steps=16)

@@ -35,7 +35,7 @@ from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
-from emssd.testing.preemption import run_until_preempted
+from emssd.testing.preemption import run_with_preemption
 
 
 class Told(Drafter):
@@ -313,7 +313,7 @@ class ReversedMachine(DraftModelMachine):
 def test_after_any_arrivals_preemptions_and_trims_it_drafts_what_a_fresh_drafter_drafts(
     machine: type[DraftModelMachine],
 ) -> None:
-    run_until_preempted(machine, share=4, num_steps=15)
+    run_with_preemption(machine, share=4, num_steps=15)
 
 
 @pytest.mark.parametrize("budget", ["fixed", "adaptive"])

@@ -26,7 +26,7 @@ from emssd.errors import ConfigError
 from emssd.sequence import Batch, Request, Sequence
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
-from emssd.testing.preemption import decode_in_little_memory, run_until_preempted
+from emssd.testing.preemption import decode_in_little_memory, run_with_preemption
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(
@@ -189,4 +189,4 @@ class AsDefined(PLDDrafter):
 
 
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
-    run_until_preempted(PLDMachine, share=4, num_steps=12)
+    run_with_preemption(PLDMachine, share=4, num_steps=12)

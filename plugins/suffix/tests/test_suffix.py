@@ -23,7 +23,7 @@ from emssd.draft import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
 from emssd.sequence import Batch, FinishReason, Request, Sequence
 from emssd.testing.engine_machine import EngineMachine
-from emssd.testing.preemption import decode_in_little_memory, run_until_preempted
+from emssd.testing.preemption import decode_in_little_memory, run_with_preemption
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(
@@ -265,4 +265,4 @@ class SuffixMachine(EngineMachine):
 
 
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
-    run_until_preempted(SuffixMachine, share=4, num_steps=12)
+    run_with_preemption(SuffixMachine, share=4, num_steps=12)
