@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +25,23 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin that fails to load is an error; named here, as pytest.ini would import emssd before coverage starts."""
     config.addinivalue_line("filterwarnings", "error::emssd.registry.PluginWarning")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests run without coverage, which would double their time; what they alone reach counts as not covered."""
+    if config.pluginmanager.hasplugin("pytest_cov"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker("no_cover")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Nor are the processes covered that slow tests start."""
+    with patch.dict(os.environ):
+        if item.get_closest_marker("slow"):
+            os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)

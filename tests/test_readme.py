@@ -36,6 +36,7 @@ def test_the_entry_point_in_the_readme_is_that_of_the_example() -> None:
     assert entry in (EXAMPLE / "pyproject.toml").read_text()
 
 
+@pytest.mark.slow
 def test_the_library_example_prints_each_prompts_text() -> None:
     assert sorted(re.findall(r"^([01]) .*?\(τ \d\.\d\d\)$", run(ROOT / "examples" / "library.py"), re.M | re.S)) == [
         "0",

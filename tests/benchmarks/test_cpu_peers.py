@@ -225,6 +225,7 @@ def test_another_engine_runs_all_modes(name: str, peers: Any, tmp_path: Path) ->
         assert all(details.get("most_rows", 2) == 2 for details in row["details"]), "more rows ran than were allowed"
 
 
+@pytest.mark.slow
 def test_references_are_taken_in_both_precisions(peers: Any, tmp_path: Path) -> None:
     request = peers.protocol.Request("greedy", 1, 3, [[4, 5], [6]], [2])
     given = peers.workers.Setting(PAIR[1], PAIR[3], "bfloat16", threads=1)

@@ -152,6 +152,7 @@ def test_a_disk_that_fills_up_before_the_metrics(decode: Callable, work: Path, m
     assert len(result.rows) == 5
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_finished_rows(start: Callable[..., subprocess.Popen[str]], model: str, work: Path) -> None:
     (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(5000)))
     process = start(

@@ -89,6 +89,7 @@ def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
     assert padded["unpad_inputs"][0] == 0 < padded["unpad_inputs"][1]
 
 
+@pytest.mark.slow
 def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> None:
     result = toy(emssd, "fig1", "batch_size=1,3", "repeat=1,2", "method=greedy,ragged", "drafter.copy_length=3")
     rows = rows_of(result.folder)
@@ -104,6 +105,7 @@ def test_other_data_than_the_task_has_is_not_called_by_its_name(emssd: Callable,
     assert (row["data"], row["data_label"]) == ("text", None)
 
 
+@pytest.mark.slow
 def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None:
     folder = toy(emssd, "fig1").folder
     whole = rows_of(folder)

@@ -32,11 +32,10 @@ def cut_down(folder: Path, num_rows: int, rest: str = "") -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, 2])
-def test_killed_and_resumed_nothing_is_lost_or_decoded_twice(
-    kills: int, start: Callable[..., subprocess.Popen[str]], model: str, work: Path
+def test_killed_twice_and_resumed_nothing_is_lost_or_decoded_twice(
+    start: Callable[..., subprocess.Popen[str]], model: str, work: Path
 ) -> None:
-    num_prompts = 300
+    num_prompts = 240
     (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(num_prompts)))
     options = [f"model.path={model}", "data=text", "data.path=many.txt", "max_new_tokens=24", "batch_size=4"]
 
@@ -54,13 +53,10 @@ def test_killed_and_resumed_nothing_is_lost_or_decoded_twice(
         return path.read_bytes().count(b"\n")
 
     assert run("whole") == num_prompts
-    before = run("killed", kill_at=20)
-    assert 20 <= before < num_prompts
-    for i in range(1, kills):
-        # Another drafter, backend and batch size: none of them determines the output.
-        after = run("killed", "resume=true", "drafter=none", "backend=padded", "batch_size=3", kill_at=20 + 60 * i)
-        assert before < after < num_prompts
-        before = after
+    first = run("killed", kill_at=20)
+    # Another drafter, backend and batch size: none of them determines the output.
+    before = run("killed", "resume=true", "drafter=none", "backend=padded", "batch_size=3", kill_at=80)
+    assert 20 <= first < before < num_prompts
     with (work / "killed" / "generations.jsonl").open("ab") as file:
         file.write(b'{"id": "many.txt:300", "prompt": "pro')  # what a kill within a write leaves
     assert run("killed", "resume=true") == num_prompts
@@ -193,6 +189,7 @@ def test_options_that_contradict_each_other(decode: Callable, emssd: Callable) -
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_is_resumed_job_by_job(decode: Callable) -> None:
     sweep = ["-m", "drafter=none,llma", "overwrite=false"]
     folder = decode(*sweep).folder

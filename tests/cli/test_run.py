@@ -166,6 +166,7 @@ def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, m
     assert len(result.rows) < 5
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_process_with_a_progress_bar(
     start: Callable[..., subprocess.Popen[str]], model: str, prompts: Path
 ) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
 
+import pytest
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
 
 from emssd.draft import Drafter, DrafterContext
 from emssd.testing.conformance import DrafterConformance
+
+pytestmark = pytest.mark.slow  # together
 
 
 class TestNone(DrafterConformance):

@@ -326,6 +326,7 @@ def test_every_rule_has_a_fault() -> None:
     assert planted == {rule.name for rule in rules_of("drafter")}
 
 
+@pytest.mark.slow
 def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == {}
     assert verdicts(suite(ForgetsToRelease, learns_across_requests=True)) == {}
