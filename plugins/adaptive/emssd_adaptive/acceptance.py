@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence as Seq
 
 __all__ = ["Acceptance"]
-
-_Array = npt.NDArray[np.float64]
 
 _PRIOR_WEIGHT = 3.0  # drafted tokens that the run's average counts for in a row's own estimate
 _GLOBAL_MEMORY = 400.0  # drafted tokens that the run's average looks back on
@@ -17,24 +13,27 @@ _FADE_UNDRAFTED = 0.97  # a step, for a row that drafts nothing: what was learnt
 
 
 class _Counts:
-    """Accepted and rejected tokens, by whether the token was the first of its draft or a later one; they fade."""
+    """Accepted and tried tokens, by whether the token was the first of its draft or a later one; they fade."""
 
-    __slots__ = ("accepted", "tried")
+    __slots__ = ("first_accepted", "first_tried", "later_accepted", "later_tried")
 
-    def __init__(self) -> None:
-        self.accepted = [0.0, 0.0]
-        self.tried = [0.0, 0.0]
+    def __init__(self, first: tuple[float, float] = (0.0, 0.0), later: tuple[float, float] = (0.0, 0.0)) -> None:
+        self.first_accepted, self.first_tried = first
+        self.later_accepted, self.later_tried = later
 
     def fade(self, factor: float) -> None:
-        self.accepted = [value * factor for value in self.accepted]
-        self.tried = [value * factor for value in self.tried]
+        self.first_accepted *= factor
+        self.first_tried *= factor
+        self.later_accepted *= factor
+        self.later_tried *= factor
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """A draft; tokens behind the first rejected one tell nothing."""
-        self.tried[0] += 1
-        self.accepted[0] += num_accepted > 0
-        self.tried[1] += min(num_accepted, num_drafted - 1)
-        self.accepted[1] += max(0, num_accepted - 1)
+        self.first_tried += 1
+        if num_accepted:
+            self.first_accepted += 1
+            self.later_accepted += num_accepted - 1
+            self.later_tried += min(num_accepted, num_drafted - 1)
 
 
 class Acceptance:
@@ -49,8 +48,7 @@ class Acceptance:
     def __init__(self, memory: float) -> None:
         self._fade = 1.0 - 1.0 / max(memory, 1.0)
         self._rows: dict[str, _Counts] = {}
-        self._all = _Counts()
-        self._all.accepted, self._all.tried = [1.0, 1.6], [2.0, 2.0]  # hopeful, until something is known
+        self._all = _Counts(first=(1.0, 2.0), later=(1.6, 2.0))  # hopeful, until something is known
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         """What became of one row's draft in one step."""
@@ -69,21 +67,18 @@ class Acceptance:
         for request_id in request_ids:
             self._rows.pop(request_id, None)
 
-    def gains(self, request_ids: Iterable[str], depth: int) -> _Array:
-        """``[B, depth]`` probability that each token of a row's draft is accepted, with all before it."""
-        first, later = ((self._all.accepted[i] + 0.5) / (self._all.tried[i] + 1.0) for i in range(2))
-        chances = []
-        for request_id in request_ids:
-            row = self._rows.get(request_id)
-            if row is None:
-                chances.append((first, later))
-            else:
-                chances.append(
-                    (
-                        (row.accepted[0] + _PRIOR_WEIGHT * first) / (row.tried[0] + _PRIOR_WEIGHT),
-                        (row.accepted[1] + _PRIOR_WEIGHT * later) / (row.tried[1] + _PRIOR_WEIGHT),
-                    )
-                )
-        table = np.asarray(chances).reshape(-1, 2)
-        gains: _Array = table[:, :1] * table[:, 1:] ** np.arange(depth)
+    def gains(self, request_ids: Iterable[str], limits: Seq[int]) -> list[list[float]]:
+        """``[B]`` up to each row's limit, the probability that a token of its draft is accepted, with all before it."""
+        run = self._all
+        first = (run.first_accepted + 0.5) / (run.first_tried + 1.0)
+        later = (run.later_accepted + 0.5) / (run.later_tried + 1.0)
+        gains = []
+        for request_id, limit in zip(request_ids, limits, strict=True):
+            row = self._rows.get(request_id, _NOTHING)
+            gain = (row.first_accepted + _PRIOR_WEIGHT * first) / (row.first_tried + _PRIOR_WEIGHT)
+            chance = (row.later_accepted + _PRIOR_WEIGHT * later) / (row.later_tried + _PRIOR_WEIGHT)
+            gains.append([gain * chance**depth for depth in range(limit)])
         return gains
+
+
+_NOTHING = _Counts()  # is known of a new row

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-
-import numpy as np
+from itertools import accumulate
 
 from emssd.budget import BudgetPolicy
 from emssd.draft import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.sequence import Batch
 from emssd.stats import StepStats
+from emssd_adaptive.choice import best_lengths
 from emssd_adaptive.stage import StageRecord
 from emssd_adaptive.step_time import StepTime
 
@@ -63,8 +63,7 @@ class AdaptiveBudget(BudgetPolicy):
         chosen = (
             lengths if record.is_probing else self._choose(batch, lengths, num_other_tokens, record, drafting=False)
         )
-        worth = record.acceptance.gains(batch.request_ids, max(lengths))
-        self._gained += float(worth[np.arange(max(lengths)) < np.asarray(chosen)[:, None]].sum())
+        self._gained += sum(map(sum, record.acceptance.gains(batch.request_ids, chosen)))
         self._num_drafted += sum(chosen)
         return chosen
 
@@ -89,32 +88,26 @@ class AdaptiveBudget(BudgetPolicy):
         if drafting and self._time.num_observed < _TRIAL_STEPS:  # a curve is not known by one of its points
             return [min(limit, _TRIALS[self._time.num_observed % len(_TRIALS)]) for limit in limits]
         num_kv_tokens = sum(len(row.tokens) for row in batch)
-        num_decoding = len(batch) + self._num_drafted
-        num_fixed = sum(row.num_uncached for row in batch) + num_other_tokens
         # Prompts are computed sooner or later: what they take in this step is no reason to draft more.
-        decoding_only_and_all = np.asarray([float(num_decoding), float(num_fixed)])
-        without, fixed = np.maximum(self._time.verify_seconds(decoding_only_and_all, num_kv_tokens), 1e-9)
-        base = len(batch) + self._gained
-        worth = record.acceptance.gains(batch.request_ids, depth)
-        if drafting:
-            worth[:, 0] -= base / without * record.catch_up_seconds(self._lengths)
-            worth = np.maximum(np.minimum.accumulate(worth, axis=1), 0.0)
-        worth[np.arange(depth) >= np.asarray(limits)[:, None]] = 0.0
-        best_rate, cap, taken = 0.0, 0, 0
-        levels = float(record.draft_seconds(depth, np.zeros(1))[0]) if drafting else 0.0
-        for deepest in range(1, depth + 1) if levels > _NEGLIGIBLE * without else (depth,):
-            ranked = np.sort(worth[:, :deepest], axis=None)[::-1]
-            ranked = ranked[ranked > 0]
-            gain = base + np.concatenate([[0.0], np.cumsum(ranked)])
-            count = np.arange(len(ranked) + 1, dtype=np.float64)
-            seconds = self._time.verify_seconds(num_fixed + count, num_kv_tokens) - fixed + without
-            if drafting:
-                seconds[1:] += record.draft_seconds(deepest, count[1:])
-            rates = gain / np.maximum(seconds, 1e-9)
-            most = int(np.argmax(rates))
-            if rates[most] > best_rate:
-                best_rate, cap, taken = float(rates[most]), deepest, most
-        # Worths never rise within a row, and equal ones are taken in order: what is chosen is a beginning of each row.
-        places = np.argsort(-worth[:, :cap], axis=None, kind="stable")[:taken]
-        chosen: list[int] = np.bincount(places // max(cap, 1), minlength=len(batch)).tolist()
-        return chosen
+        without = max(self._time.seconds(len(batch) + self._num_drafted, num_kv_tokens), 1e-9)
+        num_fixed = sum(row.num_uncached for row in batch) + num_other_tokens
+        base, rise = len(batch) + self._gained, self._time.rise
+        worths = record.acceptance.gains(batch.request_ids, limits)
+        if not drafting:
+            return best_lengths(worths, base, without, lambda count: rise(num_fixed + count))[0]
+        per_level, per_token = record.seconds_per_level, record.seconds_per_token
+        for row, seconds in zip(worths, record.catch_up_seconds(self._lengths), strict=True):
+            if seconds and row:
+                row[0] -= base / without * seconds
+                row[:] = accumulate(row, min)
+        best, best_rate = [0] * len(batch), base / without
+        for deepest in range(1, depth + 1) if per_level * depth > _NEGLIGIBLE * without else (depth,):
+            lengths, rate = best_lengths(
+                [row[:deepest] for row in worths],
+                base,
+                without + per_level * deepest,
+                lambda count: rise(num_fixed + count) + per_token,
+            )
+            if rate > best_rate:
+                best, best_rate = lengths, rate
+        return best

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-import numpy as np
-import numpy.typing as npt
-
 from emssd.draft import Outcome
 from emssd.stats import StageStats
 from emssd_adaptive.acceptance import Acceptance
 from emssd_adaptive.regression import FadingRegression
 
 __all__ = ["StageRecord"]
-
-_Array = npt.NDArray[np.float64]
 
 _PROBE_TOKENS = 2
 _PROBE_SHARE = 4  # one row in so many drafts in a probe
@@ -38,18 +33,21 @@ class StageRecord:
         self._seen: dict[str, int] = {}  # tokens of each row when it was last drafted for
         self._idle_steps, self._probe_interval, self._backoff = 0, probe_interval, 1
 
-    def draft_seconds(self, depth: int, num_tokens: _Array) -> _Array:
-        """Expected seconds of drafting `num_tokens` ``[m]`` tokens in all, up to `depth` for one row."""
-        per_level, per_token, _ = self._seconds.coefficients
-        seconds: _Array = per_level * depth + per_token / _TOKENS * num_tokens
-        return seconds
+    @property
+    def seconds_per_level(self) -> float:
+        """Expected seconds of drafting, for each token of the longest draft."""
+        return self._seconds.coefficients[0]
 
-    def catch_up_seconds(self, lengths: Mapping[str, int]) -> _Array:
+    @property
+    def seconds_per_token(self) -> float:
+        """Expected seconds of drafting, for each token of all rows; beside those of a level."""
+        return self._seconds.coefficients[1] / _TOKENS
+
+    def catch_up_seconds(self, lengths: Mapping[str, int]) -> list[float]:
         """``[B]`` seconds of showing each row's new tokens to the drafter, as far as they are charged to this step."""
+        per_token = self._seconds.coefficients[2] / _TOKENS
         behind = [length - self._seen.get(row, 0) for row, length in lengths.items()]
-        charged = np.asarray([min(tokens, _AT_ONCE) + max(0, tokens - _AT_ONCE) / _LATER for tokens in behind])
-        seconds: _Array = self._seconds.coefficients[2] / _TOKENS * charged
-        return seconds
+        return [per_token * (min(tokens, _AT_ONCE) + max(0, tokens - _AT_ONCE) / _LATER) for tokens in behind]
 
     def probed(self, budget: list[int], limits: Seq[int]) -> list[int]:
         """`budget`, or that of a probe if nothing was drafted for long."""

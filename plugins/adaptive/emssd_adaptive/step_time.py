@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from bisect import bisect_right
+from itertools import accumulate
 
 from emssd_adaptive.regression import FadingRegression
 
 __all__ = ["StepTime"]
-
-_Array = npt.NDArray[np.float64]
 
 # Where the cost of one more token may change: flat while weights are what takes time, steep once arithmetic is.
 _KNOTS = (0, 16, 64, 256)
@@ -21,6 +19,7 @@ class StepTime:
 
     def __init__(self) -> None:
         self._verify = FadingRegression(2 + len(_KNOTS))
+        self._rises = [0.0] * len(_KNOTS)
 
     @property
     def is_known(self) -> bool:
@@ -36,12 +35,16 @@ class StepTime:
         """Learn from a step that computed `num_tokens` over `num_kv_tokens` of KV; `seconds` without drafting."""
         hinges = [max(0, num_tokens - knot) / _TOKENS for knot in _KNOTS]
         self._verify.observe([1.0, *hinges, num_kv_tokens / _CONTEXT], seconds)
+        self._rises = [rise / _TOKENS for rise in accumulate(self._verify.coefficients[1:-1])]
 
-    def verify_seconds(self, num_tokens: _Array, num_kv_tokens: int) -> _Array:
-        """Expected seconds of steps of `num_tokens` ``[m]`` tokens."""
-        coefficients = self._verify.coefficients
-        seconds = np.full(len(num_tokens), coefficients[0] + coefficients[-1] * num_kv_tokens / _CONTEXT)
-        for knot, coefficient in zip(_KNOTS, coefficients[1:-1], strict=True):
-            if coefficient:
-                seconds += coefficient / _TOKENS * np.maximum(0.0, num_tokens - knot)
-        return seconds
+    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        """Expected seconds of a step of `num_tokens` tokens."""
+        start, *hinges, context = self._verify.coefficients
+        seconds = start + context * num_kv_tokens / _CONTEXT
+        return seconds + sum(
+            coefficient / _TOKENS * max(0, num_tokens - knot) for knot, coefficient in zip(_KNOTS, hinges, strict=True)
+        )
+
+    def rise(self, num_tokens: int) -> float:
+        """Expected seconds that one token more takes than `num_tokens`, which is at least 0."""
+        return self._rises[bisect_right(_KNOTS, num_tokens) - 1]
