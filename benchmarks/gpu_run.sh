@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one command of less than ten minutes on an H200: correctness, then the quick benchmark.
+# The GPU tests, then the quick benchmark, in one command of at most twelve and a half minutes.
 #
 #     benchmarks/gpu_run.sh RESULTS [WHEELS]
 #

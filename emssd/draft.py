@@ -37,7 +37,8 @@ class Draft:
         probs: ``[num_draft, vocab]`` the drafter's distribution at each node; ``None`` means a deterministic
             drafter. Greedy verification does not read it.
         confidence: ``[num_draft]`` host floats in 0..1, how sure the drafter is of each node, given that those before
-            it are right; on any scale of its own, which budget policies learn. ``None``: it does not know.
+            it are right; on any scale of its own, for budget policies; `adaptive` does not read it. ``None``: it
+            does not know.
     """
 
     token_ids: torch.Tensor
