@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from emssd.model import TargetModel
@@ -17,9 +18,10 @@ class Costs:
 
     Attributes:
         weight_bytes: of all weights that every step reads: everything but embedding tables, of which only rows are
-            read. For a mixture of experts this counts all experts, which a small batch does not read.
+            read, and of a mixture of experts as many as one token takes; a step whose tokens take others reads more.
         kv_bytes_per_token: keys and values of one token, all layers.
-        matmul_parameters: weights that multiply each token, the vocabulary projection included.
+        matmul_parameters: weights that multiply each token, the vocabulary projection included, and of a mixture of
+            experts as many as a token takes.
         attention_flops_per_kv_token: per query token and token of context, all layers.
     """
 
@@ -37,11 +39,16 @@ class Costs:
         projection = model.get_output_embeddings()
         tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         tables -= {id(projection.weight)} if projection is not None else set()
-        weights = [parameter for parameter in model.parameters() if id(parameter) not in tables]
+        taken = _share_of_experts(model.config.get_text_config())
+        weights = [
+            (weight, weight.numel() * (taken if ".experts." in name else 1))
+            for name, weight in model.named_parameters()
+            if id(weight) not in tables
+        ]
         return cls(
-            weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights),
+            weight_bytes=int(sum(count * weight.element_size() for weight, count in weights)),
             kv_bytes_per_token=target.kv_cache_spec(1).bytes_per_token(),
-            matmul_parameters=sum(weight.numel() for weight in weights if weight.ndim > 1),
+            matmul_parameters=int(sum(count for weight, count in weights if weight.ndim > 1)),
             attention_flops_per_kv_token=sum(
                 2 * layer.num_qo_heads * (layer.key_dim + layer.value_dim) for layer in target.layers
             ),
@@ -58,3 +65,12 @@ class Costs:
         attended = num_tokens * num_kv_tokens / num_rows
         flops = 2 * self.matmul_parameters * num_tokens + self.attention_flops_per_kv_token * attended
         return self.weight_bytes + self.kv_bytes_per_token * num_kv_tokens, flops
+
+
+def _share_of_experts(config: Any) -> Fraction:
+    """Of the experts of a layer, those that a token takes; 1 for a model that is no mixture of experts."""
+    taken = getattr(config, "num_experts_per_tok", None)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if taken and (there := getattr(config, name, None)):
+            return Fraction(taken, there)
+    return Fraction(1)

@@ -52,7 +52,7 @@ class Jobs:
         """Job `number` of the experiment's sweep: a line on the console, and a row.
 
         Raises:
-            ConfigError: an option that the experiment itself sets.
+            ConfigError: an option that the experiment itself sets; or rows that are kept are of another format.
         """
         from emssd.experiment import row_of, simulated_row
         from emssd.intake import check_options
@@ -65,6 +65,7 @@ class Jobs:
         _check_overrides(config, overrides)
         if self._rows is None:
             self._rows = RowsFile(folder, resume=config.resume, overwrite=config.overwrite)
+            _check_kept(self._rows)
             console.print(f"experiment={config.experiment.name} size={config.size.value}: {config.experiment.title}")
         if self._rows.has(number, overrides):
             return
@@ -100,6 +101,20 @@ class Jobs:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _check_kept(rows: RowsFile) -> None:
+    """Refuse before the first run what could not be shown after the last one."""
+    from emssd.report.rows import parse
+
+    for number, row in enumerate(rows.read(), start=1):
+        try:
+            parse(row, where=f"{rows.path}:{number}")
+        except ConfigError as error:
+            raise ConfigError(
+                f"resume=true: {error}. With overwrite=true all of its jobs run again; if you take that line out, "
+                f"only its own does"
+            ) from None
 
 
 def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:

@@ -12,7 +12,8 @@ __all__ = ["ModelCache"]
 class ModelCache:
     """Loads what is asked for once, in the place of `emssd.model.load_model`, as long as one target is in use.
 
-    A sweep compares runs of one target at a time; with the next target, the models of the one before are dropped.
+    With the next target, the models of the one before are dropped; so a sweep that alternates targets loads one for
+    each run (see *Several models* in ``docs/experiments.md``).
     """
 
     def __init__(self) -> None:

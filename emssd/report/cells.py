@@ -28,6 +28,15 @@ class Spread:
         found = list(values)
         return cls(statistics.median(found), min(found), max(found), len(found))
 
+    @classmethod
+    def within_repeats(
+        cls, above: Iterable[Row], below: Iterable[Row], figure: Callable[[Row], float]
+    ) -> Spread | None:
+        """Of the ratios of a figure within each repeat of a file; ``None`` if they have no repeat in common."""
+        values = {(row.source, row.repeat): figure(row) for row in below}
+        ratios = [figure(row) / value for row in above if (value := values.get((row.source, row.repeat)))]
+        return cls.of(ratios) if ratios else None
+
     def covers(self, value: float) -> bool:
         """Whether repeats are on both sides of `value`, or at it; a single repeat covers nothing but itself."""
         return self.low <= value <= self.high
@@ -130,9 +139,7 @@ class Grid:
         top, bottom = self.get(above, batch_size), self.get(below, batch_size)
         if top is None or bottom is None:
             return None
-        rates = {(row.source, row.repeat): _rate(row) for row in bottom.rows}
-        ratios = [_rate(row) / rates[key] for row in top.rows if rates.get(key := (row.source, row.repeat))]
-        return Spread.of(ratios) if ratios else None
+        return Spread.within_repeats(top.rows, bottom.rows, _rate)
 
 
 def grids(rows: Iterable[Row]) -> list[Grid]:

@@ -28,17 +28,11 @@ class Floor:
     @classmethod
     def of(cls, row: Row) -> Floor | None:
         """Of a run; ``None`` if it had no decode step."""
-        metrics, hardware = row.metrics, row.provenance["hardware"]
-        steps = metrics["decode_steps"]
-        if not steps or not metrics["decode_row_steps"]:
+        steps, num_rows = row.metrics["decode_steps"], row.metrics["decode_row_steps"]
+        if not steps or not num_rows:
             return None
-        mean = [metrics[f"decode_{what}"] / steps for what in ("row_steps", "computed_tokens", "kv_tokens")]
-        moved, flops = Costs(**row.costs).of_step(*mean)
-        return cls(
-            moved / hardware["bytes_per_second"],
-            flops / hardware["flops_per_second"],
-            metrics["decode_new_tokens"] / steps,
-        )
+        seconds = _seconds(row, row.metrics["decode_computed_tokens"] / num_rows)
+        return cls(*seconds, row.metrics["decode_new_tokens"] / steps)
 
     @property
     def seconds(self) -> float:
@@ -61,12 +55,16 @@ def arithmetic_from(row: Row) -> int | None:
 
     ``None`` if it had no decode step.
     """
-    metrics, costs, hardware = row.metrics, row.costs, row.provenance["hardware"]
-    if not metrics["decode_steps"] or not metrics["decode_row_steps"]:
+    if not row.metrics["decode_steps"] or not row.metrics["decode_row_steps"]:
         return None
-    rows = metrics["decode_row_steps"] / metrics["decode_steps"]
-    context = metrics["decode_kv_tokens"] / metrics["decode_row_steps"]
-    moved = costs["weight_bytes"] + costs["kv_bytes_per_token"] * context * rows
-    flops = rows * (2 * costs["matmul_parameters"] + costs["attention_flops_per_kv_token"] * context)
-    tokens: float = moved / hardware["bytes_per_second"] * hardware["flops_per_second"] / flops
-    return max(1, ceil(tokens))
+    moving, computing_one = _seconds(row, 1)
+    return max(1, ceil(moving / computing_one))
+
+
+def _seconds(row: Row, tokens_per_row: float) -> tuple[float, float]:
+    """Of moving the bytes of a mean decode step, and of computing so many tokens of each of its rows."""
+    metrics, hardware = row.metrics, row.provenance["hardware"]
+    num_rows = metrics["decode_row_steps"] / metrics["decode_steps"]
+    num_kv_tokens = metrics["decode_kv_tokens"] / metrics["decode_steps"]
+    moved, flops = Costs(**row.costs).of_step(num_rows, num_rows * tokens_per_row, num_kv_tokens)
+    return moved / hardware["bytes_per_second"], flops / hardware["flops_per_second"]

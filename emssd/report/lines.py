@@ -79,6 +79,7 @@ def setting_names(settings: Seq[Setting], name: Callable[[Setting], str] | None 
 
 
 _REST = {
+    "drafter": "{}",
     "data": "{}",
     "size": "size {}",
     "max_new_tokens": "{} new tokens",

@@ -90,8 +90,9 @@ def html_page(title: str, markdown: str, images: Mapping[str, str]) -> str:
 def _image(images: Mapping[str, str]) -> Any:
     def render(self: RendererHTML, tokens: Seq[Token], index: int, options: Any, env: Any) -> str:
         name = str(tokens[index].attrs["src"])
+        alt = "".join(child.content for child in tokens[index].children or ())
         data = base64.b64encode(images[name].encode()).decode()
-        return f'<img alt="{escape(tokens[index].content)}" src="data:image/svg+xml;base64,{data}" />'
+        return f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}" />'
 
     return render
 

@@ -91,14 +91,15 @@ def _files(path: Path) -> list[Path]:
 
 
 def _found(folder: Path) -> Iterator[Path]:
-    """An experiment's rows stand for the runs in the folders below them."""
+    """An experiment's rows stand for the runs in its own numbered folders."""
     for name in ("rows.jsonl", "metrics.json"):
-        if (folder / name).is_file():
-            if (folder / name).stat().st_size:  # rows of an experiment that has just begun are none
-                yield folder / name
-            return
+        file = folder / name
+        if file.is_file() and file.stat().st_size:  # an experiment that has just begun has no rows
+            yield file
+    of_experiment = (folder / "rows.jsonl").is_file()
     for below in sorted((each for each in folder.iterdir() if each.is_dir()), key=_by_number):
-        yield from _found(below)
+        if not (of_experiment and below.name.isdecimal()):
+            yield from _found(below)
 
 
 def _by_number(path: Path) -> tuple[int, str]:

@@ -85,7 +85,8 @@ def _step_times(rows: list[Row]) -> list[RenderableType]:
         for batch_size, by_tokens in steps.cells.items():
             for tokens, repeats in by_tokens.items():
                 table.add_row(str(batch_size), str(tokens), milliseconds(repeats).text())
-        shown += [_title(f"step_time: {steps.title}, drafts right by chance at most"), table]
+        wrong = ", drafts wrong throughout" if steps.longest_acceptance == 1 else ""
+        shown += [_title(f"step_time: {steps.title}{wrong}"), table]
     return shown
 
 

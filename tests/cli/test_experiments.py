@@ -315,6 +315,17 @@ def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyP
     ) in result.out
 
 
+def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Callable) -> None:
+    folder = toy(emssd, "fig1", "method=greedy").folder
+    row = rows_of(folder)[0]
+    del row["metrics"]["decode_steps"]
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    result = toy(emssd, "fig1", "method=greedy,ragged", "resume=true")
+    assert result.sentence.startswith("resume=true: out/rows.jsonl:1 (metrics) has no 'decode_steps', so it is of ")
+    assert "With overwrite=true all of its jobs run again" in result.sentence
+    assert not (folder / "1").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

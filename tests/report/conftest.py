@@ -183,6 +183,7 @@ def _step_times() -> Iterator[dict[str, Any]]:
                     drafter_options=f"replay(num_speculative_tokens={tokens - 1})",
                     metrics_decode_computed_tokens=9 * size * tokens,
                     metrics_draft_length_histogram={"0": 4, str(tokens - 1): 20},
+                    metrics_mean_acceptance_length=1.0, metrics_acceptance_histogram={"1": 24},
                     metrics_median_decode_step_seconds=0.001 * (size + tokens + 0.1 * repeat),
                 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from emssd.report.sections.drafters import drafters
@@ -54,6 +55,22 @@ def test_what_the_spread_does_not_tell_apart_is_said(tmp_path: Path) -> None:
     verdict = section.blocks[-1]
     assert isinstance(verdict, str)
     assert "pld is fastest, 1.15 (1.10–1.20); llma is within the spread." in verdict
+
+
+def test_drafters_of_other_budgets_and_backends_have_tables_of_their_own(tmp_path: Path) -> None:
+    lines = [("ragged", "fixed", 120.0), ("ragged", "adaptive", 130.0), ("padded", "fixed", 140.0)]
+    rows = [
+        value("drafters", None, speculate=name != "none", drafter=name, drafter_options=name, backend_options=backend,
+              budget_options=budget, metrics_decode_tokens_per_second=rate if name == "llma" else 100.0)
+        for backend, budget, rate in lines
+        for name in ("none", "llma")
+    ]  # fmt: skip
+    write(tmp_path, rows)
+    section = drafters(read([tmp_path]))
+    assert section is not None
+    text = "\n".join(block for block in section.blocks if isinstance(block, str))
+    shown = dict(re.findall(r"### .* · batch size 2 · (.*)\n.*\n.*\n.*\n\| llma \| ([\d.]+)", text))
+    assert shown == {"fixed on ragged": "1.20", "adaptive on ragged": "1.30", "fixed on padded": "1.40"}
 
 
 def test_there_is_no_section_without_rows(tmp_path: Path) -> None:

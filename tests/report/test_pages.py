@@ -201,6 +201,26 @@ def test_text_comes_through_markdown_unchanged(text: str) -> None:
     assert ["".join(cell.itertext()) for cell in cells] == [text, text]
 
 
+def test_alternative_text_is_shown_without_markdowns_backslashes() -> None:
+    text = "a|b `*x*` <c> [d](e) $f$"
+    page = html_page("t", f"![{escape(text)}](p.svg)", {"p.svg": "<svg/>"})
+    (image,) = ET.fromstring(page.removeprefix("<!DOCTYPE html>\n")).iter("img")
+    assert image.get("alt") == text
+
+
+def test_what_a_later_experiment_adds_to_a_setting_is_shown(tmp_path: Path) -> None:
+    write(tmp_path / "fig1", measured("fig1", ("greedy", "vanilla")))
+    write(tmp_path / "ablation", measured("ablation", ("greedy", "vanilla", "unpad_kv")))
+    _, _, text = _text(tmp_path).partition("The paper gives no times")
+    phases, _, floors = text.partition("The paper gives no floor")
+    for part in (phases, floors):
+        first, _, second = part.partition("### ablation: ")
+        assert first.count("| 8 | vanilla |") == 1
+        assert "unpad KV" not in first
+        assert second.count("| 8 | unpad KV |") == 1
+        assert "| 8 | vanilla |" not in second
+
+
 def _text(folder: Path) -> str:
     found = sections(read([folder]))
     return "\n".join(block for section in found for block in section.blocks if isinstance(block, str))

@@ -156,7 +156,13 @@ def test_the_console_shows_steps_of_each_model_type_and_backend_apart() -> None:
     ]
     rows = [
         value(
-            "step_time", None, replay="p = 0", repeat=repeat, metrics_median_decode_step_seconds=0.001 * place, **change
+            "step_time",
+            None,
+            replay="p = 0",
+            repeat=repeat,
+            metrics_median_decode_step_seconds=0.001 * place,
+            metrics_mean_acceptance_length=1.0,
+            **change,
         )
         for place, change in enumerate(changes, 1)
         for repeat in (1, 2)
@@ -169,7 +175,7 @@ def test_the_console_shows_steps_of_each_model_type_and_backend_apart() -> None:
         "demo · float32 · ragged (replay)",
     ]
     for place, title in enumerate(titles, 1):
-        _, _, below = text.partition(f"step_time: {title}, drafts right by chance at most")
+        _, _, below = text.partition(f"step_time: {title}, drafts wrong throughout")
         assert below.splitlines()[2].split() == ["2", "5", f"{place}.00", f"({place}.00–{place}.00)"]
 
 

@@ -6,7 +6,7 @@ from emssd.report import paper
 from emssd.report.cells import Grid, Spread, grids, num_repeats
 from emssd.report.figures import Curve, colour, curves
 from emssd.report.lines import label_of
-from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
+from emssd.report.sections.common import Plot, Section, begin, caveat, marked, speed_chart
 from emssd.report.sections.shape import say_why
 from emssd.report.sections.speedups import advantage, speed_table
 from emssd.report.sources import Material
@@ -38,10 +38,10 @@ def ablation(material: Material) -> Section | None:
         speed_table(section, grid, "llma", _MODEL)
         section.points(advantage(grid))
         plot = Plot(f"ablation_{index}", f"Speed-up by batch size: {grid.title}", speed_chart(grid, grid.title))
-        marked = f" **{grid.mark}**." if grid.mark else ""
         beside = Plot(f"ablation_{index}_paper", "Speed-up by batch size in the paper's Table 2", _paper_chart())
         section.plots(
-            [plot, beside], f"Medians, bars from the least to the greatest repeat; beside, the paper's.{marked}"
+            [plot, beside],
+            f"Medians, bars from the least to the greatest repeat; beside, the paper's.{marked(grid.mark)}",
         )
         _verdict(section, grid, theirs)
         _why(section, grid)

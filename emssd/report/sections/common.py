@@ -12,7 +12,7 @@ from emssd.report.figures import Curve, colour, curves
 from emssd.report.rows import machine_name
 from emssd.report.text import code, escape, listed, table
 
-__all__ = ["Plot", "Section", "begin", "caveat", "grid_curves", "short_names", "speed_chart"]
+__all__ = ["Plot", "Section", "begin", "caveat", "grid_curves", "marked", "short_names", "speed_chart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,11 @@ def caveat(grid: Grid) -> str:
             f"**Replay**: drafts are no drafter's; they are spoiled copies of what the model will say ({what})."
         )
     return "> " + " ".join(said) if said else ""
+
+
+def marked(mark: str) -> str:
+    """`mark` as the last sentence of a caption, or ``""``."""
+    return f" **{mark}**." if mark else ""
 
 
 def short_names(found: Seq[Grid]) -> list[str]:

@@ -10,7 +10,7 @@ from emssd.report.cells import Grid, grids, num_repeats
 from emssd.report.crossing import best_cell, speedups, verdict
 from emssd.report.lines import baseline_method
 from emssd.report.rows import Row
-from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
+from emssd.report.sections.common import Plot, Section, begin, caveat, marked, speed_chart
 from emssd.report.sections.speedups import speed_table
 from emssd.report.sources import Material
 from emssd.report.text import code, escape, listed
@@ -51,9 +51,9 @@ def crossover(material: Material) -> Section | None:
         section.table(["batch", "speed-up", "use", "command"], _advice(grid), left=4)
         speed_table(section, grid, "", "")
         plot = Plot(f"crossover_{index}", f"Speed-up by batch size: {grid.title}", speed_chart(grid, grid.title))
-        marked = f" **{grid.mark}**." if grid.mark else ""
         section.plots(
-            [plot], f"Medians, bars from the least to the greatest repeat; crossings by log batch size.{marked}"
+            [plot],
+            f"Medians, bars from the least to the greatest repeat; crossings by log batch size.{marked(grid.mark)}",
         )
     return section
 

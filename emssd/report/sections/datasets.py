@@ -7,7 +7,7 @@ import statistics
 from emssd.report import paper
 from emssd.report.cells import Cell, Grid, Spread, grids, num_repeats
 from emssd.report.figures import Curve, colour
-from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
+from emssd.report.sections.common import Plot, Section, begin, caveat, marked, speed_chart
 from emssd.report.sections.shape import say_why
 from emssd.report.sections.speedups import advantage, speed_table
 from emssd.report.sources import Material
@@ -48,7 +48,7 @@ def datasets(material: Material) -> Section | None:
         section.points(advantage(grid))
         section.plots([Plot(f"datasets_{index}", f"Speed-up by batch size: {grid.title}", _chart(grid, data))],
                       f"Medians, bars from the least to the greatest repeat; dashed, the paper's OPT-13b on {data}."
-                      + (f" **{grid.mark}**." if grid.mark else ""))  # fmt: skip
+                      + marked(grid.mark))  # fmt: skip
         say_why(section, grid, "draft_model", "opt-13b", data)
     wrong = paper.disagreements("appendix")
     section.say(f"The paper's tables of datasets disagree with themselves: {'; '.join(wrong)}." if wrong else "")

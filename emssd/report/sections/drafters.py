@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from emssd.report.cells import Cell, Grid, grids, num_repeats
-from emssd.report.lines import Setting, setting_names, type_name
+from emssd.report.lines import Line, Setting, setting_names, type_name
 from emssd.report.sections.common import Section, begin, caveat
 from emssd.report.sources import Material
 from emssd.report.text import escape, listed
@@ -16,26 +16,28 @@ __all__ = ["drafters"]
 
 
 def drafters(material: Material) -> Section | None:
-    """A table of speed-ups and one of acceptance, for each model and batch size."""
+    """A table of speed-ups and one of acceptance, for each model, batch size, backend and budget."""
     rows = [row for row in material.of("drafters") if row.speculate]
     if not rows:
         return None
     found = [grid for grid in grids(material.of("drafters")) if any(cell.line.speculate for cell in grid.cells)]
+    several = len({cell.line for grid in found for cell in grid.cells if cell.line.speculate}) > 1
     claim = (
-        "Not in the paper: which drafter for which text. All verify with the same backend; each is set against plain "
-        "greedy decoding of the same text in the same repeat."
+        f"Not in the paper: which drafter for which text. {'Those of a table' if several else 'All'} verify with the "
+        "same backend; each is set against plain greedy decoding of the same text in the same repeat."
     )
     section = begin("drafters", "Drafters side by side", claim, (row.provenance for row in rows), num_repeats(found))
-    groups: dict[tuple[Setting, int], dict[tuple[str, str], Cell]] = {}
+    groups: dict[tuple[Setting, int, Line], dict[tuple[str, str], Cell]] = {}
     for grid in found:
         section.say(caveat(grid))
         for cell in grid.cells:
             if cell.line.speculate:
                 setting = dataclasses.replace(grid.setting, drafter="", data="", prompts=(0, 0))
-                groups.setdefault((setting, cell.batch_size), {})[grid.setting.drafter, _text_of(grid)] = cell
-    names = setting_names([setting for setting, _ in groups], lambda each: f"{each.model} · {type_name(each)}")
-    for (setting, size), cells in groups.items():
-        section.head(escape(f"{names[setting]} · batch size {size}"))
+                group = groups.setdefault((setting, cell.batch_size, cell.line), {})
+                group[grid.setting.drafter, _text_of(grid)] = cell
+    names = setting_names([setting for setting, _, _ in groups], lambda each: f"{each.model} · {type_name(each)}")
+    for (setting, size, line), cells in groups.items():
+        section.head(escape(f"{names[setting]} · batch size {size}" + (f" · {line.label}" if several else "")))
         section.say("Speed-up over plain greedy decoding, median (least–greatest):")
         _table(section, cells, _speedup)
         section.say("Mean acceptance length τ, and in brackets the share of drafted tokens that were accepted:")

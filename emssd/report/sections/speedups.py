@@ -8,7 +8,7 @@ from emssd.report import paper
 from emssd.report.cells import Grid, grids, num_repeats
 from emssd.report.figures import Curve, colour
 from emssd.report.rows import Row
-from emssd.report.sections.common import Plot, Section, begin, caveat, speed_chart
+from emssd.report.sections.common import Plot, Section, begin, caveat, marked, speed_chart
 from emssd.report.sections.shape import say_why
 from emssd.report.sources import Material
 from emssd.report.text import escape
@@ -75,8 +75,7 @@ def _compared(
         section.points(advantage(grid))
         plot = Plot(f"{name}_{index}", f"Speed-up by batch size: {grid.title}", _chart(grid, drafter, theirs))
         beside = f"; dashed, the paper's {paper.label(theirs)}" if theirs else ""
-        marked = f" **{grid.mark}**." if grid.mark else ""
-        section.plots([plot], f"Medians, bars from the least to the greatest repeat{beside}.{marked}")
+        section.plots([plot], f"Medians, bars from the least to the greatest repeat{beside}.{marked(grid.mark)}")
         if theirs:
             say_why(section, grid, drafter, theirs)
     _paper_table(section, drafter, models)

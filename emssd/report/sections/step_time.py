@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from emssd.report import paper
 from emssd.report.cells import Spread
 from emssd.report.figures import Curve, colour, curves
 from emssd.report.floor import Floor
 from emssd.report.rows import Row, tokens_per_sample
-from emssd.report.sections.common import Plot, Section, begin
+from emssd.report.sections.common import Plot, Section, begin, marked
 from emssd.report.sources import Material
 from emssd.report.steps import Steps, milliseconds, steps_of
 from emssd.report.text import escape, listed
@@ -22,7 +22,7 @@ _QUOTED = 5  # tokens per sample that the paper compares with one
 
 
 def step_time(material: Material) -> Section | None:
-    """Median times of steps whose drafts are right by chance at most, so that every step has as many tokens."""
+    """Median times of steps, which have as many tokens as is said where drafts are wrong throughout."""
     found = steps_of(material.of("step_time"))
     if not found:
         return None
@@ -36,7 +36,10 @@ def step_time(material: Material) -> Section | None:
     origins = (row.provenance for steps in found for row in steps.rows)
     title = "Time of a step by tokens per sample"
     section = begin("step_time", title, claim, origins, repeats)
-    section.say("Drafts are **replay**: made to be wrong throughout, so that every step has as many tokens as is said.")
+    if all(steps.longest_acceptance == 1 and "replay" in steps.mark for steps in found):
+        section.say(
+            "Drafts are **replay**: made to be wrong throughout, so that every step has as many tokens as is said."
+        )
     for index, steps in enumerate(found):
         _of_setting(section, index, steps)
     return section
@@ -47,7 +50,12 @@ def _of_setting(section: Section, index: int, steps: Steps) -> None:
     span = f"{lengths[0]}–{lengths[-1]}" if len(lengths) > 1 else listed(lengths)
     behind = f"{span} tokens of prompt, {steps.rows[0].max_new_tokens} new"
     section.head(escape(steps.title))
-    section.say("**Random weights**: a made-up model of that shape." if steps.random_weights else "", f"{behind}.")
+    longest = steps.longest_acceptance
+    partly = (
+        f"Drafts are accepted in part, with a mean acceptance length of up to {longest:.2f}." if longest > 1 else ""
+    )
+    made_up = "**Random weights**: a made-up model of that shape." if steps.random_weights else ""
+    section.say(made_up, f"{behind}.", partly)
     cells = steps.cells
     counts = sorted({tokens for sizes in cells.values() for tokens in sizes})
     section.say("Median ms of a step by tokens per sample (least and greatest repeat), and below it the floor:")
@@ -61,8 +69,8 @@ def _of_setting(section: Section, index: int, steps: Steps) -> None:
     svg = curves(steps.title, "tokens per sample in a step", ylabel, _curves(cells), mark=steps.mark, log=False)
     section.plots(
         [Plot(f"step_time_{index}", f"Milliseconds of a step by tokens per sample: {steps.title}", svg)],
-        "Medians of steps and of repeats, bars from the least to the greatest repeat; dotted, the floor. "
-        f"**{steps.mark}**.",
+        "Medians of steps and of repeats, bars from the least to the greatest repeat; dotted, the floor."
+        + marked(steps.mark),
     )
 
 
@@ -73,7 +81,7 @@ def _sentences(cells: _Rows) -> list[str]:
         if 1 not in by_tokens or len(by_tokens) < 2:
             continue
         several = min((count for count in by_tokens if count > 1), key=lambda count: (abs(count - _QUOTED), count))
-        ratio = _within_repeats(by_tokens[several], by_tokens[1])
+        ratio = Spread.within_repeats(by_tokens[several], by_tokens[1], _step_seconds)
         bounds = {count: floor.bound for count, rows in by_tokens.items() if (floor := _floor(rows[0]))}
         first = next((count for count in sorted(bounds) if bounds[count] == "FLOPs"), None)
         bound = "bytes bound it throughout" if first is None else f"arithmetic bounds it from {first} tokens per row on"
@@ -85,14 +93,8 @@ def _sentences(cells: _Rows) -> list[str]:
     return found
 
 
-def _within_repeats(above: Iterable[Row], below: Iterable[Row]) -> Spread | None:
-    seconds = {(row.source, row.repeat): row.metrics["median_decode_step_seconds"] for row in below}
-    ratios = [
-        row.metrics["median_decode_step_seconds"] / seconds[key]
-        for row in above
-        if seconds.get(key := (row.source, row.repeat))
-    ]
-    return Spread.of(ratios) if ratios else None
+def _step_seconds(row: Row) -> float:
+    return float(row.metrics["median_decode_step_seconds"])
 
 
 def _curves(cells: _Rows) -> list[Curve]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 from emssd.report.cells import Cell, Grid, Spread, grids
 from emssd.report.figures import Curve, colour, curves, stacked
 from emssd.report.floor import Floor
-from emssd.report.lines import WITHOUT_BASELINE, Setting
+from emssd.report.lines import WITHOUT_BASELINE
 from emssd.report.rows import Row
-from emssd.report.sections.common import Plot, Section, begin, caveat, grid_curves
+from emssd.report.sections.common import Plot, Section, begin, caveat, grid_curves, marked
 from emssd.report.sources import Material
 from emssd.report.text import escape
 
@@ -52,7 +53,7 @@ def phases(material: Material) -> Section | None:
         parts = {name: [each[name] for each in split] for name in names}
         svg = stacked(grid.title, "ms per decode step", parts, labels, mark=grid.mark)
         section.plots([Plot(f"phases_{index}", f"Milliseconds of a step by phase: {grid.title}", svg)],
-                      "By batch size and method; the medians of repeats." + _marked(grid))  # fmt: skip
+                      "By batch size and method; the medians of repeats." + marked(grid.mark))  # fmt: skip
     return section
 
 
@@ -77,7 +78,7 @@ def floors(material: Material) -> Section | None:
             left=2,
         )
         section.plots([Plot(f"floors_{index}", f"Tokens/s and their floor by batch size: {grid.title}", _chart(grid))],
-                      "Solid, measured; dotted, the floor of the same line." + _marked(grid))  # fmt: skip
+                      "Solid, measured; dotted, the floor of the same line." + marked(grid.mark))  # fmt: skip
         section.points(_nearest(grid))
     return section
 
@@ -88,13 +89,16 @@ def _timed(material: Material) -> list[Row]:
 
 
 def _grids(rows: list[Row]) -> list[tuple[str, Grid]]:
-    """Each setting once: an ablation is not shown where Figure 1 has it."""
+    """Each cell once: what Figure 1 has is not shown again for an ablation of the same setting."""
     names = sorted(dict.fromkeys(row.experiment for row in rows), key=lambda name: name != "fig1")
-    found: dict[Setting, tuple[str, Grid]] = {}
+    found, shown = [], set()
     for name in names:
         for grid in grids(row for row in rows if row.experiment == name):
-            found.setdefault(grid.setting, (name, grid))
-    return list(found.values())
+            new = [cell for cell in grid.cells if (grid.setting, cell.line, cell.batch_size) not in shown]
+            shown |= {(grid.setting, cell.line, cell.batch_size) for cell in new}
+            if new:
+                found.append((name, dataclasses.replace(grid, cells=tuple(new))))
+    return found
 
 
 def _milliseconds(cell: Cell, phase: str) -> float:
@@ -154,7 +158,3 @@ def _nearest(grid: Grid) -> list[str]:
         for cell in (ranked[0], ranked[-1])
     ]
     return [f"Nearest to its floor: {said[0]}; farthest: {said[1]}."] if len(ranked) > 1 else []
-
-
-def _marked(grid: Grid) -> str:
-    return f" **{grid.mark}**." if grid.mark else ""
