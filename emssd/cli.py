@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _GROUPS = ("model", "experiment", "method", "task")
+_OTHER_CONFIG = {"--config-path", "-cp", "--config-name", "-cn"}
 
 
 def main() -> None:
@@ -106,25 +107,44 @@ def _check_choices(arguments: list[str], registry: Registry) -> None:
 
     Raises:
         PluginError: there is no such name, a plugin of that name failed to load, or it cannot run here.
-        ConfigError: there is no such preset, or no such size of an experiment.
+        ConfigError: there is no such preset, option, or size of an experiment.
     """
-    if {"--config-dir", "-cd", "--config-path", "-cp"} & {argument.partition("=")[0] for argument in arguments}:
-        return  # presets of the user's own: Hydra knows them
+    if _OTHER_CONFIG & {argument.partition("=")[0] for argument in arguments}:
+        return  # another main config, whose defaults only Hydra knows
+    own = _own_presets(arguments)
     chosen = {"experiment": "", "size": "small"}
     for argument in arguments:
         group, given, value = argument.partition("=")
         for name in value.split(",") if given and group in (*KINDS, *_GROUPS, "size") else ():
             chosen[group] = name
             presets = [*Size] if group == "size" else _presets(group)
-            if name in presets or not re.fullmatch(r"[\w.-]*", name):  # Hydra judges its sweep functions itself
+            if name in presets or (own and (own / group / f"{name}.yaml").is_file()):
+                continue
+            if not re.fullmatch(r"[\w.-]*", name):  # Hydra judges its sweep functions itself
                 continue
             if group in KINDS:
                 registry.find(group, name, presets)
             elif (group, name) != ("model", "hf"):
                 raise ConfigError(_no_preset(group, name, presets))
-    check_given(arguments, registry, conf_dir())
+    check_given(arguments, registry, conf_dir(), own)
     if chosen["experiment"] in _presets("experiment"):
         _check_size(chosen["experiment"], chosen["size"])
+
+
+def _own_presets(arguments: list[str]) -> Path | None:
+    """The folder of ``--config-dir``.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, given, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            folder = Path(value if given else following)
+            if not folder.is_dir():
+                raise ConfigError(f"--config-dir {folder} is no folder; give one of presets, as in drafter/NAME.yaml")
+            return folder
+    return None
 
 
 def _check_size(experiment: str, size: str) -> None:

@@ -29,6 +29,7 @@ from emssd.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequence import Request
 from emssd.stats import RunReport
+from emssd.terminal import plain_console
 from emssd.warmup import warm_up
 
 __all__ = ["JobResult", "run_job"]
@@ -88,9 +89,9 @@ def run_job(
     check_options(config)
     own_threads = _own_threads()  # read before it is changed
     torch.set_num_threads(config.num_threads or own_threads)
-    console = Console()
+    console = plain_console()
     show_messages(console)
-    tables, models = Console(quiet=True) if brief else console, models or ModelCache()
+    tables, models = plain_console(quiet=True) if brief else console, models or ModelCache()
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
         work = _prepare(config, config_text, output, tables, registry, models)
         if work is None:

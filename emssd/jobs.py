@@ -13,6 +13,7 @@ from emssd.config import RunConfig
 from emssd.errors import ConfigError
 from emssd.options import OnDrafterError
 from emssd.registry import Registry
+from emssd.terminal import plain_console
 
 if TYPE_CHECKING:
     from emssd.loading import ModelCache
@@ -60,7 +61,7 @@ class Jobs:
         from emssd.rows_file import RowsFile
 
         assert config.experiment is not None
-        console = Console()
+        console = plain_console()
         check_options(config)
         _check_overrides(config, overrides)
         if self._rows is None:
@@ -91,7 +92,7 @@ class Jobs:
             return
         from emssd.report import summary
 
-        console = Console()
+        console = plain_console()
         rows = self._rows.read()
         for part in summary(rows):
             console.print(part)

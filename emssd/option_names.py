@@ -20,27 +20,28 @@ __all__ = ["check_composed", "check_given"]
 _CHANGERS = ("experiment", "task", "method")  # choices that change other choices
 
 
-def check_given(arguments: Seq[str], registry: Registry, conf: Path) -> None:
+def check_given(arguments: Seq[str], registry: Registry, conf: Path, own: Path | None = None) -> None:
     """Check ``OPTION=VALUE`` and ``GROUP.OPTION=VALUE`` of the command line, as far as its choices tell.
 
     Args:
         arguments: of the command line.
         registry: the plugins.
         conf: the config directory.
+        own: another one, of the user's presets; which options these have is not looked up.
 
     Raises:
         ConfigError: there is no such option; says which there are.
     """
     pairs = [argument.partition("=")[::2] for argument in arguments if re.match(r"[a-z_]+(\.\w+)*=", argument)]
     given = dict(pairs)
-    groups = [path.name for path in conf.iterdir() if path.is_dir()]
+    groups = [path.name for folder in (conf, own) if folder for path in folder.iterdir() if path.is_dir()]
     top = {field.name for field in dataclasses.fields(RunConfig)}
     for name, _ in pairs:
         group, dot, option = name.partition(".")
         if group not in top | {*groups, "hydra"}:
             guess = did_you_mean(group, top) or "."
             raise ConfigError(f"there is no option {name!r}{guess} python -m emssd --help lists all")
-        known = _known(group, given, registry, conf) if dot and not set(_CHANGERS) & set(given) else None
+        known = _known(group, given, registry, conf, own) if dot and not set(_CHANGERS) & set(given) else None
         if known is not None and (first := option.partition(".")[0]) not in known:
             raise ConfigError(_no_option(group, given.get(group, _default(group, conf)), first, known))
 
@@ -64,7 +65,7 @@ def check_composed(config: DictConfig) -> None:
             raise ConfigError(f"there is no option {option!r}{did_you_mean(str(option), known)}")
 
 
-def _known(group: str, given: Mapping[str, str], registry: Registry, conf: Path) -> list[str] | None:
+def _known(group: str, given: Mapping[str, str], registry: Registry, conf: Path, own: Path | None) -> list[str] | None:
     """Options of whatever is chosen from `group`; ``None`` where that cannot be told."""
     if group == "model":
         return [field.name for field in dataclasses.fields(ModelConfig)]
@@ -74,7 +75,8 @@ def _known(group: str, given: Mapping[str, str], registry: Registry, conf: Path)
     for choice in given.get(group, _default(group, conf)).split(","):
         preset = conf / group / f"{choice}.yaml"
         name = str(OmegaConf.load(preset).defaults[0]) if preset.is_file() else choice
-        if name not in registry.names(group):
+        users = own is not None and not preset.is_file() and (own / group / f"{choice}.yaml").is_file()
+        if users or name not in registry.names(group):
             return None
         found += [field.name for field in dataclasses.fields(registry.find(group, name).config)]
     return list(dict.fromkeys(found))

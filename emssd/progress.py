@@ -44,7 +44,7 @@ class LiveFigures:
     ) -> None:
         self._console, self._title, self._total, self._before = console, title, total, done
         self._log_seconds = log_seconds if show and not console.is_terminal else float("inf")
-        what, figures = TextColumn("{task.description}"), TextColumn("{task.fields[live]}")
+        what, figures = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[live]}")
         columns = (what, BarColumn(), MofNCompleteColumn(), figures, _TimeLeft())
         self._progress = Progress(*columns, console=console, disable=not show)
         self._task = self._progress.add_task(title, total=total, completed=done, live="", before=done)

@@ -24,6 +24,7 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
 
     Args:
         architecture: a config of Transformers as a dictionary: ``model_type`` and whatever differs from its defaults.
+            Embeddings are always untied, whatever ``tie_word_embeddings`` says: the projection needs its own weights.
         dtype: of the weights.
         device: where they are made.
 
@@ -39,7 +40,7 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
         raise ConfigError("model.architecture has no model_type; add one, as in model.architecture.model_type=opt")
     try:
         _check_names(values, AutoConfig.for_model(model_type))
-        config = AutoConfig.for_model(model_type, **values, tie_word_embeddings=False)
+        config = AutoConfig.for_model(model_type, **(values | {"tie_word_embeddings": False}))
         with torch.device(device):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     except ConfigError:

@@ -28,7 +28,13 @@ def _run(given: argparse.Namespace) -> int:
         case "check":
             from emssd.plugins.check import check
 
-            return check(given.name, given.options, kind=given.kind, num_examples=given.examples)
+            return check(
+                given.name,
+                given.options,
+                kind=given.kind,
+                num_examples=given.examples,
+                learns_across_requests=given.learns_across_requests,
+            )
         case "new":
             from emssd.plugins.new import new_drafter
 
@@ -51,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("options", metavar="OPTION=VALUE", nargs="*", help="options of the plugin, as in length=3")
     check.add_argument("--kind", choices=["drafter", "backend"], help="where one of each has this name")
     check.add_argument("--examples", type=int, metavar="N", help="how many examples to draw for each test")
+    check.add_argument(
+        "--learns-across-requests", action="store_true", help="the drafter means to, so its drafts may depend on others"
+    )
     new = commands.add_parser("new", help="write a new plugin, complete with tests")
     new.add_argument("kind", choices=["drafter"], help="what it offers")
     new.add_argument("name", metavar="NAME", help="as in drafter=NAME")

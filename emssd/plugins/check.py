@@ -30,11 +30,19 @@ _TEST_FILE = """from emssd.testing.conformance import {suite}
 class TestPlugin({suite}):
     plugin = {name!r}
     options = {options!r}
+    learns_across_requests = {learns!r}
     derandomize = True
 """
 
 
-def check(name: str, options: Seq[str] = (), *, kind: str | None = None, num_examples: int | None = None) -> int:
+def check(
+    name: str,
+    options: Seq[str] = (),
+    *,
+    kind: str | None = None,
+    num_examples: int | None = None,
+    learns_across_requests: bool = False,
+) -> int:
     """Hold a plugin to the rules of its interface and print what became of each.
 
     Args:
@@ -42,13 +50,15 @@ def check(name: str, options: Seq[str] = (), *, kind: str | None = None, num_exa
         options: of the plugin, as ``OPTION=VALUE`` with values in YAML.
         kind: ``drafter`` or ``backend``; needed only where one of each has this name.
         num_examples: of each test; each test's own number by default.
+        learns_across_requests: the drafter means to, so its drafts are not compared with those of one without a past.
 
     Returns:
         0 if no rule was broken, else 1.
 
     Raises:
         PluginError: there is no such plugin, it cannot run here, or pytest and Hypothesis are missing.
-        ConfigError: an option that is no ``OPTION=VALUE``, or that the plugin does not have.
+        ConfigError: an option that is no ``OPTION=VALUE``, that the plugin does not have, or that it needs; or a
+            backend that is to learn.
     """
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise PluginError(
@@ -60,10 +70,13 @@ def check(name: str, options: Seq[str] = (), *, kind: str | None = None, num_exa
         registry = Registry()
     kind = kind or _kind(name, registry)
     spec = registry.find(kind, name)
+    if learns_across_requests and kind != "drafter":
+        raise ConfigError(f"--learns-across-requests is for drafters, and {name!r} is a {kind}; leave it out")
     values = _values(spec.config, options, f"{kind} {name!r}")
     print(f"{kind} {name} ({registry.source(kind, name)}), rule by rule:\n", flush=True)
     results = _Results(kind)
-    status = _run_pytest(_TEST_FILE.format(suite=_SUITES[kind], name=name, options=values), num_examples, results)
+    source = _TEST_FILE.format(suite=_SUITES[kind], name=name, options=values, learns=learns_across_requests)
+    status = _run_pytest(source, num_examples, results)
     return results.print_and_judge(status)
 
 
@@ -87,8 +100,8 @@ def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
 
     if wrong := [option for option in options if "=" not in option]:
         raise ConfigError(f"{wrong[0]!r} is no option; write OPTION=VALUE, as in length=3")
-    values = from_text(options)
     try:
+        values = from_text(options)
         made(config, values)
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-from rich.console import Console
 from rich.table import Table
 
 from emssd.registry import Registry
+from emssd.terminal import plain_console
 
 __all__ = ["print_plugins"]
 
@@ -20,5 +20,5 @@ def print_plugins() -> int:
     table = Table("kind", "name", "state", "distribution", "version", "reason", box=None, pad_edge=False)
     for record in sorted(registry.records, key=lambda record: (record.kind, record.name)):
         table.add_row(record.kind, record.name, record.state, record.distribution, record.version, record.reason or "–")
-    Console().print(table)
+    plain_console().print(table)
     return int(any(record.state == "failed" for record in registry.records))

@@ -8,8 +8,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from emssd.budget import BudgetPolicy, FixedBudget
 from emssd.errors import ConfigError
 from emssd.registry import Registry
@@ -22,6 +20,7 @@ from emssd.simulate.simulator import Simulator
 from emssd.simulate.summary import summarize, summary_table
 from emssd.simulate.traces import Trace, load_trace, save_trace
 from emssd.simulate.warming import warm_up
+from emssd.terminal import plain_console
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -67,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
     warm_up(budget, trace, lambda: _scheduler(options), curve)
     simulator = Simulator(trace, _scheduler(options), budget, curve, max_kv_tokens=options.max_kv_tokens)
     summary = summarize(simulator.run(options.max_steps), f"{options.budget}, batch size {options.batch_size}")
-    Console().print(summary_table([summary]))
+    plain_console().print(summary_table([summary]))
     if options.json is not None:
         _write(options.json, json.dumps(summary.as_dict(), indent=1, ensure_ascii=False) + "\n")
 
@@ -97,7 +96,7 @@ def _record(options: argparse.Namespace) -> None:
     )
     trace = record_trace(engine, prompts, max_new_tokens=options.new)
     save_trace(trace, options.out)
-    Console().print(f"{len(trace)} requests, {sum(row.output_length for row in trace)} positions: {options.out}")
+    plain_console().print(f"{len(trace)} requests, {sum(row.output_length for row in trace)} positions: {options.out}")
     if options.curve is not None:
         steps = []
         longest = max(trace.num_speculative_tokens)
@@ -106,7 +105,7 @@ def _record(options: argparse.Namespace) -> None:
                 engine.generate(prompts, max_new_tokens=options.new)
             steps += log
         FittedCurve.fit(steps).save(options.curve)
-        Console().print(f"step-time curve of {len(steps)} steps: {options.curve}")
+        plain_console().print(f"step-time curve of {len(steps)} steps: {options.curve}")
 
 
 def add_appendix(subparsers: Subparsers) -> None:
@@ -125,7 +124,7 @@ def _appendix(options: argparse.Namespace) -> None:
     points = appendix_points(
         chances, [1, 2, 4, 8, 16, 32], max_acceptance=options.longest, num_steps=options.steps, seed=options.seed
     )
-    Console().print(appendix_table(points))
+    plain_console().print(appendix_table(points))
     if options.plot is not None:
         from emssd.simulate.figures import draw_appendix
 

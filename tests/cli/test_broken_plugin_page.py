@@ -11,7 +11,8 @@ import pytest
 
 import emssd
 from emssd import Engine
-from emssd.errors import EmssdError, PluginError
+from emssd.config import register_configs
+from emssd.errors import EmssdError, PluginError, PluginWarning
 from emssd.plugins.requirements import unmet_requirement
 from emssd.registry import Registry
 from emssd.testing.models import tiny_model
@@ -38,6 +39,41 @@ def emssd_drafters():
     return [Spec("mine", Config, lambda config, context: Mine())]
 """
 
+POLICY = """
+from dataclasses import dataclass
+from emssd.budget import BudgetPolicy
+from emssd.hookspecs import Spec, hookimpl
+
+@dataclass
+class Config:
+    length: int = 2
+
+class Mine(BudgetPolicy):
+    def allot(self, batch, limits, num_other_tokens, stage=0):
+        {}
+
+@hookimpl
+def emssd_budget_policies():
+    return [Spec("mine", Config, lambda config: Mine())]
+"""
+
+BACKEND = """
+from dataclasses import dataclass
+from emssd.hookspecs import Spec, hookimpl
+from emssd.testing.oracle import DenseBackend
+
+@dataclass
+class Config:
+    length: int = 2
+
+class Mine(DenseBackend):
+    def {}
+
+@hookimpl
+def emssd_attention_backends():
+    return [Spec("mine", Config, lambda config: Mine())]
+"""
+
 LOADED = {
     "import": "import fast_lookup",
     "raise": "raise RuntimeError('no licence')",
@@ -53,9 +89,22 @@ LOADED = {
 
 RUNS = {
     "raises": "raise KeyError('lost')",
+    "observes": "return Draft.empty(len(batch))\n    def observe(self, outcome): raise KeyError('lost')",
+    "no draft": "return [[1]] * len(batch)",
+    "int32": "return Draft(Draft.from_chains([[1]]).token_ids.int(), (0, 1))",
+    "rows": "return Draft.empty(0)",
+    "tree": "return Draft(Draft.from_chains([[1, 2]]).token_ids, (0, 2), parents=(-1, -1))",
+    "confidence": "return Draft(Draft.from_chains([[1, 2]]).token_ids, (0, 2), confidence=(0.5,))",
     "budget": "return Draft.from_chains([[1, 2, 3]] * len(batch))",
     "vocabulary": "return Draft.from_chains([[-1]] * len(batch))",
     "batch": "batch.sequences[0].tokens.append(1); return Draft.empty(len(batch))",
+}
+
+ENDS = {
+    "policy raises": ("budget", POLICY.format("raise KeyError('lost')")),
+    "policy overruns": ("budget", POLICY.format("return [limit + 1 for limit in limits]")),
+    "backend cannot": ("backend", BACKEND.format("unsupported(self, spec): return ['it has no sliding windows']")),
+    "backend raises": ("backend", BACKEND.format("plan(self, packed): raise RuntimeError('no kernel')")),
 }
 
 
@@ -72,14 +121,16 @@ def load() -> tuple[Registry, list[str]]:
     return registry, [re.sub(r"from '.*/", "from '", str(warning.message)) for warning in caught]
 
 
-def run(registry: Registry) -> str:
-    """What a short run with `drafter=mine` says."""
+def run(**chosen: str) -> str:
+    """What a short run with the plugin says."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            Engine.from_model(tiny_model(), drafter="mine", budget="fixed").generate([[3, 4, 5]], 6)
+            Engine.from_model(tiny_model(), **({"budget": "fixed"} | chosen)).generate([[3, 4, 5]], 6)
         except EmssdError as error:
             return str(error)
+        except RuntimeError as error:  # of the plugin's own
+            return f"{type(error).__name__}: {error}"
     (message,) = [str(warning.message) for warning in caught]
     return message
 
@@ -120,7 +171,23 @@ def test_one_that_cannot_run_here(install: Callable) -> None:
 @pytest.mark.parametrize("fault", RUNS)
 def test_one_that_fails_while_it_runs(fault: str, install: Callable) -> None:
     install("mine", GOOD.replace("return Draft.empty(len(batch))", RUNS[fault]))
-    assert run(load()[0]) in page()
+    assert run(drafter="mine") in page()
+
+
+@pytest.mark.parametrize("fault", ENDS)
+def test_a_policy_or_a_backend_that_ends_the_run(fault: str, install: Callable) -> None:
+    kind, source = ENDS[fault]
+    install("mine", source)
+    assert run(**{kind: "mine"}) in page()
+
+
+def test_options_that_the_command_line_cannot_hold(install: Callable) -> None:
+    install("mine", GOOD.replace("length: int = 2", "length: complex = 2j"))
+    registry, _ = load()
+    with pytest.warns(PluginWarning) as caught:
+        register_configs(registry)
+    (message,) = [str(warning.message) for warning in caught]
+    assert message in page()
 
 
 @pytest.mark.parametrize(
@@ -141,5 +208,5 @@ def test_no_message_of_the_page_is_untested() -> None:
     assert (
         len(set(page()))
         == len(page())
-        == len(LOADED) + len(RUNS) + len(["entry point", "chosen", "not available", "another emssd"])
+        == len(LOADED) + len(RUNS) + len(ENDS) + len(["entry point", "options", "chosen", "not available", "version"])
     )

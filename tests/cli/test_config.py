@@ -8,9 +8,11 @@ from pathlib import Path
 
 import hydra
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from emssd.config import ModelConfig, RunConfig, conf_dir, register_configs
+from emssd.random_weights import counted_on, counting_model
 from emssd.registry import KINDS, Registry
 
 PRESETS = sorted(path for path in conf_dir().glob("*/*.yaml") if path.parent.name in (*KINDS, "model"))
@@ -97,3 +99,57 @@ def test_cfg_job_shows_the_result_without_running(emssd: Callable) -> None:
     }  # fmt: skip
     assert config.backend == {"pad_kv": False, "pad_inputs": True, "name": "padded"}
     assert config.batch_size == RunConfig.batch_size
+
+
+@pytest.fixture
+def presets(work: Path) -> str:
+    """A folder as docs/experiments.md describes it, and an experiment beside."""
+    files = {
+        "drafter/draft_1m": "defaults: [draft_model]\npath: models/gsm-llama-1m\n",
+        "drafter/rest_gsm8k": "defaults: [rest]\nstore: stores/gsm8k\n",
+        "experiment/mine": "# @package _global_\nmax_new_tokens: 3\ndrafter: {copy_length: 2}\n",
+    }
+    for name, text in files.items():
+        path = work / "presets" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return "presets"
+
+
+@pytest.mark.parametrize("option", [["--config-dir", "presets"], ["--config-dir=presets"], ["-cd", "presets"]])
+def test_presets_of_the_users_own(option: list[str], presets: str, emssd: Callable) -> None:
+    chosen = ["drafter=draft_1m", "drafter.num_speculative_tokens=3", "size=toy", "--cfg", "job", "-p", "drafter"]
+    result = emssd(*option, *chosen)
+    assert "path: models/gsm-llama-1m\nnum_speculative_tokens: 3\n" in result.out, result
+    assert "store: stores/gsm8k\n" in emssd(*option, "drafter=rest_gsm8k", *chosen[3:]).out
+
+
+def test_a_folder_of_presets_leaves_the_other_checks_on(presets: str, emssd: Callable) -> None:
+    def sentence(*arguments: str) -> str:
+        found: str = emssd("--config-dir", presets, *arguments).sentence
+        return found
+
+    assert sentence("drafter=llma", "drafter.copy_lenght=3").startswith("drafter 'llma' has no option 'copy_lenght'; ")
+    assert sentence("drafter=draft_1m", "batchsize=4").startswith("there is no option 'batchsize'; did you mean ")
+    assert sentence("drafter=draft_2m").startswith("unknown drafter 'draft_2m'; ")
+    assert sentence("model=opt_66b").startswith("unknown model preset 'opt_66b'; ")
+    assert sentence("experiment=fig1", "size=larg").startswith("unknown size 'larg'; ")
+    assert sentence("experiment=appendix", "size=shapes").startswith("experiment=appendix has no size 'shapes'; ")
+    assert emssd("--config-dir", "nowhere", "drafter=mine").sentence == (
+        "--config-dir nowhere is no folder; give one of presets, as in drafter/NAME.yaml"
+    )
+
+
+def test_an_experiment_of_the_users_own_may_set_the_options_of_what_is_chosen(presets: str, emssd: Callable) -> None:
+    result = emssd("--config-dir", presets, "experiment=mine", "drafter.match_length=4", "--cfg", "job")
+    assert "\n  match_length: 4\n  copy_length: 2\n" in result.out, result
+
+
+@pytest.mark.parametrize("said", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
+def test_a_shape_may_say_that_its_embeddings_are_tied(said: dict[str, bool]) -> None:
+    shape = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 20}  # fmt: skip
+    model = counting_model(shape | said, torch.float32, torch.device("cpu"))
+    assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
+    tokens = model.generate(torch.tensor([[3]]), max_new_tokens=4, do_sample=False)[0, 1:].tolist()
+    assert tokens == counted_on(3, 4, 20)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from emssd import plugins
+from emssd.check import CheckReport, Difference
 from emssd.errors import PluginError, PluginWarning
 from emssd.registry import Registry
+from emssd.report.console import print_check, print_report
+from emssd.terminal import plain_console
 from emssd.testing.conformance.rules import rules_of
 
 DRAFTER = """
@@ -221,6 +226,26 @@ def emssd_prompt_sources():
     assert [row["id"] for row in result.rows] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("reason", ["pip install 'emssd[cuda]' brings it", "no [/opt/x.so] and no :smile:"])
+def test_reasons_are_listed_as_they_stand(
+    reason: str, install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    install("odd", drafter().replace("Third())]", f"Third(), lambda: {reason!r})]"))
+    plugins.main([])
+    assert f" {reason} " in capsys.readouterr().out
+
+
+def test_the_tables_of_a_run_show_names_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "models/[bold] [/opt/x] :smile:"
+    odd = Difference(f"request [/{name}", 3, 1, 2, 0.5, 0.1)
+    print_check(plain_console(width=250), CheckReport(0, (odd,)))
+    assert f" in request [/{name} at new token 3" in capsys.readouterr().out
+    metrics: defaultdict[str, Any] = defaultdict(int, title=name, seconds={"total": 1.0})
+    print_report(plain_console(width=250), metrics)
+    assert capsys.readouterr().out.startswith(f"{name}\n")
+
+
 def test_the_list_says_who_was_made_for_another_emssd(
     install: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +301,43 @@ def test_check_names_the_rule_that_is_broken_and_exits_with_1(
     assert os.environ["PYTEST_ADDOPTS"] == "--no-such-option"
 
 
+LEARNS = (
+    "self.__dict__.setdefault('calls', []).append(len(batch)); "
+    "return Draft.from_chains([[sum(self.calls) % 2][:limit] for limit in budget])"
+)
+DRAWS = (
+    "import torch; draft = Draft.from_chains([[1][:limit] for limit in budget]); "
+    "return Draft(draft.token_ids, draft.indptr, probs=torch.ones(draft.indptr[-1], 7))"
+)
+
+
+def test_check_of_a_drafter_that_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    install("learns", drafter(LEARNS))
+    with pytest.raises(SystemExit):
+        plugins.main(["check", "third", "--examples", "5"])
+    said = capsys.readouterr().out
+    assert "\nBROKEN   drafter.isolation " in said
+    assert "learns_across_requests = True in its test class, or --learns-across-requests to emssd-plugins check" in said
+    plugins.main(["check", "third", "--examples", "2", "--learns-across-requests"])
+    reason = "it learns across requests, and its drafts are not compared"
+    assert skipped(capsys) == dict.fromkeys(["drafter.isolation", "drafter.release", "drafter.preemption"], reason)
+
+
+def test_check_of_a_drafter_whose_drafts_have_probs(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    install("draws", drafter(DRAWS))
+    plugins.main(["check", "third", "--examples", "2"])
+    rules = ["drafter.deterministic", "drafter.isolation", "drafter.release", "drafter.preemption"]
+    assert skipped(capsys) == dict.fromkeys(rules, "its drafts have probs and are not compared")
+
+
+def skipped(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Rules that were skipped, and why; no other may have been left out or broken."""
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split()[1]: lines[place + 1].strip() for place, line in enumerate(lines) if line.startswith("skip")}
+    assert lines[-1] == f"{16 - len(found)} rules kept, 0 broken, {len(found)} not tested"
+    return found
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -284,6 +346,9 @@ def test_check_names_the_rule_that_is_broken_and_exits_with_1(
         (["llma", "7"], "'7' is no option; write OPTION=VALUE, as in length=3"),
         (["llma", "length=7"], "drafter 'llma' cannot take length=7: Key 'length' not in 'LLMAConfig'"),
         (["llma", "copy_length=x"], "drafter 'llma' cannot take copy_length=x: Value 'x'"),
+        (["llma", "copy_length=${"], r"drafter 'llma' cannot take copy_length=\${: no viable alternative at input"),
+        (["cascade", "drafters=[a"], r"the value of 'drafters=\[a' is no YAML: expected ',' or ']', .*; write it as"),
+        (["ragged", "--learns-across-requests"], "--learns-across-requests is for drafters, and 'ragged' is a backend"),
     ],
 )
 def test_check_of_what_cannot_be_checked(
@@ -293,6 +358,20 @@ def test_check_of_what_cannot_be_checked(
         plugins.main(["check", *arguments])
     assert stop.value.code == 2
     assert re.match(f"emssd-plugins: error: {message}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("options", ["path: str", "path: str = '???'"])
+def test_check_of_a_plugin_that_needs_an_option(
+    options: str, install: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("needs", drafter(GREEDY, options=options))
+    with pytest.raises(SystemExit):
+        plugins.main(["check", "third"])
+    assert capsys.readouterr().err == (
+        "emssd-plugins: error: Config.path has no default and is not given; give it, as in path=VALUE\n"
+    )
+    plugins.main(["check", "third", "path=here", "--examples", "1"])
+    assert capsys.readouterr().out.endswith("\n16 rules kept, 0 broken, 0 not tested\n")
 
 
 def test_check_without_pytest_says_what_to_install(

@@ -22,7 +22,7 @@ def verdicts() -> Iterator[Callable[..., dict[str, str]]]:
 
 
 def _verdicts(tests: type[Suite], rule: str = "") -> dict[str, str]:
-    """By test the rule that is broken, if one is. Tests of `rule` draw all their examples."""
+    """By test the rule that is broken, or why it was skipped, if it was. Tests of `rule` draw all their examples."""
     found = {}
     for name in sorted(name for name in dir(tests) if name.startswith("test_")):
         chosen, marks = tests(), getattr(getattr(tests, name), "pytestmark", [])
@@ -30,6 +30,8 @@ def _verdicts(tests: type[Suite], rule: str = "") -> dict[str, str]:
         arguments = [lambda *_: None] if name == "test_report_of_the_cost" else []
         try:
             getattr(chosen, name)(*arguments)
+        except pytest.skip.Exception as skipped:
+            found[name] = f"skipped: {skipped}"
         except Exception as error:
             if (broken := broken_rule(error)) is None:
                 raise

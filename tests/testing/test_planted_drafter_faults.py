@@ -280,6 +280,11 @@ FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
 }
 
 
+COMPARING = [  # tests that hold drafts against those of a drafter without a past
+    "test_requests_do_not_touch_each_other",
+    "test_released_requests_are_forgotten",
+    "test_preempted_requests_begin_anew",
+]
 Verdicts = Callable[..., dict[str, str]]
 
 
@@ -328,8 +333,9 @@ def test_every_rule_has_a_fault() -> None:
 
 @pytest.mark.slow
 def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
-    assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == {}
-    assert verdicts(suite(ForgetsToRelease, learns_across_requests=True)) == {}
+    uncompared = dict.fromkeys(COMPARING, "skipped: it learns across requests, and its drafts are not compared")
+    assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == uncompared
+    assert verdicts(suite(ForgetsToRelease, learns_across_requests=True)) == uncompared
     found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.lossless")
     assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
     found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.isolation")
@@ -343,4 +349,6 @@ class Draws(IsRandom):
 
 
 def test_a_drafter_that_gives_probabilities_may_draw_from_them(verdicts: Verdicts) -> None:
-    assert verdicts(suite(Draws)) == {}
+    repeats = "test_it_drafts_the_same_again"
+    why = "skipped: its drafts have probs and are not compared"
+    assert verdicts(suite(Draws)) == dict.fromkeys([repeats, *COMPARING], why)

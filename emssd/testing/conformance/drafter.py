@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from emssd.draft import Drafter, DrafterContext
 from emssd.sequence import Request, Sequence
 from emssd.testing.conformance.lives import AGREEABLE, lives
-from emssd.testing.conformance.probes import VOCAB_SIZE, Probes
+from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.setting import BATCH_SIZE, MODEL_LEN, drafters_of, setting
@@ -42,7 +42,8 @@ class DrafterConformance(Suite):
 
     Attributes:
         learns_across_requests: the drafter means to draft otherwise after other requests. Then its drafts are not
-            compared with those of a drafter without a past, but tokens still must be exact.
+            compared with those of a drafter without a past, but tokens still must be exact. Rules that are not tested
+            for this reason, or as drafts have `probs`, are reported as skipped.
     """
 
     kind = "drafter"
@@ -90,33 +91,38 @@ class DrafterConformance(Suite):
     @_rule("drafter.deterministic")
     def test_it_drafts_the_same_again(self) -> None:
         """Two new drafters, the same calls."""
+        probes = self._probes()
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE), label="requests")
-            with self._probes().explained():
-                self._probes().deterministic(drawn)
+            with probes.explained():
+                probes.deterministic(drawn)
 
         self._examples(10, check)
+        _skip_if_uncompared(probes)
 
     @_rule("drafter.isolation")
     def test_requests_do_not_touch_each_other(self) -> None:
         """Together and alone, a request gets the same drafts; of a drafter that learns, the same tokens."""
         if self.learns_across_requests:
             self._examples(6, self._exact_with_a_past)
-            return
+            pytest.skip(LEARNS)
+        probes = self._probes()
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE), label="requests")
-            with self._probes().explained(drawn):
-                self._probes().isolation(drawn)
+            with probes.explained(drawn):
+                probes.isolation(drawn)
 
         self._examples(20, check)
+        _skip_if_uncompared(probes)
 
     @_rule("drafter.release")
     def test_released_requests_are_forgotten(self) -> None:
         """The id of a request that ended comes again with another prompt; ids are released that nobody knows."""
-        with self._probes().explained():
-            self._probes().release()
+        probes = self._probes()
+        with probes.explained():
+            probes.release()
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE, min_size=2), label="requests")
@@ -132,13 +138,15 @@ class DrafterConformance(Suite):
                 world.drafts.clear()
                 return world
 
-            self._probes().as_if_new("drafter.release", drawn, again, after_the_first)
+            probes.as_if_new("drafter.release", drawn, again, after_the_first)
 
         self._examples(12, check)
+        _skip_if_uncompared(probes)
 
     @_rule("drafter.preemption")
     def test_preempted_requests_begin_anew(self) -> None:
         """Released in the middle, also before a step was observed, and asked again, from all tokens or from fewer."""
+        probes = self._probes()
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE, min_new_tokens=6), label="requests")
@@ -166,9 +174,10 @@ class DrafterConformance(Suite):
 
             request = drawn[0].request
             again = Life(Request(request.request_id, request.prompt_ids, MODEL_LEN - len(request.prompt_ids)), script)
-            self._probes().as_if_new("drafter.preemption", drawn, again, after_preemption, tokens)
+            probes.as_if_new("drafter.preemption", drawn, again, after_preemption, tokens)
 
         self._examples(15, check)
+        _skip_if_uncompared(probes)
 
     @_rule("drafter.lossless", "drafter.accounting")
     def test_tokens_equal_plain_greedy(self) -> None:
@@ -246,3 +255,9 @@ class DrafterConformance(Suite):
             broken("drafter.build", "it built an empty list; give at least one drafter")
         self._latest = drafters
         return drafters
+
+
+def _skip_if_uncompared(probes: Probes) -> None:
+    """No rule counts as kept where a part of its test was left out."""
+    if probes.not_compared:
+        pytest.skip(probes.not_compared)

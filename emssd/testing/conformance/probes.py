@@ -11,10 +11,13 @@ from emssd.testing.conformance.lives import AGREEABLE
 from emssd.testing.conformance.rules import BrokenRule, broken
 from emssd.testing.conformance.world import Decision, Life, World, decision, live
 
-__all__ = ["VOCAB_SIZE", "Probes"]
+__all__ = ["LEARNS", "VOCAB_SIZE", "Probes"]
 
 VOCAB_SIZE = 7
 """Of the requests without a model."""
+
+LEARNS = "it learns across requests, and its drafts are not compared"
+"""Why some rules are not tested of some drafters."""
 
 _ALIKE = [
     Life(Request("a", (1, 2, 3, 1), 20), (AGREEABLE,)),
@@ -22,6 +25,11 @@ _ALIKE = [
     Life(Request("c", (2, 1, 2, 1), 20), (AGREEABLE,), arrival=2),
 ]
 _NEW = "from a new drafter"
+_PROBS = "its drafts have probs and are not compared"
+_LEARNING = (
+    ". If it means to learn from other requests, say learns_across_requests = True in its test class, or "
+    "--learns-across-requests to emssd-plugins check"
+)
 
 
 class Probes:
@@ -30,9 +38,13 @@ class Probes:
     Args:
         make_world: gives a world with new drafters.
         learns: whether drafts may depend on other requests.
+
+    Attributes:
+        not_compared: why drafts were left uncompared, if some were.
     """
 
     def __init__(self, make_world: Callable[[], World], learns: bool) -> None:
+        self.not_compared = ""
         self._make_world = make_world
         self._learns = learns
 
@@ -69,7 +81,7 @@ class Probes:
     def deterministic(self, drawn: Seq[Life]) -> None:
         """New drafters, each asked the same."""
         first = live(self._make_world, drawn)
-        for _ in range(0 if first.may_be_random else 3):  # chance may give the same once
+        for _ in range(3 if self._comparable(first, has_past=False) else 0):  # chance may give the same once
             second = live(self._make_world, drawn)
             for life in drawn:
                 _compare("drafter.deterministic", life, first, second, "at first", "from another new drafter")
@@ -85,15 +97,16 @@ class Probes:
             world.release(["a"])  # once more
             world.drafts.clear()
             world.step([second], [AGREEABLE])
-        if not (self._learns or world.may_be_random):
+        if self._comparable(world):
             again = Life(second.request, (AGREEABLE,))
             _compare("drafter.release", again, world, live(self._make_world, [again]), "after its release", _NEW)
 
     def isolation(self, drawn: Seq[Life]) -> None:
         """Together and alone, a request gets the same drafts; a drafter that learns may do otherwise."""
         together = live(self._make_world, drawn)
-        for life in drawn if not (self._learns or together.may_be_random) else ():
-            _compare("drafter.isolation", life, together, live(self._make_world, [life]), "beside others", "alone")
+        for life in drawn if self._comparable(together) else ():
+            alone = live(self._make_world, [life])
+            _compare("drafter.isolation", life, together, alone, "beside others", "alone" + _LEARNING)
 
     @contextmanager
     def explained(self, drawn: Seq[Life] = _ALIKE) -> Iterator[None]:
@@ -135,8 +148,14 @@ class Probes:
             new = steps(self._make_world())
             with _renamed(rule):  # the new one has just made these steps, so its past is the reason
                 past = steps(world)
-            if not (self._learns or past.may_be_random):
+            if self._comparable(past):
                 _compare(rule, again, past, new, "after its release", _NEW)
+
+    def _comparable(self, world: World, has_past: bool = True) -> bool:
+        """Whether the drafts in `world` must be those of a new drafter; notes why if not."""
+        reason = _PROBS if world.may_be_random else LEARNS if has_past and self._learns else ""
+        self.not_compared = reason or self.not_compared
+        return not reason
 
 
 @contextmanager
