@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -132,9 +133,10 @@ class Engine:
             seconds=timer.finish(),
             stages=self.drafting.stats,
         )
-        self.drafting.policy.observe(outcome, stats)
-        self.drafting.policy.release([row.request_id for row in finished])
-        self.report.add(stats, self.batch_size)
+        with timer.phase("schedule"):  # what a policy learns takes its time of the step, too
+            self.drafting.policy.observe(outcome, stats)
+            self.drafting.policy.release([row.request_id for row in finished])
+        self.report.add(dataclasses.replace(stats, seconds=timer.finish()), self.batch_size)
         self.report.kv_usage = self.backend.kv_usage
         return finished
 

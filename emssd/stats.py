@@ -80,10 +80,10 @@ class StepTimer:
             self._seconds[name] += time.perf_counter() - start
 
     def finish(self) -> dict[str, float]:
-        """Seconds of each phase."""
+        """Seconds of each phase up to now."""
         elapsed = time.perf_counter() - self._start
         self._seconds["other"] += elapsed - sum(self._seconds.values())
-        return self._seconds
+        return dict(self._seconds)
 
 
 NUM_TIMED_STEPS = 1 << 16

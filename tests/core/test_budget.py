@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -105,6 +106,20 @@ def nodes(draft: Draft) -> list[list[tuple[int, float]]]:
     assert draft.confidence is not None
     every = list(zip(draft.token_ids.tolist(), draft.confidence, strict=True))
     return [every[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
+
+
+def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, late = time.perf_counter, [0.0]
+    monkeypatch.setattr("emssd.stats.time.perf_counter", lambda: clock() + late[0])
+
+    class Ponders(FixedBudget):
+        def observe(self, outcome: Outcome, stats: StepStats) -> None:
+            late[0] += 1000.0
+
+    engine = Engine.from_model(tiny_model(), drafter="none", budget=Ponders())
+    engine.generate([[3, 4, 5]], 6, ignore_eos=True)
+    seconds, num_steps = engine.report.seconds, engine.report.num_steps
+    assert 1000.0 * num_steps <= seconds["schedule"] <= sum(seconds.values()) < 1000.0 * (num_steps + 1)
 
 
 @given(data=st.data(), budget=st.lists(st.integers(0, 6), min_size=1, max_size=5))
