@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from emssd.report.lines import Line, Setting, baseline_method, setting_names
 from emssd.report.rows import Row
+from emssd.report.text import listed
 
 __all__ = ["Cell", "Grid", "Spread", "grids", "num_repeats"]
 
@@ -83,12 +84,9 @@ class Cell:
         without = [row for row, base in zip(self.rows, self.baselines, strict=True) if not base]
         if not self.line.speculate or not without:
             return None
-        repeats = ", ".join(str(row.repeat) for row in without)
         wanted = baseline_method(self.line.method) or f"any, backend={self.line.backend}"
-        return (
-            f"{self.line.label}, batch size {self.batch_size}, has no baseline: no row of plain greedy decoding "
-            f"(method {wanted}) in repeat {repeats}"
-        )
+        repeats = ", ".join(str(row.repeat) for row in without)
+        return f"no baseline: no row of plain greedy decoding (method {wanted}) in repeat {repeats}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +124,20 @@ class Grid:
     def rows(self) -> list[Row]:
         """Of all cells."""
         return [row for cell in self.cells for row in cell.rows]
+
+    @property
+    def missing(self) -> list[str]:
+        """Which baselines are not there; cells that lack the same are named together."""
+        lacking: dict[tuple[Line, str], list[int]] = {}
+        for cell in self.cells:
+            if cell.missing:
+                lacking.setdefault((cell.line, cell.missing), []).append(cell.batch_size)
+        alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        for (line, missing), sizes in lacking.items():
+            alike.setdefault((missing, tuple(sizes)), []).append(line.label)
+        return [
+            f"{listed(labels)} at batch size {listed(sizes)}: {missing}" for (missing, sizes), labels in alike.items()
+        ]
 
     def get(self, line: Line | str, batch_size: int) -> Cell | None:
         """The cell of a line, or of a method by name."""

@@ -69,7 +69,7 @@ def _figures(cell: Cell) -> list[str]:
 def _words(experiment: str, grid: Grid) -> list[RenderableType]:
     if experiment in WITHOUT_BASELINE:
         return []
-    missing = [Text(cell.missing + ".", style="yellow") for cell in grid.cells if cell.missing]
+    missing = [Text(missing + ".", style="yellow") for missing in grid.missing]
     if experiment != "crossover":
         return [*missing]
     found = {line.label: speedups(grid, line) for line in grid.lines}

@@ -149,7 +149,7 @@ def test_a_cell_without_its_baseline_is_shown_and_named(tmp_path: Path) -> None:
     write(tmp_path, [value("fig1", "vanilla", metrics_decode_tokens_per_second=321.0)])
     said = _text(tmp_path)
     assert "| 2 | vanilla | 321 |  |" in said
-    assert "vanilla, batch size 2, has no baseline" in said
+    assert "vanilla at batch size 2: no baseline" in said
 
 
 def test_steps_are_timed_by_tokens_per_sample(page: Page) -> None:

@@ -102,7 +102,7 @@ def speed_table(section: Section, grid: Grid, drafter: str, model: str, data: st
     columns = ["batch", "method", "tokens/s (min–max)", "speed-up (min–max)", "τ", "padding / new token"]
     columns += [f"paper's speed-up, {paper.label(model)}"] if theirs_there else []
     section.table(columns, (line[: len(columns)] for line in lines), left=2)
-    section.points(escape(cell.missing) + "; its speed-up is left out." for cell in grid.cells if cell.missing)
+    section.points(escape(missing) + ". Such a speed-up is left out." for missing in grid.missing)
 
 
 def advantage(grid: Grid) -> list[str]:
