@@ -202,3 +202,29 @@ def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.kill()  # nothing happens to one that has ended
         process.wait()
+
+
+_DRAFTER = """
+from dataclasses import dataclass, field
+from emssd.draft import Draft, Drafter
+from emssd.hookspecs import Spec, hookimpl
+
+@dataclass
+class Config:
+    {options}
+
+class Third(Drafter):
+    num_speculative_tokens = 2
+
+    def propose(self, batch, budget):
+        {propose}
+
+@hookimpl
+def emssd_drafters():
+    return [Spec("{name}", Config, lambda config, context: Third())]
+"""
+
+
+def drafter(propose: str = "return Draft.empty(len(batch))", *, name: str = "third", options: str = "pass") -> str:
+    """Source of a plugin with a drafter whose `propose` is the given code."""
+    return _DRAFTER.format(propose=propose, name=name, options=options)

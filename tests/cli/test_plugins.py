@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,32 +16,8 @@ from emssd.errors import PluginError, PluginWarning
 from emssd.registry import Registry
 from emssd.report.console import print_check, print_report
 from emssd.terminal import plain_console
-from emssd.testing.conformance.rules import rules_of
 
-DRAFTER = """
-from dataclasses import dataclass, field
-from emssd.draft import Draft, Drafter
-from emssd.hookspecs import Spec, hookimpl
-
-@dataclass
-class Config:
-    {options}
-
-class Third(Drafter):
-    num_speculative_tokens = 2
-
-    def propose(self, batch, budget):
-        {propose}
-
-@hookimpl
-def emssd_drafters():
-    return [Spec("{name}", Config, lambda config, context: Third())]
-"""
-
-
-def drafter(propose: str = "return Draft.empty(len(batch))", *, name: str = "third", options: str = "pass") -> str:
-    return DRAFTER.format(propose=propose, name=name, options=options)
-
+from .conftest import drafter
 
 BROKEN = {
     "import": ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named 'a_module_that"),
@@ -266,121 +241,3 @@ def test_a_plugin_without_metadata_is_listed(
     (tmp_path / "site_bare" / "third_party_bare-1.2.dist-info" / "METADATA").unlink()
     plugins.main([])
     assert any(line.split()[:3] == ["drafter", "third", "ready"] for line in capsys.readouterr().out.splitlines())
-
-
-GREEDY = "return Draft.from_chains([[row.tokens[-1]] * limit for row, limit in zip(batch, budget)])"
-
-
-def test_check_reports_a_good_plugin_rule_by_rule(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    install("good", drafter(GREEDY, options="depth: int = 4"))
-    plugins.main(["check", "third", "depth=5", "--examples", "2"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "drafter third (third-party-good 1.2), rule by rule:"
-    assert [line.split()[:2] for line in lines[2:18]] == [["ok", rule.name] for rule in rules_of("drafter")]
-    assert lines[-3].startswith("cost (not judged): ")
-    assert lines[-1] == "16 rules kept, 0 broken, 0 not tested"
-
-
-def test_check_names_the_rule_that_is_broken_and_exits_with_1(
-    install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # the settings of the folder and the user do not matter
-    install("long", drafter(GREEDY.replace("* limit", "* (limit + 1)")))
-    with pytest.raises(SystemExit) as stop:
-        plugins.main(["check", "third", "--kind", "drafter", "--examples", "2"])
-    assert stop.value.code == 1
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    place = lines.index("BROKEN drafter.budget it drafts at most budget[row] tokens for a row")
-    assert "with a budget of" in lines[place + 1]
-    assert lines[place + 2] == "see docs/reference/drafter_rules.md#drafter-budget"
-    assert "ok drafter.pickle its options survive pickle, copy and deepcopy" in lines
-    assert lines[lines.index("? drafter.lossless the tokens are those of plain greedy decoding") + 1] == (
-        "its test stopped at drafter.budget"
-    )
-    assert lines[-1].endswith("rules kept, 1 broken, 12 not tested")
-    assert os.environ["PYTEST_ADDOPTS"] == "--no-such-option"
-
-
-LEARNS = (
-    "self.__dict__.setdefault('calls', []).append(len(batch)); "
-    "return Draft.from_chains([[sum(self.calls) % 2][:limit] for limit in budget])"
-)
-DRAWS = (
-    "import torch; draft = Draft.from_chains([[1][:limit] for limit in budget]); "
-    "return Draft(draft.token_ids, draft.indptr, probs=torch.ones(draft.indptr[-1], 7))"
-)
-
-
-def test_check_of_a_drafter_that_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    install("learns", drafter(LEARNS))
-    with pytest.raises(SystemExit):
-        plugins.main(["check", "third", "--examples", "5"])
-    said = capsys.readouterr().out
-    assert "\nBROKEN   drafter.isolation " in said
-    assert "learns_across_requests = True in its test class, or --learns-across-requests to emssd-plugins check" in said
-    plugins.main(["check", "third", "--examples", "2", "--learns-across-requests"])
-    reason = "it learns across requests, and its drafts are not compared"
-    assert skipped(capsys) == dict.fromkeys(["drafter.isolation", "drafter.release", "drafter.preemption"], reason)
-
-
-def test_check_of_a_drafter_whose_drafts_have_probs(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    install("draws", drafter(DRAWS))
-    plugins.main(["check", "third", "--examples", "2"])
-    rules = ["drafter.deterministic", "drafter.isolation", "drafter.release", "drafter.preemption"]
-    assert skipped(capsys) == dict.fromkeys(rules, "its drafts have probs and are not compared")
-
-
-def skipped(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Rules that were skipped, and why; no other may have been left out or broken."""
-    lines = capsys.readouterr().out.splitlines()
-    found = {line.split()[1]: lines[place + 1].strip() for place, line in enumerate(lines) if line.startswith("skip")}
-    assert lines[-1] == f"{16 - len(found)} rules kept, 0 broken, {len(found)} not tested"
-    return found
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["lama"], "there is no drafter or backend 'lama' to check; drafters are .*llma.*; backends are .*ragged"),
-        (["llma", "--kind", "backend"], "unknown backend 'llma'; choose one of"),
-        (["llma", "7"], "'7' is no option; write OPTION=VALUE, as in length=3"),
-        (["llma", "length=7"], "drafter 'llma' cannot take length=7: Key 'length' not in 'LLMAConfig'"),
-        (["llma", "copy_length=x"], "drafter 'llma' cannot take copy_length=x: Value 'x'"),
-        (["llma", "copy_length=${"], r"drafter 'llma' cannot take copy_length=\${: no viable alternative at input"),
-        (["cascade", "drafters=[a"], r"the value of 'drafters=\[a' is no YAML: expected ',' or ']', .*; write it as"),
-        (["ragged", "--learns-across-requests"], "--learns-across-requests is for drafters, and 'ragged' is a backend"),
-    ],
-)
-def test_check_of_what_cannot_be_checked(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        plugins.main(["check", *arguments])
-    assert stop.value.code == 2
-    assert re.match(f"emssd-plugins: error: {message}", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("options", ["path: str", "path: str = '???'"])
-def test_check_of_a_plugin_that_needs_an_option(
-    options: str, install: Callable, capsys: pytest.CaptureFixture[str]
-) -> None:
-    install("needs", drafter(GREEDY, options=options))
-    with pytest.raises(SystemExit):
-        plugins.main(["check", "third"])
-    assert capsys.readouterr().err == (
-        "emssd-plugins: error: Config.path has no default and is not given; give it, as in path=VALUE\n"
-    )
-    plugins.main(["check", "third", "path=here", "--examples", "1"])
-    assert capsys.readouterr().out.endswith("\n16 rules kept, 0 broken, 0 not tested\n")
-
-
-def test_check_without_pytest_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("emssd.plugins.check.find_spec", lambda name: None if name == "hypothesis" else name)
-    with pytest.raises(SystemExit):
-        plugins.main(["check", "llma"])
-    assert capsys.readouterr().err == (
-        "emssd-plugins: error: emssd-plugins check runs tests, and hypothesis cannot be imported; "
-        "pip install 'emssd[testing]'\n"
-    )
