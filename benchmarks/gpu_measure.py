@@ -103,8 +103,7 @@ def verify_step(
     ]
     for row in rows:  # one by one, so that the logits and activations of long prompts stay small
         target(backend.plan(pack([row], Draft.empty(1), target.device)), backend)
-        row.num_cached = context
-        row.tokens.append(3)
+        row.advance([3], None, num_drafted=0, num_accepted=0)
     draft = Draft.from_chains([[5] * (tokens - 1)] * batch)
     parts: dict[str, list[float]] = {"plan": [], "forward": [], "verify": []}
 

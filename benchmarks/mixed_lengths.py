@@ -40,7 +40,7 @@ def main() -> None:
         target(backend.plan(pack(rows, draft, target.device)), backend)
         seconds = time.perf_counter() - start
         for row in rows:
-            row.num_cached = len(row.tokens) - 1
+            row.set_cached(len(row.tokens) - 1)
         backend.commit(Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows)))
         return seconds
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from emssd.model import TargetModel
     from emssd.sequence import Batch
 
-__all__ = ["Draft", "Drafter", "DrafterContext", "Outcome", "check_draft", "check_ids"]
+__all__ = ["Draft", "Drafter", "DrafterContext", "Outcome", "check_draft", "check_ids", "own_draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,12 @@ class Draft:
         if list(lengths) == self.lengths:
             return self
         kept = [range(start, start + length) for start, length in zip(self.indptr, lengths, strict=False)]
-        index = [node for nodes in kept for node in nodes]
-        device = self.token_ids.device
+        nodes = on_device([node for row in kept for node in row], self.token_ids.device)
         return Draft(
-            token_ids=self.token_ids[on_device(index, device)],
+            token_ids=self.token_ids[nodes],
             indptr=(0, *accumulate(lengths)),
-            probs=None if self.probs is None else self.probs[on_device(index, device)],
-            confidence=None if self.confidence is None else tuple(self.confidence[node] for node in index),
+            probs=None if self.probs is None else self.probs[nodes],
+            confidence=None if self.confidence is None else tuple(self.confidence[i] for row in kept for i in row),
         )
 
     @property
@@ -166,7 +166,7 @@ class Drafter(ABC):
         """Draft for every row of `batch`.
 
         Args:
-            batch: the rows of this step. Read it, do not change it.
+            batch: the rows of this step, which can be read only.
             budget: ``[B]`` the most tokens to draft for each row; 0 means none. Fewer, or none, is always fine.
 
         Returns:
@@ -174,7 +174,10 @@ class Drafter(ABC):
         """
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn what was accepted: roll back an own cache, adapt. Called once after every step."""
+        """Learn what was accepted: roll back an own cache, adapt.
+
+        Called once after every step. A step that fails has none: its rows are proposed for again, as they were.
+        """
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget these requests. Unknown ids are no error.
@@ -222,6 +225,27 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
             )
     if draft.on_host:
         check_ids(draft.token_ids.tolist(), vocab_size)
+
+
+def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> Draft:
+    """A copy of `draft` that nobody else can write to, held to the interface; see `check_draft`.
+
+    Raises:
+        DraftError: it is no `Draft`, or breaks a rule.
+    """
+    if not isinstance(draft, Draft):
+        raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.draft.Draft")
+    if not isinstance(draft.token_ids, torch.Tensor):
+        raise DraftError(f"its token_ids are a {type(draft.token_ids).__name__}; give one int64 tensor")
+    own = Draft(
+        token_ids=draft.token_ids.clone(),
+        indptr=tuple(map(index, draft.indptr)),
+        parents=None if draft.parents is None else tuple(map(index, draft.parents)),
+        probs=draft.probs,
+        confidence=None if draft.confidence is None else tuple(draft.confidence),
+    )
+    check_draft(own, batch, budget, vocab_size)
+    return own
 
 
 def check_ids(token_ids: Seq[int], vocab_size: int) -> None:

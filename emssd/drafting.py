@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
-from emssd.draft import Draft, Drafter, Outcome, check_draft, check_ids
+from emssd.draft import Draft, Drafter, Outcome, check_ids, own_draft
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
 from emssd.sequence import Batch
 
@@ -35,10 +36,15 @@ class CheckedDrafter(Drafter):
     @property
     def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: the drafter's own, 0 if it failed
         """The most tokens it proposes for one row in one step."""
-        return 0 if self.failure else self.drafter.num_speculative_tokens
+        if not self.failure:
+            with self._guarded("num_speculative_tokens"):
+                return _checked_count(self.drafter.num_speculative_tokens)
+        return 0
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         """A draft that keeps the rules of the interface; empty once the drafter has failed.
+
+        It is a copy: whatever the drafter does to its own later, what is packed is what is verified.
 
         Raises:
             DraftError: it changed the batch; or, with ``on_error="fail"``, it broke another rule.
@@ -46,20 +52,10 @@ class CheckedDrafter(Drafter):
         """
         if self.failure or not batch:
             return Draft.empty(len(batch))
-        before = [len(row.tokens) for row in batch]
-        try:
-            draft = self.drafter.propose(batch, budget)
-            if not isinstance(draft, Draft):
-                raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.draft.Draft")
-            check_draft(draft, batch, budget, self._vocab_size)
-        except Exception as error:
-            self._fail("propose", error)
-            draft = Draft.empty(len(batch))
-        if before != [len(row.tokens) for row in batch]:  # there is no way back to what the tokens were
-            raise DraftError(
-                f"drafter {self.name} broke its interface: it changed the tokens of the batch, which it may only read"
-            )
-        return draft
+        limits = tuple(budget)
+        with self._batch_kept(batch), self._guarded("propose"):
+            return own_draft(self.drafter.propose(batch, limits), batch, limits, self._vocab_size)
+        return Draft.empty(len(batch))
 
     def check_ids(self, drafted: Seq[int]) -> None:
         """Check ids that were drafted on a device, now that they have come to the host; none of these was accepted."""
@@ -71,28 +67,44 @@ class CheckedDrafter(Drafter):
     def observe(self, outcome: Outcome) -> None:
         """Pass on what became of a draft."""
         if outcome.batch and not self.failure:
-            try:
+            with self._batch_kept(outcome.batch), self._guarded("observe"):
                 self.drafter.observe(outcome)
-            except Exception as error:
-                self._fail("observe", error)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Pass on which requests to forget; also to a drafter that failed, which may still hold something of theirs."""
-        try:
+        with self._guarded("release"):
             self.drafter.release(request_ids)
-        except Exception as error:
-            if not self.failure:
-                self._fail("release", error)
 
     def forget(self) -> None:
         """Pass it on; a drafter that failed may be left with what it has."""
         if not self.failure:
-            try:
+            with self._guarded("forget"):
                 self.drafter.forget()
-            except Exception as error:
-                self._fail("forget", error)
 
-    def _fail(self, where: str, error: Exception) -> None:
+    @contextmanager
+    def _guarded(self, where: str) -> Iterator[None]:
+        """For a call of the drafter: whatever it raises, `SystemExit` too, is a failure of its own, counted once."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if not self.failure:
+                self._fail(where, error)
+
+    @contextmanager
+    def _batch_kept(self, batch: Batch) -> Iterator[None]:
+        """For a call that could change `batch`, if only on purpose: there would be no way back to what it was."""
+        before = [(len(row.tokens), row.num_cached) for row in batch]
+        try:
+            yield
+        finally:
+            if before != [(len(row.tokens), row.num_cached) for row in batch]:
+                raise DraftError(
+                    f"drafter {self.name} broke its interface: it changed the batch, which it may only read"
+                )
+
+    def _fail(self, where: str, error: BaseException) -> None:
         if isinstance(error, DraftError):
             failure: PluginError = DraftError(f"drafter {self.name} broke its interface: {error}")
         else:
@@ -101,3 +113,9 @@ class CheckedDrafter(Drafter):
             raise failure from error
         self.failure = failure
         warnings.warn(f"{failure}. It is switched off; the output is not affected", PluginWarning, stacklevel=2)
+
+
+def _checked_count(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise DraftError(f"its num_speculative_tokens is {number!r}; it must be an integer, at least 0")
+    return number

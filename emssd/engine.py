@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +74,7 @@ class Engine:
         self.scheduler = scheduler or ContinuousScheduler(batch_size)
         self.batch_size = self.scheduler.batch_size
         self.report = RunReport()
+        self._finished: list[Sequence] = []  # to be returned by `step`
 
     @classmethod
     def from_pretrained(cls, path: str = "demo", **options: Any) -> Engine:
@@ -89,16 +90,24 @@ class Engine:
 
         return assembly.from_model(model, tokenizer, **options)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to decode, or to return."""
+        return self.scheduler.has_work or bool(self._finished)
+
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Draft, verify and commit once for the rows that the scheduler selects. Returns those that finished."""
+        """Draft, verify and commit once for the rows that the scheduler selects. Returns those that finished.
+
+        All or nothing: after an exception, the next call goes on from where no step was lost or done in part. If a
+        plugin fails once the tokens are there, the step counts, and the next call returns the rows that it finished.
+        """
         if not self.scheduler.has_work:
-            return []
+            return self._handed_over()
         timer = StepTimer()
         with timer.phase("schedule"):
             schedule = self.scheduler.select(self.backend.fits, self.drafting.num_speculative_tokens)
             self._free(schedule.preempted)
-            self.drafting.policy.release([row.request_id for row in schedule.preempted])
             batch, num_prefilled = schedule.batch, sum(piece.num_tokens for piece in schedule.prefills)
         draft = self.drafting.propose(batch, schedule.limits, num_prefilled, timer)
         with timer.phase("plan"):
@@ -112,12 +121,9 @@ class Engine:
             self.drafting.check_ids(draft, verification.drafted)
         num_before = sum(len(row.tokens) for row in batch)
         kv_padding = self._commit(schedule, draft, verification)
-        outcome = Outcome(batch, draft, verification.accepted)
-        with timer.phase("draft"):
-            self.drafting.observe(outcome)
         finished = [row for row in batch if row.finish_reason is not None]
         self.scheduler.retire(finished)
-        self._free(finished)
+        self._finished += finished
         stats = StepStats(
             is_prefill=packed.num_tokens > len(batch) + draft.indptr[-1],
             num_rows=packed.num_rows,
@@ -130,15 +136,17 @@ class Engine:
             input_padding=plan.num_padding,
             kv_padding=kv_padding,
             num_preempted=len(schedule.preempted),
-            seconds=timer.finish(),
+            seconds={},
             stages=self.drafting.stats,
         )
-        with timer.phase("schedule"):  # what a policy learns takes its time of the step, too
-            self.drafting.policy.observe(outcome, stats)
-            self.drafting.policy.release([row.request_id for row in finished])
-        self.report.add(dataclasses.replace(stats, seconds=timer.finish()), self.batch_size)
-        self.report.kv_usage = self.backend.kv_usage
-        return finished
+        outcome = Outcome(batch, draft, verification.accepted)
+        with ExitStack() as always:  # also if one of them fails; the last line comes first
+            always.callback(self._count, stats, timer)
+            always.callback(self._free, finished)
+            always.callback(self._learn, outcome, stats, timer)
+            with timer.phase("draft"):
+                self.drafting.observe(outcome)
+        return self._handed_over()
 
     def stream(
         self,
@@ -184,7 +192,7 @@ class Engine:
             for generation in self.stream(prompts, max_new_tokens, stop=stop, ignore_eos=ignore_eos):
                 done[generation.request_id] = generation
         except EmssdError as error:
-            error.finished = list(done.values())  # type: ignore[attr-defined]  # an extra for whoever catches it
+            error.finished = list(done.values())
             raise
         return [done[str(i)] for i in range(len(done))]
 
@@ -208,6 +216,10 @@ class Engine:
             while self.scheduler.has_work:
                 for sequence in self._step_in_memory():
                     yield Generation.of(sequence, self.tokenizer)
+        except EmssdError:
+            for sequence in self._handed_over():  # by a step that failed behind its tokens
+                yield Generation.of(sequence, self.tokenizer)
+            raise
         finally:
             with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
                 self.clear()
@@ -225,9 +237,8 @@ class Engine:
 
     def clear(self) -> None:
         """Drop all requests that wait or run."""
-        left = self.scheduler.clear()
-        self.drafting.policy.release([row.request_id for row in left])
-        self._free(left)
+        self._finished.clear()
+        self._free(self.scheduler.clear())
 
     def sequence(self, request: Request) -> Sequence:
         """The sequence of `request` as it will begin.
@@ -249,7 +260,7 @@ class Engine:
         return sequence
 
     def _step_in_memory(self) -> list[Sequence]:
-        """`step`, with a word on what to lower when the device has no room left."""
+        """`step`, with a word on what to lower when the device has no room left, and no silent end of the process."""
         try:
             return self.step()
         except torch.OutOfMemoryError as error:
@@ -259,26 +270,45 @@ class Engine:
                 f"{held.peak_pool / 2**30:.2f} GiB in the KV cache; lower kv_memory, batch_size or max_step_tokens. "
                 f"Rows that were finished are kept"
             ) from error
+        except SystemExit as error:
+            raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
 
     def _commit(self, schedule: Schedule, draft: Draft, verification: Verification) -> int:
-        """Advance every row by its own acceptance. Returns the KV slots lost to padding."""
-        for row, drafted, tokens in zip(schedule.batch, draft.lengths, verification.new_tokens, strict=True):
-            row.num_cached = len(row.tokens) + len(tokens) - 1  # all but the target's own newest token
-            row.num_steps += 1
-            row.num_drafted += drafted
-            row.num_accepted += len(tokens) - 1
-            row.extend(tokens)
-        for piece in schedule.prefills:
-            piece.sequence.num_cached += piece.num_tokens
-        rows = [*schedule.batch, *(piece.sequence for piece in schedule.prefills)]
-        return self.backend.commit(Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows)))
+        """Advance every row by its own acceptance, or none. Returns the KV slots lost to padding."""
+        batch, pieces = schedule.batch, schedule.prefills
+        taken = [row.taken(tokens) for row, tokens in zip(batch, verification.new_tokens, strict=True)]
+        num_accepted = [len(nodes) for nodes in verification.accepted]
+        kept = [len(row.tokens) + number for row, number in zip(batch, num_accepted, strict=True)]
+        kept += [piece.sequence.num_cached + piece.num_tokens for piece in pieces]
+        names = (*batch.request_ids, *(piece.sequence.request_id for piece in pieces))
+        kv_padding = self.backend.commit(Kept(names, tuple(kept)))
+        for row, drafted, accepted, ending in zip(batch, draft.lengths, num_accepted, taken, strict=True):
+            row.advance(*ending, num_drafted=drafted, num_accepted=accepted)
+        for piece in pieces:
+            piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
+        return kv_padding
+
+    def _learn(self, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
+        """The budget policy hears of the step; what that takes is time of the step, too."""
+        known = dataclasses.replace(stats, seconds=timer.finish())
+        with timer.phase("schedule"):
+            self.drafting.learn(outcome, known)
+
+    def _count(self, stats: StepStats, timer: StepTimer) -> None:
+        self.report.add(dataclasses.replace(stats, seconds=timer.finish()), self.batch_size)
+        self.report.kv_usage = self.backend.kv_usage
+
+    def _handed_over(self) -> list[Sequence]:
+        """Rows that finished and were not returned yet."""
+        finished, self._finished = self._finished, []
+        return finished
 
     @torch.inference_mode()  # an early close comes from outside of `step`, and a backend may write in place
     def _free(self, sequences: Seq[Sequence]) -> None:
-        """Give back what backend and drafters hold of sequences that ended, or were preempted and will come again."""
+        """Give back what backend and plugins hold of sequences that ended, or were preempted and will come again."""
         if sequences:
             request_ids = [sequence.request_id for sequence in sequences]
             for sequence in sequences:
-                sequence.num_cached = 0
+                sequence.set_cached(0)
             self.backend.release(request_ids)
             self.drafting.release(request_ids)

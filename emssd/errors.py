@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from emssd.generation import Generation
 
 __all__ = [
     "ConfigError",
@@ -23,7 +28,13 @@ __all__ = [
 
 
 class EmssdError(Exception):
-    """Base of all errors of emssd. The command line prints its message without a traceback."""
+    """Base of all errors of emssd. The command line prints its message without a traceback.
+
+    Attributes:
+        finished: where `Engine.generate` raises it, the generations that were finished before.
+    """
+
+    finished: Seq[Generation] = ()
 
 
 class ConfigError(EmssdError, ValueError):

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 
 from emssd.errors import ConfigError
 from emssd.sequence import Batch, Sequence
@@ -104,12 +105,15 @@ class StaticScheduler(Scheduler):
 
     def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
         if not self._running:
-            lengths: dict[str, int] = {}
-            while self._waiting and len(self._running) < self.batch_size:
-                lengths[self._waiting[0].request_id] = self._waiting[0].max_length
-                if self._running and not fits(lengths):
+            lengths, admitted = dict[str, int](), list[Sequence]()
+            for candidate in islice(self._waiting, self.batch_size):
+                lengths[candidate.request_id] = candidate.max_length
+                if admitted and not fits(lengths):
                     break
-                self._running.append(self._waiting.popleft())
+                admitted.append(candidate)
+            for _ in admitted:  # nothing has changed up to here, where `fits` may fail
+                self._waiting.popleft()
+            self._running = admitted
         batch = Batch(tuple(self._running))
         return Schedule(batch, tuple(_draft_limit(row, num_speculative_tokens) for row in batch))
 
@@ -141,53 +145,61 @@ class ContinuousScheduler(Scheduler):
         self._headroom = headroom
 
     def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
-        preempted = self._preempt(fits)
-        if not preempted:
-            self._admit(fits)
-        needs = [row.num_uncached for row in self._running]
+        running, preempted = self._preempt(fits)
+        admitted = [] if preempted else self._admit(running, fits)
+        running = [*running, *admitted]
+        needs = [row.num_uncached for row in running]
         budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
         shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
         complete, pieces = [], []
-        for row, need in zip(self._running, needs, strict=True):
+        for row, need in zip(running, needs, strict=True):
             share = shares.pop(0) if need > 1 else 1
             if share == need:
                 complete.append(row)
             elif share:
                 pieces.append(Prefill(row, share))
-        limits = self._draft_limits(complete, num_speculative_tokens, fits)
+        limits = _draft_limits(complete, running, num_speculative_tokens, fits)
+        for _ in admitted:  # nothing has changed up to here, where `fits` may fail
+            self._waiting.popleft()
+        self._waiting.extendleft(preempted)
+        self._running = running
         return Schedule(Batch(tuple(complete)), limits, tuple(pieces), preempted)
 
-    def _preempt(self, fits: Fits) -> tuple[Sequence, ...]:
-        """Take out the latest rows until the others fit, each with all of its tokens."""
-        preempted: list[Sequence] = []
-        while len(self._running) > 1 and not fits({row.request_id: len(row.tokens) for row in self._running}):
-            preempted.append(self._running.pop())
-        self._waiting.extendleft(preempted)
-        return tuple(preempted)
+    def _preempt(self, fits: Fits) -> tuple[list[Sequence], tuple[Sequence, ...]]:
+        """The running rows that fit, each with all of its tokens, and the latest ones, which are to go."""
+        kept, preempted = list(self._running), list[Sequence]()
+        while len(kept) > 1 and not fits({row.request_id: len(row.tokens) for row in kept}):
+            preempted.append(kept.pop())
+        return kept, tuple(preempted)
 
-    def _admit(self, fits: Fits) -> None:
-        lengths = {row.request_id: self._length_to_come(row) for row in self._running}
-        while self._waiting and len(self._running) < self.batch_size:
-            candidate = self._waiting[0]
+    def _admit(self, running: list[Sequence], fits: Fits) -> list[Sequence]:
+        """Which of those that wait come in, in order of arrival."""
+        lengths = {row.request_id: self._length_to_come(row) for row in running}
+        admitted: list[Sequence] = []
+        for candidate in islice(self._waiting, self.batch_size - len(running)):
             lengths[candidate.request_id] = self._length_to_come(candidate)
-            if self._running and not fits(lengths):
-                return
-            self._running.append(self._waiting.popleft())
+            if (running or admitted) and not fits(lengths):
+                break
+            admitted.append(candidate)
+        return admitted
 
     def _length_to_come(self, row: Sequence) -> int:
         return row.max_length if self._worst_case else min(row.max_length, len(row.tokens) + self._headroom)
 
-    def _draft_limits(self, rows: list[Sequence], num_speculative_tokens: int, fits: Fits) -> tuple[int, ...]:
-        """Drafting never pushes a row out: where the cache is nearly full, all rows draft less."""
-        while True:
-            limits = tuple(_draft_limit(row, num_speculative_tokens) for row in rows)
-            if not any(limits):
-                return limits
-            lengths = {row.request_id: len(row.tokens) for row in self._running}
-            lengths |= {row.request_id: len(row.tokens) + limit for row, limit in zip(rows, limits, strict=True)}
-            if fits(lengths):
-                return limits
-            num_speculative_tokens //= 2
+
+def _draft_limits(
+    rows: list[Sequence], running: list[Sequence], num_speculative_tokens: int, fits: Fits
+) -> tuple[int, ...]:
+    """``[B]`` for `rows`, which are some of those `running`. Where the cache is nearly full they draft less."""
+    while True:
+        limits = tuple(_draft_limit(row, num_speculative_tokens) for row in rows)
+        if not any(limits):
+            return limits
+        lengths = {row.request_id: len(row.tokens) for row in running}
+        lengths |= {row.request_id: len(row.tokens) + limit for row, limit in zip(rows, limits, strict=True)}
+        if fits(lengths):
+            return limits
+        num_speculative_tokens //= 2
 
 
 def _draft_limit(row: Sequence, num_speculative_tokens: int) -> int:

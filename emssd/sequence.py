@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import overload
 
 from emssd.stopping import StopStrings
 
-__all__ = ["Batch", "FinishReason", "Request", "Sequence"]
+__all__ = ["Batch", "FinishReason", "Request", "Sequence", "TokenIds"]
 
 
 class FinishReason(str, Enum):
@@ -38,34 +40,68 @@ class Request:
     stop: StopStrings | None = None
 
 
-@dataclass(slots=True)
+class TokenIds(Seq[int]):
+    """The tokens of a sequence, to be read: indices, slices (which are lists), iteration, ``==`` with any sequence.
+
+    It shows the list that it is given as that grows, and has nothing to change it with.
+    """
+
+    __slots__ = ("_ids",)
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._ids[index]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return self._ids == list(other) if isinstance(other, Seq) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self._ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Sequence:
-    """A request while it runs.
+    """A request while it runs. Everybody may read it; only the decode loop changes it, through its methods.
 
     Invariant between steps once the prompt is computed: ``num_cached == len(tokens) - 1``, as the newest token
     has no KV yet. (A row that EOS has just cut may have more, until it is released.)
 
     Attributes:
-        tokens: prompt and generated token ids. Drafters read it; only the engine appends to it.
+        tokens: prompt and generated token ids; what is given is copied.
         max_length: prompt and output together grow no longer than this.
         num_cached: how many leading tokens have their KV in the target's cache.
         num_steps, num_drafted, num_accepted: verification steps, drafted tokens and accepted draft tokens so far.
+        finish_reason: why it ended; ``None`` as long as it runs.
     """
 
     request: Request
-    tokens: list[int] = field(default_factory=list)
+    tokens: TokenIds = field(default_factory=lambda: TokenIds([]))
     max_length: int = 0
     num_cached: int = 0
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
+    _ids: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            self.tokens = list(self.request.prompt_ids)
+        ids = list(self.tokens or self.request.prompt_ids)
+        self._set(_ids=ids, tokens=TokenIds(ids))
         if not self.max_length:
-            self.max_length = len(self.request.prompt_ids) + self.request.max_new_tokens
+            self._set(max_length=len(self.request.prompt_ids) + self.request.max_new_tokens)
 
     @property
     def request_id(self) -> str:
@@ -75,34 +111,67 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         """The generated token ids."""
-        return self.tokens[len(self.request.prompt_ids) :]
+        return self._ids[len(self.request.prompt_ids) :]
 
     @property
     def num_uncached(self) -> int:
         """How many tokens have no KV yet: 1 while decoding, more while the prompt is computed."""
-        return len(self.tokens) - self.num_cached
+        return len(self._ids) - self.num_cached
 
     @property
     def num_remaining(self) -> int:
         """How many tokens may still be generated."""
-        return self.max_length - len(self.tokens)
+        return self.max_length - len(self._ids)
 
-    def extend(self, new_tokens: list[int]) -> None:
-        """Append `new_tokens`, cut after the first EOS or stop string and at the limit; sets `finish_reason`.
+    def taken(self, new_tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:
+        """What `advance` would append of `new_tokens`, and why that would end the sequence; nothing is changed.
 
-        Where one token brings several reasons, EOS comes before a stop string, and that before the limit.
+        They are cut after the first EOS or stop string and at the limit. Where one token brings several reasons, EOS
+        comes before a stop string, and that before the limit.
         """
-        stop, num_prompt = self.request.stop, len(self.request.prompt_ids)
-        for token in new_tokens[: self.num_remaining]:
-            self.tokens.append(token)
-            if token in self.request.eos_token_ids:
-                self.finish_reason = FinishReason.EOS
-                return
-            if stop is not None and stop.completed_by_last(self.tokens, num_prompt):
-                self.finish_reason = FinishReason.STOP
-                return
-        if self.num_remaining <= 0:
-            self.finish_reason = FinishReason.LENGTH
+        stop, num_prompt, before = self.request.stop, len(self.request.prompt_ids), len(self._ids)
+        tokens = list(new_tokens[: self.num_remaining])
+        try:
+            for count, token in enumerate(tokens, start=1):
+                if token in self.request.eos_token_ids:
+                    return tokens[:count], FinishReason.EOS
+                if stop is not None:
+                    self._ids.append(token)
+                    if stop.completed_by_last(self._ids, num_prompt):
+                        return tokens[:count], FinishReason.STOP
+        finally:
+            del self._ids[before:]
+        return tokens, FinishReason.LENGTH if len(tokens) >= self.num_remaining else None
+
+    def advance(self, tokens: Seq[int], reason: FinishReason | None, *, num_drafted: int, num_accepted: int) -> None:
+        """Count a verification step that accepted `num_accepted` of `num_drafted` tokens.
+
+        Args:
+            tokens, reason: what was `taken` of the accepted tokens and the target's own one.
+            num_drafted, num_accepted: drafted tokens that were verified, and how many of them were right.
+        """
+        self._set(
+            num_cached=len(self._ids) + num_accepted,  # all but the target's own newest token
+            num_steps=self.num_steps + 1,
+            num_drafted=self.num_drafted + num_drafted,
+            num_accepted=self.num_accepted + num_accepted,
+            finish_reason=reason,
+        )
+        self._ids.extend(tokens)
+
+    def extend(self, new_tokens: Seq[int]) -> None:
+        """Append what is `taken` of `new_tokens` and set `finish_reason`; no step is counted and nothing is cached."""
+        tokens, reason = self.taken(new_tokens)
+        self._ids.extend(tokens)
+        self._set(finish_reason=reason)
+
+    def set_cached(self, num_cached: int) -> None:
+        """From now on, `num_cached` leading tokens have their KV in the cache: after a piece of a prompt, or none."""
+        self._set(num_cached=num_cached)
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,10 +19,12 @@ from emssd.draft import Draft, Outcome
 from emssd.drafting import CheckedDrafter
 from emssd.errors import PluginError
 from emssd.sequence import Batch
-from emssd.stats import StageStats, StepTimer
+from emssd.stats import StageStats, StepStats, StepTimer
 from emssd.transfer import on_device
 
 __all__ = ["DraftStages"]
+
+_T = TypeVar("_T")
 
 
 class DraftStages:
@@ -47,14 +50,15 @@ class DraftStages:
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
         for stage, drafter in enumerate(self.drafters):
             with timer.phase("schedule"):
-                own = [min(limit, drafter.num_speculative_tokens) for limit in still]
+                most = drafter.num_speculative_tokens
+                own = tuple(min(limit, most) for limit in still)
                 budget = self._asked(self.policy.allot, own, batch, own, num_other, stage)
             with timer.phase("draft"):
                 start = time.perf_counter()
                 proposed = drafter.propose(batch, budget)
                 seconds = time.perf_counter() - start
             with timer.phase("schedule"):
-                whole = proposed.lengths
+                whole = tuple(proposed.lengths)
                 part = proposed.cut(self._asked(self.policy.trim, whole, batch, proposed, num_other, stage))
             parts.append(part)
             stats.append(StageStats(tuple(budget), tuple(part.lengths), seconds))
@@ -69,42 +73,62 @@ class DraftStages:
             rows = zip(draft.indptr, draft.indptr[1:], stats.drafted, strict=False)
             drafter.check_ids([token for start, stop, own in rows if own for token in drafted[start:stop]])
 
-    def _asked(self, decide: Callable[..., Seq[int]], limits: list[int], *arguments: Any) -> list[int]:
+    def _asked(self, decide: Callable[..., Seq[int]], limits: Seq[int], *arguments: Any) -> list[int]:
         """What the policy decides in `decide`.
 
         Raises:
             PluginError: it fails, or gives anything else than one number in ``0..limits[row]`` for each row.
         """
-        name = f"budget policy {type(self.policy).__name__}"
-        try:
-            lengths = [int(length) for length in decide(*arguments)]
-        except Exception as error:
-            raise PluginError(f"{name} failed in {decide.__name__}: {error!r}") from error
+        lengths = self._called(lambda *given: [int(length) for length in decide(*given)], decide.__name__, *arguments)
         if len(lengths) != len(limits) or any(
             not 0 <= length <= limit for length, limit in zip(lengths, limits, strict=True)
         ):
             raise PluginError(
-                f"{name} broke its interface: {decide.__name__} gave {lengths}, and the limits of the rows are "
-                f"{limits}; give one number for each row, from 0 to its limit"
+                f"budget policy {type(self.policy).__name__} broke its interface: {decide.__name__} gave {lengths}, "
+                f"and the limits of the rows are {list(limits)}; give one number for each row, from 0 to its limit"
             )
         return lengths
 
+    def _called(self, method: Callable[..., _T], name: str, *arguments: Any) -> _T:
+        """Call the policy; whatever it raises, `SystemExit` too, becomes an error that names it.
+
+        Raises:
+            PluginError: it fails.
+        """
+        try:
+            return method(*arguments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise PluginError(f"budget policy {type(self.policy).__name__} failed in {name}: {error!r}") from error
+
     def observe(self, outcome: Outcome) -> None:
-        """Tell each drafter what became of its own rows; of the others it hears that nothing was drafted."""
+        """Tell each drafter what became of its own rows; of the others it hears that nothing was drafted.
+
+        Each is told, also if one before it fails.
+        """
         if len(self.drafters) == 1:
             self.drafters[0].observe(outcome)
             return
-        for drafter, stats in zip(self.drafters, self.stats, strict=True):
-            accepted = tuple(
-                nodes if length else () for nodes, length in zip(outcome.accepted, stats.drafted, strict=True)
-            )
-            drafter.observe(Outcome(outcome.batch, outcome.draft.cut(stats.drafted), accepted))
+        with ExitStack() as everybody:
+            for drafter, stats in reversed(list(zip(self.drafters, self.stats, strict=True))):
+                accepted = tuple(
+                    nodes if length else () for nodes, length in zip(outcome.accepted, stats.drafted, strict=True)
+                )
+                own = Outcome(outcome.batch, outcome.draft.cut(stats.drafted), accepted)
+                everybody.callback(drafter.observe, own)
+
+    def learn(self, outcome: Outcome, stats: StepStats) -> None:
+        """Tell the policy what a step did, and how long it took."""
+        self._called(self.policy.observe, "observe", outcome, stats)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Tell all drafters to forget these requests."""
+        """Tell all drafters and the policy to forget these requests; each is told, also if one before it fails."""
         request_ids = list(request_ids)
-        for drafter in self.drafters:
-            drafter.release(request_ids)
+        with ExitStack() as everybody:
+            everybody.callback(self._called, self.policy.release, "release", request_ids)
+            for drafter in reversed(self.drafters):
+                everybody.callback(drafter.release, request_ids)
 
     def forget(self) -> None:
         """Tell all drafters to drop what they have learnt across requests."""

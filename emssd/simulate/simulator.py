@@ -97,7 +97,6 @@ class Simulator:
         """One step, in the order of `Engine.step`."""
         schedule = self.scheduler.select(self._fits, self._drafting.num_speculative_tokens)
         self._forget(schedule.preempted)
-        self._drafting.policy.release([row.request_id for row in schedule.preempted])
         batch, num_prefilled = schedule.batch, sum(piece.num_tokens for piece in schedule.prefills)
         draft = self._drafting.propose(batch, schedule.limits, num_prefilled, StepTimer())
         num_tokens = sum(row.num_uncached for row in batch) + draft.indptr[-1] + num_prefilled
@@ -110,7 +109,6 @@ class Simulator:
         accepted, num_new_tokens = self._commit(schedule, draft)
         finished = [row for row in batch if row.finish_reason is not None]
         self.scheduler.retire(finished)
-        self._forget(finished)
         stats = StepStats(
             is_prefill=num_tokens > len(batch) + draft.indptr[-1],
             num_rows=len(batch) + len(schedule.prefills),
@@ -126,8 +124,8 @@ class Simulator:
             seconds=seconds,
             stages=stages,
         )
-        self._drafting.policy.observe(Outcome(batch, draft, tuple(map(range, accepted))), stats)
-        self._drafting.policy.release([row.request_id for row in finished])
+        self._drafting.learn(Outcome(batch, draft, tuple(map(range, accepted))), stats)
+        self._forget(finished)
         return stats
 
     def _fits(self, kv_lens: Mapping[str, int]) -> bool:
@@ -149,19 +147,16 @@ class Simulator:
         for row, start, stop in zip(schedule.batch, draft.indptr, draft.indptr[1:], strict=False):
             drafted, num_before = stop - start, len(row.tokens)
             count = sum(token == RIGHT for token in tokens[start:stop])
-            row.num_cached = num_before + count
-            row.num_steps += 1
-            row.num_drafted += drafted
-            row.num_accepted += count
             position = num_before - len(row.request.prompt_ids)
-            row.extend(self._traces[row.request_id].tokens(position, count + 1))
+            taken = row.taken(self._traces[row.request_id].tokens(position, count + 1))
+            row.advance(*taken, num_drafted=drafted, num_accepted=count)
             num_new_tokens += len(row.tokens) - num_before
             accepted.append(count)
         for piece in schedule.prefills:
-            piece.sequence.num_cached += piece.num_tokens
+            piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
         return accepted, num_new_tokens
 
     def _forget(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
-            sequence.num_cached = 0
+            sequence.set_cached(0)
         self._drafting.release([sequence.request_id for sequence in sequences])

@@ -36,8 +36,7 @@ def step(backend: PaddedBackend, rows: list[Sequence], drafted: list[int], accep
     packed = pack(rows, Draft.from_chains([[0] * length for length in drafted]), SPEC.device)
     plan = backend.plan(packed)
     for row, number in zip(rows, accepted, strict=True):
-        row.num_cached = len(row.tokens) + number
-        row.tokens += [0] * (number + 1)
+        row.advance([0] * (number + 1), None, num_drafted=number, num_accepted=number)
     lost = backend.commit(Kept(packed.request_ids, tuple(row.num_cached for row in rows)))
     return plan.num_padding, lost
 
@@ -107,7 +106,7 @@ def test_holes_are_never_attended(pad_kv: bool, pad_inputs: bool) -> None:
 
     attend([0, 0], 1.0)
     for row in rows:
-        row.num_cached, row.tokens = len(row.tokens), [*row.tokens, 0]
+        row.advance([0], None, num_drafted=0, num_accepted=0)
     backend.commit(Kept(("0", "1"), (5, 2)))
     attend([4, 4], 1e6)
     backend.commit(Kept(("0", "1"), (5, 2)))  # nothing of this step stays

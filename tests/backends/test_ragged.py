@@ -60,8 +60,7 @@ def test_held_memory_is_the_whole_pages_of_the_tokens_to_the_byte(
         assert backend.kv_usage.peak_held == peak
         assert plan.num_padding == 0
         for row, (_, accepted) in zip(rows, step, strict=True):
-            row.num_cached = len(row.tokens) + accepted
-            row.tokens += [0] * (accepted + 1)
+            row.advance([0] * (accepted + 1), None, num_drafted=accepted, num_accepted=accepted)
         kept = [row.num_cached for row in rows]
         assert backend.commit(Kept(("0", "1", "2"), tuple(kept))) == 0
         assert backend.kv_usage.held == pages(kept, page_size) * page_bytes
@@ -108,8 +107,8 @@ def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it(kernels: str, pag
     backend.forward(plan, 0, draw(4, 2, 3), torch.zeros(4, 1, 3, dtype=torch.float64), value)
     small = backend.kv_usage.peak_pool
     assert small == page_bytes
-    rows[0].num_cached = 4
-    rows[0].tokens += [0] * 100
+    rows[0].set_cached(4)
+    rows[0].extend([0] * 100)
     plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
     zeros = torch.zeros(100, 1, 3, dtype=torch.float64)
     out = backend.forward(plan, 0, draw(100, 2, 3), zeros, torch.zeros(100, 1, 2, dtype=torch.float64))

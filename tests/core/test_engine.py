@@ -165,10 +165,6 @@ class Faulty(Drafter):
                 return Draft.empty(len(batch) - 1)
             case "tree":
                 return Draft(torch.tensor([1, 1]), (0, *[2] * len(batch)), (-1, -1))
-            case "appends":
-                next(iter(batch)).tokens.append(1)
-            case "removes":
-                next(iter(batch)).tokens.pop()
         return Draft.empty(len(batch))
 
     def observe(self, outcome: Outcome) -> None:
@@ -187,8 +183,6 @@ class Faulty(Drafter):
         ("one row more", DraftError, "its draft has 3 rows .* but the batch has 2 rows"),
         ("one row less", DraftError, "its draft has 1 rows .* but the batch has 2 rows"),
         ("tree", DraftError, "only chains are verified"),
-        ("appends", DraftError, "it changed the tokens of the batch, which it may only read"),
-        ("removes", DraftError, "it changed the tokens of the batch"),
     ],
 )
 def test_a_faulty_drafter_is_named_its_memory_is_freed_and_finished_work_is_kept(
@@ -207,7 +201,7 @@ def test_a_faulty_drafter_is_named_its_memory_is_freed_and_finished_work_is_kept
         engine.generate(prompts, 7)
     assert type(caught.value) is error
     assert "drafter 'bad' (x 1) " in str(caught.value)
-    finished = caught.value.finished  # type: ignore[attr-defined]  # set by generate
+    finished = caught.value.finished
     assert sorted(finished, key=lambda generation: generation.request_id) == first
     assert engine.backend.kv_usage.held == 0
     assert not engine.scheduler.has_work
@@ -248,7 +242,7 @@ def test_a_device_without_room_says_what_to_lower_and_keeps_what_was_finished(
     monkeypatch.setattr(engine.backend, "forward", full)
     with pytest.raises(OutOfMemoryError, match="GiB in the KV cache; lower kv_memory, batch_size or") as caught:
         engine.generate(prompts, [2, 9, 9, 9, 9])
-    finished = caught.value.finished  # type: ignore[attr-defined]  # set by generate
+    finished = caught.value.finished
     assert [generation.token_ids for generation in finished] == [oracle.reference(prompts[0], 2)]
     assert engine.backend.kv_usage.held == 0
 

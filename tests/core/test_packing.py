@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def rows_and_drafts(draw: st.DrawFn) -> tuple[list[Sequence], Draft]:
     rows = [Sequence(Request(f"r{i}", tuple(ids), 9)) for i, ids in enumerate(draw(prompt_batches(50, 5)))]
     for row in rows:
-        row.num_cached = draw(st.integers(0, len(row.tokens) - 1))
+        row.set_cached(draw(st.integers(0, len(row.tokens) - 1)))
     return rows, draw(drafts([draw(st.integers(0, 6)) for _ in rows], 50))
 
 
@@ -35,7 +35,7 @@ def test_each_row_is_its_uncached_tokens_and_its_draft_at_true_positions(case: t
     assert packed.num_rows == len(rows) == len(ids)
     assert packed.num_tokens == len(packed.input_ids) == len(packed.position_ids) == sum(map(len, ids))
     for i, row in enumerate(rows):
-        whole = row.tokens + draft.token_ids[draft.indptr[i] : draft.indptr[i + 1]].tolist()
+        whole = list(row.tokens) + draft.token_ids[draft.indptr[i] : draft.indptr[i + 1]].tolist()
         assert ids[i] == whole[row.num_cached :]
         assert positions[i] == list(range(row.num_cached, len(whole)))
         assert packed.kv_lens[i] == len(whole)

@@ -30,7 +30,7 @@ def steps(draw: st.DrawFn) -> tuple[PageTable, PackedInputs]:
             table.release(["gone"])
         length = draw(st.integers(1, 17))
         row = Sequence(Request(str(name), tuple(range(length)), 100))
-        row.num_cached = draw(st.integers(0, length - 1))
+        row.set_cached(draw(st.integers(0, length - 1)))
         table.reserve(str(name), row.num_cached)
         rows.append(row)
     packed = pack(rows, Draft.from_chains([[0] * draw(st.integers(0, 6)) for _ in rows]), CPU)
@@ -83,7 +83,7 @@ def trees(draw: st.DrawFn) -> tuple[list[Sequence], Draft]:
     for name in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, 8))
         row = Sequence(Request(str(name), tuple(range(length)), 100))
-        row.num_cached = draw(st.integers(0, length - 1))
+        row.set_cached(draw(st.integers(0, length - 1)))
         rows.append(row)
         count = draw(st.integers(0, 6))
         parents += [draw(st.integers(-1, node - 1)) for node in range(count)]

@@ -46,13 +46,12 @@ def pieces(schedule: Schedule) -> dict[str, int]:
 def advance(schedule: Schedule, accepted: list[int] | None = None) -> list[Sequence]:
     """What the engine does with a schedule, each row accepting so many drafted tokens. Returns finished rows."""
     for sequence in schedule.preempted:
-        sequence.num_cached = 0
+        sequence.set_cached(0)
     for piece in schedule.prefills:
-        piece.sequence.num_cached += piece.num_tokens
+        piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
     for index, sequence in enumerate(schedule.batch):
-        num_new = 1 + (accepted[index] if accepted else 0)
-        sequence.num_cached = len(sequence.tokens) + num_new - 1
-        sequence.extend([5] * num_new)
+        count = accepted[index] if accepted else 0
+        sequence.advance(*sequence.taken([5] * (count + 1)), num_drafted=count, num_accepted=count)
     return [sequence for sequence in schedule.batch if sequence.finish_reason is not None]
 
 

@@ -99,9 +99,9 @@ def test_scripted_drafter_follows_its_script_round_and_round() -> None:
     drafter, sequence = ScriptedDrafter([(2, [9, 0]), (0, [])], 8, 4, BY_ID), row()
     assert chain(drafter, sequence, 4) == [3, 1, 1, 0]
     assert chain(drafter, sequence, 3) == [3, 1, 1]
-    sequence.num_steps = 1
+    sequence.advance([], None, num_drafted=0, num_accepted=0)
     assert chain(drafter, sequence, 4) == []
-    sequence.num_steps = 2
+    sequence.advance([], None, num_drafted=0, num_accepted=0)
     assert chain(drafter, sequence, 1) == [3]
 
 

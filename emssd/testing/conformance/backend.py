@@ -140,8 +140,7 @@ class AttentionBackendConformance(Suite):
             with named("backend.fits", f"a step to {[len(each.tokens) for each in rows]} tokens, which fits allows,"):
                 backend.backend.plan(pack(rows, Draft.empty(len(rows)), self.device))
             for each in rows:
-                each.num_cached = len(each.tokens)
-                each.tokens.append(1)
+                each.advance([1], None, num_drafted=0, num_accepted=0)
             backend.commit(Kept(tuple(each.request_id for each in rows), tuple(each.num_cached for each in rows)))
             if (usage := backend.kv_usage).peak_pool > limit:
                 broken("backend.fits", f"{usage.peak_pool} bytes were allocated under a limit of {limit}")

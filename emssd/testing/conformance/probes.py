@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
-from emssd.sequence import Request, Sequence
+from emssd.sequence import Request, Sequence, TokenIds
 from emssd.testing.conformance.lives import AGREEABLE
 from emssd.testing.conformance.rules import BrokenRule, broken
 from emssd.testing.conformance.world import Decision, Life, World, decision, live
@@ -137,7 +137,7 @@ class Probes:
         """A drafter with a past drafts for `again`, from `tokens` on, what a new one does; `drawn` was its past."""
 
         def steps(world: World) -> World:
-            rows = [Sequence(again.request, list(tokens or ()))]
+            rows = [Sequence(again.request, TokenIds(tokens or []))]
             for _ in range(4):
                 rows = world.step(rows, [decision(row, again) for row in rows]) if rows else []
             world.release([again.request.request_id])

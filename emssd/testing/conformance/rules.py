@@ -45,7 +45,7 @@ RULES: dict[str, Rule] = {
         Rule("drafter.draft", "propose returns a Draft: flat int64 ids, one chain for each row of the batch"),
         Rule("drafter.budget", "it drafts at most budget[row] tokens for a row"),
         Rule("drafter.vocabulary", "drafted ids are in 0..vocab_size - 1"),
-        Rule("drafter.batch", "it reads the batch, the budget and outcomes, and changes nothing of them"),
+        Rule("drafter.batch", "it reads the batch and outcomes, and changes nothing of them"),
         Rule("drafter.accounting", "what it drafted is what the engine verifies, counts and reports back"),
         Rule("drafter.zero_budget", "a budget of 0 is a call like any other"),
         Rule("drafter.limits", "one-token prompts, rows with one token left and drafts with an EOS inside are served"),

@@ -19,7 +19,7 @@ from emssd.testing.conformance.rules import broken, named
 
 __all__ = ["WatchedDrafter"]
 
-_FIELDS = [field.name for field in dataclasses.fields(Sequence)]
+_FIELDS = [field.name for field in dataclasses.fields(Sequence) if field.name != "tokens"]  # which are a view
 
 
 class WatchedDrafter(Drafter):
@@ -59,8 +59,6 @@ class WatchedDrafter(Drafter):
             draft = self.drafter.propose(batch, budget)
         self.seconds += time.perf_counter() - start
         _unchanged(before, batch, "propose")
-        if list(budget) != limits:
-            broken("drafter.batch", f"propose changed its budget from {limits} to {list(budget)}")
         _check(draft, batch, limits, self._vocab_size)
         self.num_tokens += draft.token_ids.numel()
         self.has_probs |= draft.probs is not None

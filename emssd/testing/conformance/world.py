@@ -104,11 +104,8 @@ class World:
             if agreed < len(chain) and chain[agreed] == following:
                 following = (following + 1) % self.vocab_size
             accepted.append(range(agreed))
-            row.num_cached = len(row.tokens) + agreed
-            row.num_steps += 1
-            row.num_drafted += len(chain)
-            row.num_accepted += agreed
-            row.extend([*chain[:agreed], following])
+            taken = row.taken([*chain[:agreed], following])
+            row.advance(*taken, num_drafted=len(chain), num_accepted=agreed)
         with named("drafter.raises", "a step"):
             self._stages.observe(Outcome(Batch(tuple(rows)), draft, tuple(accepted)))
         self.release(row.request_id for row in rows if row.finish_reason is not None)

@@ -159,8 +159,7 @@ class World:
         assert all(0 <= length <= asked for length, asked in zip(kept, budget, strict=True))
         accepted = [min(length, self.accepts(row, length)) for row, length in enumerate(kept)]
         for row, count in zip(self.rows, accepted, strict=True):
-            row.num_cached = len(row.tokens) + count
-            row.extend([1] * (count + 1))
+            row.advance([1] * (count + 1), None, num_drafted=count, num_accepted=count)
         num_tokens, draft_seconds = len(batch) + sum(kept), self.per_token * sum(budget)
         stats = StepStats(
             is_prefill=False,

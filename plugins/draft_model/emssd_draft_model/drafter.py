@@ -31,7 +31,7 @@ class _Row:
     """A sequence as the draft model sees it: the same tokens, but its own count of cached ones."""
 
     request_id: str
-    tokens: list[int]
+    tokens: Seq[int]
     num_cached: int = 0
 
 

@@ -97,7 +97,7 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str
         assert chains(draft) == chains(fresh)
         accepted = tuple(range(data.draw(st.integers(0, length), "accepted")) for length in draft.lengths)
         for row, chain, taken in zip(running, chains(draft), accepted, strict=True):
-            row.tokens.extend([*chain[: len(taken)], data.draw(TOKENS, "the target's own")])
+            row.extend([*chain[: len(taken)], data.draw(TOKENS, "the target's own")])
         gone = [row for row in running if data.draw(st.booleans(), "finished")]
         with torch.inference_mode():
             drafter.observe(Outcome(batch, draft, accepted))
@@ -182,7 +182,7 @@ def test_after_ids_that_only_the_target_has_nothing_is_drafted() -> None:
             draft = drafter.propose(batch, [4, 4])
             assert draft.lengths == [0, 4]
             for row in rows:
-                row.tokens.append(5)
+                row.extend([5])
             drafter.observe(Outcome(batch, draft, (range(0), range(0))))
 
 

@@ -29,7 +29,7 @@ class NGramIndex:
         self._starts: dict[tuple[int, ...], int] = {}
         self._next = 0
 
-    def extend(self, tokens: list[int], limit: int) -> None:
+    def extend(self, tokens: Seq[int], limit: int) -> None:
         """Index what is new in ``tokens[:limit]``.
 
         Each position is visited once in a sequence's life. An n-gram enters the index when enough tokens follow it:

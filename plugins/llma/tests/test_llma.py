@@ -67,7 +67,7 @@ def test_the_growing_index_gives_what_a_search_from_scratch_gives(
     rows = [sequence(prompt, name=str(i)) for i, prompt in enumerate(prompts)]
     for step in [[[], [], []], *growth]:
         for row, new in zip(rows, step, strict=False):
-            row.tokens.extend(new)
+            row.extend(new)
         limits = budget[: len(rows)]
         expected = [
             brute_force(config, row.tokens, len(prompt), limit)
@@ -170,7 +170,7 @@ def test_lengths_below_one_are_config_errors_that_name_the_options(options: dict
 
 def test_choices_may_be_given_as_text_and_a_wrong_one_is_refused() -> None:
     row = Sequence(Request("a", (1, 2, 3), 9))
-    row.tokens += [8, 9, 7, 8, 9]
+    row.extend([8, 9, 7, 8, 9])
     drafter = LLMADrafter(LLMAConfig(copy_length=1, search="prompt_and_output", occurrence="first"))  # type: ignore[arg-type]
     assert drafter.propose(Batch((row,)), [1]).token_ids.tolist() == [7]
     with pytest.raises(ConfigError, match="choose prompt or prompt_and_output, and first or last"):

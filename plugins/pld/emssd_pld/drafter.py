@@ -33,7 +33,7 @@ class NGramIndex:
         ]
         self._num_seen = 0  # tokens
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: Seq[int]) -> None:
         """Index what is new in `tokens`; they begin with those of the call before.
 
         Of each size, every n-gram enters once in a sequence's life: when enough tokens follow it.
@@ -46,7 +46,7 @@ class NGramIndex:
                     behind[gram] = place
         self._num_seen = num_tokens
 
-    def find(self, tokens: list[int]) -> int | None:
+    def find(self, tokens: Seq[int]) -> int | None:
         """Index of the token behind the chosen occurrence of the longest n-gram at the end of `tokens`, or ``None``."""
         for size, _, behind in self._tables:
             place = behind.get(tuple(tokens[-size:]))

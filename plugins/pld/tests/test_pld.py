@@ -79,7 +79,7 @@ def test_the_growing_index_gives_what_the_definition_gives(
     rows = [sequence(prompt, name=str(i)) for i, prompt in enumerate(prompts)]
     for step in [[([], 9)] * 3, *steps]:
         for row, (new, _) in zip(rows, step, strict=True):
-            row.tokens.extend(new)
+            row.extend(new)
         budget = [limit for _, limit in step]
         expected = [by_definition(config, row.tokens, limit) for row, limit in zip(rows, budget, strict=True)]
         assert chains(drafter, rows, budget) == expected

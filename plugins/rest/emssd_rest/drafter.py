@@ -64,7 +64,7 @@ class RestDrafter(Drafter):
             confidence += shares
         return replace(Draft.from_chains(chains), confidence=tuple(confidence))
 
-    def _draft(self, tokens: list[int], limit: int) -> tuple[list[int], list[float]]:
+    def _draft(self, tokens: Seq[int], limit: int) -> tuple[list[int], list[float]]:
         config = self._config
         if limit < 1:
             return [], []

@@ -46,7 +46,7 @@ class Matcher:
         self._num_read = 0  # tokens of the row
         self._num_known = automaton.num_tokens
 
-    def match(self, tokens: list[int]) -> Match:
+    def match(self, tokens: Seq[int]) -> Match:
         """The match of the end of `tokens`, which begin with those of the call before."""
         automaton = self.automaton
         start = max(0, len(tokens) - self._max_length)
@@ -62,7 +62,7 @@ class Matcher:
         self._num_read = len(tokens)
         return Match(automaton, automaton.chain(self._state, self._length))
 
-    def _is_longer_now(self, tokens: list[int]) -> bool:
+    def _is_longer_now(self, tokens: Seq[int]) -> bool:
         """Whether the automaton has come to hold the match with one more of the row's tokens in front."""
         start = self._num_read - self._length - 1
         if start < 0 or self._length == self._max_length:
@@ -113,7 +113,7 @@ class OutputCache:
             self._generations.appendleft((SuffixAutomaton(self._max_depth), {}))
         self._generations[0][0].extend(text)
 
-    def matches(self, request_id: str, tokens: list[int]) -> list[Match]:
+    def matches(self, request_id: str, tokens: Seq[int]) -> list[Match]:
         """The end of a row's text in each generation."""
         found = []
         for automaton, matchers in self._generations:

@@ -6,6 +6,7 @@ Oracle of outputs: `greedy_reference`, float64.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,9 +123,7 @@ def drafted(drafter: Drafter, row: Sequence, budget: int = 15) -> list[int]:
 
 
 def finish(drafter: Drafter, prompt: Seq[int], output: Seq[int], name: str = "done") -> None:
-    row = sequence(prompt, output, name)
-    row.finish_reason = FinishReason.LENGTH
-    batch = Batch((row,))
+    batch = Batch((replace(sequence(prompt, output, name), finish_reason=FinishReason.LENGTH),))
     drafter.observe(Outcome(batch, Draft.empty(1), (range(0),)))
     drafter.release([name])
 
@@ -140,7 +139,7 @@ def test_it_drafts_what_counting_by_hand_drafts_while_rows_grow_end_and_come_aga
     rows = {i: sequence([3, 4, 3, 4, 5], name=str(i)) for i in range(3)}
     for step in steps:
         for i, new, _, _ in step:
-            rows[i].tokens.extend(new)
+            rows[i].extend(new)
         limits = {i: limit for i, _, limit, _ in step}
         drafter.propose(Batch(tuple(rows[i] for i in limits)), list(limits.values()))
         for i, _, _, fate in step:
