@@ -17,7 +17,8 @@ class AdaptiveConfig:
     Attributes:
         memory: about how many drafted tokens of a row its estimate of acceptance looks back on.
         probe_interval: after this many steps without a draft, some rows draft once more to see whether it pays by now;
-            doubled, up to 16 times, as long as it does not.
+            doubled, up to 16 times, as long as it does not. After a quarter as many steps with drafts, one step goes
+            without, to compare; that is doubled, too, as long as drafting pays.
     """
 
     memory: float = 16.0

@@ -16,12 +16,13 @@ from emssd.errors import ConfigError
 from emssd.sequence import Batch
 from emssd.stats import StepStats
 from emssd_adaptive.choice import best_lengths
-from emssd_adaptive.stage import StageRecord
+from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
 from emssd_adaptive.step_time import StepTime
 
 __all__ = ["AdaptiveBudget"]
 
 _NEGLIGIBLE = 0.01  # of a step's time
+_CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 _TRIAL_STEPS, _TRIALS = 9, (0, 2, 1000)  # without a warm-up, the first steps draft nothing, little and all in turn
 
 
@@ -46,20 +47,30 @@ class AdaptiveBudget(BudgetPolicy):
         self._lengths: dict[str, int] = {}  # tokens of each row before this step
         # Of the earlier stages of this step: drafted tokens, and how many of them are expected to be accepted.
         self._num_drafted, self._gained = 0, 0.0
+        # After so many steps with drafts, one without shows what that takes by now; each time after twice as many.
+        self._num_drafting, self._control_after, self._is_control = 0, self._first_control, False
+
+    @property
+    def _first_control(self) -> int:
+        return -(-self._probe_interval // _CONTROLS_SOONER)
 
     def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
         if stage == 0:
             self._lengths = {row.request_id: len(row.tokens) for row in batch}
             self._gained, self._num_drafted = 0.0, 0
+            self._is_control = self._num_drafting >= self._control_after
+        if self._is_control:
+            return [0] * len(limits)
         while len(self._stages) <= stage:
             self._stages.append(StageRecord(self._memory, self._probe_interval))
         record = self._stages[stage]
         return record.probed(self._choose(batch, limits, num_other_tokens, record, drafting=True), limits)
 
     def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
-        record, lengths = self._stages[stage], draft.lengths
+        lengths = draft.lengths
         if not any(lengths):
             return lengths
+        record = self._stages[stage]
         chosen = (
             lengths if record.is_probing else self._choose(batch, lengths, num_other_tokens, record, drafting=False)
         )
@@ -70,8 +81,18 @@ class AdaptiveBudget(BudgetPolicy):
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         for record, stage in zip(self._stages, stats.stages, strict=False):
             record.observe(outcome, stage, self._lengths)
+        self._count_control(any(stats.drafted))
         seconds = sum(stats.seconds.values()) - stats.seconds["draft"]
         self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds)
+
+    def _count_control(self, has_drafts: bool) -> None:
+        """The way back from a wrong belief, such as of a machine that was busy during the steps without drafts."""
+        is_probing = any(record.is_probing for record in self._stages)
+        self._num_drafting = self._num_drafting + 1 if has_drafts and not is_probing else 0
+        if self._is_control:
+            self._control_after = min(2 * self._control_after, MAX_BACKOFF * self._probe_interval)
+        elif any(record.num_idle for record in self._stages):
+            self._control_after = self._first_control
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)

@@ -10,11 +10,11 @@ from emssd.stats import StageStats
 from emssd_adaptive.acceptance import Acceptance
 from emssd_adaptive.regression import FadingRegression
 
-__all__ = ["StageRecord"]
+__all__ = ["MAX_BACKOFF", "StageRecord"]
 
 _PROBE_TOKENS = 2
 _PROBE_SHARE = 4  # one row in so many drafts in a probe
-_MAX_BACKOFF = 16
+MAX_BACKOFF = 16
 _TOKENS = 32.0  # unit of the features
 _AT_ONCE, _LATER = 4, 16  # catching up with more tokens than this is charged to as many steps
 
@@ -24,6 +24,10 @@ class StageRecord:
 
     Args:
         memory, probe_interval: see `emssd_adaptive.AdaptiveConfig`.
+
+    Attributes:
+        is_probing: whether this step drafts only to see whether it pays by now.
+        num_idle: steps since it last drafted, where it could have.
     """
 
     def __init__(self, memory: float, probe_interval: int) -> None:
@@ -31,7 +35,7 @@ class StageRecord:
         self.is_probing = False
         self._seconds = FadingRegression(3)
         self._seen: dict[str, int] = {}  # tokens of each row when it was last drafted for
-        self._idle_steps, self._probe_interval, self._backoff = 0, probe_interval, 1
+        self.num_idle, self._probe_interval, self._backoff = 0, probe_interval, 1
 
     @property
     def seconds_per_level(self) -> float:
@@ -53,11 +57,11 @@ class StageRecord:
         """`budget`, or that of a probe if nothing was drafted for long."""
         self.is_probing = False
         if any(budget):
-            self._idle_steps, self._backoff = 0, 1
+            self.num_idle, self._backoff = 0, 1
         elif any(limits):
-            self._idle_steps += 1
-            if self._idle_steps >= self._probe_interval * self._backoff:
-                self._idle_steps, self._backoff = 0, min(2 * self._backoff, _MAX_BACKOFF)
+            self.num_idle += 1
+            if self.num_idle >= self._probe_interval * self._backoff:
+                self.num_idle, self._backoff = 0, min(2 * self._backoff, MAX_BACKOFF)
                 self.is_probing = True
                 able = [row for row, limit in enumerate(limits) if limit][::_PROBE_SHARE]
                 return [min(limit, _PROBE_TOKENS) if row in able else 0 for row, limit in enumerate(limits)]
