@@ -24,7 +24,7 @@ from emssd.model import TargetModel
 from emssd.output import OutputFolder
 from emssd.progress import LiveFigures, show_messages
 from emssd.prompts import Prompt
-from emssd.provenance import hardware, machine_rates, versions
+from emssd.provenance import hardware, machine_rates, plugins, versions
 from emssd.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequence import Request
@@ -87,6 +87,7 @@ def run_job(
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
     check_options(config)
+    registry.in_use.clear()  # what earlier runs of a sweep used
     own_threads = _own_threads()  # read before it is changed
     torch.set_num_threads(config.num_threads or own_threads)
     console = plain_console()
@@ -103,7 +104,7 @@ def run_job(
         done = _decode(work, live, output)
         counts = {"num_prompts": num_before + num_here, "num_resumed_prompts": num_before}
         counts["num_failed_prompts"] = len(work.failures.prompts)
-        metrics = _describe(config, work.engine) | counts | work.engine.report.metrics()
+        metrics = _describe(config, work.engine, registry) | counts | work.engine.report.metrics()
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         report = None
         if config.check is not None:
@@ -132,7 +133,8 @@ def _prepare(
 ) -> _Work | None:
     """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
     failures = Failures(config.on_error)
-    prompts = failures.passed(registry.find("data", config.data.name).build(config.data))
+    source = registry.find("data", config.data.name)
+    prompts = failures.passed(registry.build("data", source, config.data))
     registry.find("backend", config.backend.name)
     left = unfinished(prompts, output, config_text)
     if config.resume:
@@ -220,7 +222,7 @@ def _decode(work: _Work, live: LiveFigures, output: OutputFolder | None = None) 
     return done
 
 
-def _describe(config: RunConfig, engine: Engine) -> dict[str, Any]:
+def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
     """What ran, on what."""
     import torch
 
@@ -233,6 +235,7 @@ def _describe(config: RunConfig, engine: Engine) -> dict[str, Any]:
         f"budget={label_of(config.budget)} · "
         f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
         "versions": versions(),
+        "plugins": plugins(registry),
         "hardware": hardware(target.device),
     }
 
