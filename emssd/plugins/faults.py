@@ -16,14 +16,14 @@ _LONGEST = 600  # characters of a stranger's message
 
 
 def told(error: BaseException) -> str:
-    """What went wrong, in one printable line; errors of emssd are sentences and need no name."""
+    """What went wrong, in one printable line with the class of the exception; a `PluginError` needs none."""
     try:
         text = str(error)
     except BaseException as other:  # a stranger's exception may be as broken as what raised it
         text = f"no message, as that raises {type(other).__name__}"
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
-    if isinstance(error, EmssdError):
+    if type(error) is PluginError:
         return line
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 

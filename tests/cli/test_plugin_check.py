@@ -86,7 +86,10 @@ def skipped(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lama"], "there is no drafter or backend 'lama' to check; drafters are .*llma.*; backends are .*ragged"),
+        (
+            ["lama"],
+            "there is no drafter, backend or budget 'lama' to check; drafters are .*llma.*; backends are .*ragged",
+        ),
         (["llma", "--kind", "backend"], "unknown backend 'llma'; choose one of"),
         (["llma", "7"], "'7' is no option; write OPTION=VALUE, as in length=3"),
         (["llma", "length=7"], "drafter 'llma' cannot take length=7: Key 'length' not in 'LLMAConfig'"),

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
+from emssd.plugins.faults import told
+
 __all__ = ["RULES", "BrokenRule", "Rule", "broken", "broken_rule", "named", "rules_of"]
 
 
@@ -114,7 +116,12 @@ def named(rule: str, what: str) -> Iterator[None]:
     """Whatever the body raises breaks `rule`, unless it is a broken rule already. `what` names the call."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # a plugin may exit, too
+        if isinstance(error, KeyboardInterrupt) or type(error).__module__.partition(".")[0] in (
+            "hypothesis",
+            "_pytest",
+        ):
+            raise
         if (inner := broken_rule(error)) is not None:
             raise inner from None
-        broken(rule, f"{what} raised {type(error).__name__}: {error}")
+        broken(rule, f"{what} raised {told(error)}")

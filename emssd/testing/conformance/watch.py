@@ -61,7 +61,8 @@ class WatchedDrafter(Drafter):
         _unchanged(before, batch, "propose")
         if list(budget) != limits:
             broken("drafter.batch", f"propose changed its budget from {limits} to {list(budget)}")
-        _check(draft, batch, limits, self._vocab_size)
+        with named("drafter.draft", "reading the draft"):
+            _check(draft, batch, limits, self._vocab_size)
         self.num_tokens += draft.token_ids.numel()
         self.has_probs |= draft.probs is not None
         self._proposed = _chains(batch, draft)
@@ -116,8 +117,7 @@ def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int) -> None
             check_ids(draft.token_ids.tolist(), vocab_size)
     except DraftError as error:
         broken("drafter.vocabulary", str(error))
-    with named("drafter.draft", "the engine's check of the draft"):
-        check_draft(draft, batch, limits, vocab_size)
+    check_draft(draft, batch, limits, vocab_size)
 
 
 def _chains(batch: Batch, draft: Draft) -> dict[str, list[int]]:
