@@ -47,6 +47,7 @@ def _run(given: argparse.Namespace, notes: Notes) -> int:
                 kind=given.kind,
                 num_examples=given.examples,
                 learns_across_requests=given.learns_across_requests,
+                decides_at_random=given.decides_at_random,
                 timeout=given.timeout,
                 notes=notes,
             )
@@ -77,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument(
         "--learns-across-requests", action="store_true", help="the drafter means to, so its drafts may depend on others"
+    )
+    check.add_argument(
+        "--decides-at-random", action="store_true", help="the budget policy means to, so its decisions are not compared"
     )
     new = commands.add_parser("new", help="write a new plugin, complete with tests")
     new.add_argument("kind", choices=["drafter", "budget"], help="what it offers")

@@ -37,6 +37,7 @@ class TestPlugin({suite}):
     plugin = {name!r}
     options = {options!r}
     learns_across_requests = {learns!r}
+    decides_at_random = {draws!r}
     derandomize = True
 """
 
@@ -48,6 +49,7 @@ def check(
     kind: str | None = None,
     num_examples: int | None = None,
     learns_across_requests: bool = False,
+    decides_at_random: bool = False,
     timeout: float | None = None,
     notes: Notes | None = None,
 ) -> int:
@@ -59,6 +61,7 @@ def check(
         kind: ``drafter``, ``backend`` or ``budget``; needed only where several have this name.
         num_examples: of each test; each test's own number by default.
         learns_across_requests: the drafter means to, so its drafts are not compared with those of one without a past.
+        decides_at_random: the budget policy means to, so its decisions are not compared.
         timeout, notes: the seconds that one test may take, and where it is noted, for `emssd.plugins.watched`.
 
     Returns:
@@ -67,7 +70,7 @@ def check(
     Raises:
         PluginError: there is no such plugin, it cannot run here, or pytest and Hypothesis are missing.
         ConfigError: an option that is no ``OPTION=VALUE``, that the plugin does not have, or that it needs; or a
-            backend that is to learn.
+            backend that is to learn, or what is no budget policy and is to draw.
     """
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise PluginError(
@@ -82,13 +85,17 @@ def check(
     spec = registry.find(kind, name)
     if learns_across_requests and kind != "drafter":
         raise ConfigError(f"--learns-across-requests is for drafters, and {name!r} is a {kind}; leave it out")
+    if decides_at_random and kind != "budget":
+        raise ConfigError(f"--decides-at-random is for budget policies, and {name!r} is a {kind}; leave it out")
     owner = registry.owner(kind, name)
     notes.note(owner, "before its tests")
     with guarded(owner, "making its options"):
         values = _values(spec.config, options, f"{kind} {name!r}")
     print(f"{kind} {name} ({registry.source(kind, name)}), rule by rule:\n", flush=True)
     results = _Results(kind, lambda test: notes.note(owner, f"in the test of {test}", timeout))
-    source = _TEST_FILE.format(suite=_SUITES[kind], name=name, options=values, learns=learns_across_requests)
+    source = _TEST_FILE.format(
+        suite=_SUITES[kind], name=name, options=values, learns=learns_across_requests, draws=decides_at_random
+    )
     with guarded(owner, "its tests"):
         status = _run_pytest(source, num_examples, results)
     return results.print_and_judge(status, owner)

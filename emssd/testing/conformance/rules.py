@@ -29,7 +29,7 @@ class Rule:
 
     @property
     def kind(self) -> str:
-        """``drafter`` or ``backend``."""
+        """``drafter``, ``backend`` or ``budget``."""
         return self.name.partition(".")[0]
 
     @property
@@ -70,6 +70,18 @@ RULES: dict[str, Rule] = {
         Rule("backend.fits", "what fits says is true: such steps run, and within the limit of memory"),
         Rule("backend.raises", "no legal call raises"),
         Rule("backend.lossless", "the tokens are those of plain greedy decoding"),
+        Rule("budget.build", "each build gives a new BudgetPolicy"),
+        Rule("budget.pickle", "its options survive pickle, copy and deepcopy"),
+        Rule("budget.options", "its options survive the command line: Hydra's structured config and its YAML"),
+        Rule("budget.allot", "allot gives one whole number for each row, from 0 to its limit"),
+        Rule("budget.trim", "trim gives one whole number for each row, from 0 to the length of its draft"),
+        Rule("budget.batch", "it reads the batch, limits, drafts and outcomes, and changes nothing of them"),
+        Rule("budget.limits", "steps without rows or drafts, limits of 0 and later drafters are met like any other"),
+        Rule("budget.deterministic", "told the same again, it decides the same, unless it says that it draws"),
+        Rule("budget.release", "a released request is forgotten; unknown ids are no error"),
+        Rule("budget.preemption", "a request that comes again after its release is met as a new one"),
+        Rule("budget.raises", "no legal call raises"),
+        Rule("budget.lossless", "the tokens are those of plain greedy decoding"),
     )
 }
 """Every rule by its name, in the order in which reports show them."""
@@ -94,7 +106,7 @@ def broken(rule: str, message: str) -> NoReturn:
 
 
 def rules_of(kind: str) -> list[Rule]:
-    """The rules of ``drafter`` or ``backend``."""
+    """The rules of a kind of plugin."""
     return [rule for rule in RULES.values() if rule.kind == kind]
 
 
