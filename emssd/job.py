@@ -16,7 +16,7 @@ from emssd.check import CheckReport, compare
 from emssd.config import ModelConfig, RunConfig
 from emssd.engine import Engine
 from emssd.errors import PromptError
-from emssd.experiment import label_of
+from emssd.experiment import label_of, setting_of
 from emssd.generation import Generation
 from emssd.intake import Failures, check_options, to_requests, unfinished
 from emssd.loading import ModelCache
@@ -229,11 +229,12 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
     target = engine.target
     cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
     made_up = " (random weights)" if config.model.architecture else ""
-    drafter = label_of(config.drafter) if config.speculate else "none"
+    setting = setting_of(config)
     return {
-        "title": f"{config.model.path}{made_up} · drafter={drafter} · backend={label_of(config.backend)} · "
+        "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
         f"budget={label_of(config.budget)} · "
         f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
+        "setting": setting,
         "versions": versions(),
         "plugins": plugins(registry),
         "hardware": hardware(target.device),
