@@ -5,6 +5,7 @@ Sessions without a venv of their own use the environment of nox itself, so that 
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -59,6 +60,9 @@ def docs(session: nox.Session) -> None:
         with session.chdir(folder):
             session.run(BIN / "pytest", "-q", "--emssd-examples=10", env={"PYTHONPATH": str(site)})
     session.run(BIN / "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    loads = re.compile(r'<(script|link|img)[^>]+(src|href)="https?:')
+    if foreign := [page for page in (ROOT / "site").rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))]:
+        session.error(f"{foreign[0]} loads something from the network")
 
 
 @nox.session(venv_backend="none")

@@ -260,3 +260,9 @@ def write_run(folder: Path, setting: dict[str, object], speed: float) -> None:
     metrics = {"title": f"demo · drafter={setting['drafter']}", "setting": setting, "hardware": {"cores": 2}}
     metrics |= {"tokens_per_second": speed, "decode_tokens_per_second": speed}
     (folder / "metrics.json").write_text(json.dumps(metrics | {"mean_acceptance_length": 1.0, "num_new_tokens": 5}))
+
+
+def test_a_command_in_a_table_wraps_on_a_narrow_screen_and_figures_do_not() -> None:
+    page = html_page("t", table(["command", "speed"], [[code("python -m emssd drafter=llma batch_size=4"), "1.0"]]), {})
+    assert '<td style="text-align:left" class="wide"><code>python' in page
+    assert '<td style="text-align:right">1.0' in page

@@ -42,10 +42,13 @@ def provenance(material: Material) -> Section:
             ([*key, str(count)] for key, count in seen.items()),
             left=8,
         )
+    alike: dict[str, list[str]] = {}
     for run in material.runs:
         versions = ", ".join(f"{k} {v}" for k, v in run.metrics.get("versions", {}).items())
         hardware = ", ".join(f"{k} {v}" for k, v in run.metrics.get("hardware", {}).items())
-        section.say(f"{code(run.name)}: {escape(versions)}; {escape(hardware)}.")
+        alike.setdefault(f"{escape(versions)}; {escape(hardware)}", []).append(code(run.name))
+    for said, names in alike.items():
+        section.say(f"{listed(names)}: {said}.")
     for peers in material.peers:
         section.say(f"{code(peers.name)}: see its section.")
     section.say(
