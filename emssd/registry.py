@@ -102,8 +102,8 @@ class Registry:
             there = sorted({*self.names(kind), *presets})
             guess = did_you_mean(name, there) or ";"
             message = f"unknown {kind} {name!r}{guess} choose one of {', '.join(there)}"
-            failed = (record for record in self.records if record.state == "failed")
-            raise PluginError(". ".join([message, *map(_failure, failed)]))
+            absent = (record for record in self.records if record.state in ("failed", "skipped"))
+            raise PluginError(". ".join([message, *map(_failure, absent)]))
         spec, record = self._offers[kind, name]
         if record.state == "unavailable":
             raise PluginError(f"{kind} {name!r} is not available: {record.reason}.")

@@ -192,6 +192,10 @@ def test_a_plugin_that_takes_long_is_named_and_can_be_left_out(
         ]
         assert "third" not in registry.names("drafter")
         assert "llma" in registry.names("drafter"), "emssd's own are always there"
+        with pytest.raises(
+            PluginError, match=r"plugin 'slow' of third-party-slow 1\.2 is not loaded: EMSSD_SKIP_PLUGINS"
+        ):
+            registry.find("drafter", "third")
 
 
 def test_the_command_line_warns_of_a_broken_plugin_and_runs(install: Callable, decode: Callable) -> None:
