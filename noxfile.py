@@ -5,6 +5,7 @@ Sessions without a venv of their own use the environment of nox itself, so that 
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -53,12 +54,15 @@ def tests(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Builds the documentation into site/, strictly, and runs the tests of the plugins that its pages quote."""
     site = Path(session.create_tmp()).resolve() / "site"
-    quoted = [ROOT / "examples" / "plugins" / name for name in ("bigram", "per_row")]
+    quoted = [ROOT / "examples" / "plugins" / name for name in ("bigram", "one_more", "per_row")]
     session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *quoted)
     for folder in quoted:
         with session.chdir(folder):
             session.run(BIN / "pytest", "-q", "--emssd-examples=10", env={"PYTHONPATH": str(site)})
     session.run(BIN / "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    loads = re.compile(r'<(script|link|img)[^>]+(src|href)="https?:')
+    if foreign := [page for page in (ROOT / "site").rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))]:
+        session.error(f"{foreign[0]} loads something from the network")
 
 
 @nox.session(venv_backend="none")
@@ -104,13 +108,14 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def new_plugin(session: nox.Session) -> None:
+@nox.parametrize("kind", [nox.param(name, id=name) for name in ("drafter", "budget")])
+def new_plugin(session: nox.Session, kind: str) -> None:
     """Writes a new plugin, installs it beside this environment, tests it, holds it to the rules and decodes with it."""
     away = Path(session.create_tmp()).resolve()
     made, site = away / "emssd-foo", away / "site"
     for old in (made, site):
         shutil.rmtree(old, ignore_errors=True)
-    session.run(BIN / "emssd-plugins", "new", "drafter", "foo", "--folder", made)
+    session.run(BIN / "emssd-plugins", "new", kind, "foo", "--folder", made)
     session.run(BIN / "pip", "install", "-q", "--no-deps", "--target", site, made)
     env = {"PYTHONPATH": str(site), "COLUMNS": "200"}
     with session.chdir(made):
@@ -119,8 +124,9 @@ def new_plugin(session: nox.Session) -> None:
         session.run(BIN / "mypy", "--cache-dir", ROOT / ".mypy_cache")  # torch's types take half a minute to read
         session.run(BIN / "pytest", "-q", "-p", "no:cacheprovider", env=env)
     with session.chdir(away):
-        session.run(BIN / "emssd-plugins", "check", "foo", "length=3", env=env)
-        session.run(BIN / "python", "-m", "emssd", "drafter=foo", "check=greedy", "data.limit=8", env=env)
+        option = {"drafter": "length=3", "budget": "first=3"}[kind]
+        session.run(BIN / "emssd-plugins", "check", "foo", option, "--kind", kind, env=env)
+        session.run(BIN / "python", "-m", "emssd", f"{kind}=foo", "check=greedy", "data.limit=8", env=env)
 
 
 @nox.session(venv_backend="none")

@@ -15,6 +15,7 @@ from emssd.errors import ConfigError, PluginError
 from emssd.memory import kv_bytes
 from emssd.model import LoadModel, TargetModel, load_model
 from emssd.options import Admission, Batching, EngineOptions
+from emssd.plugins.faults import guarded
 from emssd.registry import Registry
 from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 
@@ -96,10 +97,12 @@ def assemble(
     if not isinstance(drafter, Drafter):
         plugin, config = registry.resolve("drafter", drafter)
         drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"
-        drafter = plugin.build(config, _context(target, tokenizer, options, caches, registry, load))
+        drafter = registry.build(
+            "drafter", plugin, config, _context(target, tokenizer, options, caches, registry, load)
+        )
     if not isinstance(budget, BudgetPolicy):
         plugin, config = registry.resolve("budget", budget)
-        budget = plugin.build(config)
+        budget = registry.build("budget", plugin, config)
     return Engine(
         target,
         caches.make(),
@@ -120,12 +123,22 @@ def make_backend(spec: KVCacheSpec, choice: Any, registry: Registry) -> Attentio
         PluginError: the backend cannot serve it, with its reasons.
     """
     plugin, config = registry.resolve("backend", choice)
-    backend: AttentionBackend = plugin.build(config)
-    if reasons := backend.unsupported(spec):
+    owner = registry.owner("backend", plugin.name)
+    backend: AttentionBackend = registry.build("backend", plugin, config)
+    if reasons := _unsupported(backend, spec, owner):
         other = "" if plugin.name == "ragged" else ". Try backend=ragged."
         raise PluginError(f"backend {plugin.name!r} cannot serve this model: {'; '.join(reasons)}{other}")
-    backend.allocate(spec)
+    with guarded(owner, "allocate"):
+        backend.allocate(spec)
     return backend
+
+
+def _unsupported(backend: AttentionBackend, spec: KVCacheSpec, owner: str) -> list[str]:
+    with guarded(owner, "unsupported"):
+        reasons = backend.unsupported(spec)
+        if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
+            raise PluginError(f"unsupported of {owner} returned {reasons!r}; give a list of sentences")
+    return reasons
 
 
 @dataclass(slots=True)
@@ -174,8 +187,8 @@ class _Caches:
 
     def _reasons(self, spec: KVCacheSpec) -> list[str]:
         plugin, config = self.registry.resolve("backend", self.backend)
-        backend: AttentionBackend = plugin.build(config)
-        return backend.unsupported(spec)
+        backend: AttentionBackend = self.registry.build("backend", plugin, config)
+        return _unsupported(backend, spec, self.registry.owner("backend", plugin.name))
 
 
 def _context(
@@ -195,7 +208,7 @@ def _context(
         known = [field.name for field in dataclasses.fields(plugin.config)]
         if unknown := [value for value in values if value not in known]:
             raise ConfigError(f"drafter {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-        drafter: Drafter = plugin.build(plugin.config(**values), context)
+        drafter: Drafter = registry.build("drafter", plugin, plugin.config(**values), context)
         return drafter
 
     context = DrafterContext(

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from emssd.hookspecs import Spec
 from emssd.options import EngineOptions
+from emssd.plugins.faults import told
 from emssd.registry import KINDS, Registry
 
 __all__ = [
@@ -195,6 +196,10 @@ def register_configs(registry: Registry) -> None:
             except OmegaConfBaseException as error:  # of its many, all say that a field's type or default cannot be
                 reason = str(error).partition("\n")[0]
                 registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a default that is made may do anything
+                registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {told(error)}")
             else:
                 store.store(group=kind, name=spec.name, node=node, provider=registry.source(kind, spec.name))
 

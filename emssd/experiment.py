@@ -16,7 +16,7 @@ from emssd.generation import Generation
 from emssd.provenance import provenance
 from emssd.rows_file import AROUND
 
-__all__ = ["label_of", "row_of", "simulated_row"]
+__all__ = ["label_of", "row_of", "setting_of", "simulated_row"]
 
 _TOLD = AROUND | {  # options that other fields of a row tell: data.limit its prompts, threads and device its machine
     "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "speculate",
@@ -123,14 +123,31 @@ def _changed(options: Any) -> dict[str, Any]:
     return found
 
 
+def setting_of(config: RunConfig) -> dict[str, Any]:
+    """By which runs of the command line are compared: drafter, budget and batch size, and all that must be equal."""
+    apart = {"drafter", "backend", "model", "data", "budget", "speculate", "batch_size", "check", "data.name"}
+    equal = {name: value for name, value in _given(config).items() if name not in AROUND | apart}
+    equal |= {"backend": label_of(config.backend), "data": config.data.name}
+    return {
+        "drafter": label_of(config.drafter) if config.speculate else "none",
+        "budget": label_of(config.budget),
+        "batch_size": config.batch_size,
+        "options": sorted(f"{name}={value}" for name, value in equal.items()),
+    }
+
+
+def _given(config: RunConfig) -> dict[str, Any]:
+    """By name the options of the run, its model and its data that are not the defaults."""
+    groups = {"": config, "model.": config.model, "data.": config.data}
+    return {f"{group}{name}": value for group, part in groups.items() for name, value in _changed(part).items()}
+
+
 def _other_options(config: RunConfig, overrides: Seq[str]) -> list[str]:
     """What else tells the run from others, as ``NAME=VALUE``: options that are not the defaults and have no field.
 
     A method has no label but its name, so what the user sets of its backend and budget is among them.
     """
-    groups = {"": config, "model.": config.model, "data.": config.data}
-    found = {f"{group}{name}": value for group, part in groups.items() for name, value in _changed(part).items()}
-    said = [f"{name}={value}" for name, value in found.items() if name not in _TOLD]
+    said = [f"{name}={value}" for name, value in _given(config).items() if name not in _TOLD]
     if config.method is not None:
         given = [item.lstrip("+") for item in overrides]
         said += [item for item in given if re.match(r"(backend|budget)\b", item)]

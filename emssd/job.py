@@ -16,7 +16,7 @@ from emssd.check import CheckReport, compare
 from emssd.config import ModelConfig, RunConfig
 from emssd.engine import Engine
 from emssd.errors import PromptError
-from emssd.experiment import label_of
+from emssd.experiment import label_of, setting_of
 from emssd.generation import Generation
 from emssd.intake import Failures, check_options, to_requests, unfinished
 from emssd.loading import ModelCache
@@ -24,7 +24,7 @@ from emssd.model import TargetModel
 from emssd.output import OutputFolder
 from emssd.progress import LiveFigures, show_messages
 from emssd.prompts import Prompt
-from emssd.provenance import hardware, machine_rates, versions
+from emssd.provenance import hardware, machine_rates, plugins, versions
 from emssd.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequence import Request
@@ -87,6 +87,7 @@ def run_job(
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
     check_options(config)
+    registry.in_use.clear()  # what earlier runs of a sweep used
     own_threads = _own_threads()  # read before it is changed
     torch.set_num_threads(config.num_threads or own_threads)
     console = plain_console()
@@ -103,7 +104,7 @@ def run_job(
         done = _decode(work, live, output)
         counts = {"num_prompts": num_before + num_here, "num_resumed_prompts": num_before}
         counts["num_failed_prompts"] = len(work.failures.prompts)
-        metrics = _describe(config, work.engine) | counts | work.engine.report.metrics()
+        metrics = _describe(config, work.engine, registry) | counts | work.engine.report.metrics()
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         report = None
         if config.check is not None:
@@ -132,7 +133,8 @@ def _prepare(
 ) -> _Work | None:
     """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
     failures = Failures(config.on_error)
-    prompts = failures.passed(registry.find("data", config.data.name).build(config.data))
+    source = registry.find("data", config.data.name)
+    prompts = failures.passed(registry.build("data", source, config.data))
     registry.find("backend", config.backend.name)
     left = unfinished(prompts, output, config_text)
     if config.resume:
@@ -220,19 +222,21 @@ def _decode(work: _Work, live: LiveFigures, output: OutputFolder | None = None) 
     return done
 
 
-def _describe(config: RunConfig, engine: Engine) -> dict[str, Any]:
+def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
     """What ran, on what."""
     import torch
 
     target = engine.target
     cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
     made_up = " (random weights)" if config.model.architecture else ""
-    drafter = label_of(config.drafter) if config.speculate else "none"
+    setting = setting_of(config)
     return {
-        "title": f"{config.model.path}{made_up} · drafter={drafter} · backend={label_of(config.backend)} · "
+        "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
         f"budget={label_of(config.budget)} · "
         f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
+        "setting": setting,
         "versions": versions(),
+        "plugins": plugins(registry),
         "hardware": hardware(target.device),
     }
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["commit", "hardware", "machine_rates", "processor", "provenance", "versions"]
+from emssd.registry import KINDS, Registry
+
+__all__ = ["commit", "hardware", "machine_rates", "plugins", "processor", "provenance", "versions"]
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # on which the speed of arithmetic depends
 
@@ -45,6 +47,12 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def plugins(registry: Registry) -> list[dict[str, str]]:
+    """Kind, name, distribution and version of all that a run was built of, drafters that others combine included."""
+    used = sorted(registry.in_use.values(), key=lambda record: [*KINDS].index(record.kind))
+    return [{name: getattr(record, name) for name in ("kind", "name", "distribution", "version")} for record in used]
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from itertools import accumulate
+from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +80,7 @@ class DraftStages:
         Raises:
             PluginError: it fails, or gives anything else than one number in ``0..limits[row]`` for each row.
         """
-        lengths = self._called(lambda *given: [int(length) for length in decide(*given)], decide.__name__, *arguments)
+        lengths = self._called(lambda *given: [index(length) for length in decide(*given)], decide.__name__, *arguments)
         if len(lengths) != len(limits) or any(
             not 0 <= length <= limit for length, limit in zip(lengths, limits, strict=True)
         ):
@@ -143,10 +144,10 @@ def _joined(parts: list[Draft], num_rows: int) -> Draft:
         return filled[0] if filled else Draft.empty(num_rows)
     device = next((part.token_ids.device for part in filled if part.token_ids.device.type != "cpu"), None)
     offsets = [0, *accumulate(part.token_ids.numel() for part in filled)]
-    index, indptr = list[int](), [0]
+    nodes, indptr = list[int](), [0]
     for row in range(num_rows):
         for part, offset in zip(filled, offsets, strict=False):
-            index.extend(range(offset + part.indptr[row], offset + part.indptr[row + 1]))
-        indptr.append(len(index))
+            nodes.extend(range(offset + part.indptr[row], offset + part.indptr[row + 1]))
+        indptr.append(len(nodes))
     together = torch.cat([part.token_ids.to(device or "cpu", non_blocking=True) for part in filled])
-    return Draft(together[on_device(index, together.device)], tuple(indptr))
+    return Draft(together[on_device(nodes, together.device)], tuple(indptr))

@@ -6,7 +6,7 @@ import os
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emssd.errors import ConfigError, PluginError
+from emssd.plugins.faults import guarded
+from emssd.plugins.watched import LOAD_SECONDS, Notes
 from emssd.registry import Registry
 from emssd.testing.conformance.rules import RULES, rules_of
 
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["check"]
 
-_SUITES = {"drafter": "DrafterConformance", "backend": "AttentionBackendConformance"}
+_SUITES = {
+    "drafter": "DrafterConformance",
+    "backend": "AttentionBackendConformance",
+    "budget": "BudgetPolicyConformance",
+}
 
 _TEST_FILE = """from emssd.testing.conformance import {suite}
 
@@ -31,6 +37,7 @@ class TestPlugin({suite}):
     plugin = {name!r}
     options = {options!r}
     learns_across_requests = {learns!r}
+    decides_at_random = {draws!r}
     derandomize = True
 """
 
@@ -42,15 +49,20 @@ def check(
     kind: str | None = None,
     num_examples: int | None = None,
     learns_across_requests: bool = False,
+    decides_at_random: bool = False,
+    timeout: float | None = None,
+    notes: Notes | None = None,
 ) -> int:
     """Hold a plugin to the rules of its interface and print what became of each.
 
     Args:
-        name: as in ``drafter=NAME`` or ``backend=NAME``.
+        name: as in ``drafter=NAME``, ``backend=NAME`` or ``budget=NAME``.
         options: of the plugin, as ``OPTION=VALUE`` with values in YAML.
-        kind: ``drafter`` or ``backend``; needed only where one of each has this name.
+        kind: ``drafter``, ``backend`` or ``budget``; needed only where several have this name.
         num_examples: of each test; each test's own number by default.
         learns_across_requests: the drafter means to, so its drafts are not compared with those of one without a past.
+        decides_at_random: the budget policy means to, so its decisions are not compared.
+        timeout, notes: the seconds that one test may take, and where it is noted, for `emssd.plugins.watched`.
 
     Returns:
         0 if no rule was broken, else 1.
@@ -58,38 +70,48 @@ def check(
     Raises:
         PluginError: there is no such plugin, it cannot run here, or pytest and Hypothesis are missing.
         ConfigError: an option that is no ``OPTION=VALUE``, that the plugin does not have, or that it needs; or a
-            backend that is to learn.
+            backend that is to learn, or what is no budget policy and is to draw.
     """
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise PluginError(
             f"emssd-plugins check runs tests, and {' and '.join(missing)} cannot be imported; "
             f"pip install 'emssd[testing]'"
         )
+    notes = notes or Notes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a plugin that is asked for and failed is named by the error
-        registry = Registry()
+        registry = Registry(on_load=lambda owner: notes.note(owner, "while it was loaded", LOAD_SECONDS))
     kind = kind or _kind(name, registry)
     spec = registry.find(kind, name)
     if learns_across_requests and kind != "drafter":
         raise ConfigError(f"--learns-across-requests is for drafters, and {name!r} is a {kind}; leave it out")
-    values = _values(spec.config, options, f"{kind} {name!r}")
+    if decides_at_random and kind != "budget":
+        raise ConfigError(f"--decides-at-random is for budget policies, and {name!r} is a {kind}; leave it out")
+    owner = registry.owner(kind, name)
+    notes.note(owner, "before its tests")
+    with guarded(owner, "making its options"):
+        values = _values(spec.config, options, f"{kind} {name!r}")
     print(f"{kind} {name} ({registry.source(kind, name)}), rule by rule:\n", flush=True)
-    results = _Results(kind)
-    source = _TEST_FILE.format(suite=_SUITES[kind], name=name, options=values, learns=learns_across_requests)
-    status = _run_pytest(source, num_examples, results)
-    return results.print_and_judge(status)
+    results = _Results(kind, lambda test: notes.note(owner, f"in the test of {test}", timeout))
+    source = _TEST_FILE.format(
+        suite=_SUITES[kind], name=name, options=values, learns=learns_across_requests, draws=decides_at_random
+    )
+    with guarded(owner, "its tests"):
+        status = _run_pytest(source, num_examples, results)
+    return results.print_and_judge(status, owner)
 
 
 def _kind(name: str, registry: Registry) -> str:
     kinds = [kind for kind in _SUITES if name in registry.names(kind)]
     if len(kinds) > 1:
-        raise PluginError(f"{name!r} is the name of a drafter and of a backend; add --kind drafter or --kind backend")
+        ways = " or ".join(f"--kind {kind}" for kind in kinds)
+        raise PluginError(f"{name!r} is the name of a {' and of a '.join(kinds)}; add {ways}")
     if kinds:
         return kinds[0]
     known = "; ".join(f"{kind}s are {', '.join(registry.names(kind))}" for kind in _SUITES)
     failed = [f"{record.name!r} of {record.distribution} failed to load: {record.reason}"
               for record in registry.records if record.state == "failed"]  # fmt: skip
-    raise PluginError(". ".join([f"there is no drafter or backend {name!r} to check; {known}", *failed]))
+    raise PluginError(". ".join([f"there is no drafter, backend or budget {name!r} to check; {known}", *failed]))
 
 
 def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
@@ -144,7 +166,8 @@ def _plain_environment() -> Iterator[None]:
 class _Results:
     """Collects what the tests say of each rule; a plugin object of pytest."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, begin: Callable[[str], None]) -> None:
+        self._begin = begin
         self._rules = rules_of(kind)
         self._broken: dict[str, str] = {}
         self._kept: set[str] = set()
@@ -152,6 +175,11 @@ class _Results:
         self._skipped: dict[str, str] = {}
         self._errors: list[str] = []
         self._costs: list[str] = []
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Called by pytest before each test."""
+        rules = [name for marker in item.iter_markers("emssd_rule") for name in marker.args]
+        self._begin(f"{', '.join(rules) or 'the cost'} ({item.name})")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called by pytest for each phase of each test."""
@@ -175,7 +203,7 @@ class _Results:
         if report.failed:
             self._errors.append(report.longreprtext)
 
-    def print_and_judge(self, status: int) -> int:
+    def print_and_judge(self, status: int, owner: str) -> int:
         """Print a line for each rule, and more for a broken one. Returns the exit status."""
         for rule in self._rules:
             state, more = self._state(rule.name)
@@ -189,6 +217,8 @@ class _Results:
         kept = sum(self._state(rule.name)[0] == "ok" for rule in self._rules)
         num_broken, num_untested = len(self._broken), len(self._rules) - kept - len(self._broken)
         print(f"\n{kept} rules kept, {num_broken} broken, {num_untested} not tested")
+        if status and not num_broken:
+            print(f"{owner} is not cleared: its tests did not come to their end")
         return int(status != 0)
 
     def _state(self, name: str) -> tuple[str, list[str]]:

@@ -14,16 +14,17 @@ from string import Template
 import emssd
 from emssd.errors import ConfigError, OutputError
 
-__all__ = ["new_drafter"]
+__all__ = ["new_plugin"]
 
 _SUFFIX = ".template"
 _NAME = re.compile(r"[a-z]([a-z0-9_]*[a-z0-9])?")
 
 
-def new_drafter(name: str, folder: Path | None = None) -> Path:
-    """Write a drafter plugin that works as it is.
+def new_plugin(kind: str, name: str, folder: Path | None = None) -> Path:
+    """Write a plugin that works as it is.
 
     Args:
+        kind: ``drafter`` or ``budget``.
         name: as in ``drafter=NAME``; the package is ``emssd_NAME``.
         folder: becomes the distribution; ``emssd-NAME`` in the current folder by default.
 
@@ -34,7 +35,7 @@ def new_drafter(name: str, folder: Path | None = None) -> Path:
         ConfigError: the name cannot be that of a package, or is taken.
         OutputError: the folder has something in it, or cannot be written.
     """
-    _check_name(name)
+    _check_name(kind, name)
     distribution = f"emssd-{name.replace('_', '-')}"
     folder = folder or Path(distribution)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -47,18 +48,18 @@ def new_drafter(name: str, folder: Path | None = None) -> Path:
         "version": emssd.__version__,
     }
     try:
-        _write(files("emssd.plugins") / "templates" / "drafter", folder, words)
+        _write(files("emssd.plugins") / "templates" / kind, folder, words)
     except OSError as error:
         raise OutputError(f"{folder} cannot be written: {error}") from error
     return folder
 
 
-def _check_name(name: str) -> None:
+def _check_name(kind: str, name: str) -> None:
     package = f"emssd_{name}"
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError(
-            f"{name!r} cannot name a drafter: it becomes a Python package and an option, so take lower-case letters, "
-            f"digits and underscores, begin with a letter, and take no word of Python's own, as in my_drafter"
+            f"{name!r} cannot name a {kind}: it becomes a Python package and an option, so take lower-case letters, "
+            f"digits and underscores, begin with a letter, and take no word of Python's own, as in my_{kind}"
         )
     taken = [point for point in entry_points(group="emssd") if point.name == name]
     if taken or find_spec(package) is not None:

@@ -33,7 +33,11 @@ p.images { max-width: none; display: flex; flex-wrap: wrap; gap: .8rem; margin: 
 p.images img { flex: 0 1 auto; }
 img { max-width: 100%; height: auto; }
 p.caption, small { color: var(--soft); font-size: .88rem; }
-.scroll { overflow-x: auto; margin: .8rem 0; }
+.scroll { overflow-x: auto; margin: .8rem 0; --none: transparent; background:
+  linear-gradient(to right, var(--page) 40%, var(--none)) left / 2rem 100% no-repeat local,
+  linear-gradient(to left, var(--page) 40%, var(--none)) right / 2rem 100% no-repeat local,
+  linear-gradient(to right, var(--line), var(--none)) left / .7rem 100% no-repeat scroll,
+  linear-gradient(to left, var(--line), var(--none)) right / .7rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; overflow-wrap: normal; }
 th { background: var(--fill); text-align: left; white-space: normal; vertical-align: bottom; }
@@ -45,6 +49,11 @@ code { font: .86em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; bac
 blockquote { margin: .8rem 0; padding: .1rem 1rem; border-left: .3rem solid #d9822b; background: var(--fill); }
 nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; max-width: none; }
 a { color: inherit; text-decoration-color: var(--soft); }
+@media (max-width: 40rem) {
+  table { font-size: .8rem; }
+  th, td { padding: .2rem .35rem; }
+  td.wide { min-width: 11rem; }
+}
 @media print {
   :root { color-scheme: light; --text: #000; --page: #fff; --soft: #444; --line: #bbb; --fill: #f2f2f2; }
   body { max-width: none; padding: 0; font-size: 9.5pt; }
@@ -58,7 +67,7 @@ a { color: inherit; text-decoration-color: var(--soft); }
 }
 """
 
-_WIDE = 60  # characters of a table's cell from which on it is wrapped
+_WIDE = 32  # characters of a table's cell from which on it is wrapped
 
 
 def html_page(title: str, markdown: str, images: Mapping[str, str]) -> str:

@@ -138,7 +138,8 @@ def make_budget(name: str, options: list[str]) -> BudgetPolicy:
         PluginError: no such policy.
         ConfigError: no such option, or a value that is no number.
     """
-    plugin, config = Registry().resolve("budget", name)
+    registry = Registry()
+    plugin, config = registry.resolve("budget", name)
     known = [field.name for field in dataclasses.fields(plugin.config)]
     for option in options:
         key, _, text = option.partition("=")
@@ -148,7 +149,7 @@ def make_budget(name: str, options: list[str]) -> BudgetPolicy:
             setattr(config, key, json.loads(text))
         except ValueError:
             raise ConfigError(f"--option {option}: {text!r} is no number; give NAME=NUMBER, or NAME=null") from None
-    policy: BudgetPolicy = plugin.build(config)
+    policy: BudgetPolicy = registry.build("budget", plugin, config)
     return policy
 
 

@@ -79,7 +79,10 @@ LOADED = {
     "raise": "raise RuntimeError('no licence')",
     "misspelt": GOOD.replace("def emssd_drafters", "def emssd_drafter"),
     "argument": GOOD.replace("emssd_drafters()", "emssd_drafters(context)"),
+    "exits": "import sys; sys.exit(0)",
     "nothing": "x = 1",
+    "none": GOOD.replace("return [Spec", "[Spec"),
+    "number": GOOD.replace('"mine"', "5"),
     "no list": GOOD.replace("return [Spec", "return 'mine' # "),
     "taken": GOOD.replace('"mine"', '"llma"'),
     "no dataclass": GOOD.replace("@dataclass\n", ""),
@@ -97,10 +100,13 @@ RUNS = {
     "confidence": "return Draft(Draft.from_chains([[1, 2]]).token_ids, (0, 2), confidence=(0.5,))",
     "budget": "return Draft.from_chains([[1, 2, 3]] * len(batch))",
     "vocabulary": "return Draft.from_chains([[-1]] * len(batch))",
-    "batch": "batch.sequences[0].tokens.append(1); return Draft.empty(len(batch))",
+    "batch": "batch.sequences[0].extend([1]); return Draft.empty(len(batch))",
 }
 
 ENDS = {
+    "builds nothing": ("drafter", GOOD.replace("context: Mine()", "context: None")),
+    "build exits": ("drafter", GOOD.replace("context: Mine()", "context: __import__('sys').exit(0)")),
+    "length": ("drafter", GOOD.replace("num_speculative_tokens = 2", "num_speculative_tokens = 2.5")),
     "policy raises": ("budget", POLICY.format("raise KeyError('lost')")),
     "policy overruns": ("budget", POLICY.format("return [limit + 1 for limit in limits]")),
     "backend cannot": ("backend", BACKEND.format("unsupported(self, spec): return ['it has no sliding windows']")),
@@ -175,7 +181,7 @@ def test_one_that_fails_while_it_runs(fault: str, install: Callable) -> None:
 
 
 @pytest.mark.parametrize("fault", ENDS)
-def test_a_policy_or_a_backend_that_ends_the_run(fault: str, install: Callable) -> None:
+def test_what_ends_the_run(fault: str, install: Callable) -> None:
     kind, source = ENDS[fault]
     install("mine", source)
     assert run(**{kind: "mine"}) in page()

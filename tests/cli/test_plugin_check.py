@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from emssd import plugins
+from emssd import __version__, plugins
 from emssd.testing.conformance.rules import rules_of
 
 from .conftest import drafter
@@ -24,6 +24,17 @@ def test_check_reports_a_good_plugin_rule_by_rule(install: Callable, capsys: pyt
     assert [line.split()[:2] for line in lines[2:18]] == [["ok", rule.name] for rule in rules_of("drafter")]
     assert lines[-3].startswith("cost (not judged): ")
     assert lines[-1] == "16 rules kept, 0 broken, 0 not tested"
+
+
+def test_check_of_a_budget_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    plugins.main(["check", "fixed", "num_tokens=2", "--examples", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"budget fixed (emssd {__version__}), rule by rule:"
+    assert [line.split()[:2] for line in lines[2:-2]] == [["ok", rule.name] for rule in rules_of("budget")]
+    assert lines[-1] == "12 rules kept, 0 broken, 0 not tested"
+    plugins.main(["check", "fixed", "--decides-at-random", "--examples", "1"])
+    rules = ["budget.deterministic", "budget.release", "budget.preemption"]
+    assert skipped(capsys, 12) == dict.fromkeys(rules, "it decides at random, and its decisions are not compared")
 
 
 def test_check_names_the_rule_that_is_broken_and_exits_with_1(
@@ -75,24 +86,28 @@ def test_check_of_a_drafter_whose_drafts_have_probs(install: Callable, capsys: p
     assert skipped(capsys) == dict.fromkeys(rules, "its drafts have probs and are not compared")
 
 
-def skipped(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = 16) -> dict[str, str]:
     """Rules that were skipped, and why; no other may have been left out or broken."""
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[1]: lines[place + 1].strip() for place, line in enumerate(lines) if line.startswith("skip")}
-    assert lines[-1] == f"{16 - len(found)} rules kept, 0 broken, {len(found)} not tested"
+    assert lines[-1] == f"{num_rules - len(found)} rules kept, 0 broken, {len(found)} not tested"
     return found
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lama"], "there is no drafter or backend 'lama' to check; drafters are .*llma.*; backends are .*ragged"),
+        (
+            ["lama"],
+            "there is no drafter, backend or budget 'lama' to check; drafters are .*llma.*; backends are .*ragged",
+        ),
         (["llma", "--kind", "backend"], "unknown backend 'llma'; choose one of"),
         (["llma", "7"], "'7' is no option; write OPTION=VALUE, as in length=3"),
         (["llma", "length=7"], "drafter 'llma' cannot take length=7: Key 'length' not in 'LLMAConfig'"),
         (["llma", "copy_length=x"], "drafter 'llma' cannot take copy_length=x: Value 'x'"),
         (["llma", "copy_length=${"], r"drafter 'llma' cannot take copy_length=\${: no viable alternative at input"),
         (["cascade", "drafters=[a"], r"the value of 'drafters=\[a' is no YAML: expected ',' or ']', .*; write it as"),
+        (["none", "--decides-at-random"], "--decides-at-random is for budget policies, and 'none' is a drafter"),
         (["ragged", "--learns-across-requests"], "--learns-across-requests is for drafters, and 'ragged' is a backend"),
     ],
 )

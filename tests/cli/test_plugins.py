@@ -28,10 +28,41 @@ BROKEN = {
     ),
     "argument": (
         drafter().replace("emssd_drafters()", "emssd_drafters(registry)"),
-        "PluginValidationError: Plugin 'argument' for hook 'emssd_drafters'\nhookimpl definition: emssd_drafters(reg",
+        "PluginValidationError: Plugin 'argument' for hook 'emssd_drafters' hookimpl definition: emssd_drafters(reg",
     ),
     "syntax": ("def (", "SyntaxError: invalid syntax"),
     "exit": ("raise SystemExit(3)", "SystemExit: 3"),
+    "exit_well": ("import sys; sys.exit(0)", "SystemExit: 0"),
+    "base": ("class Odd(BaseException): pass\nraise Odd('own')", "Odd: own"),
+    "mute": (
+        "class Odd(Exception):\n    def __str__(self): raise SystemExit(0)\nraise Odd",
+        "Odd: no message, as that raises SystemExit",
+    ),
+    "binary": (r"raise ValueError('\x1b[2J\0\n' + 9999 * 'x')", "ValueError: [2J xxx"),
+    "hook_exits": (drafter().replace("return [Spec", "raise SystemExit(0) # "), "SystemExit: 0"),
+    "hook_yields": (
+        drafter().replace("return [Spec(", "yield 1 / 0; [Spec("),
+        "hook emssd_drafters returned <generator object emssd_drafters at",
+    ),
+    "hook_gives_none": (
+        drafter().replace("return [Spec(", "[Spec("),
+        "hook emssd_drafters returned None, not a list of emssd.hookspecs.Spec",
+    ),
+    "number": (
+        drafter().replace('Spec("third"', "Spec(5"), "the name of a drafter is 5; give a text of letters, digits, "),
+    "odd_name": (drafter(name="a b"), "the name of a drafter is 'a b'; give a text of letters, digits, "),
+    "no_build": (
+        drafter().replace("lambda config, context: Third()", "None"),
+        "the build of drafter 'third' is None, which cannot be called",
+    ),
+    "no_question": (
+        drafter().replace("Third())]", "Third(), 'no')]"),
+        "unavailable of drafter 'third' is 'no', which cannot be called",
+    ),
+    "no_reason": (
+        drafter().replace("Third())]", "Third(), lambda: True)]"),
+        "unavailable of drafter 'third' returned True; give a reason or None",
+    ),
     "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_budget_policies, "),
     "no_list": (
         "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
@@ -41,7 +72,7 @@ BROKEN = {
         "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return [3]",
         "hook emssd_drafters returned [3], not a list of emssd.hookspecs.Spec",
     ),
-    "z_duplicate": (  # entry points load in the order of their names
+    "a_duplicate": (  # names of emssd itself are never taken, in whatever order entry points come
         drafter(name="llma"), "drafter 'llma' is already offered by emssd"),
     "twice": (
         drafter().replace("return [Spec(", "return 2 * [Spec("),
@@ -79,6 +110,92 @@ def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Cal
     with pytest.raises(PluginError) as caught:
         registry.find("drafter", "third")
     assert str(caught.value) == f"unknown drafter 'third'; choose one of {known}. {message}"
+
+
+BUILDS = {
+    "none": ("None", "built NoneType; its build must return an emssd.draft.Drafter, or a list of them"),
+    "empty": ("[]", "built nothing; its build must return"),
+    "other": ("[Third(), 'x']", "built str; its build must return"),
+    "exits": ("__import__('sys').exit(0)", "failed in build: SystemExit: 0"),
+    "raises": ("{}['lost']", "failed in build: KeyError: 'lost'"),
+    "negative": ("third(-1)", "has num_speculative_tokens -1; give a whole number, 0 or more"),
+    "not a number": ("third(float('nan'))", "has num_speculative_tokens nan; give a whole number"),
+    "bool": ("third(True)", "has num_speculative_tokens True; give a whole number"),
+    "fraction": ("third(2.0)", "has num_speculative_tokens 2.0; give a whole number"),
+}
+
+
+@pytest.mark.parametrize("fault", BUILDS)
+def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) -> None:
+    made, complaint = BUILDS[fault]
+    helper = "\ndef third(most):\n    made = Third()\n    made.num_speculative_tokens = most\n    return made\n"
+    install("odd", drafter().replace("config, context: Third()", f"config, context: {made}") + helper)
+    registry = Registry()
+    spec, config = registry.resolve("drafter", "third")
+    with pytest.raises(PluginError) as caught:
+        registry.build("drafter", spec, config, None)
+    assert str(caught.value).startswith(f"drafter 'third' (third-party-odd 1.2) {complaint}")
+    assert not registry.in_use
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "wanted"),
+    [
+        ("backend", "emssd_attention_backends", "an emssd.attention.AttentionBackend"),
+        ("budget", "emssd_budget_policies", "an emssd.budget.BudgetPolicy"),
+        ("data", "emssd_prompt_sources", "an iterable of emssd.prompts.Prompt"),
+    ],
+)
+def test_other_kinds_that_build_something_else_are_named(kind: str, hook: str, wanted: str, install: Callable) -> None:
+    install("odd", drafter().replace("emssd_drafters", hook).replace("config, context: Third()", "config: 5"))
+    registry = Registry()
+    with pytest.raises(PluginError) as caught:
+        registry.build(kind, *registry.resolve(kind, "third"))
+    assert str(caught.value) == f"{kind} 'third' (third-party-odd 1.2) built int; its build must return {wanted}"
+
+
+def test_a_plugin_that_is_needed_and_exits_ends_the_run_with_an_error(install: Callable, decode: Callable) -> None:
+    install("exits", drafter().replace("context: Third()", "context: __import__('sys').exit(0)"))
+    assert decode("drafter=third").sentence == (
+        "drafter 'third' (third-party-exits 1.2) failed in build: SystemExit: 0"
+    )
+
+
+def test_options_that_exit_take_nobody_else_down(install: Callable, decode: Callable) -> None:
+    install("odd", drafter(options="value: int = field(default_factory=lambda: __import__('sys').exit(0))"))
+    result = decode("max_new_tokens=2")
+    assert len(result.rows) == 5
+    assert result.err == (
+        "emssd: warning: drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: "
+        "SystemExit: 0\n"
+    )
+
+
+WAITS = "import threading\n[each.join() for each in threading.enumerate() if each.name == 'emssd-slow-plugin']\n"
+
+
+def test_a_plugin_that_takes_long_is_named_and_can_be_left_out(
+    install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emssd.plugins.faults._SLOW_SECONDS", 0.01)
+    install("slow", WAITS + drafter())  # it ends when what is to be said has been said
+    assert "third" in Registry().names("drafter")
+    assert capsys.readouterr().err == (
+        "emssd: plugin 'slow' of third-party-slow 1.2 is still being loaded after 0.01 s; "
+        "EMSSD_SKIP_PLUGINS=third-party-slow runs without it\n"
+    )
+    for names in ("slow", "other, third-party-slow", "llma slow"):
+        monkeypatch.setenv("EMSSD_SKIP_PLUGINS", names)
+        registry = Registry()
+        assert [(each.name, each.reason) for each in registry.records if each.state == "skipped"] == [
+            ("slow", "EMSSD_SKIP_PLUGINS names it")
+        ]
+        assert "third" not in registry.names("drafter")
+        assert "llma" in registry.names("drafter"), "emssd's own are always there"
+        with pytest.raises(
+            PluginError, match=r"plugin 'slow' of third-party-slow 1\.2 is not loaded: EMSSD_SKIP_PLUGINS"
+        ):
+            registry.find("drafter", "third")
 
 
 def test_the_command_line_warns_of_a_broken_plugin_and_runs(install: Callable, decode: Callable) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from emssd import job, provenance
+from emssd import __version__, job, provenance
+
+from .conftest import drafter
 
 
 @pytest.fixture
@@ -54,3 +57,21 @@ def test_rates_are_measured_before_an_engine_takes_the_memory(measured: list[str
 def test_a_run_of_no_experiment_measures_nothing(measured: list[str], decode: Callable) -> None:
     assert decode().metrics["hardware"] == provenance.hardware(torch.device("cpu"))
     assert measured == ["engine"]
+
+
+def test_metrics_say_which_plugins_of_which_versions_ran(install: Callable, decode: Callable) -> None:
+    install("good", drafter())
+    metrics = decode("drafter=third", "check=greedy").metrics
+    ours = {"distribution": "emssd", "version": __version__}
+    beside = [{"kind": "backend", "name": "ragged"} | ours, {"kind": "budget", "name": "adaptive"} | ours,
+              {"kind": "data", "name": "text"} | ours]  # fmt: skip
+    third = {"kind": "drafter", "name": "third", "distribution": "third-party-good", "version": "1.2"}
+    assert metrics["plugins"] == [third, *beside]
+
+
+def test_drafters_that_another_combines_are_among_them_and_those_of_earlier_runs_are_not(decode: Callable) -> None:
+    result = decode("-m", "drafter=cascade", "drafter.drafters=[llma,pld],[pld,none]", "max_new_tokens=2")
+    assert result.status == 0, result.err
+    kept = [json.loads((result.folder / number / "metrics.json").read_text())["plugins"] for number in "01"]
+    names = [{each["name"] for each in found if each["kind"] == "drafter"} for found in kept]
+    assert names == [{"cascade", "llma", "pld"}, {"cascade", "pld", "none"}]

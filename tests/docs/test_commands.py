@@ -47,6 +47,9 @@ QUOTED = {  # files that a test runs, or nox -s docs
     "examples/plugins/bigram/emssd_bigram/__init__.py",
     "examples/plugins/bigram/emssd_bigram/drafter.py",
     "examples/plugins/bigram/tests/test_bigram.py",
+    "examples/plugins/one_more/emssd_one_more/__init__.py",
+    "examples/plugins/one_more/emssd_one_more/policy.py",
+    "examples/plugins/one_more/tests/test_one_more.py",
     "examples/plugins/per_row/emssd_per_row/__init__.py",
     "examples/plugins/per_row/emssd_per_row/backend.py",
     "examples/plugins/per_row/tests/test_per_row.py",
@@ -100,15 +103,16 @@ def store() -> Iterator[None]:
     register_configs(registry)
     with pytest.MonkeyPatch.context() as patch:
         for name, hook in (("repeat_last/emssd_example_repeat", "drafters"), ("bigram/emssd_bigram", "drafters"),
-                           ("per_row/emssd_per_row", "attention_backends")):  # fmt: skip
+                           ("per_row/emssd_per_row", "attention_backends"),
+                           ("one_more/emssd_one_more", "budget_policies")):  # fmt: skip
             folder, module = name.split("/")
             patch.syspath_prepend(str(EXAMPLES / folder))
             (spec,) = getattr(__import__(module), f"emssd_{hook}")()
-            group = "drafter" if hook == "drafters" else "backend"
+            group = {"drafters": "drafter", "attention_backends": "backend", "budget_policies": "budget"}[hook]
             config_store.store(group=group, name=spec.name, node=OmegaConf.structured(spec.config))
         yield
     config_store.repo = before
-    for name in ("emssd_example_repeat", "emssd_bigram", "emssd_per_row"):
+    for name in ("emssd_example_repeat", "emssd_bigram", "emssd_per_row", "emssd_one_more"):
         del sys.modules[name]
 
 

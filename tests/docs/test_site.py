@@ -14,7 +14,7 @@ import pytest
 
 from emssd.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
 from emssd.draft import Drafter
-from emssd.plugins.new import new_drafter
+from emssd.plugins.new import new_plugin
 from emssd.registry import KINDS, Registry
 from emssd.simulate.closed_forms import acceptance_pmf, expected
 
@@ -130,13 +130,19 @@ def test_the_table_of_padding_is_that_of_the_closed_forms() -> None:
         assert cells.split(" | ") == [f"{ratio:.1%}" for ratio in ratios]
 
 
+def files(folder: Path) -> set[str]:
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in found if path.parts[0][0] != "." and "__pycache__" not in path.parts}
+
+
+def test_the_budget_policy_of_the_page_is_what_the_command_writes(tmp_path: Path) -> None:
+    made, example = new_plugin("budget", "one_more", tmp_path / "made"), ROOT / "examples" / "plugins" / "one_more"
+    assert files(made) == files(example)
+    assert all((made / name).read_text() == (example / name).read_text() for name in files(made))
+
+
 def test_the_tutorials_plugin_is_what_the_command_writes_with_another_drafter(tmp_path: Path) -> None:
-    made = new_drafter("bigram", tmp_path / "emssd-bigram")
-
-    def files(folder: Path) -> set[str]:
-        found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        return {str(path) for path in found if path.parts[0][0] != "." and "__pycache__" not in path.parts}
-
+    made = new_plugin("drafter", "bigram", tmp_path / "emssd-bigram")
     assert files(made) == files(BIGRAM)
     own = {"README.md", "emssd_bigram/__init__.py", "emssd_bigram/drafter.py", "tests/test_bigram.py"}
     assert all((made / name).read_text() == (BIGRAM / name).read_text() for name in files(made) - own)

@@ -236,3 +236,33 @@ def test_single_runs_are_listed(page: Page, everything: Path) -> None:
     section = next(part for part in page.markdown.split("\n## ") if part.startswith("Single runs"))
     assert "1.25 | 1.50 | 4 exact, 1 ties, 0 different" in section
     assert json.dumps(str(everything / "runs" / "0"))[1:-1] in section
+
+
+def test_runs_of_a_sweep_are_set_against_the_one_that_drafted_nothing_and_drawn(tmp_path: Path) -> None:
+    speeds = {("none", 4): 10.0, ("llma", 4): 15.0, ("none", 8): 20.0, ("llma", 8): 18.0}
+    for number, ((drafter, size), speed) in enumerate(speeds.items()):
+        setting = {"drafter": drafter, "budget": "adaptive", "batch_size": size, "options": ["backend=ragged"]}
+        write_run(tmp_path / str(number), setting, speed)
+    alone = {"drafter": "llma", "budget": "adaptive", "batch_size": 4, "options": ["backend=ragged", "stop=['x']"]}
+    write_run(tmp_path / "4", alone, 99.0)
+    main([str(tmp_path), "--out", str(tmp_path / "out"), "--name", "report"])
+    text = (tmp_path / "out" / "report.md").read_text()
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| demo ")]
+    assert [line[3] for line in lines] == ["1.00", "1.50", "1.00", "0.90", ""]
+    picture = (tmp_path / "out" / "report_runs_1.svg").read_text()
+    assert "llma adaptive" in picture
+    assert "none" in picture
+    assert not (tmp_path / "out" / "report_runs_2.svg").exists(), "a run alone is no picture"
+
+
+def write_run(folder: Path, setting: dict[str, object], speed: float) -> None:
+    folder.mkdir()
+    metrics = {"title": f"demo · drafter={setting['drafter']}", "setting": setting, "hardware": {"cores": 2}}
+    metrics |= {"tokens_per_second": speed, "decode_tokens_per_second": speed}
+    (folder / "metrics.json").write_text(json.dumps(metrics | {"mean_acceptance_length": 1.0, "num_new_tokens": 5}))
+
+
+def test_a_command_in_a_table_wraps_on_a_narrow_screen_and_figures_do_not() -> None:
+    page = html_page("t", table(["command", "speed"], [[code("python -m emssd drafter=llma batch_size=4"), "1.0"]]), {})
+    assert '<td style="text-align:left" class="wide"><code>python' in page
+    assert '<td style="text-align:right">1.0' in page

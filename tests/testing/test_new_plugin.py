@@ -1,4 +1,4 @@
-"""`emssd-plugins new drafter NAME` writes a plugin whose own tests, style and types are in order as it is."""
+"""`emssd-plugins new KIND NAME` writes a plugin whose own tests, style and types are in order as it is."""
 
 from __future__ import annotations
 
@@ -20,17 +20,25 @@ def run(*command: object, cwd: Path) -> None:
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A new plugin, whose name has all that a name may have; its tests and types are run by nox -s new_plugin."""
+    return write("drafter", tmp_path, monkeypatch)
+
+
+def write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    plugins.main(["new", "drafter", "my_own2_drafter"])
+    plugins.main(["new", kind, "my_own2_drafter"])
     return tmp_path / "emssd-my-own2-drafter"
 
 
-def test_it_is_complete_and_in_good_style(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("kind", "module"), [("drafter", "drafter.py"), ("budget", "policy.py")])
+def test_it_is_complete_and_in_good_style(
+    kind: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = write(kind, tmp_path, monkeypatch)
     files = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
     package = "emssd_my_own2_drafter"
     assert files == sorted(
         ["README.md", "pyproject.toml", "tests/test_my_own2_drafter.py"]
-        + [f"{package}/{name}" for name in ("__init__.py", "drafter.py", "py.typed")]
+        + [f"{package}/{name}" for name in ("__init__.py", module, "py.typed")]
     )
     for path in made.rglob("*.*"):
         assert "$" not in path.read_text().replace("$ ", ""), f"{path} has a place that was not filled in"

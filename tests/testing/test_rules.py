@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from emssd.testing.conformance import AttentionBackendConformance, DrafterConformance
+from emssd.testing.conformance import AttentionBackendConformance, BudgetPolicyConformance, DrafterConformance
 from emssd.testing.conformance.rules import RULES, BrokenRule, broken_rule, rules_of
 from emssd.testing.conformance.suite import Suite
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", ["drafter", "backend"])
+@pytest.mark.parametrize("kind", ["drafter", "backend", "budget"])
 def test_each_rule_has_its_paragraph_in_the_order_of_reports(kind: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{kind}_rules.md").read_text(encoding="utf-8")
     found = re.findall(r'^<a id="(.+)"></a>\n## (.+)\n\n(\S)', page, re.MULTILINE)
@@ -33,7 +33,7 @@ def test_a_failure_says_which_rule_it_was_and_where_it_is_explained(rule: str) -
     assert f'<a id="{anchor}"></a>' in (ROOT / path).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("suite", [DrafterConformance, AttentionBackendConformance])
+@pytest.mark.parametrize("suite", [DrafterConformance, AttentionBackendConformance, BudgetPolicyConformance])
 def test_every_rule_is_tested_by_the_suite_and_no_other_is(suite: type[Suite]) -> None:
     tests = [getattr(suite, name) for name in dir(suite) if name.startswith("test_")]
     marks = [name for test in tests for mark in getattr(test, "pytestmark", []) for name in mark.args]

@@ -10,6 +10,7 @@ from emssd.report.sections import (
     drafters,
     padding,
     peers,
+    runs,
     speedups,
     step_time,
     time,
@@ -39,7 +40,7 @@ def sections(material: Material) -> list[Section]:
         time.phases(material),
         time.floors(material),
         peers.peers(material),
-        origins.plain_runs(material),
+        runs.plain_runs(material),
         origins.provenance(material),
     ]
     return [section for section in found if section is not None]

@@ -1,4 +1,4 @@
-"""Plain runs, and where everything in a report comes from."""
+"""Where everything in a report comes from."""
 
 from __future__ import annotations
 
@@ -10,39 +10,7 @@ from emssd.report.sections.common import Section
 from emssd.report.sources import Material
 from emssd.report.text import code, escape, listed
 
-__all__ = ["mixtures", "plain_runs", "provenance"]
-
-
-def plain_runs(material: Material) -> Section | None:
-    """Runs that are no part of an experiment."""
-    if not material.runs:
-        return None
-    section = Section("runs", "Single runs")
-    section.say("Runs of the command line, in the order given; the paper has nothing to compare single runs with.")
-    lines = []
-    for run in material.runs:
-        metrics, check = run.metrics, run.metrics.get("check")
-        speedup = metrics.get("speedup")
-        lines.append(
-            [
-                escape(metrics["title"]),
-                f"{metrics['tokens_per_second']:,.1f}",
-                f"{metrics['decode_tokens_per_second']:,.1f}",
-                "" if speedup is None else f"{speedup:.2f}",
-                f"{metrics['mean_acceptance_length']:.2f}",
-                ""
-                if check is None
-                else f"{check['exact']} exact, {check['ties']} ties, {check['differences']} different",
-                code(run.name),
-            ]
-        )
-    section.table(
-        ["run", "tokens/s, end to end", "tokens/s, decode", "speed-up, decode", "τ", "check=greedy", "folder"], lines
-    )
-    titles = [run.metrics["title"] for run in material.runs]
-    marks = [mark for mark in ("random weights", "replay") if any(mark in title for title in titles)]
-    section.say(f"**{', '.join(marks)}**: where a title says so, the model or the drafts are made up." if marks else "")
-    return section
+__all__ = ["mixtures", "provenance"]
 
 
 def provenance(material: Material) -> Section:
@@ -74,10 +42,13 @@ def provenance(material: Material) -> Section:
             ([*key, str(count)] for key, count in seen.items()),
             left=8,
         )
+    alike: dict[str, list[str]] = {}
     for run in material.runs:
         versions = ", ".join(f"{k} {v}" for k, v in run.metrics.get("versions", {}).items())
         hardware = ", ".join(f"{k} {v}" for k, v in run.metrics.get("hardware", {}).items())
-        section.say(f"{code(run.name)}: {escape(versions)}; {escape(hardware)}.")
+        alike.setdefault(f"{escape(versions)}; {escape(hardware)}", []).append(code(run.name))
+    for said, names in alike.items():
+        section.say(f"{listed(names)}: {said}.")
     for peers in material.peers:
         section.say(f"{code(peers.name)}: see its section.")
     section.say(

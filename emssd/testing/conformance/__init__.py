@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from emssd.testing.conformance.backend import AttentionBackendConformance
+    from emssd.testing.conformance.budget import BudgetPolicyConformance
     from emssd.testing.conformance.drafter import DrafterConformance
 
-__all__ = ["AttentionBackendConformance", "DrafterConformance"]
+__all__ = ["AttentionBackendConformance", "BudgetPolicyConformance", "DrafterConformance"]
 
-_HOMES = {"AttentionBackendConformance": "backend", "DrafterConformance": "drafter"}
+_HOMES = {
+    "AttentionBackendConformance": "backend",
+    "BudgetPolicyConformance": "budget",
+    "DrafterConformance": "drafter",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -246,8 +246,9 @@ class DrafterConformance(Suite):
         for drafter in drafters:
             if not isinstance(drafter, Drafter):
                 broken("drafter.build", f"it built a {type(drafter).__name__}; give an emssd.draft.Drafter")
-            most = drafter.num_speculative_tokens
-            if not isinstance(most, int) or most < 0:
+            with named("drafter.build", "num_speculative_tokens"):
+                most = drafter.num_speculative_tokens
+            if not isinstance(most, int) or isinstance(most, bool) or most < 0:
                 broken("drafter.build", f"its num_speculative_tokens is {most!r}; give a whole number, 0 or more")
             if any(drafter is other for other in self._latest):
                 broken("drafter.build", f"a second build gave the same {type(drafter).__name__} again; make a new one")

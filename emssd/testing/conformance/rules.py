@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
+from emssd.plugins.faults import told
+
 __all__ = ["RULES", "BrokenRule", "Rule", "broken", "broken_rule", "named", "rules_of"]
 
 
@@ -27,7 +29,7 @@ class Rule:
 
     @property
     def kind(self) -> str:
-        """``drafter`` or ``backend``."""
+        """``drafter``, ``backend`` or ``budget``."""
         return self.name.partition(".")[0]
 
     @property
@@ -68,6 +70,18 @@ RULES: dict[str, Rule] = {
         Rule("backend.fits", "what fits says is true: such steps run, and within the limit of memory"),
         Rule("backend.raises", "no legal call raises"),
         Rule("backend.lossless", "the tokens are those of plain greedy decoding"),
+        Rule("budget.build", "each build gives a new BudgetPolicy"),
+        Rule("budget.pickle", "its options survive pickle, copy and deepcopy"),
+        Rule("budget.options", "its options survive the command line: Hydra's structured config and its YAML"),
+        Rule("budget.allot", "allot gives one whole number for each row, from 0 to its limit"),
+        Rule("budget.trim", "trim gives one whole number for each row, from 0 to the length of its draft"),
+        Rule("budget.batch", "it reads the batch, drafts and outcomes, and changes nothing of them"),
+        Rule("budget.limits", "steps without rows or drafts, limits of 0 and later drafters are met like any other"),
+        Rule("budget.deterministic", "told the same again, it decides the same, unless it says that it draws"),
+        Rule("budget.release", "a released request is forgotten; unknown ids are no error"),
+        Rule("budget.preemption", "a request that comes again after its release is met as a new one"),
+        Rule("budget.raises", "no legal call raises"),
+        Rule("budget.lossless", "the tokens are those of plain greedy decoding"),
     )
 }
 """Every rule by its name, in the order in which reports show them."""
@@ -92,7 +106,7 @@ def broken(rule: str, message: str) -> NoReturn:
 
 
 def rules_of(kind: str) -> list[Rule]:
-    """The rules of ``drafter`` or ``backend``."""
+    """The rules of a kind of plugin."""
     return [rule for rule in RULES.values() if rule.kind == kind]
 
 
@@ -114,7 +128,12 @@ def named(rule: str, what: str) -> Iterator[None]:
     """Whatever the body raises breaks `rule`, unless it is a broken rule already. `what` names the call."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # a plugin may exit, too
+        if isinstance(error, KeyboardInterrupt) or type(error).__module__.partition(".")[0] in (
+            "hypothesis",
+            "_pytest",
+        ):
+            raise
         if (inner := broken_rule(error)) is not None:
             raise inner from None
-        broken(rule, f"{what} raised {type(error).__name__}: {error}")
+        broken(rule, f"{what} raised {told(error)}")

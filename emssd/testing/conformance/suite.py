@@ -1,4 +1,4 @@
-"""What the suites of drafters and backends have in common: which plugin, which options, how many examples."""
+"""What the suites have in common: which plugin, which options, how many examples."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Suite:
             PluginError: it is not installed, or cannot run here.
         """
         if self.plugin is None:
-            what = "make_drafter" if self.kind == "drafter" else "make_backend"
-            raise NotImplementedError(f"{type(self).__name__} must name its plugin, or override {what}")
+            makes = {"drafter": "make_drafter", "backend": "make_backend", "budget": "make_policy"}
+            raise NotImplementedError(f"{type(self).__name__} must name its plugin, or override {makes[self.kind]}")
         return _registry(f"{type(self).__module__}.{type(self).__qualname__}").find(self.kind, self.plugin)
 
     @pytest.mark.emssd_rule("pickle")

@@ -17,7 +17,7 @@ from emssd.errors import DraftError
 from emssd.sequence import Batch, Sequence
 from emssd.testing.conformance.rules import broken, named
 
-__all__ = ["WatchedDrafter"]
+__all__ = ["WatchedDrafter", "state_of", "unchanged"]
 
 _FIELDS = [field.name for field in dataclasses.fields(Sequence) if field.name != "tokens"]  # which are a view
 
@@ -53,13 +53,14 @@ class WatchedDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._rows = {row.request_id: row for row in batch}
-        limits, before = list(budget), _state(batch)
+        limits, before = list(budget), state_of(batch)
         start = time.perf_counter()
         with named("drafter.raises", f"propose with a budget of {limits}"):
             draft = self.drafter.propose(batch, budget)
         self.seconds += time.perf_counter() - start
-        _unchanged(before, batch, "propose")
-        _check(draft, batch, limits, self._vocab_size)
+        unchanged(before, batch, "propose")
+        with named("drafter.draft", "reading the draft"):
+            _check(draft, batch, limits, self._vocab_size)
         self.num_tokens += draft.token_ids.numel()
         self.has_probs |= draft.probs is not None
         self._proposed = _chains(batch, draft)
@@ -71,19 +72,19 @@ class WatchedDrafter(Drafter):
         for name, accepted in zip(outcome.batch.request_ids, outcome.accepted, strict=True):
             self.num_drafted[name] += len(verified[name])
             self.num_accepted[name] += len(accepted)
-        before = _state(outcome.batch)
+        before = state_of(outcome.batch)
         with named("drafter.raises", f"observe of {[len(accepted) for accepted in outcome.accepted]} accepted tokens"):
             self.drafter.observe(outcome)
-        _unchanged(before, outcome.batch, "observe")
+        unchanged(before, outcome.batch, "observe")
         if (after := _chains(outcome.batch, outcome.draft)) != verified:
             broken("drafter.accounting", f"observe changed the draft that was verified from {verified} to {after}")
 
     def release(self, request_ids: Iterable[str]) -> None:
         names, batch = list(request_ids), Batch(tuple(self._rows.values()))
-        before = _state(batch)
+        before = state_of(batch)
         with named("drafter.raises", f"release of {names}"):
             self.drafter.release(names)
-        _unchanged(before, batch, "release")
+        unchanged(before, batch, "release")
         for name in names:
             self._rows.pop(name, None)
 
@@ -114,8 +115,7 @@ def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int) -> None
             check_ids(draft.token_ids.tolist(), vocab_size)
     except DraftError as error:
         broken("drafter.vocabulary", str(error))
-    with named("drafter.draft", "the engine's check of the draft"):
-        check_draft(draft, batch, limits, vocab_size)
+    check_draft(draft, batch, limits, vocab_size)
 
 
 def _chains(batch: Batch, draft: Draft) -> dict[str, list[int]]:
@@ -125,15 +125,16 @@ def _chains(batch: Batch, draft: Draft) -> dict[str, list[int]]:
     return {name: tokens[start:stop] for name, (start, stop) in zip(batch.request_ids, pairs, strict=True)}
 
 
-def _state(batch: Batch) -> list[dict[str, Any]]:
+def state_of(batch: Batch) -> list[dict[str, Any]]:
+    """What the rows are now, to be compared later."""
     return [{name: copy.copy(getattr(row, name)) for name in _FIELDS} for row in batch]
 
 
-def _unchanged(before: list[dict[str, Any]], batch: Batch, where: str) -> None:
+def unchanged(before: list[dict[str, Any]], batch: Batch, where: str, rule: str = "drafter.batch") -> None:
+    """Hold the call `where` to having read the rows only, which were `before` it."""
     for row, values in zip(batch, before, strict=True):
         for name, value in values.items():
             if (now := getattr(row, name)) != value:
                 broken(
-                    "drafter.batch",
-                    f"{where} changed {name} of request {values['request'].request_id!r} from {value} to {now}",
+                    rule, f"{where} changed {name} of request {values['request'].request_id!r} from {value} to {now}"
                 )

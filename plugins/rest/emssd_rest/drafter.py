@@ -10,7 +10,7 @@ from emssd.errors import ConfigError
 from emssd.sequence import Batch
 from emssd_rest import RestConfig
 from emssd_rest.search import StoreSearch
-from emssd_rest.store import Store, fingerprint
+from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Store, fingerprint
 
 __all__ = ["RestDrafter"]
 
@@ -37,6 +37,7 @@ class RestDrafter(Drafter):
             )
         self._config = config
         self._search = StoreSearch(store)
+        self._path, self._num_ids = store.path, store.header.num_ids
         self.num_speculative_tokens = config.num_speculative_tokens
 
     @classmethod
@@ -68,8 +69,19 @@ class RestDrafter(Drafter):
         config = self._config
         if limit < 1:
             return [], []
-        match, places = self._search.longest(tokens, config.min_match, config.max_match)
-        return self._search.chain(match, places, limit, config.max_matches) if match else ([], [])
+        try:
+            match, places = self._search.longest(tokens, config.min_match, config.max_match)
+            ids, shares = self._search.chain(match, places, limit, config.max_matches) if match else ([], [])
+        except IndexError as error:
+            raise self._damaged(f"{SUFFIXES} points outside of {TOKENS}") from error
+        if ids and max(ids) >= self._num_ids:
+            raise self._damaged(
+                f"{TOKENS} holds the id {max(ids)}, and {HEADER} tells of ids up to {self._num_ids - 1}"
+            )
+        return ids, shares
+
+    def _damaged(self, what: str) -> ConfigError:
+        return ConfigError(f"store {self._path} is damaged: {what}; build it anew")
 
 
 def _check_vocabulary(store: Store, context: DrafterContext) -> None:

@@ -109,10 +109,9 @@ class Store:
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"store {folder}: {HEADER} cannot be used: {error}; build the store anew") from error
         try:
-            arrays = [np.load(path / name, mmap_mode="r", allow_pickle=False) for name in (TOKENS, SUFFIXES)]
-            tokens, suffixes = (np.asarray(array) for array in arrays)  # without the cost of numpy's memmap class
+            tokens, suffixes = _mapped(path / TOKENS), _mapped(path / SUFFIXES)
             _check(header, tokens, suffixes)
-        except (OSError, ValueError, EOFError) as error:
+        except ValueError as error:
             raise ConfigError(f"store {folder} is damaged: {error}; build it anew") from error
         return cls(path, header, tokens, suffixes)
 
@@ -154,11 +153,24 @@ def join_documents(documents: Iterable[Seq[int]]) -> tuple[npt.NDArray[Any], Hea
     return tokens.astype(">u2" if num_ids <= np.iinfo(np.uint16).max else ">u4"), header
 
 
+def _mapped(path: Path) -> npt.NDArray[Any]:
+    """The array in a file, without the cost of numpy's memmap class.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except Exception as error:  # numpy reads the head of a file as Python, so that any byte may raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path.name} cannot be read: {reason}") from error
+
+
 def _check(header: Header, tokens: npt.NDArray[Any], suffixes: npt.NDArray[Any]) -> None:
     """Raises `ValueError` if these cannot be the arrays of a store with this header."""
     num_places = header.num_tokens + header.num_documents
     if tokens.dtype.str not in (">u2", ">u4") or suffixes.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-        raise ValueError(f"its arrays hold {tokens.dtype} and {suffixes.dtype}")
+        raise ValueError(f"{TOKENS} holds {tokens.dtype}, and {SUFFIXES} {suffixes.dtype}")
     if tokens.shape != (num_places,) or suffixes.shape != (num_places,) or header.num_documents < 1:
         raise ValueError(
             f"{TOKENS} has the shape {tokens.shape} and {SUFFIXES} {suffixes.shape}, and {HEADER} tells of "
@@ -172,4 +184,4 @@ def _check(header: Header, tokens: npt.NDArray[Any], suffixes: npt.NDArray[Any])
             raise ValueError(f"{SUFFIXES} points outside of {TOKENS}")
         first, second = (tokens[place : place + _PROBE_LENGTH].tobytes() for place in pair)
         if first > second or pair[0] == pair[1]:
-            raise ValueError(f"{SUFFIXES} is out of order at {i}")
+            raise ValueError(f"{SUFFIXES} at {i} is out of the order of {TOKENS}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emssd_rest import search
+from emssd_rest import RestConfig, search
 from emssd_rest.build import build_store
+from emssd_rest.drafter import RestDrafter
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import END, Header, Store, fingerprint
 from emssd_rest.suffix_array import suffix_array
@@ -24,6 +26,7 @@ from transformers import AutoTokenizer
 
 from emssd.demo import model_path
 from emssd.errors import ConfigError, OutputError
+from emssd.sequence import Batch, Request, Sequence
 
 LETTERS = st.integers(0, 2)  # three letters: matches are everywhere
 DOCUMENTS = st.lists(st.lists(LETTERS, max_size=12), min_size=1, max_size=6).filter(any)
@@ -249,6 +252,31 @@ def test_damaged_arrays_are_refused(tmp_path: Path, name: str, damage: Any) -> N
     damage(tmp_path / "store" / name)
     with pytest.raises(ConfigError, match=r"is damaged: .*build it anew"):
         Store.open(tmp_path / "store")
+
+
+@pytest.mark.filterwarnings("ignore:Reading")  # of numpy's on a head that looks old
+@pytest.mark.parametrize("name", ["store.json", "tokens.npy", "suffixes.npy"])
+def test_whatever_byte_is_wrong_a_store_is_refused_with_its_name_or_drafts_within_its_ids(
+    tmp_path: Path, name: str
+) -> None:
+    file = made(tmp_path / "store", [[1, 2, 3, 1, 2], [2, 3, 1]]).path / name
+    good = file.read_bytes()
+    broken = [good[:place] + bytes([byte]) + good[place + 1 :] for place in range(len(good))
+              for byte in (ord("("), good[place] ^ 1)]  # fmt: skip
+    rows = Batch((Sequence(Request("a", (1, 2), 20)), Sequence(Request("b", (2, 3, 1), 20))))
+    refusals = []
+    for content in [*broken, *(good[:place] for place in range(0, len(good), 5)), b"PK\3\4" + good]:
+        file.write_bytes(content)
+        try:
+            store = Store.open(tmp_path / "store")
+            drafted = RestDrafter(RestConfig(min_match=1), store).propose(rows, [9, 9]).token_ids.tolist()
+        except ConfigError as error:
+            refusals.append(str(error))
+        else:
+            assert all(0 <= token < store.header.num_ids for token in drafted)
+    assert len(refusals) > len(broken) / 3
+    sentence = re.compile(rf"store {tmp_path}/store.*\b{re.escape(name)}\b.*build (it|the store) anew")
+    assert [said for said in refusals if not sentence.fullmatch(said)] == []
 
 
 def test_without_the_package_that_sorts_a_store_is_read_and_none_is_built(

@@ -1,0 +1,87 @@
+"""What a plugin offers and what it builds, held to what their types promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from emssd.errors import PluginError
+from emssd.hookspecs import Spec
+
+__all__ = ["check_spec", "held", "specs_of"]
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+
+
+def specs_of(result: Any, hook: str) -> list[Spec]:
+    """What a hook returned.
+
+    Raises:
+        PluginError: no list of specs.
+    """
+    if not isinstance(result, list) or not all(isinstance(spec, Spec) for spec in result):
+        raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.hookspecs.Spec")
+    return result
+
+
+def check_spec(spec: Spec, kind: str) -> None:
+    """Hold one offer of `kind` to its types.
+
+    Raises:
+        PluginError: a name that cannot be chosen, something that cannot be called, or options that cannot be set.
+    """
+    if not isinstance(spec.name, str) or not _NAME.fullmatch(spec.name):
+        raise PluginError(
+            f"the name of a {kind} is {spec.name!r}; give a text of letters, digits, '_', '-' and '.' that begins "
+            f"with a letter"
+        )
+    owner = f"{kind} {spec.name!r}"
+    if not callable(spec.build):
+        raise PluginError(f"the build of {owner} is {spec.build!r}, which cannot be called")
+    if spec.unavailable is not None and not callable(spec.unavailable):
+        raise PluginError(f"unavailable of {owner} is {spec.unavailable!r}, which cannot be called")
+    config = spec.config
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        raise PluginError(f"the config of {owner} is {config!r}, not a dataclass")
+    if config.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # not in typeshed
+        raise PluginError(f"the config of {owner} is a frozen dataclass, whose options could not be set")
+    if "name" in {field.name for field in dataclasses.fields(config)}:
+        raise PluginError(f"the config of {owner} has a field 'name', which is taken by the plugin's own name")
+
+
+def held(made: Any, kind: str, owner: str) -> Any:
+    """What `owner` built, once it is known to be of its interface; prompts as a list, so that all of them were made.
+
+    Raises:
+        PluginError: it is something else, or a drafter that does not say how much it drafts.
+    """
+    wanted, described = _wanted(kind)
+    parts = made if kind == "drafter" and isinstance(made, (list, tuple)) else [made]
+    if kind == "data" and isinstance(made, Iterable):
+        parts = made = list(made)
+    elif not parts:
+        raise PluginError(f"{owner} built nothing; its build must return {described}")
+    if strangers := sorted({type(part).__name__ for part in parts if not isinstance(part, wanted)}):
+        raise PluginError(f"{owner} built {', '.join(strangers)}; its build must return {described}")
+    for part in parts if kind == "drafter" else ():
+        most = part.num_speculative_tokens
+        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+            raise PluginError(f"{owner} has num_speculative_tokens {most!r}; give a whole number, 0 or more")
+    return made
+
+
+def _wanted(kind: str) -> tuple[tuple[type, ...], str]:
+    """The classes that `kind` is built of, and in words; imported here, because these bring torch."""
+    from emssd.attention import AttentionBackend
+    from emssd.budget import BudgetPolicy
+    from emssd.draft import Drafter
+    from emssd.prompts import FailedPrompt, Prompt
+
+    return {
+        "drafter": ((Drafter,), "an emssd.draft.Drafter, or a list of them"),
+        "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
+        "budget": ((BudgetPolicy,), "an emssd.budget.BudgetPolicy"),
+        "data": ((Prompt, FailedPrompt), "an iterable of emssd.prompts.Prompt"),
+    }[kind]

@@ -1,0 +1,33 @@
+"""Plugin `budget=one_more`: its options, and the hook that offers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.budget import BudgetPolicy
+from emssd.hookspecs import Spec, hookimpl
+
+__all__ = ["OneMoreConfig", "emssd_budget_policies"]
+
+
+@dataclass
+class OneMoreConfig:
+    """Options of `budget=one_more`.
+
+    Attributes:
+        first: tokens that a row may draft as long as nothing is known of it.
+    """
+
+    first: int = 4
+
+
+def _build(config: OneMoreConfig) -> BudgetPolicy:
+    from emssd_one_more.policy import OneMoreBudget
+
+    return OneMoreBudget(config)
+
+
+@hookimpl
+def emssd_budget_policies() -> list[Spec]:
+    """Offer the policy."""
+    return [Spec("one_more", OneMoreConfig, _build)]

@@ -1,0 +1,44 @@
+"""Lets each row draft one token more than it had accepted in its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from emssd.budget import BudgetPolicy
+from emssd.draft import Outcome
+from emssd.errors import ConfigError
+from emssd.sequence import Batch
+from emssd.stats import StepStats
+
+from emssd_one_more import OneMoreConfig
+
+__all__ = ["OneMoreBudget"]
+
+
+class OneMoreBudget(BudgetPolicy):
+    """A row whose drafts are accepted drafts more, and one whose drafts are not soon drafts a single token.
+
+    Args:
+        config: see `OneMoreConfig`.
+
+    Raises:
+        ConfigError: a first length below zero.
+    """
+
+    def __init__(self, config: OneMoreConfig) -> None:
+        if config.first < 0:
+            raise ConfigError(f"budget.first is {config.first}; it must be at least 0")
+        self._first = config.first
+        self._lengths: dict[str, int] = {}
+
+    def allot(self, batch: Batch, limits: Sequence[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        wanted = [self._lengths.get(row.request_id, self._first) for row in batch]
+        return [min(length, limit) for length, limit in zip(wanted, limits, strict=True)]
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        for row, accepted in zip(outcome.batch, outcome.accepted, strict=True):
+            self._lengths[row.request_id] = 1 + len(accepted)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._lengths.pop(request_id, None)

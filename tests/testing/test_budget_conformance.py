@@ -1,0 +1,240 @@
+"""First-party budget policies pass the suite of budget policies; planted faults do not, and are named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from emssd.budget import BudgetPolicy
+from emssd.draft import Draft, Outcome
+from emssd.sequence import Batch
+from emssd.stats import StepStats
+from emssd.testing.conformance import BudgetPolicyConformance
+from emssd.testing.conformance.rules import rules_of
+
+
+@pytest.mark.slow
+class TestAdaptive(BudgetPolicyConformance):
+    plugin = "adaptive"
+    num_examples = 6
+
+
+class TestFixed(BudgetPolicyConformance):
+    plugin = "fixed"
+    options = {"num_tokens": 2}  # noqa: RUF012
+    num_examples = 5
+
+
+class Good(BudgetPolicy):
+    """What the faults are planted in: one more than a row had accepted in its last step."""
+
+    def __init__(self) -> None:
+        self.accepted: dict[str, int] = {}
+
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return [min(limit, 1 + self.accepted.get(row.request_id, 1)) for row, limit in zip(batch, limits, strict=True)]
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        for row, nodes in zip(outcome.batch, outcome.accepted, strict=True):
+            self.accepted[row.request_id] = len(nodes)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.accepted.pop(request_id, None)
+
+
+class OverTheLimit(Good):
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return [limit + 1 for limit in limits]
+
+
+class Fractions(Good):
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return [limit / 2 for limit in limits]  # type: ignore[misc]  # that is the fault
+
+
+class OneForAll(Good):
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return [0] * 9
+
+
+class Booleans(Good):
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        return [length > 0 for length in draft.lengths]
+
+
+class TrimsBelowZero(Good):
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        return [length - 1 for length in draft.lengths]
+
+
+class TrimsNothing(Good):
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        return None  # type: ignore[return-value]  # that is the fault
+
+
+class EditsTokens(Good):
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        super().observe(outcome, stats)
+        for row in outcome.batch:
+            row._ids[-1] += 1  # as far out of reach as Python can put it
+
+
+class EditsDrafts(Good):
+    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        draft.token_ids.add_(1)
+        return draft.lengths
+
+
+class NeedsRows(Good):
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return [min(limit, max(limits)) for limit in limits] if limits else [min(limits)]
+
+
+class NeedsOneStage(Good):
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        assert stage == 0
+        return super().allot(batch, limits, num_other_tokens)
+
+
+class DividesByDrafts(Good):
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        super().observe(outcome, stats)
+        self.rate = sum(map(len, outcome.accepted)) / outcome.draft.indptr[-1]
+
+
+class Draws(Good):
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        return [random.randint(0, limit) for limit in limits]
+
+
+class ForgetsToRelease(Good):
+    def release(self, request_ids: Iterable[str]) -> None:
+        pass
+
+
+class MissesUnknownIds(Good):
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            del self.accepted[request_id]
+
+
+class KeepsWhatIsInTheMiddle(Good):
+    """Forgets only requests that reached their limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: set[str] = set()
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        super().observe(outcome, stats)
+        self.ended |= {row.request_id for row in outcome.batch if row.finish_reason is not None}
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        super().release([name for name in request_ids if name in self.ended])
+
+
+class Crashes(Good):
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        raise SystemExit(0)
+
+
+class CrashesSometimes(Good):
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        super().observe(outcome, stats)
+        if any(len(nodes) == 3 for nodes in outcome.accepted):
+            raise KeyError("three")
+
+
+class ChangesTheEngine(Good):
+    """What it may do with rows that it keeps is beyond every other rule."""
+
+    rows: tuple[Any, ...] = ()
+
+    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        self.rows = tuple(batch)
+        return super().allot(batch, limits, num_other_tokens, stage)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        super().release(request_ids)
+        for row in self.rows:
+            row._ids[-1] = 0
+
+
+SHARED = Good()
+
+FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "builds the same again": ("budget.build", lambda: SHARED),
+    "builds no policy": ("budget.build", lambda: 5),
+    "gives more than the limit": ("budget.allot", OverTheLimit),
+    "gives fractions": ("budget.allot", Fractions),
+    "gives one number for each of nine": ("budget.allot", OneForAll),
+    "trims to truth values": ("budget.trim", Booleans),
+    "trims below zero": ("budget.trim", TrimsBelowZero),
+    "forgets to return": ("budget.trim", TrimsNothing),
+    "edits tokens": ("budget.batch", EditsTokens),
+    "edits drafts": ("budget.batch", EditsDrafts),
+    "needs rows": ("budget.limits", NeedsRows),
+    "needs one drafter": ("budget.limits", NeedsOneStage),
+    "divides by what was drafted": ("budget.limits", DividesByDrafts),
+    "draws": ("budget.deterministic", Draws),
+    "forgets to release": ("budget.release", ForgetsToRelease),
+    "misses unknown ids": ("budget.release", MissesUnknownIds),
+    "keeps what is in the middle": ("budget.preemption", KeepsWhatIsInTheMiddle),
+    "crashes": ("budget.raises", Crashes),
+    "crashes sometimes": ("budget.raises", CrashesSometimes),
+    "changes rows when it releases": ("budget.lossless", ChangesTheEngine),
+}
+
+Verdicts = Callable[..., dict[str, str]]
+
+
+@dataclass
+class Config:
+    length: int = 4
+
+
+def suite(make: Callable[[], Any], **attributes: Any) -> type[BudgetPolicyConformance]:
+    given = {"make_policy": lambda self: make(), "derandomize": True, "config": Config} | attributes
+    return type("TestPlanted", (BudgetPolicyConformance,), given)
+
+
+def local_config() -> type:
+    @dataclass
+    class Local(Config):
+        pass
+
+    return Local
+
+
+@dataclass
+class Odd(Config):
+    value: object = Config
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
+    rule, make = FAULTS[fault]
+    assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
+
+
+@pytest.mark.parametrize(("rule", "config"), [("budget.pickle", local_config()), ("budget.options", Odd)])
+def test_options_that_cannot_travel_are_found(rule: str, config: type, verdicts: Verdicts) -> None:
+    assert set(verdicts(suite(Good, config=config)).values()) == {rule}
+
+
+def test_a_good_one_breaks_no_rule_and_one_that_says_that_it_draws_is_not_compared(verdicts: Verdicts) -> None:
+    assert verdicts(suite(Good)) == {}
+    found = verdicts(suite(Draws, decides_at_random=True))
+    assert set(found.values()) == {"skipped: it decides at random, and its decisions are not compared"}
+    assert len(found) == 3
+
+
+def test_every_rule_has_a_fault() -> None:
+    planted = {rule for rule, _ in FAULTS.values()} | {"budget.pickle", "budget.options"}
+    assert planted == {rule.name for rule in rules_of("budget")}
