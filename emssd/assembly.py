@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from emssd.attention import AttentionBackend, KVCacheSpec
@@ -36,6 +37,7 @@ def from_pretrained(
     device: str = "auto",
     max_model_len: int | None = None,
     compile: bool = False,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Engine:
     """Load a model and build an engine for it.
@@ -46,6 +48,7 @@ def from_pretrained(
         backend: a name or a plugin's config.
         budget: a name, a plugin's config, or a `BudgetPolicy`.
         dtype, device, max_model_len, compile: see `emssd.model.load_model`.
+        trust_remote_code: see there; it holds for draft models too.
         options: fields of `emssd.options.EngineOptions`, such as ``batch_size=16``.
     """
     chosen, registry = _options(options), Registry()
@@ -54,9 +57,10 @@ def from_pretrained(
         if not isinstance(choice, ready):
             registry.resolve(kind, choice)
     registry.resolve("backend", backend)
-    target, tokenizer = load_model(path, dtype=dtype, device=device, max_model_len=max_model_len, compile=compile)
+    load = partial(load_model, trust_remote_code=trust_remote_code)
+    target, tokenizer = load(path, dtype=dtype, device=device, max_model_len=max_model_len, compile=compile)
     return assemble(
-        target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry
+        target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry, load=load
     )
 
 
@@ -226,9 +230,19 @@ def _options(given: dict[str, Any]) -> EngineOptions:
 
 
 def eos_token_ids(target: TargetModel, tokenizer: Any) -> frozenset[int]:
-    """What ends a sequence: the model's generation config, else its config, else its tokenizer; may be empty."""
+    """What ends a sequence: the model's generation config, else its config, else its tokenizer; may be empty.
+
+    Raises:
+        ConfigError: these are no token ids.
+    """
     for source in (getattr(target.model, "generation_config", None), target.model.config, tokenizer):
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:
-            return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
+            ids = eos if isinstance(eos, (list, tuple)) else [eos]
+            if not all(type(token) is int for token in ids):
+                raise ConfigError(
+                    f"the model's eos_token_id is {eos!r}; it must be a token id or a list of token ids. Mend it in "
+                    f"generation_config.json, or in config.json if that has none"
+                )
+            return frozenset(ids)
     return frozenset()
