@@ -96,7 +96,7 @@ def test_rotary_frequencies_that_depend_on_the_batch_are_refused_and_served_wher
     path = folder_with_config_only(tmp_path, "llama", **SMALL, rope_parameters=dict(LONGROPE))
     with pytest.raises(UnsupportedModelError, match=r"longrope .*model\.max_model_len=32 or less works"):
         load_model(path)
-    with pytest.raises(ConfigError, match="tokenizer is missing"):  # that length is fine, but more than a config is needed
+    with pytest.raises(ConfigError, match="tokenizer is missing"):  # that length is fine
         load_model(path, max_model_len=32)
     model = random_model("llama", rope_parameters=dict(LONGROPE))
     with pytest.raises(UnsupportedModelError, match="longrope"):
