@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from emssd.stopping import StopStrings
+from emssd.stopping import Stop
 
 __all__ = ["Batch", "FinishReason", "Request", "Sequence"]
 
@@ -35,7 +35,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
-    stop: StopStrings | None = None
+    stop: Stop | None = None
 
 
 @dataclass(slots=True)
