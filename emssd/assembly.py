@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.budget import BudgetPolicy
+from emssd.caches import Caches, make_backend
 from emssd.draft import Drafter, DrafterContext
 from emssd.engine import Engine
-from emssd.errors import ConfigError, PluginError
-from emssd.memory import kv_bytes
+from emssd.errors import ConfigError
 from emssd.model import LoadModel, TargetModel, load_model
 from emssd.options import Admission, Batching, EngineOptions
 from emssd.registry import Registry
-from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["assemble", "eos_token_ids", "from_model", "from_pretrained", "make_backend"]
-
-_GPU_SHARE = "0.9"  # of the free memory; the rest is for activations
 
 
 def from_pretrained(
@@ -95,7 +90,7 @@ def assemble(
 ) -> Engine:
     """An engine for `target`; `drafter`, `backend` and `budget` as in `from_pretrained`; `load` is for drafters."""
     registry, options = registry or Registry(), options or EngineOptions()
-    caches = _Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
+    caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
     drafter_name = None
     if not isinstance(drafter, Drafter):
         plugin, config = registry.resolve("drafter", drafter)
@@ -104,9 +99,11 @@ def assemble(
     if not isinstance(budget, BudgetPolicy):
         plugin, config = registry.resolve("budget", budget)
         budget = plugin.build(config)
+    own = caches.make()
+    caches.allocate()
     return Engine(
         target,
-        caches.make(),
+        own,
         drafter,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else eos,
@@ -117,76 +114,11 @@ def assemble(
     )
 
 
-def make_backend(spec: KVCacheSpec, choice: Any, registry: Registry) -> AttentionBackend:
-    """A backend allocated for `spec`.
-
-    Raises:
-        PluginError: the backend cannot serve it, with its reasons.
-    """
-    plugin, config = registry.resolve("backend", choice)
-    backend: AttentionBackend = plugin.build(config)
-    if reasons := backend.unsupported(spec):
-        other = "" if plugin.name == "ragged" else ". Try backend=ragged."
-        raise PluginError(f"backend {plugin.name!r} cannot serve this model: {'; '.join(reasons)}{other}")
-    backend.allocate(spec)
-    return backend
-
-
-@dataclass(slots=True)
-class _Caches:
-    """The KV caches of one engine: the target's and those of its drafter's models, under one limit of memory."""
-
-    backend: Any
-    options: EngineOptions
-    target: KVCacheSpec
-    registry: Registry
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        self.target = dataclasses.replace(self.target, continuous=self._is_continuous())
-
-    def make(self, other: KVCacheSpec | None = None) -> AttentionBackend:
-        """The target's backend, or that of a drafter's model with the cache `other`, for as many tokens."""
-        if self.max_tokens is None:
-            limit = kv_bytes(self._limit(), self.target.device)
-            together = self.target.bytes_per_token() + (other.bytes_per_token() if other else 0)
-            self.max_tokens = None if limit is None else limit // together
-        spec = dataclasses.replace(other or self.target, continuous=self.target.continuous, max_tokens=self.max_tokens)
-        return make_backend(spec, self.backend, self.registry)
-
-    def scheduler(self) -> Scheduler:
-        """Who runs when, as far as the backend can."""
-        options = self.options
-        if not self.target.continuous:
-            return StaticScheduler(options.batch_size)
-        worst_case = options.admission is Admission.worst_case
-        return ContinuousScheduler(options.batch_size, options.max_step_tokens, worst_case=worst_case)
-
-    def _limit(self) -> str | None:
-        """What the user asks for; else, on a GPU, most of what is free, if the backend keeps to limits at all."""
-        if self.options.kv_memory is not None or self.target.device.type == "cpu":
-            return self.options.kv_memory
-        limited = dataclasses.replace(self.target, max_tokens=1)
-        return _GPU_SHARE if len(self._reasons(limited)) <= len(self._reasons(self.target)) else None
-
-    def _is_continuous(self) -> bool:
-        """``auto`` asks the backend whether it could; a backend that is told and cannot says so when it is made."""
-        if self.options.batching is not Batching.auto:
-            return self.options.batching is Batching.continuous
-        asked = dataclasses.replace(self.target, continuous=True)
-        return len(self._reasons(asked)) <= len(self._reasons(self.target))
-
-    def _reasons(self, spec: KVCacheSpec) -> list[str]:
-        plugin, config = self.registry.resolve("backend", self.backend)
-        backend: AttentionBackend = plugin.build(config)
-        return backend.unsupported(spec)
-
-
 def _context(
     target: TargetModel,
     tokenizer: Any,
     options: EngineOptions,
-    caches: _Caches,
+    caches: Caches,
     registry: Registry,
     load: LoadModel | None = None,
 ) -> DrafterContext:
