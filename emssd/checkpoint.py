@@ -189,8 +189,10 @@ def _cannot(path: str, why: str) -> ConfigError:
 
 def _sentence(error: Exception) -> str:
     """What `error` says, in one line; its type too, where the text alone would say little."""
+    from huggingface_hub.errors import StrictDataclassError
+
     text = " ".join(_ANSI.sub("", str(error)).split())
-    if not isinstance(error, (OSError, ValueError, ImportError)):
+    if not isinstance(error, (OSError, ValueError, ImportError, StrictDataclassError)):
         text = f"{type(error).__name__}: {text}"
     end = re.search(r"\.(?= [A-Z(])", text)  # the first sentence; a dot inside a file's name ends none
     text = text[: end.start()] if end else text
