@@ -68,12 +68,13 @@ def from_model(
     budget: Any = "adaptive",
     max_model_len: int | None = None,
     compile: bool = False,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Engine:
     """Build an engine around a model that is already loaded; see `from_pretrained` for the options."""
-    chosen = _options(options)
+    chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code)
     target = TargetModel(model, max_model_len=max_model_len, compile=compile)
-    return assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen)
+    return assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
 
 
 def assemble(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emssd.checkpoint_files import check_json, find_fault, has_vocabulary
+from emssd.checkpoint_files import check_json, has_vocabulary, tokenizer_fault, weights_fault
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def load_checkpoint(
     from emssd import model_support
 
     source = _source(path)
-    with _told(path, source, "its config.json is none that Transformers can read"):
+    with _told(path, "its config.json is none that Transformers can read"):
         check_json(source)
         if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
             raise _cannot(path, f"there is no config.json in it. {_WHAT_TO_GIVE}")
@@ -64,7 +64,8 @@ def load_checkpoint(
             model_support.check_config(config, None)
         model_support.resolve_max_model_len(config, max_model_len)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    with _told(path, source, "Transformers cannot make the model of its config.json and weights"), _report_kept_back():
+    what = "Transformers cannot make the model of its config.json and weights"
+    with _told(path, what, lambda: weights_fault(source)), _report_kept_back():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -90,7 +91,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         f"its tokenizer is missing: neither tokenizer.json nor a vocabulary of another kind is in {source}; save the "
         f"model's tokenizer there, with tokenizer.save_pretrained(folder)"
     )
-    with _told(path, source, "its tokenizer is none that Transformers can read", missing):
+
+    def fault() -> str | None:
+        return tokenizer_fault(source) if has_vocabulary(source) else missing
+
+    with _told(path, "its tokenizer is none that Transformers can read", fault):
         check_json(source)
         tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         only_special = set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
@@ -120,8 +125,8 @@ def _source(path: str) -> str:
 
 
 @contextmanager
-def _told(path: str, source: str, what: str, no_tokenizer: str = "") -> Iterator[None]:
-    """Whatever is raised inside as one sentence, with the file that is at fault where there is one.
+def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Whatever is raised inside as one sentence: what `find_fault` says, or `what` happened and what was raised.
 
     Reading a checkpoint runs code of several libraries on files that may hold anything, and they raise what they like.
     """
@@ -135,12 +140,10 @@ def _told(path: str, source: str, what: str, no_tokenizer: str = "") -> Iterator
         said = _sentence(error)
         if "trust_remote_code" in str(error):
             why = _TRUST
-        elif fault := find_fault(source):
+        elif fault := find_fault():
             why = fault
         elif isinstance(error, ImportError):
             why = f"it needs a package that is not installed: {said}"
-        elif no_tokenizer and not has_vocabulary(source):
-            why = no_tokenizer
         elif isinstance(error, OSError):
             why = f"{said} {_WHAT_TO_GIVE}"
         else:

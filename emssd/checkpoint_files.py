@@ -10,10 +10,14 @@ import torch
 
 from emssd.errors import ConfigError
 
-__all__ = ["check_json", "find_fault", "has_vocabulary"]
+__all__ = ["check_json", "has_vocabulary", "tokenizer_fault", "weights_fault"]
 
 # Transformers passes over some of these without a word if they are damaged, and so would lose the EOS ids.
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+_WEIGHTS = (  # files, and the list of what is in which; the first kind that is there is read
+    ("model*.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+)
 _VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _AGAIN = "copy or download it again"
 
@@ -33,18 +37,22 @@ def check_json(source: str) -> None:
             raise ConfigError(f"cannot load the model {source!r}: {fault}")
 
 
-def find_fault(source: str) -> str | None:
-    """The first file of the folder `source` that cannot be read, as a sentence; ``None`` if all can."""
+def tokenizer_fault(source: str) -> str | None:
+    """What is wrong with ``tokenizer.json`` of the folder `source`; ``None`` if it can be read or is not there."""
+    file = Path(source) / "tokenizer.json"
+    return _json_fault(file) if file.is_file() else None
+
+
+def weights_fault(source: str) -> str | None:
+    """The first file of weights in the folder `source` that cannot be read, as a sentence; ``None`` if all can.
+
+    Only those count that Transformers would read: training leaves others behind.
+    """
     folder = Path(source)
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if file.name == "tokenizer.json":
-            fault = _json_fault(file)
-        elif file.suffix in (".safetensors", ".bin"):
-            fault = _weights_fault(file)
-        else:
-            fault = None
-        if fault:
-            return fault
+    for pattern, index in _WEIGHTS:
+        named = _shards(folder / index) if (folder / index).is_file() else ()
+        if files := sorted({*folder.glob(pattern), *(folder / name for name in named)}):
+            return next(filter(None, map(_unreadable, files)), None)
     return None
 
 
@@ -66,14 +74,21 @@ def _json_fault(file: Path) -> str | None:
 
 def _index_fault(file: Path) -> str | None:
     """What is wrong with the list of which tensor is in which file."""
-    shards: Any = json.loads(file.read_text(encoding="utf-8")).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+    shards = _shards(file)
+    if not shards:
         return f"{file} has no weight_map from tensors to files; {_AGAIN}"
-    missing = sorted({name for name in shards.values() if not (file.parent / name).is_file()})
+    missing = sorted(name for name in shards if not (file.parent / name).is_file())
     return f"{file.parent / missing[0]} is missing, which {file.name} names; {_AGAIN}" if missing else None
 
 
-def _weights_fault(file: Path) -> str | None:
+def _shards(index: Path) -> set[str]:
+    """The files that `index` names; none if it names anything else."""
+    shards: Any = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    named = list(shards.values()) if isinstance(shards, dict) else []
+    return set(named) if all(isinstance(name, str) for name in named) else set()
+
+
+def _unreadable(file: Path) -> str | None:
     try:
         if not file.is_file():
             return f"{file} is no file"

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from emssd.chat import encode_chat
 from emssd.errors import ConfigError, PromptError
+from emssd.prompts import encode_text
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -65,6 +66,15 @@ def test_a_template_that_raises_refuses_this_conversation_in_one_line(template: 
 def test_a_template_that_writes_nothing_is_told_and_is_no_empty_prompt() -> None:
     with pytest.raises(PromptError, match="prompt 7: the tokenizer's chat template makes an empty text"):
         encode_chat(ASK, make_tokenizer("{% if false %}x{% endif %}"), "7")
+
+
+def test_a_text_of_which_the_tokenizer_makes_nothing_is_no_empty_prompt() -> None:
+    tokenizer = make_tokenizer("{{ messages[0].content }}")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(PromptError, match="prompt 7 is a text of which the tokenizer makes no token"):
+        encode_chat([{"role": "user", "content": "  "}], tokenizer, "7")
+    with pytest.raises(PromptError, match="prompt 8 is a text of which the tokenizer makes no token"):
+        encode_text("  ", tokenizer, "8")
 
 
 @pytest.mark.parametrize(

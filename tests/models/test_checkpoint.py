@@ -34,7 +34,10 @@ def save_checkpoint(folder: Path, architecture: str = "llama", **overrides: Any)
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("untouched"), tie_word_embeddings=False)
+    folder = save_checkpoint(tmp_path_factory.mktemp("untouched"), tie_word_embeddings=False)
+    for left_over in ("training_args.bin", "consolidated.safetensors"):  # nobody reads them
+        (folder / left_over).write_bytes(b"not for us")
+    return folder
 
 
 @pytest.fixture
@@ -251,7 +254,7 @@ def with_code(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """A checkpoint that brings code; whoever is asked whether to run it says yes."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda prompt: "y")
-    (folder / "mine.py").write_text(CODE)
+    (folder / "mine.py").write_text(f"# {tmp_path}{CODE}")  # its own, as modules of the same text are kept
     return folder
 
 
@@ -267,6 +270,8 @@ def test_code_of_the_checkpoint_is_not_run_unless_it_is_trusted(
     options: dict[str, Any] = {"path": str(with_code), **OPTIONS}
     if role == "draft model":
         options |= {"path": str(untouched), "drafter": DraftModelConfig(str(with_code))}
+        with pytest.raises(ConfigError, match="needs code that comes with"):
+            Engine.from_model(tiny_model(vocab_size=13), drafter=options["drafter"])
     with pytest.raises(
         ConfigError, match=r"needs code that comes with .*model\.trust_remote_code=true .*runs that code"
     ):
