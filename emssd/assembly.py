@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.budget import BudgetPolicy
+from emssd.caches import Caches, make_backend
 from emssd.draft import Drafter, DrafterContext
 from emssd.engine import Engine
-from emssd.errors import ConfigError, PluginError
-from emssd.memory import kv_bytes
+from emssd.errors import ConfigError
 from emssd.model import LoadModel, TargetModel, load_model
 from emssd.options import Admission, Batching, EngineOptions
-from emssd.plugins.faults import guarded
 from emssd.registry import Registry
-from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["assemble", "eos_token_ids", "from_model", "from_pretrained", "make_backend"]
-
-_GPU_SHARE = "0.9"  # of the free memory; the rest is for activations
 
 
 def from_pretrained(
@@ -37,6 +32,7 @@ def from_pretrained(
     device: str = "auto",
     max_model_len: int | None = None,
     compile: bool = False,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Engine:
     """Load a model and build an engine for it.
@@ -47,6 +43,7 @@ def from_pretrained(
         backend: a name or a plugin's config.
         budget: a name, a plugin's config, or a `BudgetPolicy`.
         dtype, device, max_model_len, compile: see `emssd.model.load_model`.
+        trust_remote_code: see there; it holds for draft models too.
         options: fields of `emssd.options.EngineOptions`, such as ``batch_size=16``.
     """
     chosen, registry = _options(options), Registry()
@@ -55,9 +52,10 @@ def from_pretrained(
         if not isinstance(choice, ready):
             registry.resolve(kind, choice)
     registry.resolve("backend", backend)
-    target, tokenizer = load_model(path, dtype=dtype, device=device, max_model_len=max_model_len, compile=compile)
+    load = partial(load_model, trust_remote_code=trust_remote_code)
+    target, tokenizer = load(path, dtype=dtype, device=device, max_model_len=max_model_len, compile=compile)
     return assemble(
-        target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry
+        target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry, load=load
     )
 
 
@@ -70,12 +68,13 @@ def from_model(
     budget: Any = "adaptive",
     max_model_len: int | None = None,
     compile: bool = False,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> Engine:
     """Build an engine around a model that is already loaded; see `from_pretrained` for the options."""
-    chosen = _options(options)
+    chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code)
     target = TargetModel(model, max_model_len=max_model_len, compile=compile)
-    return assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen)
+    return assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
 
 
 def assemble(
@@ -92,7 +91,7 @@ def assemble(
 ) -> Engine:
     """An engine for `target`; `drafter`, `backend` and `budget` as in `from_pretrained`; `load` is for drafters."""
     registry, options = registry or Registry(), options or EngineOptions()
-    caches = _Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
+    caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
     drafter_name = None
     if not isinstance(drafter, Drafter):
         plugin, config = registry.resolve("drafter", drafter)
@@ -103,9 +102,11 @@ def assemble(
     if not isinstance(budget, BudgetPolicy):
         plugin, config = registry.resolve("budget", budget)
         budget = registry.build("budget", plugin, config)
+    own = caches.make()
+    caches.allocate()
     return Engine(
         target,
-        caches.make(),
+        own,
         drafter,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else eos,
@@ -116,86 +117,11 @@ def assemble(
     )
 
 
-def make_backend(spec: KVCacheSpec, choice: Any, registry: Registry) -> AttentionBackend:
-    """A backend allocated for `spec`.
-
-    Raises:
-        PluginError: the backend cannot serve it, with its reasons.
-    """
-    plugin, config = registry.resolve("backend", choice)
-    owner = registry.owner("backend", plugin.name)
-    backend: AttentionBackend = registry.build("backend", plugin, config)
-    if reasons := _unsupported(backend, spec, owner):
-        other = "" if plugin.name == "ragged" else ". Try backend=ragged."
-        raise PluginError(f"backend {plugin.name!r} cannot serve this model: {'; '.join(reasons)}{other}")
-    with guarded(owner, "allocate"):
-        backend.allocate(spec)
-    return backend
-
-
-def _unsupported(backend: AttentionBackend, spec: KVCacheSpec, owner: str) -> list[str]:
-    with guarded(owner, "unsupported"):
-        reasons = backend.unsupported(spec)
-        if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
-            raise PluginError(f"unsupported of {owner} returned {reasons!r}; give a list of sentences")
-    return reasons
-
-
-@dataclass(slots=True)
-class _Caches:
-    """The KV caches of one engine: the target's and those of its drafter's models, under one limit of memory."""
-
-    backend: Any
-    options: EngineOptions
-    target: KVCacheSpec
-    registry: Registry
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        self.target = dataclasses.replace(self.target, continuous=self._is_continuous())
-
-    def make(self, other: KVCacheSpec | None = None) -> AttentionBackend:
-        """The target's backend, or that of a drafter's model with the cache `other`, for as many tokens."""
-        if self.max_tokens is None:
-            limit = kv_bytes(self._limit(), self.target.device)
-            together = self.target.bytes_per_token() + (other.bytes_per_token() if other else 0)
-            self.max_tokens = None if limit is None else limit // together
-        spec = dataclasses.replace(other or self.target, continuous=self.target.continuous, max_tokens=self.max_tokens)
-        return make_backend(spec, self.backend, self.registry)
-
-    def scheduler(self) -> Scheduler:
-        """Who runs when, as far as the backend can."""
-        options = self.options
-        if not self.target.continuous:
-            return StaticScheduler(options.batch_size)
-        worst_case = options.admission is Admission.worst_case
-        return ContinuousScheduler(options.batch_size, options.max_step_tokens, worst_case=worst_case)
-
-    def _limit(self) -> str | None:
-        """What the user asks for; else, on a GPU, most of what is free, if the backend keeps to limits at all."""
-        if self.options.kv_memory is not None or self.target.device.type == "cpu":
-            return self.options.kv_memory
-        limited = dataclasses.replace(self.target, max_tokens=1)
-        return _GPU_SHARE if len(self._reasons(limited)) <= len(self._reasons(self.target)) else None
-
-    def _is_continuous(self) -> bool:
-        """``auto`` asks the backend whether it could; a backend that is told and cannot says so when it is made."""
-        if self.options.batching is not Batching.auto:
-            return self.options.batching is Batching.continuous
-        asked = dataclasses.replace(self.target, continuous=True)
-        return len(self._reasons(asked)) <= len(self._reasons(self.target))
-
-    def _reasons(self, spec: KVCacheSpec) -> list[str]:
-        plugin, config = self.registry.resolve("backend", self.backend)
-        backend: AttentionBackend = self.registry.build("backend", plugin, config)
-        return _unsupported(backend, spec, self.registry.owner("backend", plugin.name))
-
-
 def _context(
     target: TargetModel,
     tokenizer: Any,
     options: EngineOptions,
-    caches: _Caches,
+    caches: Caches,
     registry: Registry,
     load: LoadModel | None = None,
 ) -> DrafterContext:
@@ -239,9 +165,19 @@ def _options(given: dict[str, Any]) -> EngineOptions:
 
 
 def eos_token_ids(target: TargetModel, tokenizer: Any) -> frozenset[int]:
-    """What ends a sequence: the model's generation config, else its config, else its tokenizer; may be empty."""
+    """What ends a sequence: the model's generation config, else its config, else its tokenizer; may be empty.
+
+    Raises:
+        ConfigError: these are no token ids.
+    """
     for source in (getattr(target.model, "generation_config", None), target.model.config, tokenizer):
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:
-            return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
+            ids = eos if isinstance(eos, (list, tuple)) else [eos]
+            if not all(type(token) is int for token in ids):
+                raise ConfigError(
+                    f"the model's eos_token_id is {eos!r}; it must be a token id or a list of token ids. Mend it in "
+                    f"generation_config.json, or in config.json if that has none"
+                )
+            return frozenset(ids)
     return frozenset()

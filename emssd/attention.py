@@ -137,6 +137,10 @@ class AttentionBackend(ABC):
     def allocate(self, spec: KVCacheSpec) -> None:
         """Prepare an empty cache for `spec`. Called once, before anything else."""
 
+    def bytes_per_token(self, spec: KVCacheSpec) -> int:
+        """Bytes that a token of `spec` takes in this backend's memory, more than its KV where that is padded."""
+        return spec.bytes_per_token()
+
     @abstractmethod
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         """Whether the cache can hold these sequences, each at this many tokens, and no others.

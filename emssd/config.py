@@ -62,6 +62,8 @@ class ModelConfig:
             a minute or more; later ones load it. Worth it for long jobs; a draft model is compiled as well.
         architecture: for timing without a checkpoint: make a model of this shape, a config of Transformers, with random
             weights; `path` is then only its name. ``data=random`` gives it prompts.
+        trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
+            Transformers has none for it; that code can do anything.
     """
 
     path: str = "demo"
@@ -70,6 +72,7 @@ class ModelConfig:
     max_model_len: int | None = None
     compile: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
 
 
 class Size(str, Enum):

@@ -136,8 +136,8 @@ class DrafterContext:
         device, dtype: where and in which precision the target computes.
         tokenizer: the target's tokenizer, if there is one.
         load_model: ``load_model(path)`` gives a further model, ready to run, and its tokenizer (or ``None``).
-        make_backend: ``make_backend(spec)`` gives a further attention backend of the kind the target uses,
-            allocated for `spec`.
+        make_backend: ``make_backend(spec)`` gives a further attention backend of the kind the target uses. It is
+            allocated once all drafters are built, as they share one limit of memory: use it from `propose` on.
         make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
     """
 

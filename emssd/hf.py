@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from emssd.errors import ConfigError
+from emssd.hf_criteria import Criteria, limits, of_strings
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
+
+    from emssd.engine import Engine
+    from emssd.sequence import Request
 
 __all__ = ["custom_generate"]
 
@@ -28,12 +33,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
     "use_mtp": (False, None),
-    "max_time": (None,),
-    "stop_strings": (None,),
     "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
 }
 # What `generate` itself hands on; each is checked or without influence on the tokens.
 _MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_MODEL_KWARGS |= {"output_attentions", "output_hidden_states"}  # those are parts of a dict, which is refused
 
 
 def custom_generate(
@@ -44,7 +48,9 @@ def custom_generate(
     generation_config: GenerationConfig | None = None,
     drafter: Any = "llma",
     backend: Any = "ragged",
+    budget: Any = "adaptive",
     draft_tokenizer: Any = None,
+    stop_strings: str | list[str] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Speculative decoding at any batch size through ``model.generate``, with the output of ``do_sample=False``.
@@ -54,16 +60,20 @@ def custom_generate(
     Args:
         model: filled in by ``generate``, as are the next four.
         input_ids: ``[B, n]``, may be padded on the left, as its attention mask tells.
-        logits_processor: must be empty.
-        stopping_criteria: at EOS and at a maximum length only.
+        logits_processor: none that has an effect.
+        stopping_criteria: at EOS, at a maximum length, at stop strings, and at a time: then each row ends with the next
+            token that it gets.
         generation_config: must ask for greedy decoding.
         drafter: as in `emssd.assembly.from_model`; pass it to ``generate`` beside ``custom_generate``.
-        backend: as `drafter`.
-        draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies.
+        backend, budget: as `drafter`.
+        draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies, and for `stop_strings`.
+        stop_strings: texts that end a row. They need `draft_tokenizer`, as Transformers keeps its own ``tokenizer``
+            from custom functions; and it refuses those of a generation config.
         model_kwargs: of these, ``attention_mask [B, n]`` tells which tokens are padding.
 
     Returns:
-        ``[B, n + new]`` int64: inputs and new tokens, padded on the right with ``pad_token_id``.
+        ``[B, n + new]`` int64: inputs and new tokens, padded on the right with ``pad_token_id``. Without any EOS token
+        rows go on until all have come to an end, as those of Transformers.
 
     Raises:
         ConfigError: an option that would make the output other than greedy decoding's.
@@ -72,22 +82,32 @@ def custom_generate(
     from emssd.sequence import Request
 
     assert generation_config is not None
-    _refuse_other_than_greedy(generation_config, logits_processor, model_kwargs)
-    max_length, eos = _limits(generation_config, stopping_criteria)
+    _refuse_other_than_greedy(generation_config, logits_processor, model_kwargs, input_ids.shape[1])
+    max_length, eos, others = limits(generation_config, stopping_criteria)
+    others += of_strings(stop_strings, draft_tokenizer)
     prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     max_new_tokens = max_length - input_ids.shape[1]
     if max_new_tokens < 1:
         raise ConfigError(f"max_length leaves no room for new tokens beside inputs of {input_ids.shape[1]} tokens")
     with _training_flags_kept(model):
-        engine = Engine.from_model(model, draft_tokenizer, drafter=drafter, backend=backend, batch_size=len(prompts))
+        engine = Engine.from_model(
+            model, draft_tokenizer, drafter=drafter, backend=backend, budget=budget, batch_size=len(prompts)
+        )
         longest = max(map(len, prompts))
         if longest + max_new_tokens > engine.target.max_model_len:
             raise ConfigError(
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the "
                 f"{engine.target.max_model_len} that this model takes; lower max_new_tokens or shorten the prompt"
             )
-        requests = [Request(str(row), ids, max_new_tokens, frozenset(eos)) for row, ids in enumerate(prompts)]
+        padding = [row[: input_ids.shape[1] - len(ids)].tolist() for row, ids in zip(input_ids, prompts, strict=True)]
+        stops = [Criteria(others, left) if others else None for left in padding]
+        requests = [
+            Request(str(row), ids, max_new_tokens, frozenset(eos), stop)
+            for row, (ids, stop) in enumerate(zip(prompts, stops, strict=True))
+        ]
         done = {int(generation.request_id): generation.token_ids for generation in engine.run(requests)}
+        if not eos:
+            done = _all_of_one_length(engine, requests, done, stops)
     width = max(len(tokens) for tokens in done.values())
     pad = generation_config.pad_token_id
     fill = pad if pad is not None else next(iter(eos), 0)
@@ -97,16 +117,44 @@ def custom_generate(
     return torch.cat([input_ids, new], dim=1)
 
 
-def _refuse_other_than_greedy(config: GenerationConfig, processors: Any, model_kwargs: dict[str, Any]) -> None:
+def _all_of_one_length(
+    engine: Engine, requests: list[Request], done: dict[int, tuple[int, ...]], stops: list[Criteria | None]
+) -> dict[int, tuple[int, ...]]:
+    """The new tokens of all rows where no EOS marks an end: up to the last one that a row needs, or to when time ended.
+
+    Transformers pads a row that has ended only if there is an EOS; else it goes on for as long as the others do.
+    """
+    cut_short = [row for row, stop in enumerate(stops) if stop is not None and stop.time_is_over]
+    width = min(len(done[row]) for row in cut_short) if cut_short else max(map(len, done.values()))
+    more = [
+        replace(request, prompt_ids=request.prompt_ids + done[row], max_new_tokens=width - len(done[row]), stop=None)
+        for row, request in enumerate(requests)
+        if len(done[row]) < width
+    ]
+    rest = {int(generation.request_id): generation.token_ids for generation in engine.run(more)}
+    return {row: (tokens + rest.get(row, ()))[:width] for row, tokens in done.items()}
+
+
+def _refuse_other_than_greedy(
+    config: GenerationConfig, processors: Any, model_kwargs: dict[str, Any], num_inputs: int
+) -> None:
+    from transformers.generation.logits_process import MinLengthLogitsProcessor
+
     for name, neutral in _NEUTRAL.items():
         if getattr(config, name, None) not in neutral:
             raise ConfigError(
                 f"custom_generate=emssd.custom_generate decodes greedily; {name}={getattr(config, name)} is not "
                 f"supported. Leave it out, or call generate without custom_generate"
             )
-    if processors:
-        names = ", ".join(type(processor).__name__ for processor in processors)
-        raise ConfigError(f"emssd.custom_generate applies no logits processors; these were asked for: {names}")
+    effective = [
+        type(each).__name__
+        for each in processors or ()
+        if type(each) is not MinLengthLogitsProcessor or each.min_length > num_inputs
+    ]
+    if effective:
+        raise ConfigError(
+            f"emssd.custom_generate applies no logits processors; these were asked for: {', '.join(effective)}"
+        )
     given = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
@@ -116,25 +164,6 @@ def _refuse_other_than_greedy(config: GenerationConfig, processors: Any, model_k
             f"emssd.custom_generate decodes from input_ids and attention_mask with a KV cache of its own; leave out "
             f"{', '.join(sorted(given))}"
         )
-
-
-def _limits(config: GenerationConfig, criteria: Iterable[Any] | None) -> tuple[int, list[int]]:
-    """The maximum length, padding of the inputs included, and the EOS ids in the caller's order."""
-    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-
-    lengths: list[int] = []
-    eos: list[int] = []
-    for item in criteria or ():
-        # A caller's own criterion of these types replaces the one that `generate` made of the config.
-        if type(item) is MaxLengthCriteria:
-            lengths.append(int(item.max_length))
-        elif type(item) is EosTokenCriteria:
-            eos.extend(item.eos_token_id.flatten().tolist())
-        else:
-            raise ConfigError(
-                f"emssd.custom_generate stops at EOS and max length only; asked for: {type(item).__name__}"
-            )
-    return min(lengths, default=int(config.max_length)), eos
 
 
 def _prompts(

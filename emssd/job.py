@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseli
         budget=config.budget,
         options=config,
         registry=registry,
-        load=models.draft,
+        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code),
     )
 
 
@@ -188,6 +188,7 @@ def _target_of(model: ModelConfig, models: ModelCache) -> tuple[TargetModel, Any
         max_model_len=model.max_model_len,
         compile=model.compile,
         architecture=model.architecture,
+        trust_remote_code=model.trust_remote_code,
     )
 
 

@@ -31,7 +31,7 @@ def kv_bytes(kv_memory: str | float | None, device: torch.device) -> int | None:
         num_bytes = int(number * _UNITS[unit])
     except (TypeError, ValueError, KeyError, OverflowError):
         number, unit, num_bytes = 0.0, "", 0
-    if number <= 0:
+    if number <= 0 or (unit and num_bytes < 1):
         raise ConfigError(
             f"kv_memory is {kv_memory!r}; give a size such as 8GiB or 500MB, or a share of the free memory such as 0.8"
         )

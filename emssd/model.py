@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, StepPlan
-from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,11 +21,6 @@ __all__ = ["LoadModel", "TargetModel", "load_model"]
 
 # Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
 ATTENTION_NAME = "emssd"
-
-_WHAT_TO_GIVE = (
-    "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
-    "model."
-)
 
 LoadModel = Callable[..., tuple["TargetModel", Any]]
 """`load_model`, or what stands in for it."""
@@ -188,6 +182,7 @@ def load_model(
     max_model_len: int | None = None,
     compile: bool = False,
     architecture: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -198,13 +193,14 @@ def load_model(
         max_model_len, compile: see `TargetModel`.
         architecture: make a model of this shape with random weights and no tokenizer, and let `path` be no more than
             its name; see `emssd.random_weights.counting_model`. Its ``auto`` dtype is bfloat16.
+        trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
 
     Raises:
-        ConfigError: no such model, dtype or device. UnsupportedModelError: see `TargetModel`.
+        ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
+        UnsupportedModelError: see `TargetModel`.
+        OutOfMemoryError: there is no room for the weights.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from emssd import model_support
+    from emssd.checkpoint import load_checkpoint
 
     if architecture:
         from emssd.random_weights import counting_model
@@ -213,44 +209,15 @@ def load_model(
         assert isinstance(kind, torch.dtype)
         made = counting_model(architecture, kind, _resolve_device(device))
         return TargetModel(made, max_model_len=max_model_len, compile=compile), None
-    source = _source(path)
     torch_dtype, torch_device = _resolve_dtype(dtype), _resolve_device(device)
+    model, tokenizer = load_checkpoint(
+        path, dtype=torch_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+    )
     try:
-        config = AutoConfig.from_pretrained(source)
-        model_support.check_config(config, None)
-        model_support.resolve_max_model_len(config, max_model_len)
-        tokenizer = _load_tokenizer(path, source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"cannot load model.path={path!r}: {_first_line(error)} {_WHAT_TO_GIVE}") from error
-    model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
+        model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{torch_device} has no room for the weights of {path!r}; take a smaller one") from error
     return TargetModel(model, max_model_len=max_model_len, compile=compile), tokenizer
-
-
-def _load_tokenizer(path: str, source: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model.path={path!r} has no tokenizer that Transformers can load; save the model's there with "
-            f"tokenizer.save_pretrained(folder)"
-        ) from error
-
-
-def _source(path: str) -> str:
-    """The folder of an embedded model, or `path` itself."""
-    embedded = {"demo": "target", "demo-draft": "draft"}
-    if path not in embedded:
-        if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
-            raise ConfigError(f"cannot load model.path={path!r}: there is no such folder. {_WHAT_TO_GIVE}")
-        return path
-    from emssd.demo import model_path
-
-    return str(model_path(embedded[path]))
 
 
 def _resolve_dtype(name: str) -> torch.dtype | str:

@@ -153,7 +153,7 @@ def tokenize(text: str, tokenizer: Any, name: str, *, add_special_tokens: bool) 
     """Token ids of `text`, which errors call `name`.
 
     Raises:
-        PromptError: it is no text that UTF-8 could hold.
+        PromptError: it is no text that UTF-8 could hold, or the tokenizer knows nothing of it.
     """
     try:
         text.encode()
@@ -163,6 +163,8 @@ def tokenize(text: str, tokenizer: Any, name: str, *, add_special_tokens: bool) 
             f"{text[error.start]!a}; repair what wrote it"
         ) from error
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    if not ids:
+        raise PromptError(f"prompt {name} is a text of which the tokenizer makes no token; is it the model's own?")
     return ids
 
 

@@ -41,13 +41,16 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     try:
         _check_names(values, AutoConfig.for_model(model_type))
         config = AutoConfig.for_model(model_type, **(values | {"tie_word_embeddings": False}))
+        if config.get_text_config().vocab_size < 1:
+            raise ConfigError("model.architecture.vocab_size is 0 or less; there must be a token to generate")
         with torch.device(device):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     except ConfigError:
         raise
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        said = " ".join(str(error).split())  # some are of several lines
-        raise ConfigError(f"model.architecture makes no model of type {model_type!r}: {said}") from error
+    except Exception as error:  # the code of a hundred architectures meets values that it was never meant for
+        said = " ".join(str(error).split())[:300]  # some are of several lines, or list all models
+        kind = "" if isinstance(error, (ValueError, StrictDataclassError)) else f"{type(error).__name__}: "
+        raise ConfigError(f"model.architecture makes no model of type {model_type!r}: {kind}{said}") from error
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import overload
 
-from emssd.stopping import StopStrings
+from emssd.stopping import Stop
 
 __all__ = ["Batch", "FinishReason", "Request", "Sequence", "TokenIds"]
 
@@ -37,7 +37,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
-    stop: StopStrings | None = None
+    stop: Stop | None = None
 
 
 class TokenIds(Seq[int]):

@@ -10,15 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Protocol
 
 from emssd.errors import ConfigError
 
-__all__ = ["StopStrings"]
+__all__ = ["Stop", "StopStrings"]
 
 _BASE = "a"  # a token is decoded behind this text, as the first token of a text may lose its leading space
 _LOST = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for bytes that are no whole character
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in vocabularies of the sentencepiece family
+
+
+class Stop(Protocol):
+    """What a new token may complete, and so end its sequence."""
+
+    def completed_by_last(self, tokens: Seq[int], start: int) -> bool:
+        """Whether the last of `tokens`, of which those from `start` on are new, is the last of its sequence."""
+
+    def text_before(self, output: Seq[int]) -> str:
+        """The text of `output`, which ended so, up to where what ended it begins."""
 
 
 class StopStrings:

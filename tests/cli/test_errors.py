@@ -47,7 +47,7 @@ def test_an_unknown_model_preset(decode: Callable) -> None:
 def test_a_model_path_that_holds_no_model(path: str, decode: Callable, work: Path) -> None:
     (work / "notes.txt").write_text("not a model")
     sentence = decode(f"model.path={path}").sentence
-    assert sentence.startswith(f"cannot load model.path={path!r}: ")
+    assert sentence.startswith(f"cannot load the model {path!r}: ")
     assert sentence.endswith(
         "Give a local folder with config.json and weights, a model id of the Hugging Face hub, "
         "or 'demo' for the embedded model."

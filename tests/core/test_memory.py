@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from emssd_ragged import Kernels, RaggedConfig
+from hypothesis import given
+from hypothesis import strategies as st
 
 from emssd import Engine, memory
+from emssd.caches import Caches, shares
 from emssd.errors import ConfigError, PluginError, PromptError
 from emssd.memory import free_bytes, kv_bytes
+from emssd.model import TargetModel
+from emssd.options import EngineOptions
+from emssd.packing import pack_one
+from emssd.registry import Registry
 from emssd.testing.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -52,6 +61,12 @@ def test_shares_are_of_what_is_free(given: str | float, monkeypatch: pytest.Monk
         "80%",
         "-1",
         "-8GiB",
+        -1.0,
+        "0.4B",
+        "0.0001KiB",
+        float("-inf"),
+        "1e400GiB",
+        "１GiB",
         "0",
         0,
         "0.0",
@@ -99,6 +114,41 @@ def test_a_request_that_cannot_fit_even_alone_is_refused_before_anything_runs() 
     assert engine.backend.kv_usage.held == 0
     assert len(engine.generate([[4] * 8], 40, ignore_eos=True)[0].token_ids) == 40
     assert engine.report.kv_usage.peak_pool <= 48 * TOKEN_BYTES
+
+
+@given(
+    limit=st.integers(0, 10**6),
+    costs=st.lists(
+        st.tuples(st.integers(1, 400), st.integers(1, 400)).map(lambda pair: (max(pair), min(pair))), min_size=1
+    ),
+    page_size=st.integers(1, 40),
+)
+def test_caches_that_share_a_limit_have_equally_many_pages_within_it(
+    limit: int, costs: list[tuple[int, int]], page_size: int
+) -> None:
+    num_bytes = [most * counted for most, (_, counted) in zip(shares(limit, costs), costs, strict=True)]
+    pages = {room // (held * page_size) for room, (held, _) in zip(num_bytes, costs, strict=True)}
+    assert sum(num_bytes) <= limit
+    assert len(pages) == 1
+    assert limit - sum(num_bytes) < 2 * sum(held for held, _ in costs)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_the_caches_of_several_draft_models_share_the_limit_with_the_targets(kernels: str) -> None:
+    """Drafters are built before the target's backend is, each with what it asks for."""
+    target, options = TargetModel(tiny_model()), EngineOptions(kv_memory="1MB")
+    others = [TargetModel(tiny_model("llama", head_dim=head_dim)).kv_cache_spec(8) for head_dim in (8, 10, 32)]
+    caches = Caches(RaggedConfig(kernels=Kernels(kernels)), options, target.kv_cache_spec(8), Registry())
+    specs = [*others, caches.target]
+    made = [*map(caches.make, others), caches.make()]
+    caches.allocate()
+    pages = [next(n for n in itertools.count() if not each.fits({"a": 16 * n + 1})) for each in made]
+    page_bytes = [16 * backend.bytes_per_token(spec) for backend, spec in zip(made, specs, strict=True)]
+    assert len(set(pages)) == 1
+    assert 10**6 - 2 * sum(page_bytes) < pages[0] * sum(page_bytes) <= 10**6
+    for backend, num_bytes in zip(made, page_bytes, strict=True):
+        backend.plan(pack_one(["a"], torch.tensor([3]), [0]))
+        assert backend.kv_usage.held == num_bytes
 
 
 def test_a_limit_below_one_page_refuses_every_request() -> None:

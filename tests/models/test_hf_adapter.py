@@ -8,14 +8,18 @@ import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, TextStreamer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 from transformers.generation import (
+    ConfidenceCriteria,
     EosTokenCriteria,
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
     TemperatureLogitsWarper,
+    stopping_criteria,
 )
 
 import emssd
@@ -94,6 +98,14 @@ def test_without_a_pad_token_the_first_eos_token_pads() -> None:
         {"output_scores": True},  # no effect without return_dict_in_generate
         {"top_k": 5, "temperature": 0.5},  # no effect without do_sample
         {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0},
+        {"min_new_tokens": 0},
+        {"min_length": 3},  # less than the inputs
+        {"output_attentions": True},  # as output_scores
+        {"output_hidden_states": True},
+        {"max_time": 3600.0},
+        {"max_time": 0.0},  # HF and we end every row with its first token
+        {"max_time": 0.0, "eos_token_id": None},
+        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(0.0)])},
     ],
     ids=str,
 )
@@ -196,7 +208,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
     "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
     "dict": ({"return_dict_in_generate": True, "output_scores": True}, "return_dict_in_generate=True"),
-    "max_time": ({"max_time": 1.0}, "max_time=1.0"),
     "repetition": ({"repetition_penalty": 1.3}, "RepetitionPenalty"),
     "no repeat": ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
     "bad words": ({"bad_words_ids": [[5]]}, "NoBadWords"),
@@ -214,7 +225,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "watermark": ({"watermarking_config": {"bias": 2.5}}, "Watermark"),
     "renormalize": ({"renormalize_logits": True}, "LogitNormalization"),
     "processor": ({"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])}, "TemperatureLogits"),
-    "criterion": ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(9.0)])}, "MaxTimeCriteria"),
+    "criterion": ({"stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.5)])}, "ConfidenceCriteria"),
+    "stop strings": ({"stop_strings": ["a"], "tokenizer": object()}, "pass it as draft_tokenizer="),
+    "no stop string": ({"stop_strings": []}, r"stop_strings are \[\]"),
+    "empty stop string": ({"stop_strings": ["a", ""]}, "texts of at least one character"),
     "positions": ({"position_ids": torch.arange(11).expand(4, -1)}, "position_ids"),
     "cache": ({"past_key_values": DynamicCache()}, "past_key_values"),
     "segments": ({"token_type_ids": torch.ones(4, 11, dtype=torch.int64)}, "token_type_ids"),
@@ -231,10 +245,79 @@ def test_what_would_change_the_tokens_is_refused_by_its_name(name: str) -> None:
     assert model.config._attn_implementation != "emssd"
 
 
-def test_stop_strings_are_refused() -> None:
-    # By Transformers itself: it takes the tokenizer that they need away from custom functions.
-    with pytest.raises(ValueError, match="stop strings"):
-        make_model().generate(**left_padded(), stop_strings=["a"], custom_generate=emssd.custom_generate)
+LETTERS = "abcdefghij"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Ids 3 to 12 are the letters a to j."""
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *LETTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def with_stops(model: PreTrainedModel, strings: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `generate` returns with these stop strings, without emssd and with it."""
+    options = {"max_new_tokens": 20, "do_sample": False, "stop_strings": strings, **options}
+    tokenizer, ours = make_tokenizer(), {"custom_generate": emssd.custom_generate, "drafter": LLMA}
+    theirs = model.generate(**left_padded(), **options, tokenizer=tokenizer)
+    return theirs, model.generate(**left_padded(), **options, **ours, tokenizer=tokenizer, draft_tokenizer=tokenizer)
+
+
+class TestStopStrings:
+    @pytest.mark.parametrize("eos", [[5, 7], [12], None], ids=str)
+    @pytest.mark.parametrize("seed", range(3))
+    def test_end_rows_where_those_of_transformers_end_beside_rows_that_eos_ends(self, seed: int, eos: Any) -> None:
+        """Without EOS nothing is padded there: a row that has ended goes on until all have."""
+        model, num_inputs = make_model(seed=seed), max(map(len, PROMPTS))
+        free = model.generate(**left_padded(), max_new_tokens=20, do_sample=False, eos_token_id=None)[:, num_inputs:]
+        text = ["".join(LETTERS[token - 3] if token >= 3 else "-" for token in row) for row in free.tolist()]
+        strings = [row[place : place + 2] for row, place in zip(text[:3], (2, 5, 9), strict=True)]
+        expected, got = with_stops(model, strings, eos_token_id=eos, pad_token_id=PAD)
+        assert expected.shape[1] - num_inputs > 1
+        assert torch.equal(expected, got)
+
+    def test_may_begin_in_the_prompt_and_be_a_single_text(self) -> None:
+        model = make_model(seed=1)
+        first = int(model.generate(**left_padded(), max_new_tokens=1, do_sample=False)[0, -1])
+        assert first >= 3
+        expected, got = with_stops(model, "ea" + LETTERS[first - 3], eos_token_id=None, pad_token_id=PAD)
+        assert torch.equal(expected, got)
+        with_eos, ours = with_stops(model, "ea" + LETTERS[first - 3], eos_token_id=12, pad_token_id=PAD)
+        assert (with_eos[0, max(map(len, PROMPTS)) + 1 :] == PAD).all()  # the first row ends with its first token
+        assert torch.equal(with_eos, ours)
+
+    def test_of_a_criterion_of_the_callers_own_are_followed(self) -> None:
+        criterion = StopStringCriteria(tokenizer=make_tokenizer(), stop_strings=["c", "dd"])
+        options = {"stopping_criteria": StoppingCriteriaList([criterion]), "pad_token_id": PAD}
+        expected, got = both(make_model(seed=2), left_padded(), **options)
+        assert torch.equal(expected, got)
+
+    def test_of_a_generation_config_are_refused_by_transformers(self) -> None:
+        # It takes the tokenizer that they need away from custom functions, but these strings it keeps.
+        config = GenerationConfig(stop_strings=["a"], max_new_tokens=3)
+        with pytest.raises(ValueError, match="stop strings"):
+            make_model().generate(**left_padded(), generation_config=config, custom_generate=emssd.custom_generate)
+
+
+def test_rows_whose_time_is_over_have_the_tokens_of_the_unlimited_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still until it has been looked at a dozen times, which is after the first step."""
+    model, num_inputs = make_model(), max(map(len, PROMPTS))
+    full = model.generate(**left_padded(), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    calls = iter(range(10**6))
+    monkeypatch.setattr(stopping_criteria.time, "time", lambda: float(next(calls) > 12))
+    kwargs: dict[str, Any] = {"custom_generate": emssd.custom_generate, "drafter": LLMA, "max_time": 0.5}
+    got = model.generate(**left_padded(), max_new_tokens=20, do_sample=False, eos_token_id=None, **kwargs)
+    assert num_inputs < got.shape[1] < full.shape[1]
+    assert torch.equal(got, full[:, : got.shape[1]])
+
+
+def test_the_budget_can_be_chosen() -> None:
+    for budget in ("fixed", "adaptive"):
+        expected, got = both(make_model(), left_padded(), {"budget": budget})
+        assert torch.equal(expected, got)
+    with pytest.raises(PluginError, match=r"unknown budget 'lavish'"):
+        both(make_model(), left_padded(), {"budget": "lavish"})
 
 
 def test_several_return_sequences_are_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import accumulate
+from math import inf
 
 from emssd.budget import BudgetPolicy
 from emssd.draft import Draft, Outcome
@@ -37,9 +38,10 @@ class AdaptiveBudget(BudgetPolicy):
     """
 
     def __init__(self, memory: float = 16.0, probe_interval: int = 32) -> None:
-        if memory < 1 or probe_interval < 1:
+        if not (1 <= memory < inf and probe_interval >= 1):
             raise ConfigError(
-                f"budget.memory is {memory} and budget.probe_interval is {probe_interval}; both must be at least 1"
+                f"budget.memory is {memory} and budget.probe_interval is {probe_interval}; both must be numbers, "
+                f"at least 1"
             )
         self._memory, self._probe_interval = memory, probe_interval
         self._time = StepTime()

@@ -377,7 +377,10 @@ def test_no_choice_is_beyond_its_limit(data: st.DataObject) -> None:
         world.step([int(limit) for limit in random.integers(0, 8, 5)])
 
 
-@pytest.mark.parametrize("config", [AdaptiveConfig(memory=0.5), AdaptiveConfig(probe_interval=0)])
+@pytest.mark.parametrize(
+    "config",
+    [*(AdaptiveConfig(memory=value) for value in (0.5, float("nan"), float("inf"))), AdaptiveConfig(probe_interval=0)],
+)
 def test_impossible_options_are_refused(config: AdaptiveConfig) -> None:
     (spec,) = emssd_budget_policies()
     with pytest.raises(ConfigError, match=r"budget.memory is .* and budget.probe_interval is .*at least 1"):

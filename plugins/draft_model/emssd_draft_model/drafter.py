@@ -73,9 +73,9 @@ class DraftModelDrafter(Drafter):
         return cls(model, backend, context.vocab_size, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        limits = [self._limit(row, limit) for row, limit in zip(batch, budget, strict=True)]
+        limits = self._with_room(batch, [self._limit(row, limit) for row, limit in zip(batch, budget, strict=True)])
         rows = [
-            _Row(row.request_id, row.tokens, self._num_cached.get(row.request_id, 0))
+            _Row(row.request_id, row.tokens, self._cached(row))
             for row, limit in zip(batch, limits, strict=True)
             if limit > 0
         ]
@@ -110,9 +110,28 @@ class DraftModelDrafter(Drafter):
     def _limit(self, row: Sequence, budget: int) -> int:
         """How much to draft: nothing beyond the draft model's length, nor after ids that only the target knows."""
         limit = min(budget, self._model.max_model_len - len(row.tokens))
-        if limit <= 0 or max(row.tokens[self._num_cached.get(row.request_id, 0) :]) >= self._model.vocab_size:
+        if limit <= 0 or max(row.tokens[self._cached(row) :]) >= self._model.vocab_size:
             return 0
         return limit
+
+    def _cached(self, row: Sequence) -> int:
+        """Of the row's tokens, how many need not be computed: all but one at most, as after a step that failed."""
+        return min(self._num_cached.get(row.request_id, 0), len(row.tokens) - 1)
+
+    def _with_room(self, batch: Batch, limits: list[int]) -> list[int]:
+        """`limits`, and 0 for rows that the KV cache has no room for beside those that it holds already."""
+        lengths = {
+            row.request_id: len(row.tokens) + limit - 1 for row, limit in zip(batch, limits, strict=True) if limit
+        }
+        if self._backend.fits(self._num_cached | lengths):
+            return limits
+        held, kept = dict(self._num_cached), []
+        for row, limit in zip(batch, limits, strict=True):
+            more = {row.request_id: lengths[row.request_id]} if limit else {}
+            fits = self._backend.fits(held | more)
+            held |= more if fits else {}
+            kept.append(limit if fits else 0)
+        return kept
 
     def _catch_up(self, rows: list[_Row]) -> torch.Tensor:
         """Compute what is not cached. Returns the first drafted token of each row, ``[r]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_ragged import Kernels, RaggedConfig
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -32,8 +34,12 @@ def draft_model(architecture: str = "llama", vocab_size: int = VOCAB_SIZE, max_m
     return TargetModel(tiny_model(architecture, seed=3, vocab_size=vocab_size, max_model_len=max_model_len))
 
 
-def make_drafter(model: TargetModel, num_speculative_tokens: int = 4, backend: str = "ragged") -> DraftModelDrafter:
-    allocated = make_backend(model.kv_cache_spec(4), backend, Registry())
+def make_drafter(
+    model: TargetModel, num_speculative_tokens: int = 4, backend: Any = "ragged", max_tokens: int | None = None
+) -> DraftModelDrafter:
+    if max_tokens is not None:
+        backend = RaggedConfig(kernels=Kernels.torch)  # whose pages hold narrow heads without padding
+    allocated = make_backend(replace(model.kv_cache_spec(4), max_tokens=max_tokens), backend, Registry())
     return DraftModelDrafter(model, allocated, VOCAB_SIZE, num_speculative_tokens)
 
 
@@ -139,6 +145,44 @@ def test_a_draft_model_that_is_the_target_has_everything_accepted(num_speculativ
     for generation in done:
         assert generation.num_accepted == generation.num_drafted == 6 * num_speculative_tokens
         assert generation.num_steps == 7  # six full ones, and one token that was left
+
+
+def test_rows_that_its_cache_has_no_room_for_draft_nothing_in_that_step() -> None:
+    model = draft_model()
+    drafter = make_drafter(model, max_tokens=48)  # three pages
+    rows = [sequence([3] * 14, "a"), sequence([4] * 20, "b"), sequence([5] * 15, "c")]
+    with torch.inference_mode():
+        draft = drafter.propose(Batch(tuple(rows)), [4, 4, 1])
+        assert draft.lengths == [4, 0, 1]  # 17 and 15 tokens of KV take all three pages
+        assert chains(draft)[0] == greedy(model, rows[0].tokens, 4)
+        drafter.observe(Outcome(Batch(tuple(rows)), draft, (range(0), range(0), range(0))))
+        drafter.release(["c"])
+        assert drafter.propose(Batch(tuple(rows[1:2])), [4]).lengths == [4]  # two pages beside that of the first row
+        assert drafter.propose(Batch(tuple(rows[2:])), [1]).lengths == [0]
+
+
+@pytest.mark.parametrize("head_dim", [10, 16])
+def test_target_and_draft_model_hold_equally_many_tokens_however_their_heads_are_padded(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_model_len": 144, "dtype": torch.float32}
+    target, narrow = tiny_model("llama", head_dim=16, **shape), tiny_model("llama", seed=3, head_dim=head_dim, **shape)
+    draft = TargetModel(narrow)
+    monkeypatch.setattr("emssd.assembly.load_model", lambda path, **options: (draft, None))
+    prompts = [[3, 4, 5, 3], [6] * 30, [7, 8]]
+    expected = Engine.from_model(target, drafter="none").generate(prompts, 100, ignore_eos=True)
+    limit = 262_000
+    engine = Engine.from_model(
+        target, drafter=DraftModelConfig("narrow"), budget="fixed", kv_memory=str(limit), on_drafter_error="fail"
+    )
+    drafter: Any = engine.drafting.drafters[0].drafter
+    caches = [engine.backend, drafter._backend]
+    pages = {next(n for n in range(1, 99) if not each.fits({"a": 16 * n})) for each in caches}
+    assert len(pages) == 1
+    done = engine.generate(prompts, 100, ignore_eos=True)
+    assert [ours.token_ids for ours in done] == [theirs.token_ids for theirs in expected]
+    assert all(generation.num_drafted > 50 for generation in done)
+    assert 0.7 * limit < sum(each.kv_usage.peak_pool for each in caches) <= limit
 
 
 def test_a_draft_model_shorter_than_the_target_drafts_nothing_beyond_its_length() -> None:

@@ -105,6 +105,9 @@ class FlashInferBackend(AttentionBackend):
         for layer in set(self._layers):  # so that kernels which cannot be made are known before the first step
             self._attend(layer, masked=False, size=None)
 
+    def bytes_per_token(self, spec: KVCacheSpec) -> int:
+        return token_bytes(tuple(kernel_layer(layer, self._kernels.head_dims) for layer in spec.layers), spec.dtype)
+
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self._table.fits(kv_lens.values())
 

@@ -13,7 +13,7 @@ from emssd.errors import ConfigError
 from emssd.packing import PackedInputs
 from emssd.pages import PageTable
 from emssd_ragged import Kernels
-from emssd_ragged.fused import FusedAttention, FusedPlan, why_not_fused
+from emssd_ragged.fused import FusedAttention, FusedPlan, padded_bytes_per_token, why_not_fused
 from emssd_ragged.grouped import GroupedAttention, GroupedPlan
 
 __all__ = ["RaggedBackend", "RaggedPlan"]
@@ -58,6 +58,10 @@ class RaggedBackend(AttentionBackend):
         self._attention = FusedAttention(spec) if fused else GroupedAttention(spec, self._table.page_size)
         if spec.max_tokens is not None:
             self._table.max_pages = spec.max_tokens * spec.bytes_per_token() // self._attention.page_bytes
+
+    def bytes_per_token(self, spec: KVCacheSpec) -> int:
+        fused = self._kernels is not Kernels.torch and why_not_fused(spec, self._table.page_size) is None
+        return padded_bytes_per_token(spec) if fused else spec.bytes_per_token()
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self._table.fits(kv_lens.values())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from emssd.attention import KVCacheSpec
+from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.native import load_kernels, why_unavailable
 from emssd.packing import PackedInputs
 from emssd.pages import PageTable
 
-__all__ = ["PAGE_SIZE", "FusedAttention", "FusedPlan", "why_not_fused"]
+__all__ = ["PAGE_SIZE", "FusedAttention", "FusedPlan", "padded_bytes_per_token", "why_not_fused"]
 
 PAGE_SIZE = 16  # of the kernel: one vector of scores
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -29,6 +28,21 @@ def why_not_fused(spec: KVCacheSpec, page_size: int) -> str | None:
     if page_size != PAGE_SIZE:
         return f"the fused kernel has pages of {PAGE_SIZE} tokens, and backend.page_size is {page_size}"
     return why_unavailable()
+
+
+def padded_bytes_per_token(spec: KVCacheSpec) -> int:
+    """Bytes that a token takes in `FusedAttention`: keys fill whole cells, and values whole vectors."""
+    elements = 0
+    for layer in spec.layers:
+        width, key_cells, value_lanes = _sizes(layer, spec.dtype)
+        elements += layer.num_kv_heads * (key_cells * width + value_lanes)
+    return elements * spec.dtype.itemsize
+
+
+def _sizes(layer: LayerSpec, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Elements of a cell, cells of a key, and lanes of a value."""
+    width = 2 if dtype is torch.bfloat16 else 1
+    return width, -(-layer.key_dim // width), -(-layer.value_dim // 16) * 16
 
 
 @dataclass(slots=True)
@@ -53,16 +67,14 @@ class FusedAttention:
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self._layers, self._attend = spec.layers, load_kernels().attend.default
-        width = 2 if spec.dtype is torch.bfloat16 else 1
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         for layer in spec.layers:
-            key_cells, value_lanes = -(-layer.key_dim // width), -(-layer.value_dim // 16) * 16
+            width, key_cells, value_lanes = _sizes(layer, spec.dtype)
             heads = layer.num_kv_heads
             self._keys.append(torch.zeros(0, heads, key_cells, PAGE_SIZE, width, dtype=spec.dtype))
             self._values.append(torch.zeros(0, heads, PAGE_SIZE // width, value_lanes, width, dtype=spec.dtype))
-        elements = sum(math.prod(pool.shape[1:]) for pool in self._keys + self._values)
-        self.page_bytes = elements * spec.dtype.itemsize
+        self.page_bytes = padded_bytes_per_token(spec) * PAGE_SIZE
         self.pools = (self._keys, self._values)
 
     def plan(self, packed: PackedInputs, table: PageTable) -> FusedPlan:

@@ -58,20 +58,12 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ConfigError: there is none.
     """
-    from transformers import AutoTokenizer
+    from emssd import checkpoint
 
-    from emssd.demo import model_path
-
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"--tokenizer {name}: no such folder")
-    source = str(model_path("target")) if name == "demo" else str(Path(name).expanduser())
     try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"--tokenizer {name}: no tokenizer that Transformers can load ({reason}); give a model's folder or hub id"
-        ) from error
+        return checkpoint.load_tokenizer(name)
+    except ConfigError as error:
+        raise ConfigError(f"--tokenizer {name}: {error}") from error
 
 
 def _records(path: Path, config: RecordsConfig) -> list[tuple[str, str]]:

@@ -128,9 +128,9 @@ def test_a_tokenizer_that_is_not_there_is_told(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = refused(capsys, "build", corpus, tmp_path / "store", "--tokenizer", "/nowhere")
-    assert "--tokenizer /nowhere: no such folder" in message
+    assert "--tokenizer /nowhere: cannot load the model '/nowhere': there is no such folder" in message
     message = refused(capsys, "build", corpus, tmp_path / "store", "--tokenizer", tmp_path)
-    assert f"--tokenizer {tmp_path}: no tokenizer that Transformers can load" in message
+    assert "its tokenizer is missing: neither tokenizer.json nor" in message
 
 
 def test_info_of_no_store_and_a_store_that_is_in_the_way_are_told(

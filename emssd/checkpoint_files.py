@@ -1,0 +1,110 @@
+"""The files of a checkpoint's folder: which of them is damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from emssd.errors import ConfigError
+
+__all__ = ["check_json", "has_vocabulary", "tokenizer_fault", "weights_fault"]
+
+# Transformers passes over some of these without a word if they are damaged, and so would lose the EOS ids.
+_OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+_WEIGHTS = (  # files, and the list of what is in which; the first kind that is there is read
+    ("model*.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+)
+_VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+_AGAIN = "copy or download it again"
+
+
+def check_json(source: str) -> None:
+    """Make sure that the small files of the folder `source` are objects of JSON, and all shards of weights are there.
+
+    Raises:
+        ConfigError: with the file.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        return  # the hub's files are checked when they are downloaded
+    indexes = sorted(folder.glob("*.index.json"))
+    for file in (*(folder / name for name in _OBJECTS), *indexes):
+        if file.is_file() and (fault := _json_fault(file) or (_index_fault(file) if file in indexes else None)):
+            raise ConfigError(f"cannot load the model {source!r}: {fault}")
+
+
+def tokenizer_fault(source: str) -> str | None:
+    """What is wrong with ``tokenizer.json`` of the folder `source`; ``None`` if it can be read or is not there."""
+    file = Path(source) / "tokenizer.json"
+    return _json_fault(file) if file.is_file() else None
+
+
+def weights_fault(source: str) -> str | None:
+    """The first file of weights in the folder `source` that cannot be read, as a sentence; ``None`` if all can.
+
+    Only those count that Transformers would read: training leaves others behind.
+    """
+    folder = Path(source)
+    for pattern, index in _WEIGHTS:
+        named = _shards(folder / index) if (folder / index).is_file() else ()
+        if files := sorted({*folder.glob(pattern), *(folder / name for name in named)}):
+            return next(filter(None, map(_unreadable, files)), None)
+    return None
+
+
+def has_vocabulary(source: str) -> bool:
+    """Whether the folder `source` holds anything that a tokenizer could be made of; of a hub id, nobody knows."""
+    folder = Path(source)
+    return not folder.is_dir() or any(next(folder.glob(name), None) for name in _VOCABULARIES)
+
+
+def _json_fault(file: Path) -> str | None:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        return f"{file} is not valid JSON ({error}); {_AGAIN}"
+    return None if isinstance(values, dict) else f"{file} holds no JSON object; {_AGAIN}"
+
+
+def _index_fault(file: Path) -> str | None:
+    """What is wrong with the list of which tensor is in which file."""
+    shards = _shards(file)
+    if not shards:
+        return f"{file} has no weight_map from tensors to files; {_AGAIN}"
+    missing = sorted(name for name in shards if not (file.parent / name).is_file())
+    return f"{file.parent / missing[0]} is missing, which {file.name} names; {_AGAIN}" if missing else None
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that `index` names; none if it names anything else."""
+    shards: Any = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    named = list(shards.values()) if isinstance(shards, dict) else []
+    return set(named) if all(isinstance(name, str) for name in named) else set()
+
+
+def _unreadable(file: Path) -> str | None:
+    try:
+        if not file.is_file():
+            return f"{file} is no file"
+        if file.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            with safe_open(str(file), framework="pt"):
+                return None
+        torch.load(file, map_location="meta", weights_only=True)
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror or error}"
+    except Exception as error:  # both libraries have errors of their own, and those of what they build on
+        if file.suffix == ".bin":
+            return (
+                f"{file} is damaged, or holds Python objects that are no tensors, which may run any code; convert it "
+                f"to safetensors where it can be trusted"
+            )
+        return f"{file} is damaged or not complete ({error}); {_AGAIN}"
+    return None
