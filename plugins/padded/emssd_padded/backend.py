@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +103,9 @@ class PaddedBackend(AttentionBackend):
     def plan(self, packed: PackedInputs) -> PaddedPlan:
         rows = self._table.rows(packed.request_ids)
         lengths = packed.lengths
-        self._drop(packed.request_ids, [kv_len - new for kv_len, new in zip(packed.kv_lens, lengths, strict=True)])
+        before = [kv_len - new for kv_len, new in zip(packed.kv_lens, lengths, strict=True)]
+        if any(len(self._table.slots(name)) > count for name, count in zip(packed.request_ids, before, strict=True)):
+            self._drop(packed.request_ids, before)  # of a step that was planned and failed
         longest = max(lengths)
         self._holes_before = self._table.num_holes
         starts = [self._table.write_start(request_id) for request_id in packed.request_ids]
@@ -201,11 +203,10 @@ class PaddedBackend(AttentionBackend):
         held = self._table.num_rows * self._table.num_slots * self._spec.bytes_per_token()
         return KVUsage(held, self._peak_held, self._peak_pool)
 
-    def _drop(self, request_ids: Iterable[str], kv_lens: Iterable[int]) -> None:
-        """Make holes of what these rows hold behind so many tokens: rejected ones, or those of a step that failed."""
+    def _drop(self, request_ids: Sequence[str], kv_lens: Sequence[int]) -> None:
+        """Make holes of the slots that these rows hold behind so many tokens."""
         rows: list[int] = []
         slots: list[int] = []
-        request_ids = list(request_ids)
         for row, request_id, kv_len in zip(self._table.rows(request_ids), request_ids, kv_lens, strict=True):
             dropped = self._table.truncate(request_id, kv_len)
             rows.extend([row] * len(dropped))
