@@ -51,7 +51,7 @@ def mended(
     out = torch.where((spoiled & innocent)[:, :, None, None], without, out)
     for row, queries in enumerate(spoiled & ~innocent):
         for places in queries.nonzero().flatten().split(_QUERIES_AT_ONCE):
-            out[row, places] = _by_hand(query[row, places], key[row], value[row], seen[row, places], layer).to(out.dtype)
+            out[row, places] = _by_hand(query[row, places], key[row], value[row], seen[row, places], layer)
     return out
 
 
@@ -64,7 +64,7 @@ def _by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, layer: LayerSpec
 ) -> torch.Tensor:
     """``query [n, heads, dim]`` over ``key, value [m, kv_heads, dim]``, of which each query has ``seen [n, m]``."""
-    wide = torch.promote_types(query.dtype, torch.float32)
+    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
     query, key, value = (tensor.to(wide).transpose(0, 1) for tensor in (query, key, value))
     groups = layer.num_qo_heads // layer.num_kv_heads
     key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)
@@ -74,7 +74,7 @@ def _by_hand(
     weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
     out = weights @ value.nan_to_num(0.0, 0.0, 0.0)
     sees_bad = seen.to(wide) @ (~value.isfinite()).to(wide) > 0  # element by element, [heads, n, dim]
-    return out.masked_fill(sees_bad, float("nan")).transpose(0, 1)
+    return out.masked_fill(sees_bad, float("nan")).transpose(0, 1).to(dtype)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Queries, keys and values without a model: a function of each token's id, so that every token can be told from others."""
+"""Queries, keys and values without a model: functions of each token's id, so that tokens can be told apart."""
 
 from __future__ import annotations
 

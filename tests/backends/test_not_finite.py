@@ -1,4 +1,4 @@
-"""A token that the model computes as NaN or infinity spoils its own row from there on, and nothing else, in any backend.
+"""A token that the model computes as NaN or infinity spoils its own row from there on and nothing else, in any backend.
 
 Oracle: `greedy_reference`, where rounding decides nothing; in half precision the same run with an ordinary token in the
 place of the bad one, so that all shapes are the same.
@@ -107,7 +107,8 @@ def test_rows_beside_before_and_after_a_bad_one_and_drafts_of_it_change_no_token
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith(("ragged", "paged"))])
 def test_nor_where_rows_are_preempted_and_begin_anew_on_pages_of_others(name: str) -> None:
-    room = {"ragged-page-16": 48, "ragged-fused": 80, "paged": 90, "paged-recorded": 90}  # where heads are padded, a page takes more
+    # Tokens that fit; where heads are padded, a page takes more.
+    room = {"ragged-page-16": 48, "ragged-fused": 80, "paged": 90, "paged-recorded": 90}
     check_float64(with_embedding("llama", float("nan")), BACKENDS[name], room.get(name, 40))
 
 
@@ -154,7 +155,7 @@ LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=8, value_dim=6, scale=
 def test_dense_attention_under_a_mask_gives_the_same_bits_whatever_is_masked(
     dtype: torch.dtype, softcap: float | None, bad: float
 ) -> None:
-    """Keys and values that one query sees and another does not: the first gets what is no number, the second nothing."""
+    """Keys and values that one query sees and another does not: only the first gets what is no number."""
     layer, generator = dataclasses.replace(LAYER, softcap=softcap), torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(3, count, *shape, generator=generator).to(dtype) for count, *shape in
                          ((5, 4, 8), (40, 2, 8), (40, 2, 6)))  # fmt: skip

@@ -78,7 +78,7 @@ def test_drafted_ids_may_be_of_another_integer_type() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [1, 5, 16, 17, 70])
-def test_of_logits_that_are_no_numbers_the_choice_is_that_of_torch(kernels: None, dtype: torch.dtype, size: int) -> None:
+def test_of_logits_that_are_no_numbers_the_choice_is_torchs(kernels: None, dtype: torch.dtype, size: int) -> None:
     """NaN is the largest of all, of several the first: so `generate` has it."""
     load_kernels()
     generator = torch.Generator().manual_seed(size)

@@ -112,7 +112,7 @@ class _Player:
         for number, turn in enumerate(history):
             for move in turn.moves:
                 if move.row not in self._rows:
-                    request = Request(f"row-{move.row}-from-{number}", self._new(move.prompt, move.sick), 100)
+                    request = Request(f"row-{move.row}-from-{number}", tuple(self._new(move.prompt, move.sick)), 100)
                     self._rows[move.row] = (Sequence(request), move.sick)
             if self._added.fails and turn.fails_after is not None:
                 self._fail(turn)
