@@ -80,8 +80,10 @@ class WrongLayers(DenseBackend):
 
 
 class RollsBackOneLess(PaddedBackend):
-    def commit(self, kept: Kept) -> int:
-        return super().commit(Kept(kept.request_ids, tuple(length + 1 for length in kept.kv_lens)))
+    """In `commit` alone it would harm nobody, as the next plan cuts rows to where their new tokens go."""
+
+    def _drop(self, request_ids: Iterable[str], kv_lens: Iterable[int]) -> None:
+        super()._drop(tuple(request_ids), [length + 1 for length in kv_lens])
 
 
 class RollsBackOneMore(RaggedBackend):
