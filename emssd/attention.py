@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from emssd.packing import PackedInputs
+from emssd.seen import mended
 
 __all__ = [
     "AttentionBackend",
@@ -154,6 +155,9 @@ class AttentionBackend(ABC):
 
         A request id that is new begins an empty row. Row ``i`` attends causally to its first ``kv_lens[i]``
         tokens, the new ones being the last of them. Padding among the inputs may carry any valid id and position.
+
+        A step may fail after this call, and the same or other rows be planned next, without a commit between: whatever
+        a row holds behind the tokens that its new ones follow, ``kv_lens[i]`` less its new ones, never happened.
         """
 
     @abstractmethod
@@ -161,6 +165,9 @@ class AttentionBackend(ABC):
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Once a layer: store the new keys and values, then attend.
+
+        Keys and values that a query does not see change nothing of its result, even if they are NaN or infinite: those
+        of other rows, of later tokens of its own row, and whatever is left of tokens rejected or rows released.
 
         Args:
             plan: of this step.
@@ -170,7 +177,7 @@ class AttentionBackend(ABC):
             value: ``[b * n, num_kv_heads, value_dim]``.
 
         Returns:
-            ``[b * n, num_qo_heads, value_dim]``; rows of padding tokens hold anything finite.
+            ``[b * n, num_qo_heads, value_dim]``; rows of padding tokens hold anything finite, if the inputs are.
         """
 
     @abstractmethod
@@ -203,7 +210,13 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, layer: LayerSpec
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    layer: LayerSpec,
+    *,
+    checked: bool = True,
 ) -> torch.Tensor:
     """Dense attention under a mask, with grouped heads, true scale and soft-cap; any device and dtype.
 
@@ -212,14 +225,23 @@ def masked_attention(
         key: ``[b, m, num_kv_heads, key_dim]``.
         value: ``[b, m, num_kv_heads, value_dim]``.
         mask: ``[b, n, m]`` of the dtype of `query`, see `additive_mask`.
+        checked: see that keys and values which a query does not see reach it in no way, even if they are not finite.
+            On a GPU the host waits for this; see `emssd.seen.StepWatch`.
 
     Returns:
         ``[b, n, num_qo_heads, value_dim]``.
     """
+    out = _attend(query, key, value, mask, layer)
+    return mended(out, query, key, value, mask, layer, _attend) if checked else out
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, layer: LayerSpec
+) -> torch.Tensor:
+    """By PyTorch's kernels, for which a weight of 0 times NaN is NaN."""
     if query.shape[1] == 1 and query.dtype in _SLOW_ALONE and query.device.type == "cpu":
         # PyTorch's kernel takes about three times as long for one query as for two (2.13, AVX-512).
-        query, mask = query.repeat(1, 2, 1, 1), mask.expand(-1, 2, -1)
-        return masked_attention(query, key, value, mask, layer)[:, :1]
+        return _attend(query.repeat(1, 2, 1, 1), key, value, mask.expand(-1, 2, -1), layer)[:, :1]
     query, key, value, mask = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask.unsqueeze(1)
     grouped = layer.num_qo_heads != layer.num_kv_heads
     if layer.softcap is None:

@@ -20,6 +20,7 @@ __all__ = [
     "PagedMetadata",
     "largest_metadata",
     "page_metadata",
+    "reserve_pages",
     "tree_mask",
 ]
 
@@ -76,6 +77,14 @@ class PagedMetadata:
             slots=self.slots,
             page_size=self.page_size,
         )
+
+
+def reserve_pages(table: PageTable, packed: PackedInputs) -> None:
+    """Give the rows of a step their pages. What a step that was planned and not committed took is given back first."""
+    for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
+        table.truncate(request_id, kv_len - length)
+    for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
+        table.reserve(request_id, kv_len)
 
 
 def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:

@@ -221,7 +221,9 @@ struct Layer {
     }
   }
 
-  template <int N>
+  // A pass reads the values of all tokens that any of its queries sees, and a weight of 0 hides every value but NaN and
+  // infinity. So where a result is not finite, each query is computed again by itself, kAlone, from what it sees.
+  template <int N, bool kAlone = false>
   void attend_some(int64_t row, int64_t head, int64_t first) const {
     constexpr int64_t kBlock = kBlockPages * kPage;
     constexpr int kPagesAtOnce = N == 1 ? 4 : N == 2 ? 4 : N == 4 ? 2 : 1;
@@ -313,6 +315,10 @@ struct Layer {
         }
       }
 
+      if constexpr (kAlone) {
+        add_seen_values(row_pages, head, block, begin, latest, &weights[0][0], sums.data());
+        continue;
+      }
       const int64_t cell_end = std::min(kBlock, latest + 1 - block + L::kWidth - 1) / L::kWidth;
       for (int64_t dim = 0; dim < value_lanes;) {
         const int64_t left = (value_lanes - dim) / kPage;
@@ -330,13 +336,40 @@ struct Layer {
     }
 
     const int64_t num_heads = num_kv_heads * group;
+    Vector nothing = {};  // NaN where anything is not finite
     for (int i = 0; i < N && first + i < available; ++i) {
       T* to = out + (token[i] * num_heads + q_head[i]) * value_dim;
       const Sum inverse = 1 / denominator[i];
       alignas(64) T heads[kPage];
       for (int64_t dim = 0; dim < value_dim; dim += kPage) {
-        L::narrow(load<Vector>(&sums[i * value_lanes + dim]) * inverse, heads);
+        Vector average = load<Vector>(&sums[i * value_lanes + dim]) * inverse;
+        for (int64_t lane = value_dim - dim; lane < kPage; ++lane) average[lane] = 0;
+        nothing += average * 0;
+        L::narrow(average, heads);
         std::copy_n(heads, std::min(kPage, value_dim - dim), to + dim);
+      }
+    }
+    if (!kAlone && total(nothing) != 0) {
+      for (int i = 0; i < N && first + i < available; ++i) attend_some<1, true>(row, head, first + i);
+    }
+  }
+
+  // sums[dim...] += weights x values of the tokens [first, last] in one block, in the order of `add_values`.
+  void add_seen_values(const int32_t* row_pages, int64_t head, int64_t block, int64_t first, int64_t last,
+                       const Cell* weights, Sum* sums) const {
+    const int64_t stop = std::min(last + 1, block + kBlockPages * kPage);
+    for (int64_t start = std::max(first, block) / L::kWidth * L::kWidth; start < stop; start += L::kWidth) {
+      const Cell* from = value_page(row_pages[start / kPage], head) + start % kPage / L::kWidth * value_lanes;
+      for (int64_t dim = 0; dim < value_lanes; dim += kPage) {
+        alignas(64) T places[kPage * L::kWidth];  // of each dimension the neighbours that a cell holds
+        std::memcpy(places, from + dim, sizeof(places));
+        for (int64_t place = 0; place < L::kWidth; ++place) {
+          if (start + place >= first && start + place <= last) continue;
+          for (int64_t lane = 0; lane < kPage; ++lane) places[lane * L::kWidth + place] = T(0);
+        }
+        const Vector sum = L::multiply_add(load<Vector>(sums + dim), reinterpret_cast<const Cell*>(places),
+                                           weights[(start - block) / L::kWidth]);
+        std::memcpy(sums + dim, &sum, sizeof(sum));
       }
     }
   }
@@ -635,8 +668,8 @@ Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t 
   return onednn_linear(input, layer.weight, layer.bias);
 }
 
-// The first of the largest entries of each row: logits [rows, vocab], contiguous rows, to [rows] int64. A row without
-// any number gives 0.
+// The first of the largest entries of each row: logits [rows, vocab], contiguous rows, to [rows] int64. NaN counts as
+// larger than any number, as in torch.argmax.
 template <class T>
 void argmax_rows(const Tensor& logits, Tensor& best) {
   using L = Lane<T>;
@@ -649,16 +682,27 @@ void argmax_rows(const Tensor& logits, Tensor& best) {
     for (int64_t row = begin; row < end; ++row) {
       const T* from = all + row * stride;
       Vector largest_seen = Vector{} - std::numeric_limits<Sum>::infinity();
+      Vector nothing = {};  // NaN once an entry is not finite
       int64_t at = 0;
       for (; at + kPage <= size; at += kPage) {
         const Vector entries = L::widen(from + at);
+        nothing += entries * 0;
         largest_seen = entries > largest_seen ? entries : largest_seen;
       }
-      Sum largest_entry = largest(largest_seen);
-      for (; at < size; ++at) largest_entry = std::max(largest_entry, static_cast<Sum>(from[at]));
-      int64_t place = 0;
-      while (place < size && static_cast<Sum>(from[place]) != largest_entry) ++place;
-      to[row] = place < size ? place : 0;
+      Sum largest_entry = largest(largest_seen), none = total(nothing);
+      for (; at < size; ++at) {
+        const Sum entry = static_cast<Sum>(from[at]);
+        none += entry * 0;
+        largest_entry = std::max(largest_entry, entry);
+      }
+      int64_t place = size;
+      if (none != 0) {
+        for (place = 0; place < size && !std::isnan(static_cast<Sum>(from[place]));) ++place;
+      }
+      if (place == size) {
+        for (place = 0; place + 1 < size && static_cast<Sum>(from[place]) != largest_entry;) ++place;
+      }
+      to[row] = place;
     }
   });
 }

@@ -16,6 +16,7 @@ from emssd.draft import Draft
 from emssd.packing import PackedInputs, pack, pack_one
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import kv_layers
+from emssd.testing.waves import Waves
 
 __all__ = ["BackendMachine"]
 
@@ -70,8 +71,7 @@ class BackendMachine(RuleBasedStateMachine):
         self._rows: list[_Row] = []
         self._num_ids = self._num_requests = 0
         self._peak = KVUsage()
-        self._generator = torch.Generator().manual_seed(seed)
-        self._waves: dict[tuple[int, str], torch.Tensor] = {}
+        self._waves = Waves(self.spec, seed)
 
     @precondition(lambda self: len(self._rows) < self.max_batch_size)
     @rule(length=st.integers(1, 24))
@@ -164,8 +164,8 @@ class BackendMachine(RuleBasedStateMachine):
         places = _check_plan(plan, packed)
         ids, dense_ids = plan.input_ids.flatten(), expected.input_ids.flatten()
         for layer, spec in enumerate(self.spec.layers):
-            out = self.backend.forward(plan, layer, *self._qkv(ids, layer, spec))
-            right = self.dense.forward(expected, layer, *self._qkv(dense_ids, layer, spec))
+            out = self.backend.forward(plan, layer, *self._waves.qkv(ids, layer))
+            right = self.dense.forward(expected, layer, *self._waves.qkv(dense_ids, layer))
             assert out.shape == (len(ids), spec.num_qo_heads, spec.value_dim)
             assert bool(out.isfinite().all()), "an output, if only of a padding token, is not finite"
             for token, candidates in enumerate(places):
@@ -188,20 +188,6 @@ class BackendMachine(RuleBasedStateMachine):
     def _new_ids(self, count: int) -> list[int]:
         self._num_ids += count
         return list(range(self._num_ids - count, self._num_ids))
-
-    def _qkv(self, ids: torch.Tensor, layer: int, spec: LayerSpec) -> tuple[torch.Tensor, ...]:
-        """Query, key and value of each token: a function of its id, and each id stands for one token ever fed."""
-        return (
-            self._wave(ids, layer, "query", spec.num_qo_heads, spec.key_dim),
-            self._wave(ids, layer, "key", spec.num_kv_heads, spec.key_dim),
-            self._wave(ids, layer, "value", spec.num_kv_heads, spec.value_dim),
-        )
-
-    def _wave(self, ids: torch.Tensor, layer: int, what: str, heads: int, dim: int) -> torch.Tensor:
-        if (layer, what) not in self._waves:
-            self._waves[layer, what] = torch.randn(2, heads, dim, generator=self._generator, dtype=torch.float64)
-        frequency, phase = self._waves[layer, what].to(ids.device)
-        return (1.5 * torch.sin(ids[:, None, None] * (1.0 + frequency) + phase)).to(self.dtype)
 
 
 def _check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:

@@ -101,7 +101,8 @@ class DenseBackend(AttentionBackend):
     """The dense reference: each sequence's keys and values one after another, one query at a time, in float64.
 
     It shares no arithmetic with `emssd.attention.masked_attention`, and it asserts what a caller owes to a backend:
-    that the new tokens follow the cached ones without a gap, and that a commit keeps no more than there is.
+    that the new tokens follow the cached ones without a gap, and that a commit keeps no more than there is. What a row
+    holds behind those that its new tokens follow is of a step that never happened.
     """
 
     def __init__(self) -> None:
@@ -127,8 +128,10 @@ class DenseBackend(AttentionBackend):
                 layers = self._spec.layers
                 self._keys[request_id] = [self._empty(layer.num_kv_heads, layer.key_dim) for layer in layers]
                 self._values[request_id] = [self._empty(layer.num_kv_heads, layer.value_dim) for layer in layers]
-            num_cached = self._lengths.get(request_id, 0)
-            assert num_cached + (new.stop - new.start) == kv_len <= self._spec.max_model_len, (request_id, num_cached)
+            num_cached = kv_len - (new.stop - new.start)
+            assert 0 <= num_cached <= self._lengths.get(request_id, 0), (request_id, num_cached)
+            assert kv_len <= self._spec.max_model_len, request_id
+            self._cut(request_id, num_cached)
             assert positions[new] == list(range(num_cached, kv_len)), request_id
             self._lengths[request_id] = kv_len
         self._peak = max(self._peak, self.kv_usage.held)
@@ -163,8 +166,7 @@ class DenseBackend(AttentionBackend):
         for request_id, kv_len in zip(kept.request_ids, kept.kv_lens, strict=True):
             assert 0 <= kv_len <= self._lengths[request_id], f"{request_id} keeps more than it has"
             self._lengths[request_id] = kv_len
-            for stored in (self._keys[request_id], self._values[request_id]):
-                stored[:] = [tensor[:kv_len] for tensor in stored]
+            self._cut(request_id, kv_len)
         return 0
 
     def release(self, request_ids: Iterable[str]) -> None:
@@ -175,6 +177,10 @@ class DenseBackend(AttentionBackend):
     @property
     def kv_usage(self) -> KVUsage:
         return KVUsage(sum(self._lengths.values()) * self._spec.bytes_per_token(), self._peak, self._peak)
+
+    def _cut(self, request_id: str, kv_len: int) -> None:
+        for stored in (self._keys[request_id], self._values[request_id]):
+            stored[:] = [tensor[:kv_len] for tensor in stored]
 
     def _empty(self, num_heads: int, dim: int) -> torch.Tensor:
         return torch.empty(0, num_heads, dim, dtype=torch.float64, device=self._spec.device)

@@ -17,6 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, StepPlan
 from emssd.packing import PackedInputs
+from emssd.testing.conformance import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.paged import ReferenceKernels, rerun
@@ -60,6 +61,13 @@ def test_backend_equals_dense_reference_after_any_history(make: MakeBackend) -> 
     run_machine(make, max_examples=settings.default.max_examples * 2 // 3)
 
 
+@pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
+def test_backend_shows_no_query_what_is_not_its_own_and_forgets_steps_that_failed(make: MakeBackend) -> None:
+    suite = type("Suite", (AttentionBackendConformance,), {"make_backend": lambda self: make()})()
+    suite.test_no_query_sees_what_is_not_its_own()
+    suite.test_a_step_that_failed_never_happened()
+
+
 class WrongLayers(DenseBackend):
     """Computes by other rules than those it was given."""
 
@@ -72,8 +80,10 @@ class WrongLayers(DenseBackend):
 
 
 class RollsBackOneLess(PaddedBackend):
-    def commit(self, kept: Kept) -> int:
-        return super().commit(Kept(kept.request_ids, tuple(length + 1 for length in kept.kv_lens)))
+    """In `commit` alone it would harm nobody, as the next plan cuts rows to where their new tokens go."""
+
+    def _drop(self, request_ids: Iterable[str], kv_lens: Iterable[int]) -> None:
+        super()._drop(tuple(request_ids), [length + 1 for length in kv_lens])
 
 
 class RollsBackOneMore(RaggedBackend):

@@ -134,6 +134,18 @@ def test_no_output_shows_memory_that_nobody_wrote(length: int, monkeypatch: pyte
     assert backend.forward(plan, 0, query, key, value).isfinite().all()
 
 
+def test_padding_gets_nothing_of_a_larger_step_before_that_was_not_finite() -> None:
+    backend = allocated(capture=rerun, max_graph_tokens=12)
+    for name, length, filling in (("bad", 10, torch.nan), ("good", 9, 1.0)):
+        plan = backend.plan(pack([sequence(name, length)], Draft.empty(1), CPU))
+        query, key, value = (
+            torch.full((10, heads, dim), filling, dtype=torch.float64) for heads, dim in ((4, 10), (2, 10), (2, 7))
+        )
+        out = backend.forward(plan, 0, query, key, value)
+        backend.release([name])
+    assert out.isfinite().all()
+
+
 def test_a_step_beyond_the_ladder_runs_as_it_is() -> None:
     backend = allocated(capture=rerun, max_graph_tokens=12)
     plan = backend.plan(pack([sequence("a", 13)], Draft.empty(1), CPU))

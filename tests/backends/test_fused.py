@@ -271,6 +271,30 @@ def test_rejected_drafts_leave_no_trace() -> None:
         assert torch.equal(rows.step({0: (start, start + 1)})[0], right[start : start + 1])
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_query_sees_nothing_of_tokens_behind_its_own_nor_before_its_window(
+    heads: int, window: int | None, dtype: torch.dtype, bad: float
+) -> None:
+    """Bit by bit, whatever one token of the step holds: queries share passes, and tokens share cells."""
+    layer = LayerSpec(num_qo_heads=heads, num_kv_heads=1, key_dim=5, value_dim=19, scale=1.0, sliding_window=window)
+    rows = Rows(layer, dtype, [BLOCK + 12], seed=heads)
+    start = BLOCK - 9
+    clean = torch.cat([rows.step({0: (0, start)})[0], rows.step({0: (start, BLOCK + 12)})[0]])
+    for token in range(start - 3, BLOCK + 12):
+        rows.forget()
+        whole = [tensor.clone() for tensor in rows.qkv[0]]
+        for tensor in rows.qkv[0]:
+            tensor[token] = bad
+        out = torch.cat([rows.step({0: (0, start)})[0], rows.step({0: (start, BLOCK + 12)})[0]])
+        rows.qkv[0] = whole
+        unseen = [i for i in range(len(out)) if i < token or (window is not None and i >= token + window)]
+        assert torch.equal(out[unseen], clean[unseen]), f"token {token}"
+        assert bool(out[token].isfinite().all()) == (abs(bad) == 1e30 and dtype is torch.float64)
+
+
 def test_a_sequence_that_overflows_spoils_neither_its_neighbour_nor_the_next_one_on_its_pages() -> None:
     layer = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=4, value_dim=4, scale=1.0)
     backend = RaggedBackend(kernels="fused")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from emssd_padded import backend as backend_module
 from emssd_padded.backend import PaddedBackend, PaddedPlan
 from emssd_padded.slab import SlabTable
 from hypothesis import given
@@ -112,6 +116,32 @@ def test_holes_are_never_attended(pad_kv: bool, pad_inputs: bool) -> None:
     backend.commit(Kept(("0", "1"), (5, 2)))  # nothing of this step stays
     out = attend([2, 0], 1.0)
     assert out.tolist() == [1.0] * len(out), "a query sees the values of a rolled-back step"
+
+
+@each_cell
+@pytest.mark.parametrize("at", range(3))
+def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_slab(
+    pad_kv: bool, pad_inputs: bool, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are enlarged, then values, then positions."""
+    backend, rows = allocated(pad_kv, pad_inputs), sequences(60, 5)
+    step(backend, rows[:1], [0], [0])
+    enlarge, calls = backend_module._enlarged, itertools.count()
+
+    def full(*arguments: Any) -> torch.Tensor:
+        if next(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return enlarge(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend_module, "_enlarged", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            backend.plan(pack(rows, Draft.from_chains([[0] * 90, []]), SPEC.device))
+    backend.release(["0"])
+    plan = backend.plan(pack(rows[1:], Draft.empty(1), SPEC.device))
+    assert plan.key_positions.tolist() == [[*range(5)]]
+    ones = torch.ones(5, 1, 1, dtype=torch.float64)
+    assert torch.equal(backend.forward(plan, 0, ones, ones, ones), ones)
 
 
 @each_cell

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +119,27 @@ def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it(kernels: str, pag
     assert backend.kv_usage.peak_pool == pages([104], page_size) * page_bytes
     backend.release(["0"])
     assert backend.kv_usage.peak_pool == pages([104], page_size) * page_bytes
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize("at", range(4))
+def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_pool(
+    kernels: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, (row,) = allocated(16, kernels), sequences(40)
+    enlarge, calls = torch.cat, itertools.count()
+
+    def full(*arguments: Any) -> torch.Tensor:
+        if next(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return enlarge(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            backend.plan(pack([row], Draft.empty(1), SPEC.device))
+    backend.plan(pack([row], Draft.empty(1), SPEC.device))
+    assert {len(layer) for pool in backend._attention.pools for layer in pool} == {3}
 
 
 def test_released_pages_are_used_again_before_the_pool_grows() -> None:

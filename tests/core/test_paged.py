@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from emssd.attention import LayerSpec
 from emssd.draft import Draft
 from emssd.packing import PackedInputs, pack
-from emssd.paged import FixedShape, largest_metadata, page_metadata, tree_mask
+from emssd.paged import FixedShape, largest_metadata, page_metadata, reserve_pages, tree_mask
 from emssd.pages import PageTable
 from emssd.sequence import Request, Sequence
 from emssd.testing.paged import ReferenceKernels
@@ -54,6 +54,19 @@ def test_metadata_reads_and_writes_the_slots_of_every_token(step: tuple[PageTabl
         read = [page * size + offset for page in pages for offset in range(size)][: (len(pages) - 1) * size + last]
         assert read == table.slots(request_id, 0, kv_len)
         assert metadata.slots[qo[row] : qo[row + 1]].tolist() == read[kv_len - packed.lengths[row] :]
+
+
+def test_what_a_failed_step_took_is_given_back_before_the_next_takes_its_own() -> None:
+    table, rows = PageTable(4, max_pages=5), [Sequence(Request(name, (1,) * 6, 9)) for name in "ab"]
+    reserve_pages(table, pack(rows, Draft.from_chains([[0] * 6, []]), CPU))
+    assert [len(table.pages(name)) for name in "ab"] == [3, 2]
+    reserve_pages(table, pack(rows, Draft.from_chains([[], [0] * 6]), CPU))  # together they would be too many
+    assert [len(table.pages(name)) for name in "ab"] == [2, 3]
+    for row in rows:
+        row.num_cached, row.tokens = 6, [*row.tokens, 1]
+    kept = table.pages("a")[:]
+    reserve_pages(table, pack(rows, Draft.empty(2), CPU))
+    assert table.pages("a") == kept
 
 
 @given(step=steps(), absent=st.integers(0, 3))

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.draft import Draft
-from emssd.verify import verify_greedy
+from emssd.native import load_kernels
+from emssd.verify import greedy_tokens, verify_greedy
 
 VOCAB = 4
 
@@ -73,3 +74,16 @@ def test_of_equal_logits_the_lowest_id_wins() -> None:
 def test_drafted_ids_may_be_of_another_integer_type() -> None:
     draft = Draft(torch.tensor([1, 2], dtype=torch.int32), (0, 2))
     assert verify_greedy(logits_for([[1, 2, 3]]), draft).new_tokens == ([1, 2, 3],)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1, 5, 16, 17, 70])
+def test_of_logits_that_are_no_numbers_the_choice_is_torchs(kernels: None, dtype: torch.dtype, size: int) -> None:
+    """NaN is the largest of all, of several the first: so `generate` has it."""
+    load_kernels()
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(60, size, generator=generator).to(dtype)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        logits[torch.rand(60, size, generator=generator) < 0.1] = bad
+    logits[0], logits[1], logits[2] = float("nan"), float("-inf"), float("inf")
+    assert torch.equal(greedy_tokens(logits), logits.argmax(dim=-1))

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from emssd.model import TargetModel
 from emssd.packing import pack
 from emssd.registry import Registry
 from emssd.sequence import FinishReason, Request, Sequence
+from emssd.testing.conformance import AttentionBackendConformance
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model
@@ -150,6 +152,27 @@ def test_it_equals_the_dense_reference_after_any_history(name: str, config: Flas
 
 
 @pytest.mark.parametrize("config", [EAGER, RECORDED], ids=["eager", "recorded"])
+@pytest.mark.parametrize("name", ["opt-6.7b", "mistral", "gemma2"])
+def test_no_query_sees_what_is_not_its_own_and_steps_that_failed_never_happened(
+    name: str, config: FlashInferConfig
+) -> None:
+    kind, heads, kv_heads, dim, window, cap = LAYERS[name]
+
+    class Suite(AttentionBackendConformance):
+        layers = st.just((LayerSpec(heads, kv_heads, dim, dim, dim**-0.5, window, cap),) * 2)
+        dtype = kind
+        device = CUDA
+        atol = TOLERANCE[kind]
+        num_examples = 6
+
+        def make_backend(self) -> AttentionBackend:
+            return make(config)
+
+    Suite().test_no_query_sees_what_is_not_its_own()
+    Suite().test_a_step_that_failed_never_happened()
+
+
+@pytest.mark.parametrize("config", [EAGER, RECORDED], ids=["eager", "recorded"])
 @pytest.mark.parametrize(("name", "dtype", "drafter"), CASES, ids=lambda value: str(value).removeprefix("torch."))
 def test_tokens_equal_hf_generate_or_differ_at_a_tie(
     name: str, dtype: torch.dtype, drafter: str, config: FlashInferConfig
@@ -203,7 +226,7 @@ def test_fa3_for_prompts_equals_fa2() -> None:
 
 
 class TestHostWaits:
-    """One copy to the host per step, and no other wait for the device."""
+    """One copy to the host per step, and no other wait for the device; `ragged` looks at each forward pass as well."""
 
     @staticmethod
     def decoding(config: Any, drafter: str) -> Engine:
@@ -229,7 +252,10 @@ class TestHostWaits:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waits = [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
-        assert len(waits) == 1, waits
+        looks = [place for place in waits if Path(place.rpartition(":")[0]).name == "seen.py"]
+        assert len(waits) - len(looks) == 1, waits
+        num_passes = 1 + (4 if drafter == "draft_model" else 0)
+        assert len(looks) <= (num_passes if config == "ragged" else 0), waits
 
     @pytest.mark.parametrize("config", [EAGER, RECORDED], ids=["eager", "recorded"])
     def test_the_profiler_sees_one_wait_too(self, config: Any) -> None:

@@ -76,6 +76,49 @@ class NoWindow(Fault):
         super().allocate(replace(spec, layers=tuple(replace(layer, sliding_window=None) for layer in spec.layers)))
 
 
+class MultipliesByZero(Fault):
+    """Hides what others hold behind a weight of zero, which NaN and infinity shine through."""
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        return super().forward(*arguments) + 0 * arguments[4].sum()
+
+
+class ReadsOldPages(Fault):
+    """Multiplies by zero what a row before it left behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = 0.0
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        names = [name for name in request_ids if name in self._values]
+        self._left += sum(float(values.sum()) for name in names for values in self._values[name])
+        super().release(names)
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        return super().forward(*arguments) + 0 * self._left
+
+
+class RemembersFailedSteps(Fault):
+    """What a step that failed has written is read by the next one."""
+
+    def plan(self, packed: PackedInputs) -> DensePlan:
+        for name, kv_len, length in zip(packed.request_ids, packed.kv_lens, packed.lengths, strict=True):
+            if self._lengths.get(name, 0) > kv_len - length:
+                for stored in self._values[name]:
+                    stored += 1
+        return super().plan(packed)
+
+
+class RefusesToTryAgain(Fault):
+    """Wants a commit before the next step of the same rows."""
+
+    def plan(self, packed: PackedInputs) -> DensePlan:
+        for name, kv_len, length in zip(packed.request_ids, packed.kv_lens, packed.lengths, strict=True):
+            assert self._lengths.get(name, 0) <= kv_len - length, "a step was not committed"
+        return super().plan(packed)
+
+
 class KeepsOneLess(Fault):
     def commit(self, kept: Kept) -> int:
         return super().commit(Kept(kept.request_ids, tuple(max(0, length - 1) for length in kept.kv_lens)))
@@ -152,6 +195,10 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "divides by zero": ("backend.output", NotFinite),
     "flattens heads": ("backend.output", WrongShape),
     "ignores windows": ("backend.attention", NoWindow),
+    "multiplies by zero": ("backend.isolation", MultipliesByZero),
+    "reads old pages": ("backend.isolation", ReadsOldPages),
+    "remembers failed steps": ("backend.retry", RemembersFailedSteps),
+    "refuses to try again": ("backend.retry", RefusesToTryAgain),
     "commits nothing": ("backend.commit", CommitsNothing),
     "has a peak that falls": ("backend.memory", FallingPeak),
     "keeps all": ("backend.release", KeepsAll),

@@ -17,6 +17,7 @@ from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec
 from emssd.draft import Draft
 from emssd.packing import pack
 from emssd.sequence import Request, Sequence
+from emssd.testing.conformance.histories import Play, check_same, histories, play
 from emssd.testing.conformance.machine import RuledMachine, WatchedBackend
 from emssd.testing.conformance.rules import broken, broken_rule, named
 from emssd.testing.conformance.runs import decode, runs
@@ -92,6 +93,17 @@ class AttentionBackendConformance(Suite):
         with self._possible():
             run_state_machine_as_test(type("Machine", (RuledMachine,), given), settings=options)
 
+    @_rule("backend.isolation")
+    def test_no_query_sees_what_is_not_its_own(self) -> None:
+        """Keys and values of other rows, of rejected tokens, and of rows that were there before, may be NaN."""
+        bad = st.sampled_from([float("nan"), float("inf"), float("-inf")])
+        self._twice("backend.isolation", bad.map(lambda value: Play(bad=value)))
+
+    @_rule("backend.retry")
+    def test_a_step_that_failed_never_happened(self) -> None:
+        """Steps are planned, computed up to some layer, and given up; then others are planned for the same rows."""
+        self._twice("backend.retry", st.just(Play(fails=True)))
+
     @_rule("backend.fits")
     def test_what_fits_is_planned_within_the_limit(self) -> None:
         """Rows of any lengths under a limit of memory, admitted as `fits` says."""
@@ -122,6 +134,24 @@ class AttentionBackendConformance(Suite):
         if reasons := self._backend().unsupported(self._float64()):
             pytest.skip(f"it does not serve float64 on the CPU, where tokens can be compared exactly: {reasons[0]}")
         self._examples(12, check)
+
+    def _twice(self, rule: str, additions: st.SearchStrategy[Play]) -> None:
+        """Play any history as it is, and with what must change nothing."""
+
+        def check(data: st.DataObject) -> None:
+            spec = self._spec(data.draw(self.layers, label="layers"))
+            history, added = data.draw(histories(), label="history"), data.draw(additions, label="added")
+            outputs = []
+            for each in (Play(), added):
+                backend = self._backend()
+                if backend.unsupported(spec):
+                    return
+                backend.allocate(spec)
+                outputs.append(play(backend, spec, history, each))
+            usual, with_more = outputs
+            check_same(rule, usual, with_more, self.atol)
+
+        self._examples(15, check)
 
     def _fill(self, data: st.DataObject, backend: WatchedBackend, limit: int) -> None:
         """Rows are added as long as they fit, grow, and go."""

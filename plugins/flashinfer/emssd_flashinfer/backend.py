@@ -14,7 +14,15 @@ from emssd.draft import Draft
 from emssd.errors import ConfigError
 from emssd.memory import free_bytes
 from emssd.packing import PackedInputs
-from emssd.paged import FixedShape, PagedAttention, PagedKernels, largest_metadata, page_metadata, tree_mask
+from emssd.paged import (
+    FixedShape,
+    PagedAttention,
+    PagedKernels,
+    largest_metadata,
+    page_metadata,
+    reserve_pages,
+    tree_mask,
+)
 from emssd.pages import PageTable
 from emssd.transfer import on_device
 from emssd_flashinfer.graphs import Capture, Compute, StaticInputs, ladder, rung
@@ -116,8 +124,7 @@ class FlashInferBackend(AttentionBackend):
 
         The caller gives tree nodes their depth's positions, and keeps no KV of theirs: see `emssd.paged.tree_mask`.
         """
-        for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
-            self._table.reserve(request_id, kv_len)
+        reserve_pages(self._table, packed)
         self._peak_held = max(self._peak_held, self._table.num_used * self._pool.page_bytes)
         metadata = page_metadata(self._table, packed)
         masked = trees is not None and not trees.is_chain
@@ -191,6 +198,9 @@ class FlashInferBackend(AttentionBackend):
         """A step in the static tensors, padded to `size` tokens and to as many rows of logits."""
         static, num_padding, num_logits = self._static, size - packed.num_tokens, len(packed.logit_rows)
         static.fill(packed, slots, self._pool.scrap_slots(num_padding))
+        if num_padding:
+            for out in self._outputs.values():  # attention leaves them as a step before did, of rows that may be NaN
+                out[packed.num_tokens : size].zero_()
         return FlashInferPlan(
             input_ids=static.input_ids[:size].unsqueeze(0),
             position_ids=static.position_ids[:size].unsqueeze(0),

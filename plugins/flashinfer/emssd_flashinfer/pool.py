@@ -102,6 +102,15 @@ class KVPool:
         return self.num_pages * self.page_size + torch.arange(count) % self.page_size
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store ``key [n, heads, key_dim]`` and ``value [n, heads, value_dim]`` at ``slots [n]``."""
-        for pool, new in ((self.keys[layer], key), (self.values[layer], value)):
+        """Store ``key [n, heads, key_dim]`` and ``value [n, heads, value_dim]`` at ``slots [n]``.
+
+        Kernels choose by the mask between a score and minus infinity, and then multiply every value of a tile, if only
+        by 0. So a key may be NaN, which reaches nobody who does not see it, and a value may not. A head with a value
+        that is not finite is stored as a key of NaN: whoever sees it gets NaN, and nobody else.
+        """
+        if key.shape == value.shape:
+            key = torch.add(key, value, alpha=0)
+        else:
+            key = key + 0 * torch.linalg.vector_norm(value, float("inf"), dim=-1, keepdim=True)
+        for pool, new in ((self.keys[layer], key), (self.values[layer], value.nan_to_num(0.0, 0.0, 0.0))):
             pool.view(-1, *pool.shape[2:])[..., : new.shape[2]].index_copy_(0, slots, new)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from emssd.attention import (
     masked_attention,
 )
 from emssd.packing import PackedInputs
+from emssd.seen import StepWatch
 from emssd.transfer import on_device
 from emssd_padded.slab import SlabTable
 
@@ -39,6 +40,7 @@ class PaddedPlan(StepPlan):
         write_rows, write_slots: ``[b * n]`` int64, where the KV of each fed token goes.
         positions: ``[B, n_max]`` int64.
         key_positions: ``[B, slots]`` int64, position of the token in each slot, beyond reach for holes.
+        watch: where looking at each layer's results would make the host wait; else ``None``.
         masks: by sliding window, ``[B, n_max, slots]``, see `additive_mask`.
     """
 
@@ -49,6 +51,7 @@ class PaddedPlan(StepPlan):
     write_slots: torch.Tensor
     positions: torch.Tensor
     key_positions: torch.Tensor
+    watch: StepWatch | None
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -89,7 +92,7 @@ class PaddedBackend(AttentionBackend):
         def empty(heads: int, dim: int) -> torch.Tensor:
             return torch.zeros(0, 0, heads, dim, dtype=spec.dtype, device=spec.device)
 
-        self._spec = spec
+        self._spec, self._watched = spec, spec.device.type != "cpu"
         self._positions = torch.full((0, 0), _HOLE, dtype=torch.int64, device=spec.device)
         self._keys = [empty(layer.num_kv_heads, layer.key_dim) for layer in spec.layers]
         self._values = [empty(layer.num_kv_heads, layer.value_dim) for layer in spec.layers]
@@ -100,6 +103,9 @@ class PaddedBackend(AttentionBackend):
     def plan(self, packed: PackedInputs) -> PaddedPlan:
         rows = self._table.rows(packed.request_ids)
         lengths = packed.lengths
+        before = [kv_len - new for kv_len, new in zip(packed.kv_lens, lengths, strict=True)]
+        if any(len(self._table.slots(name)) > count for name, count in zip(packed.request_ids, before, strict=True)):
+            self._drop(packed.request_ids, before)  # of a step that was planned and failed
         longest = max(lengths)
         self._holes_before = self._table.num_holes
         starts = [self._table.write_start(request_id) for request_id in packed.request_ids]
@@ -120,7 +126,10 @@ class PaddedBackend(AttentionBackend):
         self._positions[write_rows[real_places], write_slots[real_places]] = packed.position_ids
         dense = rows == list(range(len(rows)))
         rows_used = slice(len(rows)) if dense else self._index(rows)
+        watch = StepWatch() if self._watched else None
         attention: dict[str, Any] = {
+            "replay": None if watch is None else watch.run,
+            "watch": watch,
             "rows": rows_used,
             "positions": packed.position_ids[place].view(len(rows), longest),
             "key_positions": self._positions[rows_used, : self._table.num_slots],
@@ -169,25 +178,21 @@ class PaddedBackend(AttentionBackend):
             values[plan.rows, :num_slots],
             plan.mask(spec.sliding_window, query.dtype),
             spec,
+            checked=plan.watch is None or not plan.watch.trusts,
         ).reshape(-1, spec.num_qo_heads, spec.value_dim)
+        if plan.watch is not None:
+            plan.watch.saw(out)
         return out if plan.real is None else out[plan.real]
 
     def commit(self, kept: Kept) -> int:
-        rows: list[int] = []
-        slots: list[int] = []
-        for row, request_id, kv_len in zip(
-            self._table.rows(kept.request_ids), kept.request_ids, kept.kv_lens, strict=True
-        ):
-            dropped = self._table.truncate(request_id, kv_len)
-            rows.extend([row] * len(dropped))
-            slots.extend(dropped)
-        self._positions[self._index(rows), self._index(slots)] = _HOLE
+        self._drop(kept.request_ids, kept.kv_lens)
         return max(0, self._table.num_holes - self._holes_before) if self._pad_kv else 0
 
     def release(self, request_ids: Iterable[str]) -> None:
         before = self._table.num_rows
         stay = self._table.release(request_ids)
         if len(stay) < before:
+            stay = [row for row in stay if row < len(self._positions)]  # memory may have run out before the latest came
             index = self._index(stay)
             for slab in (*self._keys, *self._values, self._positions):
                 slab[: len(stay)] = slab[index]
@@ -197,6 +202,17 @@ class PaddedBackend(AttentionBackend):
     def kv_usage(self) -> KVUsage:
         held = self._table.num_rows * self._table.num_slots * self._spec.bytes_per_token()
         return KVUsage(held, self._peak_held, self._peak_pool)
+
+    def _drop(self, request_ids: Sequence[str], kv_lens: Sequence[int]) -> None:
+        """Make holes of the slots that these rows hold behind so many tokens."""
+        rows: list[int] = []
+        slots: list[int] = []
+        for row, request_id, kv_len in zip(self._table.rows(request_ids), request_ids, kv_lens, strict=True):
+            dropped = self._table.truncate(request_id, kv_len)
+            rows.extend([row] * len(dropped))
+            slots.extend(dropped)
+        if rows:
+            self._positions[self._index(rows), self._index(slots)] = _HOLE
 
     def _index(self, values: list[int]) -> torch.Tensor:
         return on_device(values, self._spec.device)
@@ -214,6 +230,8 @@ class PaddedBackend(AttentionBackend):
 
 
 def _enlarged(old: torch.Tensor, rows: int, slots: int, fill: int) -> torch.Tensor:
-    new = old.new_full((rows, slots, *old.shape[2:]), fill)
+    if old.shape[0] >= rows and old.shape[1] >= slots:  # done before memory ran out for the others
+        return old
+    new = old.new_full((max(rows, old.shape[0]), max(slots, old.shape[1]), *old.shape[2:]), fill)
     new[: old.shape[0], : old.shape[1]] = old
     return new

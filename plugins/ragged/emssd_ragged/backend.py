@@ -11,6 +11,7 @@ import torch
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
 from emssd.errors import ConfigError
 from emssd.packing import PackedInputs
+from emssd.paged import reserve_pages
 from emssd.pages import PageTable
 from emssd_ragged import Kernels
 from emssd_ragged.fused import FusedAttention, FusedPlan, padded_bytes_per_token, why_not_fused
@@ -67,16 +68,18 @@ class RaggedBackend(AttentionBackend):
         return self._table.fits(kv_lens.values())
 
     def plan(self, packed: PackedInputs) -> RaggedPlan:
-        for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
-            self._table.reserve(request_id, kv_len)
+        reserve_pages(self._table, packed)
         self._grow_pool()
+        attention = self._attention.plan(packed, self._table)
+        watch = attention.watch if isinstance(attention, GroupedPlan) else None
         return RaggedPlan(
             input_ids=packed.input_ids.unsqueeze(0),
             position_ids=packed.position_ids.unsqueeze(0),
             logits_to_keep=packed.logit_rows,
             logit_index=None,
             num_padding=0,
-            attention=self._attention.plan(packed, self._table),
+            replay=None if watch is None else watch.run,
+            attention=attention,
         )
 
     def forward(
@@ -112,12 +115,14 @@ class RaggedBackend(AttentionBackend):
 
     def _grow_pool(self) -> None:
         """Make the pool as large as the page table, with an eighth to spare so that copying stays rare."""
-        first = self._attention.pools[0][0]
-        if (have := first.shape[0]) < self._table.num_pages:
+        pools = self._attention.pools
+        # The smallest: where memory ran out, some were enlarged and others not.
+        have = min(layer.shape[0] for pool in pools for layer in pool)
+        if have < self._table.num_pages:
             want = max(self._table.num_pages, min(have + have // 8, self._table.max_pages or have + have // 8))
-            for pool in self._attention.pools:
+            for pool in pools:
                 for layer, old in enumerate(pool):
-                    pool[layer] = torch.cat([old, old.new_zeros(want - have, *old.shape[1:])])
+                    pool[layer] = torch.cat([old, old.new_zeros(max(0, want - len(old)), *old.shape[1:])])
         page_bytes = self._attention.page_bytes
         self._usage = KVUsage(
             peak_held=max(self._usage.peak_held, self._table.num_used * page_bytes),

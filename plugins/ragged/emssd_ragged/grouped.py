@@ -9,6 +9,7 @@ import torch
 from emssd.attention import KVCacheSpec, additive_mask, masked_attention
 from emssd.packing import PackedInputs
 from emssd.pages import PageTable
+from emssd.seen import StepWatch
 from emssd.transfer import on_device
 
 __all__ = ["GroupedAttention", "GroupedPlan", "RowGroup"]
@@ -58,10 +59,15 @@ class RowGroup:
 
 @dataclass(slots=True)
 class GroupedPlan:
-    """One step: where the new KV goes (``slots [nnz]``), and who attends with whom."""
+    """One step: where the new KV goes (``slots [nnz]``), and who attends with whom.
+
+    Attributes:
+        watch: where looking at each layer's results would make the host wait; else ``None``.
+    """
 
     slots: torch.Tensor
     groups: list[RowGroup]
+    watch: StepWatch | None
 
 
 class GroupedAttention:
@@ -73,7 +79,7 @@ class GroupedAttention:
     """
 
     def __init__(self, spec: KVCacheSpec, page_size: int) -> None:
-        self._spec, self._page_size = spec, page_size
+        self._spec, self._page_size, self._watched = spec, page_size, spec.device.type != "cpu"
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         for layer in spec.layers:
@@ -92,13 +98,25 @@ class GroupedAttention:
         short = [row for row, length in enumerate(packed.lengths) if length <= _MAX_GROUPED_TOKENS]
         groups = self._by_length(pages, short)
         groups += [[row] for row, length in enumerate(packed.lengths) if length > _MAX_GROUPED_TOKENS]
-        return GroupedPlan(on_device(slots, self._spec.device), [self._group(packed, pages, rows) for rows in groups])
+        return GroupedPlan(
+            on_device(slots, self._spec.device),
+            [self._group(packed, pages, rows) for rows in groups],
+            StepWatch() if self._watched else None,
+        )
 
     def forward(
         self, plan: GroupedPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        spec = self._spec.layers[layer]
+        out = self._attend(plan, layer, query, key, value)
+        if plan.watch is not None:
+            plan.watch.saw(out)
+        return out
+
+    def _attend(
+        self, plan: GroupedPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        spec, checked = self._spec.layers[layer], plan.watch is None or not plan.watch.trusts
         keys, values = self._keys[layer], self._values[layer]
         keys.view(-1, *keys.shape[2:]).index_copy_(0, plan.slots, key)
         values.view(-1, *values.shape[2:]).index_copy_(0, plan.slots, value)
@@ -111,6 +129,7 @@ class GroupedAttention:
                 values.index_select(0, group.pages).view(rows, -1, *values.shape[2:]),
                 group.mask(spec.sliding_window, self._page_size, query.dtype),
                 spec,
+                checked=checked,
             ).reshape(-1, spec.num_qo_heads, spec.value_dim)
             if group.output_index is not None:
                 attended = attended[group.output_index]

@@ -1,0 +1,194 @@
+"""Histories of a KV cache that are played twice, the second time with something added that must change nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from emssd.attention import Kept, KVCacheSpec
+from emssd.draft import Draft
+from emssd.packing import PackedInputs, pack
+from emssd.sequence import Request, Sequence
+from emssd.testing import machines
+from emssd.testing.conformance.machine import WatchedBackend
+from emssd.testing.conformance.rules import broken, named
+from emssd.testing.waves import Waves
+
+__all__ = ["Move", "Play", "Turn", "check_same", "histories", "play"]
+
+_PROMPT, _DRAFT, _TURNS = 20, 5, 6  # the most
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What a row does in one step.
+
+    Attributes:
+        row: its number.
+        prompt: tokens of its prompt, if it begins here.
+        sick: if it begins here, whether its keys and values are no numbers where a play says so.
+        drafted, accepted: tokens.
+        failed: tokens drafted in an attempt at this step that fails, where a play says so.
+        leaves: whether it is released after the step.
+    """
+
+    row: int
+    prompt: int
+    sick: bool
+    drafted: int
+    accepted: int
+    failed: int
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A step: rows in their order; and after how many layers its failed attempt ends, ``None`` for none."""
+
+    moves: tuple[Move, ...]
+    fails_after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What is added to a history.
+
+    Attributes:
+        bad: keys and values of sick rows, and of all rejected tokens; ``None`` for usual ones.
+        fails: whether steps are attempted before, and fail.
+    """
+
+    bad: float | None = None
+    fails: bool = False
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Turn]:
+    """Up to four rows that come, accept each their own number of drafted tokens, and go."""
+    turns = []
+    for _ in range(draw(st.integers(2, _TURNS))):
+        rows = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
+        moves = []
+        for row in rows:
+            drafted = draw(st.integers(0, _DRAFT))
+            moves.append(
+                Move(
+                    row,
+                    prompt=draw(st.integers(1, _PROMPT)),
+                    sick=draw(st.booleans()),
+                    drafted=drafted,
+                    accepted=draw(st.integers(0, drafted)),
+                    failed=draw(st.integers(0, _DRAFT)),
+                    leaves=draw(st.integers(0, 3)) == 0,
+                )
+            )
+        turns.append(Turn(tuple(moves), draw(st.none() | st.integers(0, 3))))
+    return turns
+
+
+def play(backend: WatchedBackend, spec: KVCacheSpec, history: list[Turn], added: Play) -> list[list[torch.Tensor]]:
+    """Drive an allocated backend through a history.
+
+    Returns:
+        For each layer of each step, and each token of a row that is not sick, up to the last accepted one: what
+        attention gave for it, ``[copies, num_qo_heads, value_dim]``, as a prompt's tokens may have been repeated.
+    """
+    return list(_Player(backend, spec, added).outputs(history))
+
+
+class _Player:
+    def __init__(self, backend: WatchedBackend, spec: KVCacheSpec, added: Play) -> None:
+        self._backend, self._spec, self._added = backend, spec, added
+        self._waves = Waves(spec, seed=0)
+        self._ids, self._other_ids = itertools.count(), itertools.count(10**6)
+        self._rows: dict[int, tuple[Sequence, bool]] = {}
+        self._bad: set[int] = set()
+
+    def outputs(self, history: list[Turn]) -> Iterator[list[torch.Tensor]]:
+        for number, turn in enumerate(history):
+            for move in turn.moves:
+                if move.row not in self._rows:
+                    request = Request(f"row-{move.row}-from-{number}", tuple(self._new(move.prompt, move.sick)), 100)
+                    self._rows[move.row] = (Sequence(request), move.sick)
+            if self._added.fails and turn.fails_after is not None:
+                self._fail(turn)
+            chains = []
+            for move in turn.moves:
+                sick = self._rows[move.row][1]
+                accepted, rejected = self._new(move.accepted, sick), self._new(move.drafted - move.accepted, True)
+                chains.append([*accepted, *rejected])
+            rows = [self._rows[move.row][0] for move in turn.moves]
+            packed = pack(rows, Draft.from_chains(chains), self._spec.device)
+            yield from self._run(packed, self._judged(turn, packed), len(self._spec.layers))
+            for move, row, chain in zip(turn.moves, rows, chains, strict=True):
+                row.num_cached = len(row.tokens) + move.accepted
+                row.tokens += [*chain[: move.accepted], *self._new(1, self._rows[move.row][1])]
+            self._backend.commit(Kept(packed.request_ids, tuple(row.num_cached for row in rows)))
+            for move, row in zip(turn.moves, rows, strict=True):
+                if move.leaves:
+                    self._backend.release([row.request_id])
+                    del self._rows[move.row]
+
+    def _fail(self, turn: Turn) -> None:
+        """Attempt the step with other drafts; nothing is committed."""
+        assert turn.fails_after is not None
+        chains = [[next(self._other_ids) for _ in range(move.failed)] for move in turn.moves]
+        packed = pack([self._rows[move.row][0] for move in turn.moves], Draft.from_chains(chains), self._spec.device)
+        for _ in self._run(packed, [], min(turn.fails_after, len(self._spec.layers))):
+            pass
+
+    def _run(self, packed: PackedInputs, judged: list[int], num_layers: int) -> Iterator[list[torch.Tensor]]:
+        if self._added.fails:  # or else this would be "no legal call raises"
+            with named("backend.retry", "plan, where a step before may have failed,"):
+                plan = self._backend.backend.plan(packed)
+        else:
+            plan = self._backend.plan(packed)
+        places = machines._check_plan(plan, packed)
+        ids = plan.input_ids.flatten()
+        bad = torch.tensor([token in self._bad for token in ids.tolist()], device=ids.device)
+        for layer in range(num_layers):
+            qkv = self._waves.qkv(ids, layer)
+            if self._added.bad is None:
+                out = self._backend.forward(plan, layer, *qkv)
+            else:
+                for tensor in qkv:
+                    tensor[bad] = self._added.bad
+                with named("backend.raises", f"forward of layer {layer}"):
+                    out = self._backend.backend.forward(plan, layer, *qkv)
+            yield [out[places[token]].clone() for token in judged]
+
+    def _judged(self, turn: Turn, packed: PackedInputs) -> list[int]:
+        """The tokens of a step that no bad one comes before in its row."""
+        judged: list[int] = []
+        for move, start, stop in zip(turn.moves, packed.qo_indptr, packed.qo_indptr[1:], strict=False):
+            if not self._rows[move.row][1]:
+                judged.extend(range(start, stop - (move.drafted - move.accepted)))
+        return judged
+
+    def _new(self, count: int, bad: bool) -> list[int]:
+        ids = [next(self._ids) for _ in range(count)]
+        if bad:
+            self._bad.update(ids)
+        return ids
+
+
+def check_same(rule: str, usual: list[list[torch.Tensor]], with_more: list[list[torch.Tensor]], atol: float) -> None:
+    """Hold every token's result to that of the other play.
+
+    Raises:
+        BrokenRule: `rule`.
+    """
+    for expected, got in zip(usual, with_more, strict=True):
+        for right, candidates in zip(expected, got, strict=True):
+            errors = (candidates.unsqueeze(1) - right.unsqueeze(0)).abs().flatten(2).amax(dim=2)
+            if not float(errors.nan_to_num(torch.inf).min()) <= atol:
+                broken(rule, f"a result is {_short(candidates)} in the place of {_short(right)}")
+
+
+def _short(result: torch.Tensor) -> str:
+    values = result[0].flatten()[:4].tolist()
+    return f"[{', '.join(f'{value:.4g}' for value in values)}, …]"

@@ -1,0 +1,212 @@
+"""A token that the model computes as NaN or infinity spoils its own row from there on and nothing else, in any backend.
+
+Oracle: `greedy_reference`, where rounding decides nothing; in half precision the same run with an ordinary token in the
+place of the bad one, so that all shapes are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+from emssd_flashinfer.backend import FlashInferBackend
+from emssd_padded.backend import PaddedBackend
+from emssd_ragged.backend import RaggedBackend
+
+from emssd.attention import AttentionBackend, LayerSpec, additive_mask, masked_attention
+from emssd.engine import Engine
+from emssd.generation import Generation
+from emssd.model import TargetModel
+from emssd.scheduler import ContinuousScheduler, StaticScheduler
+from emssd.seen import StepWatch
+from emssd.sequence import Request, Sequence
+from emssd.testing.drafters import ChainDrafter
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import DenseBackend, greedy_reference
+from emssd.testing.paged import ReferenceKernels, rerun
+
+MakeBackend = Callable[[], AttentionBackend]
+
+BACKENDS: dict[str, MakeBackend] = {
+    "ragged-page-3": lambda: RaggedBackend(page_size=3),
+    "ragged-page-16": lambda: RaggedBackend(page_size=16, kernels="torch"),
+    "ragged-fused": lambda: RaggedBackend(kernels="fused"),
+    "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
+    "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
+    "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
+    "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
+    "paged": lambda: FlashInferBackend(ReferenceKernels(), page_size=4),
+    "paged-recorded": lambda: FlashInferBackend(ReferenceKernels(), page_size=3, capture=rerun, max_graph_tokens=12),
+    "dense": DenseBackend,
+}
+each_backend = pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
+
+BAD, NEW_TOKENS = 60, 12
+CLEAN = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3], [8, 3, 2]]
+SICK = [[BAD, 2, 7], [1, 8, BAD, 2, 8, 1, 8, 2, 8], [4, 5, 9, 0, BAD]]
+# Bad rows before, beside and after clean ones, which take over their places and pages.
+PROMPTS = [SICK[0], CLEAN[0], SICK[1], CLEAN[1], CLEAN[2], SICK[2], CLEAN[3], CLEAN[0]]
+
+
+class DraftsTheBadToken(ChainDrafter):
+    """Drafts what comes next, with the bad token among it: at each place in turn, first of all at the first."""
+
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        if BAD in row.request.prompt_ids:
+            return [BAD] * limit
+        chain, place = self.upcoming(row), len(row.output_ids) % 5
+        return [*chain[:place], BAD, *chain[place:]]
+
+
+def decode(
+    model: Any, make: MakeBackend, prompts: Seq[list[int]], drafter: ChainDrafter, max_tokens: int | None = None
+) -> list[Generation]:
+    target, backend = TargetModel(model), make()
+    spec = target.kv_cache_spec(3)
+    continuous = dataclasses.replace(spec, continuous=True, max_tokens=max_tokens)
+    scheduler: Any = ContinuousScheduler(3, 16, headroom=0)
+    if backend.unsupported(continuous):
+        continuous, scheduler = spec, StaticScheduler(3)
+    backend.allocate(continuous)
+    engine = Engine(target, backend, drafter, scheduler=scheduler, on_drafter_error="fail")
+    done = {each.request_id: each for each in engine.run(
+        [Request(str(number), tuple(prompt), NEW_TOKENS) for number, prompt in enumerate(prompts)]
+    )}  # fmt: skip
+    assert max_tokens is None or engine.report.num_preempted > 0
+    return [done[str(number)] for number in range(len(prompts))]
+
+
+def with_embedding(architecture: str, bad: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """A model that computes one token as `bad`, and never generates it, as its own logit is 0."""
+    model = tiny_model(architecture, dtype=dtype, max_model_len=64, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[BAD] = bad
+        model.lm_head.weight[BAD] = 0
+    return model
+
+
+def check_float64(model: Any, make: MakeBackend, max_tokens: int | None = None) -> None:
+    known = {tuple(prompt): greedy_reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS}
+    drafter = DraftsTheBadToken(61, 5, known)
+    for generation in decode(model, make, PROMPTS, drafter, max_tokens):
+        assert list(generation.token_ids) == known[generation.prompt_ids], generation.prompt_ids
+
+
+@pytest.mark.parametrize(("architecture", "bad"), [("llama", float("nan")), ("gemma2", float("inf"))])
+@each_backend
+def test_rows_beside_before_and_after_a_bad_one_and_drafts_of_it_change_no_token(
+    make: MakeBackend, architecture: str, bad: float
+) -> None:
+    """The bad rows too give what `generate` gives: the token that `argmax` finds where nothing is a number."""
+    check_float64(with_embedding(architecture, bad), make)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith(("ragged", "paged"))])
+def test_nor_where_rows_are_preempted_and_begin_anew_on_pages_of_others(name: str) -> None:
+    # Tokens that fit; where heads are padded, a page takes more.
+    room = {"ragged-page-16": 48, "ragged-fused": 80, "paged": 90, "paged-recorded": 90}
+    check_float64(with_embedding("llama", float("nan")), BACKENDS[name], room.get(name, 40))
+
+
+def with_overflow(dtype: torch.dtype, factor: float) -> Any:
+    """A model in whose first layer the bad token's value is larger than float16 can tell, and its key is not."""
+    model = with_embedding("llama", 0.0, dtype)
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        embedding[:, 0] = 0
+        embedding[BAD, 0] = 10
+        model.model.layers[0].self_attn.v_proj.weight[:, 0] = factor
+    return model
+
+
+HALF = {
+    "bfloat16 NaN": (torch.bfloat16, lambda bad: with_embedding("llama", float("nan") if bad else 1.0, torch.bfloat16)),
+    "bfloat16 1e38": (torch.bfloat16, lambda bad: with_embedding("llama", 1e38 if bad else 1.0, torch.bfloat16)),
+    "float16 inf": (torch.float16, lambda bad: with_embedding("gemma2", 1e30 if bad else 1.0, torch.float16)),
+    "float16 overflow": (torch.float16, lambda bad: with_overflow(torch.float16, 6e4 if bad else 0.0)),
+}
+
+
+@pytest.mark.parametrize(("dtype", "model_of"), HALF.values(), ids=HALF)
+@each_backend
+def test_in_half_precision_a_row_has_the_tokens_beside_a_bad_one_that_it_has_beside_any(
+    make: MakeBackend, dtype: torch.dtype, model_of: Callable[[bool], Any]
+) -> None:
+    if dtype is torch.float16 and make is BACKENDS["ragged-fused"]:
+        pytest.skip("the fused kernel takes no float16")
+    drafter = DraftsTheBadToken(61, 5, {tuple(prompt): prompt * 4 for prompt in CLEAN})
+    usual, beside = (decode(model_of(bad), make, PROMPTS, drafter) for bad in (False, True))
+    for right, got in zip(usual, beside, strict=True):
+        if BAD not in right.prompt_ids:
+            assert got.token_ids == right.token_ids, right.prompt_ids
+            assert BAD not in right.token_ids
+
+
+LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=8, value_dim=6, scale=0.4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dense_attention_under_a_mask_gives_the_same_bits_whatever_is_masked(
+    dtype: torch.dtype, softcap: float | None, bad: float
+) -> None:
+    """Keys and values that one query sees and another does not: only the first gets what is no number."""
+    layer, generator = dataclasses.replace(LAYER, softcap=softcap), torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, count, *shape, generator=generator).to(dtype) for count, *shape in
+                         ((5, 4, 8), (40, 2, 8), (40, 2, 6)))  # fmt: skip
+    seen = torch.arange(40) <= torch.arange(30, 35)[:, None] + torch.tensor([0, -5, 5])[:, None, None]
+    mask = additive_mask(seen, dtype)
+    clean = masked_attention(query, key, value, mask, layer)
+    for part in (slice(0, 8), slice(0, 1)):
+        for row, slot in ((0, 33), (1, 39), (2, 36)):
+            keys, values = key.clone(), value.clone()
+            keys[row, slot, :, part] = bad
+            values[row, slot, :, part] = bad
+            out = masked_attention(query, keys, values, mask, layer)
+            unseen = ~seen[:, :, slot]
+            unseen[[other for other in range(3) if other != row]] = True
+            assert torch.equal(out[unseen], clean[unseen])
+            if bad != 1e30:
+                assert not bool(out[~unseen].isfinite().flatten(1).all(dim=1).any())
+
+
+def test_where_looking_costs_a_wait_a_step_is_looked_at_as_a_whole_and_computed_again_if_need_be() -> None:
+    watch, key = StepWatch(), torch.randn(1, 3, 2, 8)
+    query, value, mask = torch.randn(1, 2, 4, 8), torch.randn(1, 3, 2, 6), torch.zeros(1, 2, 3)
+    mask[0, 0, 2] = float("-inf")
+    runs = []
+
+    def compute() -> torch.Tensor:
+        out = masked_attention(query, key, value, mask, LAYER, checked=not watch.trusts)
+        watch.saw(out)
+        runs.append(watch.trusts)
+        return out
+
+    clean = watch.run(compute)
+    assert runs == [True]
+    key[0, 2] = value[0, 2] = float("nan")
+    out = watch.run(compute)
+    assert runs == [True, True, False]
+    assert torch.equal(out[0, 0], clean[0, 0])
+    assert bool(out[0, 1].isnan().all())
+
+
+@pytest.mark.parametrize("name", ["ragged-page-16", "padded", "unpad_inputs"])
+def test_on_other_devices_than_cpus_the_steps_of_these_backends_are_watched(name: str) -> None:
+    def make() -> AttentionBackend:
+        backend = BACKENDS[name]()
+        allocate = backend.allocate
+
+        def watched(spec: Any) -> None:
+            allocate(spec)
+            getattr(backend, "_attention", backend)._watched = True
+
+        backend.allocate = watched  # type: ignore[method-assign]  # a CPU that makes the host wait
+        return backend
+
+    check_float64(with_embedding("llama", float("nan")), make)
