@@ -6,9 +6,12 @@ import argparse
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
+from emssd.terminal import steady
+
 __all__ = ["main"]
 
 
+@steady("emssd-plugins")
 def main(arguments: Seq[str] | None = None) -> None:
     """Run one of the commands; without any, list all plugins.
 
