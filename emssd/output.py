@@ -18,7 +18,7 @@ from emssd.sequence import FinishReason
 __all__ = ["OutputFolder", "as_asked"]
 
 _SYNC_SECONDS = 5.0
-_FINISH_REASONS = {reason.value for reason in FinishReason}
+_FINISH_REASONS = [reason.value for reason in FinishReason]
 
 
 class OutputFolder:
@@ -189,7 +189,7 @@ def _what_is_wrong(row: Any) -> str | None:
         "prompt": isinstance(row.get("prompt"), str | list),
         "text": isinstance(row.get("text", 0), str | None),
         "token_ids": isinstance(tokens, list) and bool(tokens) and all(type(token) is int for token in tokens),
-        "finish_reason": row.get("finish_reason") in _FINISH_REASONS,
+        "finish_reason": row.get("finish_reason") in _FINISH_REASONS,  # a list: it may be unhashable
         "num_prompt_tokens": type(row.get("num_prompt_tokens")) is int,
         "num_steps": type(row.get("num_steps")) is int,
         "acceptance_length": isinstance(row.get("acceptance_length"), float | int),

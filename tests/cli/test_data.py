@@ -103,6 +103,13 @@ def test_mt_bench_first_turns(read: Callable, work: Path) -> None:
     assert taken(read("data=mt_bench", "data.path=mt.jsonl")) == {"mt.jsonl:1": "first"}
 
 
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(source: str, read: Callable, work: Path) -> None:
+    content = {"text": "one\n", "jsonl": '{"prompt": "one"}\n'}[source]
+    (work / "t").write_bytes(content.encode("utf-8-sig"))
+    assert taken(read(f"data={source}", "data.path=t")) == {"t:1": "one"}
+
+
 @pytest.mark.parametrize(("truncate", "kept"), [("left", "fghij"), ("right", "abcde")])
 def test_truncation_keeps_one_end(truncate: str, kept: str, read: Callable, work: Path) -> None:
     (work / "t.txt").write_text(f"abcdefghij\n{kept}\n")
