@@ -54,19 +54,25 @@ def steady(program: str) -> Iterator[None]:
         sys.stdout = out
     if sys.stderr is not None:
         sys.stderr = err
+    end: SystemExit | None = None
     try:
         with _interrupts():
             yield
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=err)
-        raise SystemExit(INTERRUPTED) from None
+        end = SystemExit(INTERRUPTED)
+    except SystemExit as asked:
+        end = asked
     finally:
         out.flush()
         err.flush()
         sys.stdout, sys.stderr = before
-    if out.error is not None and not isinstance(out.error, BrokenPipeError):
-        print(f"{program}: error: cannot print to stdout: {out.error.strerror}; files are written as ever", file=err)
-        raise SystemExit(2)
+    failure = None if isinstance(out.error, BrokenPipeError) else out.error
+    if failure is not None and not (end and end.code):
+        print(f"{program}: error: cannot print to stdout: {failure.strerror}; files are written as ever", file=err)
+        raise SystemExit(2) from None
+    if end is not None:
+        raise end
 
 
 class _Outlet:
@@ -113,22 +119,24 @@ def _take_any_text(stream: TextIO | None) -> None:
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """The first Ctrl-C raises `KeyboardInterrupt`, and the second, while that is dealt with, ends the process."""
+    """The first Ctrl-C raises `KeyboardInterrupt`; a second one, however late, ends the process at once."""
+    came = False
 
-    def first(*_: object) -> None:
-        signal.signal(signal.SIGINT, second)
+    def interrupt(*_: object) -> None:
+        nonlocal came
+        if came:
+            os._exit(INTERRUPTED)
+        came = True
         raise KeyboardInterrupt
-
-    def second(*_: object) -> None:
-        os._exit(INTERRUPTED)
 
     ours = threading.current_thread() is threading.main_thread()
     # A process whose parent had it ignore Ctrl-C, as a script's `&` does, goes on ignoring it.
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, first)
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not came:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

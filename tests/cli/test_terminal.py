@@ -140,6 +140,16 @@ def test_a_failed_command_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> N
     assert stop.value.code == 7
 
 
+def test_help_that_cannot_be_printed_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", full())
+    with pytest.raises(SystemExit) as stop:
+        plugins(["--help"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("emssd-plugins: error: cannot print to stdout: No space left on device")
+
+
 def test_streams_that_are_closed_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
@@ -167,14 +177,20 @@ def test_python_itself_does_not_fail_over_what_is_left_in_a_closed_pipe(
     stream.close()
 
 
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """Ctrl-C does after a test what it did before."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
 def test_ctrl_c_ends_a_command_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as stop, steady("program"):
         os.kill(os.getpid(), signal.SIGINT)
     assert stop.value.code == INTERRUPTED
     assert capsys.readouterr().err == "program: interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
@@ -192,6 +208,16 @@ def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         command()
     assert ended == [INTERRUPTED]
+    with pytest.raises(KeyboardInterrupt):  # only because `_exit` came back
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [INTERRUPTED, INTERRUPTED]
+
+
+def test_a_command_that_is_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with steady("program"):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
