@@ -244,6 +244,8 @@ def _said(value: object) -> str:
 
 def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
     limit = None if name is None else record[name]
+    if isinstance(limit, float) and limit.is_integer():  # what tables make of whole numbers where some are missing
+        limit = int(limit)
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise PromptError(
             f"{place}: field {name!r} holds {limit!r}; a limit of new tokens is a whole number of at least 1, or null"

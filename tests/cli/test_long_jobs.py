@@ -300,6 +300,7 @@ BAD: list[tuple[str, str, str]] = [
     ("9" * 5000, "f.jsonl:2", "f.jsonl:2 is JSON that cannot be read: Exceeds the limit (4300 digits) for integer"),
     ('{"id": null, "n": 3, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'id' holds a value of type NoneType; an id"),
     ('{"id": [1], "n": 3, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'id' holds a value of type list; an id is"),
+    ('{"id": "bad", "n": 1.5, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'n' holds 1.5; a limit of new tokens"),
     ('{"id": "bad", "n": NaN, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'n' holds nan; a limit of new tokens"),
     ('{"id": "bad", "n": 3, "prompt": NaN}', "f.jsonl:2", "f.jsonl:2: field 'prompt' holds a value of type float"),
     ('{"id": "bad", "n": 3, "prompt": 3}', "f.jsonl:2", "f.jsonl:2: field 'prompt' holds a value of type int"),
@@ -348,6 +349,7 @@ def test_a_bad_prompt_fails_the_run_or_is_skipped(line: str, name: str, reason: 
 
 
 def test_a_limit_beyond_all_models_and_what_no_option_reads_are_fine(records: Callable) -> None:
+    assert len(records('{"id": "2", "n": 5.0, "prompt": "a"}').rows[1]["token_ids"]) == 5
     result = records('{"id": "\\ud800", "n": 1' + "0" * 40 + ', "prompt": "a", "score": NaN}')
     assert {row["id"]: len(row["token_ids"]) for row in result.rows} == {"first": 3, "\ud800": 95, "3": 24}
 
