@@ -61,7 +61,7 @@ def remarks(metrics: dict[str, Any], *, drafts: bool) -> list[str]:
         metrics: of the run, as in ``docs/metrics.md``.
         drafts: whether it had a drafter.
     """
-    said = [_without_gain(metrics) if drafts else None, _without_kernels(), _on_a_busy_machine(metrics)]
+    said = [_without_gain(metrics) if drafts else None, fallback_reason(), _on_a_busy_machine(metrics)]
     return [sentence for sentence in said if sentence is not None]
 
 
@@ -79,8 +79,8 @@ def _without_gain(metrics: dict[str, Any]) -> str | None:
     )
 
 
-def _without_kernels() -> str | None:
-    """Only where something has asked for the kernels; nothing is built for the question."""
+def fallback_reason() -> str | None:
+    """What runs in the place of the C++ kernels and why, in words; ``None`` if nothing that asked for them must."""
     reason = why_unavailable() if build._load.cache_info().currsize else None
     return None if reason is None else f"attention in PyTorch: {reason}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -217,8 +218,13 @@ def _line(record: dict[str, Any]) -> bytes:
 def _replace(path: Path, content: bytes) -> None:
     """Write a whole file or leave it as it was."""
     part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:

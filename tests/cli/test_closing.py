@@ -127,5 +127,9 @@ def test_times_of_this_machine() -> None:
 
 
 def test_attention_without_kernels_is_said_at_the_end(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.closing.why_unavailable", lambda: "there is no C++ compiler")
-    assert "\nattention in PyTorch: there is no C++ compiler\n" in decode().out
+    monkeypatch.setattr("emssd.closing.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
+    assert "\nattention in PyTorch: no C++ compiler\n" in decode().out
+
+
+def test_attention_with_kernels_needs_no_word(kernels: None, decode: Callable) -> None:
+    assert "attention in PyTorch" not in decode().out

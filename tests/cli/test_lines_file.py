@@ -10,6 +10,7 @@ import pytest
 from emssd import lines_file
 from emssd.errors import OutputError
 from emssd.lines_file import LinesFile
+from emssd.output import OutputFolder
 
 
 @pytest.fixture
@@ -37,6 +38,16 @@ def test_a_disk_that_gets_full_within_a_line_leaves_whole_lines(path: Path, room
     lines.append(b"third\n")
     lines.close()
     assert path.read_bytes() == b"first\nthird\n"
+
+
+def test_a_file_that_is_replaced_on_a_full_disk_stays_as_it_was(tmp_path: Path, room) -> None:
+    with OutputFolder(tmp_path) as output:
+        output.write_metrics({"num_steps": 1})
+        room(5)
+        with pytest.raises(OutputError, match=r"cannot write .*metrics.json: File too large; the rows are in"):
+            output.write_metrics({"num_steps": 2})
+        assert output.read_metrics() == {"num_steps": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
 
 
 def test_what_is_not_kept_stays_until_there_is_a_line(path: Path) -> None:
