@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from emssd.errors import OutputError
+from emssd.config import OnError
+from emssd.errors import OutputError, PromptError
+from emssd.intake import Failures
 from emssd.output import OutputFolder
+from emssd.prompts import Prompt
 
 
 def rows_by_id(path: Path) -> dict[str, list[int]]:
@@ -346,6 +349,15 @@ def test_a_bad_prompt_fails_the_run_or_is_skipped(line: str, name: str, reason: 
     assert "1 prompts were skipped, see errors.jsonl:" in result.out
     assert reason.split(";")[0][:40] in result.out
     assert "written to out/: generations.jsonl, metrics.json, config.yaml, errors.jsonl" in result.out
+
+
+def test_two_prompts_of_one_id_from_any_source() -> None:
+    source = [Prompt("a", "x"), Prompt("b", "y"), Prompt("a", "z")]
+    with pytest.raises(PromptError, match="there are two prompts 'a'; ids tell rows apart, so give others"):
+        Failures(OnError.fail).passed(source)
+    skipping = Failures(OnError.skip)
+    assert skipping.passed(source) == source[:2]
+    assert [failed.prompt_id for failed in skipping.prompts] == ["a"]
 
 
 def test_a_limit_beyond_all_models_and_what_no_option_reads_are_fine(records: Callable) -> None:
