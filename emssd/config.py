@@ -8,10 +8,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]  # it has no stubs of its own
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from emssd.errors import ConfigError
 from emssd.hookspecs import Spec
 from emssd.options import EngineOptions
 from emssd.plugins.faults import told
@@ -167,11 +169,19 @@ def changed_options(before: str, now: str) -> list[str]:
 
     Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor is
     ``data.limit``, as it only says how many rows there are.
+
+    Raises:
+        ConfigError: the first is no such text.
     """
-    first, second = OmegaConf.create(before), OmegaConf.create(now)
+    try:
+        first, second = OmegaConf.create(before), OmegaConf.create(now)
+        pairs = {name: [OmegaConf.select(config, name) for config in (first, second)] for name in _ROW_OPTIONS}
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"it is no YAML of options: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(first, DictConfig) or "model" not in first:
+        raise ConfigError("it holds no options")
     changed = []
-    for name in _ROW_OPTIONS:
-        pair = [OmegaConf.select(config, name) for config in (first, second)]
+    for name, pair in pairs.items():
         if not all(isinstance(value, DictConfig) for value in pair):
             changed += [name] if pair[0] != pair[1] else []
             continue

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -162,11 +164,16 @@ def _dataset(config: DatasetConfig) -> list[Prompt | FailedPrompt]:
             f"reading {config.hub!r} from the hub needs the package 'datasets': pip install 'emssd[datasets]', "
             f"or give a local copy with data.path=FILE.jsonl"
         ) from error
-    try:
-        rows = datasets.load_dataset(config.hub, config.subset, split=config.split)
-    except Exception as error:  # the hub client raises its own and its HTTP library's errors
-        raise PromptError(
-            f"cannot read dataset {config.hub!r} ({config.subset}, {config.split}): {error}. "
-            f"A local copy works with data.path=FILE.jsonl"
-        ) from error
-    return to_prompts(((f"{config.hub}[{i}]", row) for i, row in enumerate(rows)), config, config.hub)
+
+    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+        try:
+            for i, row in enumerate(datasets.load_dataset(config.hub, config.subset, split=config.split)):
+                yield f"{config.hub}[{i}]", row
+        except Exception as error:  # the client raises its own, its HTTP library's, and those of what decodes pictures
+            what = " ".join(str(error).split()).rstrip(".")
+            raise PromptError(
+                f"cannot read dataset {config.hub!r} ({config.subset}, {config.split}): {what}. "
+                f"A local copy works with data.path=FILE.jsonl"
+            ) from error
+
+    return to_prompts(rows(), config, config.hub)

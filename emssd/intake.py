@@ -35,13 +35,16 @@ class Failures:
 
     def passed(self, prompts: Iterable[Prompt | FailedPrompt]) -> list[Prompt]:
         """Those of `prompts` that a source could read; the others are remembered."""
-        good = []
+        good: dict[str, Prompt] = {}
         for prompt in prompts:
+            name = prompt.prompt_id
             if isinstance(prompt, FailedPrompt):
                 self.add(prompt)
+            elif name in good:
+                self.add(FailedPrompt(name, f"there are two prompts {name!r}; ids tell rows apart, so give others"))
             else:
-                good.append(prompt)
-        return good
+                good[name] = prompt
+        return list(good.values())
 
 
 def check_options(config: RunConfig) -> None:
@@ -77,7 +80,11 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: str) -> 
     if not output.finished:
         return prompts
     way_out = f"go on as {output.path}/config.yaml says, or start again with overwrite=true or another output_dir"
-    if changed := changed_options(output.earlier_config, config):
+    try:
+        changed = changed_options(output.earlier_config, config)
+    except ConfigError as error:
+        raise output.unreadable_config(str(error)) from error
+    if changed:
         raise ConfigError(
             f"resume=true: the rows in {output.path} were made with another value of {', '.join(changed)}; {way_out}"
         )

@@ -12,7 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from emssd.assembly import assemble, make_backend
+from emssd.busy import OtherProcesses
 from emssd.check import CheckReport, compare
+from emssd.closing import print_texts, remarks
 from emssd.config import ModelConfig, RunConfig
 from emssd.engine import Engine
 from emssd.errors import PromptError
@@ -28,7 +30,6 @@ from emssd.provenance import hardware, machine_rates, plugins, versions
 from emssd.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequence import Request
-from emssd.stats import RunReport
 from emssd.terminal import plain_console
 from emssd.warmup import warm_up
 
@@ -90,34 +91,50 @@ def run_job(
     registry.in_use.clear()  # what earlier runs of a sweep used
     own_threads = _own_threads()  # read before it is changed
     torch.set_num_threads(config.num_threads or own_threads)
-    console = plain_console()
+    console, models = plain_console(stderr=True), models or ModelCache()
     show_messages(console)
-    tables, models = plain_console(quiet=True) if brief else console, models or ModelCache()
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
-        work = _prepare(config, config_text, output, tables, registry, models)
+        work = _prepare(config, config_text, output, plain_console(stderr=True, quiet=brief), registry, models)
         if work is None:
             return JobResult(output.read_metrics())
-        output.begin(config_text)
+        output.begin(config_text, work.failures.prompts)
         warm_up(work.engine, work.requests)
         num_before, num_here = len(output.finished), len(work.requests)
         live = LiveFigures(console, "decoding", num_before + num_here, done=num_before, show=config.progress)
-        done = _decode(work, live, output)
+        done, figures = _decode(work, live, output)
         counts = {"num_prompts": num_before + num_here, "num_resumed_prompts": num_before}
         counts["num_failed_prompts"] = len(work.failures.prompts)
-        metrics = _describe(config, work.engine, registry) | counts | work.engine.report.metrics()
+        metrics = _describe(config, work.engine, registry) | counts | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         report = None
         if config.check is not None:
             report, greedy = _compare_with_greedy(config, work, done, console, registry, models)
             metrics |= _check_metrics(report, metrics, greedy)
             output.write_metrics(metrics)
-    print_report(tables, metrics)
+    result = JobResult(metrics, [done[request.request_id] for request in work.requests], work.engine)
+    _print_results(config, work, result, report, output.path, brief=brief)
+    return result
+
+
+def _print_results(
+    config: RunConfig, work: _Work, result: JobResult, report: CheckReport | None, folder: Path, *, brief: bool
+) -> None:
+    """Print to stdout what came out; if `brief`, only what is wrong."""
+    console = plain_console()
+    if brief:
+        if report is not None and report.differences:
+            print_check(console, report)
+        return
+    print_report(console, result.metrics)
+    print_texts(console, [(work.prompts[row.request_id], row) for row in result.generations])
     if report is not None:
-        print_check(console if report.differences else tables, report)
-    print_failures(tables, work.failures.prompts)
+        print_check(console, report)
+    drafts = config.speculate and config.drafter.name != "none"
+    for remark in remarks(result.metrics, drafts=drafts):
+        console.print(remark, style="yellow", highlight=False)
+    print_failures(console, work.failures.prompts)
     errors = ", errors.jsonl" if work.failures.prompts else ""
-    tables.print(f"written to {output.path}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
-    return JobResult(metrics, [done[request.request_id] for request in work.requests], work.engine)
+    console.print(f"written to {folder}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
 
 
 @cache
@@ -149,9 +166,9 @@ def _prepare(
     if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
         console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
     requests = to_requests(config, engine, left, failures)
-    output.write_errors(failures.prompts)
     if requests:
         return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures)
+    output.write_errors(failures.prompts)
     print_failures(console, failures.prompts)
     if output.finished:
         console.print("nothing else is left to do")
@@ -199,28 +216,31 @@ def _compare_with_greedy(
     console: Console,
     registry: Registry,
     models: ModelCache,
-) -> tuple[CheckReport, RunReport]:
-    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's figures."""
+) -> tuple[CheckReport, dict[str, Any]]:
+    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's metrics."""
     target = work.engine.target
     greedy = dataclasses.replace(work, engine=_engine(config, registry, models, baseline=work.engine))
     warm_up(greedy.engine, greedy.requests)
-    expected = _decode(greedy, LiveFigures(console, "plain greedy", len(work.requests), show=config.progress))
+    live = LiveFigures(console, "plain greedy", len(work.requests), show=config.progress)
+    expected, figures = _decode(greedy, live)
     judge = make_backend(target.kv_cache_spec(1), config.backend, registry)
     names = [request.request_id for request in work.requests]
     report = compare([done[name] for name in names], [expected[name] for name in names], target, judge)
-    return report, greedy.engine.report
+    return report, figures
 
 
-def _decode(work: _Work, live: LiveFigures, output: OutputFolder | None = None) -> dict[str, Generation]:
-    """Decode all requests under live figures; rows are written as they finish."""
+def _decode(
+    work: _Work, live: LiveFigures, output: OutputFolder | None = None
+) -> tuple[dict[str, Generation], dict[str, Any]]:
+    """Decode all requests under live figures; rows are written as they finish. Returns them, and the metrics."""
     done: dict[str, Generation] = {}
-    with live:
+    with live, OtherProcesses() as others:
         for generation in work.engine.run(work.requests):
             done[generation.request_id] = generation
             if output is not None:
                 output.write_generation(work.prompts[generation.request_id], generation)
             live.row_done(work.engine.report)
-    return done
+    return done, work.engine.report.metrics() | {"other_cpu_share": others.share}
 
 
 def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
@@ -242,9 +262,9 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
     }
 
 
-def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: RunReport) -> dict[str, Any]:
+def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[str, Any]) -> dict[str, Any]:
     return {
-        "greedy": greedy.metrics(),
+        "greedy": greedy,
         "check": {
             "exact": report.num_exact,
             "ties": len(report.ties),
@@ -261,6 +281,6 @@ def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: RunRepo
                 for difference in report.differences
             ],
         },
-        "speedup": metrics["decode_tokens_per_second"] / max(greedy.decode_tokens_per_second, 1e-9),
-        "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy.tokens_per_second, 1e-9),
+        "speedup": metrics["decode_tokens_per_second"] / max(greedy["decode_tokens_per_second"], 1e-9),
+        "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy["tokens_per_second"], 1e-9),
     }

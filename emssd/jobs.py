@@ -61,7 +61,7 @@ class Jobs:
         from emssd.rows_file import RowsFile
 
         assert config.experiment is not None
-        console = plain_console()
+        console = plain_console(stderr=True)
         check_options(config)
         _check_overrides(config, overrides)
         if self._rows is None:
@@ -153,10 +153,14 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
 
 def _said(row: dict[str, Any]) -> str:
     """One row in a line."""
+    from emssd.busy import BUSY_SHARE
+
     drafts = f"{row['drafter_options']}, budget {row['budget']}" if row["speculate"] else "plain greedy"
     what = f"{row['model']}, {row['data_label'] or row['data']}, batch {row['batch_size']}, {row['method'] or drafts}"
     metrics, replay = row["metrics"], " (replay)" if row["replay"] else ""
+    others = metrics["other_cpu_share"] or 0.0
+    busy = f"; other processes used {others:.0%} of the cores" if others > BUSY_SHARE else ""
     return (
         f"repeat {row['repeat']}, {what}: {metrics['decode_tokens_per_second']:.0f} tokens/s, "
-        f"τ {metrics['mean_acceptance_length']:.2f}{replay}, {metrics['seconds']['total']:.1f} s"
+        f"τ {metrics['mean_acceptance_length']:.2f}{replay}, {metrics['seconds']['total']:.1f} s{busy}"
     )

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from emssd.errors import OutputError
 from emssd.generation import Generation
+from emssd.lines_file import LinesFile
 from emssd.prompts import FailedPrompt, Prompt
+from emssd.records import read_json
+from emssd.sequence import FinishReason
 
-__all__ = ["OutputFolder", "as_asked", "lock"]
+__all__ = ["OutputFolder", "as_asked"]
 
-# A row that is flushed survives the end of this process, also by kill -9; only a crash of the machine can take it.
-# Against that, rows are forced to the disk, but not each: that takes 0.2 ms on a local SSD and some ten on a network.
 _SYNC_SECONDS = 5.0
+_FINISH_REASONS = [reason.value for reason in FinishReason]
 
 
 class OutputFolder:
     """``generations.jsonl``, ``errors.jsonl``, ``metrics.json`` and ``config.yaml`` of a run.
 
-    What an earlier run left is read at once, and changed only from `begin` on.
+    What an earlier run left is read at once, and changed when the first row is ready. Without a row, a folder that is
+    made here goes again.
 
     Args:
         path: made if it does not exist.
@@ -36,32 +38,31 @@ class OutputFolder:
 
     Raises:
         OutputError: it cannot be written, at once or later (disk full); another run writes to it; or it holds rows,
-            and neither `resume` nor `overwrite` says what to do with them.
+            and neither `resume` nor `overwrite` says what to do with them; or, with `resume`, a line that is no row.
     """
 
     def __init__(self, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = path
+        self.finished: dict[str, Any] = {}
+        self._config: str | None = None
+        self._failed: Sequence[FailedPrompt] = ()
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._generations = (path / "generations.jsonl").open("a+b")
+            self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
+        except OutputError:
+            raise
         except OSError as error:
             raise _unwritable(path, error) from error
         try:
-            lock(self._generations.fileno(), path)
-            self._kept_bytes = 0
-            self.finished: dict[str, Any] = {}
-            if os.fstat(self._generations.fileno()).st_size:
-                if resume:
-                    self._kept_bytes, self.finished = self._read()
-                elif not overwrite:
-                    raise OutputError(
-                        f"output_dir={path} holds the rows of an earlier run; resume=true goes on with it, "
-                        f"overwrite=true replaces it, or set output_dir to another folder"
-                    )
+            if resume:
+                self._read()
+            elif not self._rows.is_empty and not overwrite:
+                raise OutputError(
+                    f"output_dir={path} holds the rows of an earlier run; resume=true goes on with it, "
+                    f"overwrite=true replaces it, or set output_dir to another folder"
+                )
         except BaseException:
-            self._generations.close()
+            self._rows.close()
             raise
-        self._synced = time.monotonic()
 
     def __enter__(self) -> OutputFolder:
         return self
@@ -69,11 +70,7 @@ class OutputFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._generations.close()
-        except OSError as failed:
-            if error is None:
-                raise OutputError(f"cannot finish {self._generations.name}: {failed.strerror}") from failed
+        self._rows.close()
 
     @property
     def earlier_config(self) -> str:
@@ -84,21 +81,19 @@ class OutputFolder:
         """
         try:
             return (self.path / "config.yaml").read_text(encoding="utf-8")
-        except OSError as error:
-            raise OutputError(
-                f"resume=true: {self.path} holds rows, but its config.yaml cannot be read ({error.strerror}), which "
-                f"tells how they were made; overwrite=true starts again"
-            ) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise self.unreadable_config(getattr(error, "strerror", None) or "it is no UTF-8 text") from error
 
-    def begin(self, config: str) -> None:
-        """Cut off what is not kept, drop the metrics, which would not fit the new rows, and write ``config.yaml``."""
-        try:
-            if os.fstat(self._generations.fileno()).st_size > self._kept_bytes:
-                self._generations.truncate(self._kept_bytes)
-            (self.path / "metrics.json").unlink(missing_ok=True)
-            _replace(self.path / "config.yaml", config.encode())
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+    def unreadable_config(self, why: str) -> OutputError:
+        """The error of rows whose ``config.yaml`` does not tell how they were made."""
+        return OutputError(
+            f"resume=true: {self.path} holds rows, but its config.yaml cannot be read ({why}), which "
+            f"tells how they were made; overwrite=true starts again"
+        )
+
+    def begin(self, config: str, failed: Sequence[FailedPrompt]) -> None:
+        """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed."""
+        self._config, self._failed = config, failed
 
     def write_generation(self, prompt: Prompt, generation: Generation) -> None:
         """Append one finished row."""
@@ -112,17 +107,27 @@ class OutputFolder:
             "num_steps": generation.num_steps,
             "acceptance_length": generation.acceptance_length,
         }
+        self._replace_earlier()
         try:
-            self._generations.write(_line(record))
-            self._generations.flush()
-            if time.monotonic() - self._synced > _SYNC_SECONDS:
-                os.fsync(self._generations.fileno())
-                self._synced = time.monotonic()
+            self._rows.append(_line(record))
         except OSError as error:
             raise OutputError(
-                f"cannot write {self._generations.name}: {error.strerror}; the rows before are kept. "
+                f"cannot write {self._rows.path}: {error.strerror}; the rows before are kept. "
                 f"Make room, or set output_dir to another disk"
             ) from error
+
+    def _replace_earlier(self) -> None:
+        """Cut off what is not kept, drop the metrics, which would not fit the new rows, and write ``config.yaml``."""
+        if self._config is None:
+            return
+        try:
+            self._rows.cut()
+            (self.path / "metrics.json").unlink(missing_ok=True)
+            _replace(self.path / "config.yaml", self._config.encode())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self.write_errors(self._failed)
+        self._config = None
 
     def write_errors(self, failed: Iterable[FailedPrompt]) -> None:
         """Write ``errors.jsonl``; without failures there is none."""
@@ -133,9 +138,11 @@ class OutputFolder:
 
     def read_metrics(self) -> dict[str, Any]:
         """The ``metrics.json`` that is there; empty if the run was interrupted before it was written."""
-        path = self.path / "metrics.json"
-        metrics: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-        return metrics
+        try:
+            metrics = read_json((self.path / "metrics.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return metrics if isinstance(metrics, dict) else {}
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """Write ``metrics.json``."""
@@ -149,25 +156,49 @@ class OutputFolder:
                 f"cannot write {self.path / name}: {error.strerror}; the rows are in {self.path}"
             ) from error
 
-    def _read(self) -> tuple[int, dict[str, Any]]:
-        """How many bytes of whole rows there are, and their prompts by id.
-
-        What follows the last newline is a row that was being written when the run was killed: it is decoded again.
-        """
-        self._generations.seek(0)
-        content = self._generations.read()
-        kept = content.rfind(b"\n") + 1
-        finished: dict[str, Any] = {}
-        for number, line in enumerate(content[:kept].split(b"\n")[:-1], start=1):
+    def _read(self) -> None:
+        """Keep the rows that are there, and remember their prompts by id."""
+        lines: dict[str, int] = {}
+        for number, line in enumerate(self._rows.keep(), start=1):
             try:
-                row = json.loads(line)
-                finished[row["id"]] = row["prompt"]
-            except (ValueError, TypeError, KeyError) as error:
+                row = read_json(line)
+                wrong = _what_is_wrong(row)
+            except ValueError:
+                wrong = "it is not JSON"
+            where, way_out = f"resume=true: {self._rows.path}:{number}", "or start again with overwrite=true"
+            if wrong:
                 raise OutputError(
-                    f"resume=true: {self._generations.name}:{number} is no row of a run; take that line out, and its "
-                    f"prompt is decoded again, or start again with overwrite=true"
-                ) from error
-        return kept, finished
+                    f"{where} is no row of a run: {wrong}; take that line out, and its prompt is decoded again, "
+                    f"{way_out}"
+                )
+            if first := lines.get(row["id"]):
+                raise OutputError(
+                    f"{where} is a second row of the prompt {row['id']!r}, after line {first}; take one of the two "
+                    f"out, {way_out}"
+                )
+            lines[row["id"]] = number
+            self.finished[row["id"]] = row["prompt"]
+
+
+def _what_is_wrong(row: Any) -> str | None:
+    """Why `row` cannot be what `OutputFolder.write_generation` writes, in words; ``None`` if it can."""
+    if not isinstance(row, dict):
+        return "it is no JSON object"
+    tokens = row.get("token_ids")
+    fits = {
+        "id": isinstance(row.get("id"), str),
+        "prompt": isinstance(row.get("prompt"), str | list),
+        "text": isinstance(row.get("text", 0), str | None),
+        "token_ids": isinstance(tokens, list) and bool(tokens) and all(type(token) is int for token in tokens),
+        "finish_reason": row.get("finish_reason") in _FINISH_REASONS,  # a list: it may be unhashable
+        "num_prompt_tokens": type(row.get("num_prompt_tokens")) is int,
+        "num_steps": type(row.get("num_steps")) is int,
+        "acceptance_length": isinstance(row.get("acceptance_length"), float | int),
+    }
+    wrong = next((name for name, fit in fits.items() if not fit), None)
+    if wrong is None:
+        return None
+    return f"it has no {wrong}" if wrong not in row else f"its {wrong} cannot be {json.dumps(row[wrong])[:40]}"
 
 
 def as_asked(prompt: Prompt) -> str | list[dict[str, Any]] | list[int]:
@@ -187,24 +218,13 @@ def _line(record: dict[str, Any]) -> bytes:
 def _replace(path: Path, content: bytes) -> None:
     """Write a whole file or leave it as it was."""
     part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)
-
-
-def lock(file: int, path: Path) -> None:
-    """Keep other runs out until `file` is closed or this process ends, in whichever way."""
     try:
-        import fcntl
-    except ImportError:  # not a Unix system: two runs at once in one folder are the user's to avoid
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise OutputError(
-            f"output_dir={path} is being written by another run; wait for it, or set output_dir to another folder"
-        ) from error
-    except OSError:  # a file system without locks
-        return
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError:

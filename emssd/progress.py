@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from datetime import timedelta
 from types import TracebackType
@@ -46,7 +47,8 @@ class LiveFigures:
         self._log_seconds = log_seconds if show and not console.is_terminal else float("inf")
         what, figures = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[live]}")
         columns = (what, BarColumn(), MofNCompleteColumn(), figures, _TimeLeft())
-        self._progress = Progress(*columns, console=console, disable=not show)
+        to_terminal = sys.stdout is not None and sys.stdout.isatty()  # else what is printed meanwhile goes its own way
+        self._progress = Progress(*columns, console=console, disable=not show, redirect_stdout=to_terminal)
         self._task = self._progress.add_task(title, total=total, completed=done, live="", before=done)
         self._done = done
         self._start = self._logged = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,16 @@ from emssd.chat import check_messages
 from emssd.errors import PromptError
 from emssd.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
 
-__all__ = ["PROMPT_WORDS", "RecordsConfig", "Words", "existing_file", "read_records", "read_text", "to_prompts"]
+__all__ = [
+    "PROMPT_WORDS",
+    "RecordsConfig",
+    "Words",
+    "existing_file",
+    "read_json",
+    "read_records",
+    "read_text",
+    "to_prompts",
+]
 
 
 @dataclass
@@ -86,7 +96,7 @@ def read_records(path: Path, words: Words = PROMPT_WORDS) -> Iterator[tuple[str,
             continue
         place = f"{path.name}:{number}"
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = read_json(line.decode("utf-8"))
         except json.JSONDecodeError as error:
             yield FailedPrompt(
                 place,
@@ -94,6 +104,8 @@ def read_records(path: Path, words: Words = PROMPT_WORDS) -> Iterator[tuple[str,
             )
         except UnicodeDecodeError as error:
             yield FailedPrompt(place, f"{place} is not UTF-8 text ({error.reason} at byte {error.start}); convert it")
+        except ValueError as error:
+            yield FailedPrompt(place, f"{place} is JSON that cannot be read: {error}; repair what wrote it")
         else:
             if isinstance(record, dict):
                 yield place, record
@@ -102,14 +114,30 @@ def read_records(path: Path, words: Words = PROMPT_WORDS) -> Iterator[tuple[str,
                 yield FailedPrompt(place, f"{place} is a {kind}; {words.lines}")
 
 
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON (`json.JSONDecodeError`), or larger or deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # of integers with thousands of digits; the rest of it is for programmers
+        raise ValueError(str(error).partition(";")[0]) from None
+
+
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """The text of a file, without the byte order mark that some editors begin it with.
 
     Raises:
         PromptError: it cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
     except OSError as error:
@@ -118,7 +146,7 @@ def read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -140,7 +168,7 @@ def to_prompts(
     def wanted(item: tuple[str, dict[str, Any]] | FailedPrompt) -> bool:
         if isinstance(item, FailedPrompt):
             return True
-        return all(str(item[1].get(name)) == value for name, value in config.where.items())
+        return all(_said(item[1].get(name)) == value for name, value in config.where.items())
 
     prompts: list[Prompt | FailedPrompt] = []
     taken: dict[str, str] = {}  # the place of each id
@@ -178,7 +206,7 @@ def _prompt(place: str, record: dict[str, Any], config: RecordsConfig, words: Wo
         if name is not None and name not in record:
             choice = f" or {words.option}template" if option == "field" else ""
             raise PromptError(f"{place} has no field {name!r}; {has}. Choose with {words.option}{option}{choice}")
-    prompt_id = str(record[config.id_field]) if config.id_field else place
+    prompt_id = _id(place, record, config.id_field) if config.id_field else place
     limit = _limit(place, record, config.max_new_tokens_field)
     if config.template is not None:
         text = _filled(config.template, record, f"{place} does not fit {words.option}template; {has}")
@@ -197,8 +225,27 @@ def _prompt(place: str, record: dict[str, Any], config: RecordsConfig, words: Wo
     return Prompt(prompt_id, value, max_new_tokens=limit)
 
 
+def _id(place: str, record: dict[str, Any], name: str) -> str:
+    value = record[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise PromptError(
+            f"{place}: field {name!r} holds a value of type {type(value).__name__}; an id is a text or a number"
+        )
+    return str(value)
+
+
+def _said(value: object) -> str:
+    """`value` as text, by which ``where`` knows it."""
+    try:
+        return str(value)
+    except RecursionError:  # lists in lists in lists; nobody asks for them
+        return ""
+
+
 def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
     limit = None if name is None else record[name]
+    if isinstance(limit, float) and limit.is_integer():  # what tables make of whole numbers where some are missing
+        limit = int(limit)
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise PromptError(
             f"{place}: field {name!r} holds {limit!r}; a limit of new tokens is a whole number of at least 1, or null"
@@ -209,5 +256,5 @@ def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
 def _filled(template: str, record: dict[str, Any], complaint: str) -> str:
     try:
         return unescaped(template).format(**record)
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:  # what str.format raises
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError) as error:  # what str.format raises
         raise PromptError(f"{complaint}. {template!r} gives {type(error).__name__}: {error}") from error

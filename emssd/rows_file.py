@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from emssd.errors import ConfigError, OutputError
-from emssd.output import lock
+from emssd.lines_file import LinesFile
+from emssd.records import read_json
 
 __all__ = ["AROUND", "RowsFile"]
 
@@ -35,33 +34,31 @@ class RowsFile:
 
     def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = folder / "rows.jsonl"
+        self._there: dict[int, list[str]] = {}
+        self._rows: list[bytes] = []
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a+b")
+            self._file = LinesFile(self.path)
+        except OutputError:
+            raise
         except OSError as error:
             raise OutputError(
                 f"cannot write {self.path}: {error.strerror}; set output_dir to a writable folder"
             ) from error
-        self._kept_bytes = 0
-        self._there: dict[int, list[str]] = {}
         try:
-            lock(self._file.fileno(), folder)
-            if os.fstat(self._file.fileno()).st_size:
-                if resume:
-                    self._keep()
-                elif not overwrite:
-                    raise OutputError(
-                        f"output_dir={folder} holds the rows of an earlier experiment; resume=true goes on with it, "
-                        f"overwrite=true replaces it, or set output_dir to another folder"
-                    )
+            if resume:
+                self._keep()
+            elif not self._file.is_empty and not overwrite:
+                raise OutputError(
+                    f"output_dir={folder} holds the rows of an earlier experiment; resume=true goes on with it, "
+                    f"overwrite=true replaces it, or set output_dir to another folder"
+                )
         except BaseException:
             self._file.close()
             raise
 
     def close(self) -> None:
         """Let others write to it."""
-        with suppress(OSError):  # of a row that could not be written, which `append` has said
-            self._file.close()
+        self._file.close()
 
     def has(self, job: int, overrides: Seq[str]) -> bool:
         """Whether job number `job` of the sweep is done.
@@ -81,40 +78,40 @@ class RowsFile:
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row, at once, to the disk itself: a run is worth more than the milliseconds that takes."""
+        line = (json.dumps(row) + "\n").encode()  # in ASCII, for readers that split at U+2028 as well
         try:
-            if os.fstat(self._file.fileno()).st_size > self._kept_bytes:
-                self._file.truncate(self._kept_bytes)
-            self._file.write((json.dumps(row) + "\n").encode())  # in ASCII, for readers that split at U+2028 as well
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._kept_bytes = os.fstat(self._file.fileno()).st_size
+            self._file.append(line)
         except OSError as error:
             raise OutputError(
                 f"cannot write {self.path}: {error.strerror}; the rows before are kept. "
                 f"Make room, and go on with resume=true"
             ) from error
+        self._rows.append(line)
 
     def read(self) -> list[dict[str, Any]]:
         """All rows that are kept."""
-        return [json.loads(line) for line in self._lines()]
+        return [json.loads(line) for line in self._rows]
 
     def _keep(self) -> None:
-        """Keep all whole lines; what follows the last newline was being written when the experiment was killed."""
-        self._file.seek(0)
-        self._kept_bytes = self._file.read().rfind(b"\n") + 1
-        for number, line in enumerate(self._lines(), start=1):
+        """Keep the rows that are there."""
+        self._rows = self._file.keep()
+        for number, line in enumerate(self._rows, start=1):
             try:
-                row = json.loads(line)
-                self._there[int(row["job"])] = [str(item) for item in row["overrides"]]
-            except (ValueError, TypeError, KeyError) as error:
+                row = read_json(line)
+            except ValueError:
+                row = None
+            job, overrides = (row.get("job"), row.get("overrides")) if isinstance(row, dict) else (None, None)
+            if type(job) is not int or not isinstance(overrides, list) or {*map(type, overrides)} - {str}:
                 raise OutputError(
                     f"resume=true: {self.path}:{number} is no row of an experiment; take that line out, and its job "
                     f"runs again, or start again with overwrite=true"
-                ) from error
-
-    def _lines(self) -> list[bytes]:
-        self._file.seek(0)
-        return self._file.read(self._kept_bytes).split(b"\n")[:-1]
+                )
+            if job in self._there:
+                raise OutputError(
+                    f"resume=true: {self.path}:{number} is a second row of job {job}; take one of the two out, or "
+                    f"start again with overwrite=true"
+                )
+            self._there[job] = overrides
 
 
 def _what(overrides: Seq[str]) -> list[str]:

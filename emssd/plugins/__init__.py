@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from emssd.plugins.watched import Notes
 
+from emssd.terminal import steady
+
 __all__ = ["main"]
 
 
+@steady("emssd-plugins")
 def main(arguments: Seq[str] | None = None) -> None:
     """Run one of the commands; without any, list all plugins.
 

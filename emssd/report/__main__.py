@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from emssd.errors import ConfigError, exit_on_error
+from emssd.terminal import steady
 
 __all__ = ["main", "make_parser"]
 
@@ -33,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@steady("emssd.report")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and make the report; an error of ours ends with its message and status 2."""
     options = make_parser().parse_args(arguments)

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 from emssd.errors import exit_on_error
 from emssd.simulate import commands
+from emssd.terminal import steady
 
 __all__ = ["main", "make_parser"]
 
@@ -25,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@steady("emssd.simulate")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it; an error of ours ends with its message and status 2."""
     parsed = make_parser().parse_args(arguments)

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from emssd import cli
+from emssd import __main__
 from emssd.testing.models import tiny_model
 
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3, as the tiny models' configs say
@@ -39,10 +39,11 @@ class Result:
 
     @property
     def sentence(self) -> str:
-        """The one line on stderr that a user's error gives."""
+        """The one line that a user's error gives, the last on stderr; nothing that looks like a result is printed."""
         assert self.status == 2, self
         assert "Traceback" not in self.err + self.out
-        (line,) = self.err.splitlines()
+        *before, line = self.err.splitlines()
+        assert not any("error: " in said for said in before), self
         assert line.startswith("emssd: error: ")
         return line.removeprefix("emssd: error: ")
 
@@ -144,7 +145,7 @@ def emssd(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         with warnings.catch_warnings():  # main() sets how its process shows them
             warnings.simplefilter("default")
             try:
-                cli.main()
+                __main__.main()
             except SystemExit as stop:
                 status = stop.code or 0
         captured = capsys.readouterr()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,13 @@ def test_cnn_dailymail_is_cut_on_the_left(read: Callable, work: Path) -> None:
 def test_mt_bench_first_turns(read: Callable, work: Path) -> None:
     (work / "mt.jsonl").write_text(json.dumps({"prompt": ["first", "second"]}) + "\n")
     assert taken(read("data=mt_bench", "data.path=mt.jsonl")) == {"mt.jsonl:1": "first"}
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(source: str, read: Callable, work: Path) -> None:
+    content = {"text": "one\n", "jsonl": '{"prompt": "one"}\n'}[source]
+    (work / "t").write_bytes(content.encode("utf-8-sig"))
+    assert taken(read(f"data={source}", "data.path=t")) == {"t:1": "one"}
 
 
 @pytest.mark.parametrize(("truncate", "kept"), [("left", "fghij"), ("right", "abcde")])
@@ -221,10 +228,12 @@ def test_a_dataset_of_the_hub(read: Callable, monkeypatch: pytest.MonkeyPatch) -
 
     class Hub:
         @staticmethod
-        def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, str]]:
+        def load_dataset(name: str, subset: str | None, split: str) -> Iterable[dict[str, str]]:
             asked.append((name, subset, split))
             if name == "nobody/nothing":
                 raise ConnectionError("no route")
+            if name == "torn":
+                return ({"question": "1+1?"} if i == 0 else {}[i] for i in range(2))
             return [{"question": "1+1?"}, {"question": "2+2?"}]
 
     monkeypatch.setitem(__import__("sys").modules, "datasets", Hub)
@@ -233,3 +242,8 @@ def test_a_dataset_of_the_hub(read: Callable, monkeypatch: pytest.MonkeyPatch) -
     assert read("data=hf", "data.hub=nobody/nothing").sentence == (
         "cannot read dataset 'nobody/nothing' (None, test): no route. A local copy works with data.path=FILE.jsonl"
     )
+    torn = ("data=hf", "data.hub=torn", "data.field=question")
+    assert read(*torn).sentence == (
+        "cannot read dataset 'torn' (None, test): 1. A local copy works with data.path=FILE.jsonl"
+    )
+    assert taken(read(*torn, "data.limit=1")) == {"torn[0]": "1+1?"}

@@ -65,7 +65,7 @@ def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd
         ).add(text)
     assert all(len(same) == 1 for same in texts.values())  # whatever was compared, the tokens are the same
     assert f"python -m emssd.report {Path('out')}" in result.out
-    assert "tokens/s" in result.out
+    assert "tokens/s" in result.err
 
 
 def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:

@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from emssd.config import OnError
+from emssd.errors import OutputError, PromptError
+from emssd.intake import Failures
 from emssd.output import OutputFolder
+from emssd.prompts import Prompt
 
 
 def rows_by_id(path: Path) -> dict[str, list[int]]:
@@ -75,9 +79,9 @@ def test_a_resumed_run_says_what_its_figures_cover(decode: Callable) -> None:
     assert [row["id"] for row in result.rows][:2] == list(whole)[:2]
     assert (result.metrics["num_prompts"], result.metrics["num_resumed_prompts"]) == (5, 2)
     assert result.metrics["check"]["exact"] == 3
-    assert "resume=true: out/ holds 2 of 5 rows" in result.out
+    assert "resume=true: out/ holds 2 of 5 rows" in result.err
     assert "of the 3 rows of this run; 2 were finished before" in result.out
-    assert "5/5" in result.out
+    assert "5/5" in result.err
 
 
 def test_a_finished_job_is_left_as_it_is(decode: Callable) -> None:
@@ -85,7 +89,7 @@ def test_a_finished_job_is_left_as_it_is(decode: Callable) -> None:
     before = {path.name: path.read_text() for path in first.folder.iterdir()}
     result = decode("overwrite=false", "resume=true")
     assert result.metrics
-    assert "resume=true: out/ holds 5 of 5 rows\nnothing is left to do\n" in result.out
+    assert "resume=true: out/ holds 5 of 5 rows\nnothing is left to do\n" in result.err
     assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
 
 
@@ -94,7 +98,7 @@ def test_killed_after_the_last_row_there_is_nothing_left_but_no_metrics(decode: 
     result = decode("overwrite=false", "resume=true")
     assert result.status == 0
     assert len(result.rows) == 5
-    assert "nothing is left to do" in result.out
+    assert "nothing is left to do" in result.err
 
 
 @pytest.mark.parametrize("left", [None, "", '{"id": "prompts.tx'])
@@ -105,7 +109,7 @@ def test_nothing_to_go_on_with_is_a_fresh_start(left: str | None, decode: Callab
     result = decode("overwrite=false", "resume=true")
     assert result.metrics["num_resumed_prompts"] == 0
     assert len(rows_by_id(result.folder / "generations.jsonl")) == 5
-    assert "resume=true: out/ holds no rows, so this is a fresh start" in result.out
+    assert "resume=true: out/ holds no rows, so this is a fresh start" in result.err
 
 
 def test_what_does_not_determine_the_output_may_change(decode: Callable) -> None:
@@ -149,14 +153,92 @@ def test_rows_whose_prompts_have_changed_are_not_kept_silently(
     )
 
 
-@pytest.mark.parametrize("line", ["oops", "[1]", '{"id": "x"}', '{"id": ["x"], "prompt": "y"}'])
-def test_a_line_that_is_no_row(line: str, decode: Callable) -> None:
-    folder = decode().folder
-    cut_down(folder, 2, line + "\n")
-    assert decode("overwrite=false", "resume=true").sentence == (
-        "resume=true: out/generations.jsonl:3 is no row of a run; take that line out, and its prompt is decoded again, "
-        "or start again with overwrite=true"
+WHOLE = {
+    "id": "x", "prompt": "y", "text": "z", "token_ids": [4], "finish_reason": "length", "num_prompt_tokens": 1,
+    "num_steps": 1, "acceptance_length": 1.0,
+}  # fmt: skip
+
+
+def changed(**fields: object) -> str:
+    return json.dumps(WHOLE | fields)
+
+
+def without(name: str) -> str:
+    return json.dumps({key: value for key, value in WHOLE.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("oops", "it is not JSON"),
+        ("[" * 5000, "it is not JSON"),
+        ("9" * 5000, "it is not JSON"),
+        ("[1]", "it is no JSON object"),
+        *((without(name), f"it has no {name}") for name in WHOLE),
+        (changed(id=["x"]), 'its id cannot be ["x"]'),
+        (changed(prompt=None), "its prompt cannot be null"),
+        (changed(text=5), "its text cannot be 5"),
+        (changed(token_ids=[]), "its token_ids cannot be []"),
+        (changed(token_ids=[4, "5"]), 'its token_ids cannot be [4, "5"]'),
+        (changed(token_ids=[True]), "its token_ids cannot be [true]"),
+        (changed(finish_reason="tired"), 'its finish_reason cannot be "tired"'),
+        (changed(finish_reason=[]), "its finish_reason cannot be []"),
+        (changed(num_steps="1"), 'its num_steps cannot be "1"'),
+        (changed(acceptance_length=None), "its acceptance_length cannot be null"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_line_that_is_no_row(line: str, wrong: str, work: Path) -> None:
+    path = work / "generations.jsonl"
+    path.write_text(f"{json.dumps(WHOLE)}\n{line}\n")
+    with pytest.raises(OutputError) as raised:
+        OutputFolder(work, resume=True)
+    assert str(raised.value) == (
+        f"resume=true: {path}:2 is no row of a run: {wrong}; take that line out, and its prompt is decoded again, "
+        f"or start again with overwrite=true"
     )
+    path.write_text(f"{json.dumps(WHOLE)}\n{changed(id='2', text=None)}\n")
+    with OutputFolder(work, resume=True) as output:
+        assert output.finished == {"x": "y", "2": "y"}
+
+
+def test_a_row_that_is_there_twice(decode: Callable) -> None:
+    folder = decode("batch_size=1").folder
+    cut_down(folder, 2)
+    path = folder / "generations.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines(keepends=True)[0])
+    before = path.read_text()
+    assert decode("overwrite=false", "resume=true").sentence == (
+        "resume=true: out/generations.jsonl:3 is a second row of the prompt 'prompts.txt:1', after line 1; take one of "
+        "the two out, or start again with overwrite=true"
+    )
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (b"model: [1", "it is no YAML of options: while parsing a flow sequence"),
+        (b"model: ${nothing}", "it is no YAML of options: Interpolation key 'nothing' not found"),
+        (b"", "it holds no options"),
+        (b"- 1", "it is no YAML of options: Index 'model' (str) is not an int"),
+        (b"\xff", "it is no UTF-8 text"),
+    ],
+    ids=str,
+)
+def test_rows_whose_config_is_broken(config: bytes, why: str, decode: Callable) -> None:
+    folder = decode().folder
+    (folder / "config.yaml").write_bytes(config)
+    assert decode("overwrite=false", "resume=true").sentence == (
+        f"resume=true: out holds rows, but its config.yaml cannot be read ({why}), which tells how they were made; "
+        f"overwrite=true starts again"
+    )
+
+
+def test_broken_metrics_of_a_finished_job(decode: Callable) -> None:
+    folder = decode().folder
+    (folder / "metrics.json").write_text("{oops")
+    assert decode("overwrite=false", "resume=true").status == 0
 
 
 def test_rows_without_a_config(decode: Callable) -> None:
@@ -217,6 +299,13 @@ BAD: list[tuple[str, str, str]] = [
     ('{"prompt": "a", "n": 3}', "f.jsonl:2", "f.jsonl:2 has no field 'id'; it has 'prompt', 'n'. Choose with data.id_"),
     ('{"prompt": "a", "id": "bad"}', "f.jsonl:2", "f.jsonl:2 has no field 'n'; it has 'prompt', 'id'. Choose"),
     ('{"id": "bad", "n": 3, "prompt": ""}', "bad", "prompt bad is empty; there is nothing to continue"),
+    ("[" * 5000, "f.jsonl:2", "f.jsonl:2 is JSON that cannot be read: its brackets are nested too deeply; repair"),
+    ("9" * 5000, "f.jsonl:2", "f.jsonl:2 is JSON that cannot be read: Exceeds the limit (4300 digits) for integer"),
+    ('{"id": null, "n": 3, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'id' holds a value of type NoneType; an id"),
+    ('{"id": [1], "n": 3, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'id' holds a value of type list; an id is"),
+    ('{"id": "bad", "n": 1.5, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'n' holds 1.5; a limit of new tokens"),
+    ('{"id": "bad", "n": NaN, "prompt": "a"}', "f.jsonl:2", "f.jsonl:2: field 'n' holds nan; a limit of new tokens"),
+    ('{"id": "bad", "n": 3, "prompt": NaN}', "f.jsonl:2", "f.jsonl:2: field 'prompt' holds a value of type float"),
     ('{"id": "bad", "n": 3, "prompt": 3}', "f.jsonl:2", "f.jsonl:2: field 'prompt' holds a value of type int"),
     ('{"id": "bad", "n": 3, "prompt": "%s"}' % ("x" * 99), "bad", "prompt bad has 99 tokens, and the model takes 96"),
     ('{"id": "bad", "n": 3, "prompt": "\\ud800"}', "bad", "prompt bad is no Unicode text: character 1 is half of a"),
@@ -250,7 +339,7 @@ def records(decode: Callable, work: Path) -> Callable[..., Any]:
 def test_a_bad_prompt_fails_the_run_or_is_skipped(line: str, name: str, reason: str, records: Callable) -> None:
     failed = records(line)
     assert failed.sentence.startswith(reason)
-    assert failed.rows == []
+    assert not failed.folder.exists()
     result = records(line, "on_error=skip", "check=greedy")
     assert {row["id"]: len(row["token_ids"]) for row in result.rows} == {"first": 3, "3": 24}
     (error,) = [json.loads(text) for text in (result.folder / "errors.jsonl").read_text().splitlines()]
@@ -260,6 +349,21 @@ def test_a_bad_prompt_fails_the_run_or_is_skipped(line: str, name: str, reason: 
     assert "1 prompts were skipped, see errors.jsonl:" in result.out
     assert reason.split(";")[0][:40] in result.out
     assert "written to out/: generations.jsonl, metrics.json, config.yaml, errors.jsonl" in result.out
+
+
+def test_two_prompts_of_one_id_from_any_source() -> None:
+    source = [Prompt("a", "x"), Prompt("b", "y"), Prompt("a", "z")]
+    with pytest.raises(PromptError, match="there are two prompts 'a'; ids tell rows apart, so give others"):
+        Failures(OnError.fail).passed(source)
+    skipping = Failures(OnError.skip)
+    assert skipping.passed(source) == source[:2]
+    assert [failed.prompt_id for failed in skipping.prompts] == ["a"]
+
+
+def test_a_limit_beyond_all_models_and_what_no_option_reads_are_fine(records: Callable) -> None:
+    assert len(records('{"id": "2", "n": 5.0, "prompt": "a"}').rows[1]["token_ids"]) == 5
+    result = records('{"id": "\\ud800", "n": 1' + "0" * 40 + ', "prompt": "a", "score": NaN}')
+    assert {row["id"]: len(row["token_ids"]) for row in result.rows} == {"first": 3, "\ud800": 95, "3": 24}
 
 
 def test_a_prompt_that_the_kv_cache_cannot_hold(decode: Callable, prompts: Path) -> None:
@@ -283,7 +387,7 @@ def test_if_all_prompts_fail_the_run_fails(decode: Callable, work: Path) -> None
     result = decode("data=jsonl", "data.path=f.jsonl", "on_error=skip")
     assert result.sentence == "none of the 4 prompts can be used; out/errors.jsonl says why"
     assert len((result.folder / "errors.jsonl").read_text().splitlines()) == 4
-    assert "… and 1 more" in result.out
+    assert "… and 1 more" in result.err
 
 
 def test_what_was_skipped_is_not_what_is_left_to_do(records: Callable) -> None:
@@ -291,7 +395,7 @@ def test_what_was_skipped_is_not_what_is_left_to_do(records: Callable) -> None:
     folder = records(line, "on_error=skip").folder
     errors, metrics = ((folder / name).read_text() for name in ("errors.jsonl", "metrics.json"))
     result = records(line, "on_error=skip", "overwrite=false", "resume=true")
-    assert "nothing else is left to do" in result.out
+    assert "nothing else is left to do" in result.err
     assert ((folder / "errors.jsonl").read_text(), (folder / "metrics.json").read_text()) == (errors, metrics)
     (folder / "generations.jsonl").write_text((folder / "generations.jsonl").read_text().splitlines(keepends=True)[0])
     result = records(line, "on_error=skip", "overwrite=false", "resume=true")

@@ -201,7 +201,7 @@ def test_a_plugin_that_takes_long_is_named_and_can_be_left_out(
 def test_the_command_line_warns_of_a_broken_plugin_and_runs(install: Callable, decode: Callable) -> None:
     install("broken", "raise RuntimeError('no licence')")
     result = decode("max_new_tokens=2")
-    assert result.err == (
+    assert result.err.startswith(
         "emssd: warning: plugin 'broken' of third-party-broken 1.2 is not loaded: RuntimeError: no licence\n"
     )
     assert len(result.rows) == 5

@@ -63,8 +63,13 @@ def test_a_job_that_was_another_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["oops", "[1]", "{}", '{"job": "x", "overrides": []}', '{"job": 1, "overrides": null}']
-)
+    "line",
+    [
+        "oops", "[" * 5000, "[1]", "{}", '{"job": "x", "overrides": []}', '{"job": 1.5, "overrides": []}',
+        '{"job": 1, "overrides": null}', '{"job": 1, "overrides": [1]}',
+    ],
+    ids=lambda line: line[:40],
+)  # fmt: skip
 def test_a_line_that_is_no_row(line: str, folder: Path) -> None:
     path = folder / "rows.jsonl"
     path.write_text(path.read_text().replace('{"job": 2, "overr', line + "\n"))
@@ -72,6 +77,20 @@ def test_a_line_that_is_no_row(line: str, folder: Path) -> None:
     with pytest.raises(OutputError, match=r"rows.jsonl:3 is no row of an experiment; take that line out"):
         RowsFile(folder, resume=True)
     assert path.read_text() == before
+
+
+def test_a_job_that_is_there_twice(folder: Path) -> None:
+    path = folder / "rows.jsonl"
+    path.write_text(path.read_text().replace('{"job": 2, "overr', json.dumps(row(0)) + "\n"))
+    before = path.read_text()
+    with pytest.raises(OutputError, match=r"rows.jsonl:3 is a second row of job 0; take one of the two out"):
+        RowsFile(folder, resume=True)
+    assert path.read_text() == before
+
+
+def test_without_a_row_there_is_no_file_nor_folder(tmp_path: Path) -> None:
+    RowsFile(tmp_path / "new" / "folder").close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_experiments_do_not_write_to_one_folder(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def test_plugin_options_are_set_by_name(decode: Callable) -> None:
 def test_a_model_without_eos_runs_to_the_limit_with_a_note(decode: Callable, model_without_eos: str) -> None:
     result = decode(f"model.path={model_without_eos}")
     assert {row["finish_reason"] for row in result.rows} == {"length"}
-    assert "the model names no EOS token: only max_new_tokens ends a row" in result.out
+    assert "the model names no EOS token: only max_new_tokens ends a row" in result.err
 
 
 def test_a_sweep_writes_a_folder_per_job(decode: Callable) -> None:
@@ -147,23 +148,52 @@ def test_an_earlier_run_stays_until_the_new_one_is_known_to_work(decode: Callabl
     assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
 
 
-def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine run out of memory in step `number`, as a device does."""
     from emssd.engine import Engine
     from emssd.errors import OutOfMemoryError
 
-    assert decode().metrics
-    step, steps = Engine.step, iter(range(100))
+    step, steps = Engine.step, count(1)
 
     def fails(engine: Engine) -> list[Sequence]:
-        if next(steps) > 9:
+        if next(steps) == number:
             raise OutOfMemoryError("out of memory")
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", fails)
-    result = decode()
+
+
+def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decode().metrics
+    failing_at(35, monkeypatch)
+    result = decode("batch_size=1", "drafter=none")
     assert result.sentence == "out of memory"
     assert not (result.folder / "metrics.json").exists()
-    assert len(result.rows) < 5
+    assert 0 < len(result.rows) < 5
+
+
+def test_a_run_that_fails_before_its_first_row_leaves_the_earlier_one(
+    decode: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = decode()
+    before = {path.name: path.read_text() for path in first.folder.iterdir()}
+    failing_at(3, monkeypatch)
+    assert decode("max_new_tokens=20").sentence == "out of memory"
+    assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("there", [[], ["deep"], ["deep", "deep/er"]], ids=len)
+def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
+    there: list[str], decode: Callable, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in there:
+        (work / folder).mkdir()
+    before = sorted(work.rglob("*"))
+    assert decode("data.path=missing.txt", "output_dir=deep/er").status == 2
+    assert sorted(work.rglob("*")) == before
+    failing_at(3, monkeypatch)
+    assert decode("output_dir=deep/er").sentence == "out of memory"
+    assert sorted(work.rglob("*")) == before
 
 
 @pytest.mark.slow
@@ -172,9 +202,9 @@ def test_the_module_runs_as_a_process_with_a_progress_bar(
 ) -> None:
     process = start(f"model.path={model}", "data=text", f"data.path={prompts}", "max_new_tokens=4", "output_dir=out")
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
-    assert "decoding" in out
-    assert "5/5" in out
+    assert process.returncode == 0
+    assert "decoding" in err
+    assert "5/5" in err
     assert "written to out/: generations.jsonl, metrics.json, config.yaml" in out
 
 

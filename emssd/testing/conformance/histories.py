@@ -125,8 +125,8 @@ class _Player:
             packed = pack(rows, Draft.from_chains(chains), self._spec.device)
             yield from self._run(packed, self._judged(turn, packed), len(self._spec.layers))
             for move, row, chain in zip(turn.moves, rows, chains, strict=True):
-                row.num_cached = len(row.tokens) + move.accepted
-                row.tokens += [*chain[: move.accepted], *self._new(1, self._rows[move.row][1])]
+                tokens = [*chain[: move.accepted], *self._new(1, self._rows[move.row][1])]
+                row.advance(tokens, None, num_drafted=move.drafted, num_accepted=move.accepted)
             self._backend.commit(Kept(packed.request_ids, tuple(row.num_cached for row in rows)))
             for move, row in zip(turn.moves, rows, strict=True):
                 if move.leaves:

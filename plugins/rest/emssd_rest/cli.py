@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from emssd.errors import ConfigError, exit_on_error
 from emssd.records import RecordsConfig
+from emssd.terminal import steady
 
 __all__ = ["main", "make_parser"]
 
@@ -49,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@steady("emssd-rest")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
     parsed = make_parser().parse_args(arguments)

@@ -1,0 +1,78 @@
+"""How busy others kept the machine during a measurement: figures of a busy machine are not those of a quiet one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+__all__ = ["BUSY_SHARE", "CPUTimes", "OtherProcesses", "cpu_times"]
+
+BUSY_SHARE = 0.1
+"""Of the cores: where others use more, a run's times are said to be those of a busy machine."""
+
+_SHORTEST = 0.5  # seconds: below, the hundredths of a second in which systems count are too coarse
+_LEAST_COUNTED = 0.5  # of the time that passed on all cores: a system that accounts for less does not really count
+
+
+@dataclass(frozen=True, slots=True)
+class CPUTimes:
+    """Seconds so far, of the clock, and of the cores that this process may use.
+
+    Attributes:
+        cores: how many they are.
+        busy, idle: of these cores, in all processes.
+        own: of this process, and of those that it started and that have ended.
+    """
+
+    clock: float
+    cores: int
+    busy: float
+    idle: float
+    own: float
+
+
+def cpu_times() -> CPUTimes:
+    """As the system counts them now."""
+    import psutil
+
+    cores = psutil.cpu_times(percpu=True)
+    if hasattr(os, "sched_getaffinity"):  # Linux: a run that was given a few of many cores competes for those alone
+        usable = os.sched_getaffinity(0)
+        cores = [core for number, core in enumerate(cores) if number in usable] or cores
+    idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
+    # What guests take is counted as their host's processes, too.
+    every = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in cores)
+    own = psutil.Process().cpu_times()
+    used = own.user + own.system + getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
+    return CPUTimes(time.perf_counter(), len(cores), every - idle, idle, used)
+
+
+class OtherProcesses:
+    """What other processes take of the cores while the body of a ``with`` statement runs.
+
+    Args:
+        read: the times so far.
+
+    Attributes:
+        share: of all cores, 0 to 1; ``None`` where it was too short to tell, or the system does not count.
+    """
+
+    def __init__(self, read: Callable[[], CPUTimes] = cpu_times) -> None:
+        self._read = read
+        self.share: float | None = None
+
+    def __enter__(self) -> OtherProcesses:
+        self._start = self._read()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        start, end = self._start, self._read()
+        seconds = (end.clock - start.clock) * end.cores
+        busy, idle = end.busy - start.busy, end.idle - start.idle
+        if end.clock - start.clock >= _SHORTEST and busy + idle >= _LEAST_COUNTED * seconds:
+            self.share = min(max((busy - (end.own - start.own)) / seconds, 0.0), 1.0)

@@ -1,0 +1,136 @@
+"""A file of JSON lines that one process at a time appends to: locked, flushed with every line, never half written."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+
+from emssd.errors import OutputError
+
+__all__ = ["LinesFile"]
+
+
+class LinesFile:
+    """Lines that are there stay as they are until the first new one is written. The folder is made if need be.
+
+    A line that is written survives the end of this process, also by ``kill -9``; only a crash of the machine can take
+    it, until it is forced to the disk.
+
+    Args:
+        path: of the file.
+        sync_seconds: how often lines are forced to the disk. It takes 0.2 ms on a local SSD and some ten on a network.
+
+    Raises:
+        OutputError: another process writes to it.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, *, sync_seconds: float = 0.0) -> None:
+        self.path = path
+        self._sync_seconds = sync_seconds
+        self._synced = time.monotonic()
+        self._kept_bytes = 0
+        self._made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _opened_alone(path)
+        except OSError:  # an OutputError is one, too
+            self._remove_folders()
+            raise
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there."""
+        return not os.fstat(self._file.fileno()).st_size
+
+    def keep(self) -> list[bytes]:
+        """Keep all whole lines, and return them; what follows the last newline was being written in a crash."""
+        self._file.seek(0)
+        content = self._file.readall()
+        self._kept_bytes = content.rfind(b"\n") + 1
+        return content[: self._kept_bytes].split(b"\n")[:-1]
+
+    def cut(self) -> None:
+        """Drop what is not kept.
+
+        Raises:
+            OSError: that does not work.
+        """
+        if os.fstat(self._file.fileno()).st_size > self._kept_bytes:
+            self._file.truncate(self._kept_bytes)
+
+    def append(self, line: bytes) -> None:
+        """Write one line, which ends with a newline, behind those that are kept.
+
+        Raises:
+            OSError: the disk is full, say; nothing of the line is left then.
+        """
+        self.cut()
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._kept_bytes)
+            raise
+        self._kept_bytes += len(line)
+        if (now := time.monotonic()) - self._synced >= self._sync_seconds:
+            os.fsync(self._file.fileno())
+            self._synced = now
+
+    def close(self) -> None:
+        """Let others write to it. If it is empty, it goes, and so do the folders that were made for it."""
+        if self._file.closed:
+            return
+        with suppress(OSError):  # a system that keeps files that are open
+            if self.is_empty and self.path.is_file() and _is_at(self.path, self._file.fileno()):
+                self.path.unlink()
+        with suppress(OSError):  # of a line that could not be written, which `append` has said
+            self._file.close()
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        """Remove the folders that were made for the file, from the inmost on, as far as they are empty."""
+        with suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+
+
+def _opened_alone(path: Path) -> FileIO:
+    """Open `path` to be read and appended to, and locked until it is closed or this process ends, in whichever way."""
+    while True:
+        file = FileIO(path, "a+")
+        try:
+            _lock(file.fileno(), path.parent)
+            if _is_at(path, file.fileno()):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # whoever had the lock has removed the file since it was opened here
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(file: int, folder: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # not a Unix system: two runs at once in one folder are the user's to avoid
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OutputError(
+            f"output_dir={folder} is being written by another run; wait for it, or set output_dir to another folder"
+        ) from error
+    except OSError:  # a file system without locks
+        return

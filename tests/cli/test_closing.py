@@ -1,0 +1,135 @@
+"""What a run says at its end: its first texts, that nothing was gained, that the machine was busy, what was missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emssd.busy import CPUTimes, OtherProcesses, cpu_times
+from emssd.closing import remarks, short_end, short_start
+
+METRICS: dict[str, Any] = {"mean_acceptance_length": 2.0, "other_cpu_share": 0.05}
+RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
+
+
+def test_results_go_to_stdout_and_what_is_said_on_the_way_to_stderr(decode: Callable) -> None:
+    result = decode("check=greedy", "progress=true")
+    for said in ("loading ", "decoding ", "plain greedy ━", "5/5"):
+        assert said in result.err
+        assert said not in result.out
+    for shown in ("│ new tokens", "check=greedy: 5 exact", "written to out/", "prompts.txt:1\n"):
+        assert shown in result.out
+        assert shown not in result.err
+
+
+def test_the_first_two_texts_are_shown(decode: Callable) -> None:
+    result = decode()
+    texts = {row["id"]: row["text"] for row in result.rows}
+    lines = result.out.splitlines()
+    for name, prompt in (("prompts.txt:1", "hello hello hello"), ("prompts.txt:2", "abc abcd abc")):
+        at = lines.index(name)
+        assert lines[at + 1] == f"  prompt: {prompt}"
+        assert lines[at + 2].rstrip() == f"  text: {short_start(texts[name])}".rstrip()
+    assert "prompts.txt:4" not in result.out
+
+
+def test_prompts_without_text_are_told_by_their_length(emssd: Callable, model: str) -> None:
+    random = ("data=random", "data.limit=1", "data.num_tokens=7", "data.vocab_size=200")
+    assert "  prompt: 7 token ids\n" in emssd(f"model.path={model}", *random, "max_new_tokens=2").out
+
+
+def test_texts_are_shortened_to_a_paragraph_that_commands_no_terminal() -> None:
+    assert short_start("a\n\n b\tc", 9) == "a b c"
+    assert short_start("ab cd ef", 5) == "ab cd …"
+    assert short_end("ab cd ef", 5) == "… cd ef"
+    assert short_end("x\x1b[2Jy\x9bz") == "x [2Jy z"
+
+
+@pytest.mark.parametrize(
+    ("figures", "found"),
+    [
+        ({"mean_acceptance_length": 1.0049}, "acceptance length τ 1.00"),
+        ({"speedup": 1.0}, "1.00 times the speed of plain greedy decoding"),
+        ({"speedup": 0.5, "mean_acceptance_length": 1.0},
+         "acceptance length τ 1.00, 0.50 times the speed of plain greedy decoding"),
+    ],
+)  # fmt: skip
+def test_where_nothing_was_gained(figures: dict[str, float], found: str) -> None:
+    assert remarks(METRICS | figures, drafts=True) == [
+        f"nothing was gained ({found}): try another drafter (emssd-plugins lists them), other options of this one, "
+        f"or a smaller batch_size"
+    ]
+    assert remarks(METRICS | figures, drafts=False) == []
+
+
+@pytest.mark.parametrize("figures", [{}, {"speedup": 1.01}, {"speedup": 0.0}, {"mean_acceptance_length": 1.01}])
+def test_where_something_was_gained_or_nothing_was_measured(figures: dict[str, float]) -> None:
+    assert remarks(METRICS | figures, drafts=True) == []
+
+
+def test_a_run_says_that_nothing_was_gained(decode: Callable) -> None:
+    never = decode("drafter=llma", "drafter.match_length=60")
+    assert never.metrics["mean_acceptance_length"] == 1
+    assert "nothing was gained (acceptance length τ 1.00): try another drafter" in never.out
+    assert "nothing was gained" not in decode("drafter=none").out
+    assert "nothing was gained (acceptance length" not in decode(*RETRIEVE).out
+
+
+@pytest.mark.parametrize(("shares", "said"), [((0.25, None), "25%"), ((0.0, 0.5), "50%"), ((0.1, 0.1), None),
+                                              ((None, None), None)])  # fmt: skip
+def test_a_busy_machine(shares: tuple[float | None, float | None], said: str | None) -> None:
+    run, greedy = shares
+    found = remarks(METRICS | {"other_cpu_share": run, "greedy": {"other_cpu_share": greedy}}, drafts=True)
+    sentence = f"the machine was busy: other processes used {said} of its cores, so its times may mislead"
+    assert found == ([sentence] if said else [])
+
+
+def test_the_share_is_in_the_metrics_of_both_runs(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emssd.job.OtherProcesses", lambda: OtherProcesses(counted((4.0, 10.0, 0.0))))
+    result = decode("check=greedy")
+    assert (result.metrics["other_cpu_share"], result.metrics["greedy"]["other_cpu_share"]) == (0.2, 0.2)
+    assert "the machine was busy: other processes used 20% of its cores" in result.out
+
+
+def counted(passed: tuple[float, float, float], cores: int = 2, seconds: float = 10.0) -> Callable[[], CPUTimes]:
+    """Readings between which so many seconds pass: others' and our own CPU time is `passed`, idle time its second."""
+    busy, idle, own = passed
+    readings = iter(
+        [CPUTimes(100.0, cores, 7.0, 9.0, 3.0), CPUTimes(100.0 + seconds, cores, 7.0 + busy, 9.0 + idle, 3.0 + own)]
+    )
+    return lambda: next(readings)
+
+
+@pytest.mark.parametrize(
+    ("busy", "idle", "own", "seconds", "share"),
+    [
+        (12.0, 8.0, 10.0, 10.0, 0.1),
+        (10.0, 10.0, 10.0, 10.0, 0.0),
+        (9.9, 10.0, 10.0, 10.0, 0.0),  # counted a little apart
+        (20.0, 0.0, 0.0, 10.0, 1.0),
+        (0.0, 0.0, 10.0, 10.0, None),  # a sandbox whose system counts nothing
+        (0.2, 0.2, 0.1, 0.2, None),  # too short for a clock of hundredths
+    ],
+)
+def test_the_share_of_others(busy: float, idle: float, own: float, seconds: float, share: float | None) -> None:
+    with OtherProcesses(counted((busy, idle, own), seconds=seconds)) as others:
+        pass
+    assert others.share == (None if share is None else pytest.approx(share))
+
+
+def test_times_of_this_machine() -> None:
+    first, then = cpu_times(), cpu_times()
+    assert first.cores >= 1
+    assert then.clock > first.clock
+    assert (then.busy >= first.busy, then.own >= first.own > 0) == (True, True)
+
+
+def test_attention_without_kernels_is_said_at_the_end(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emssd.closing.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
+    assert "\nattention in PyTorch: no C++ compiler\n" in decode().out
+
+
+def test_attention_with_kernels_needs_no_word(kernels: None, decode: Callable) -> None:
+    assert "attention in PyTorch" not in decode().out

@@ -1,0 +1,241 @@
+"""Whatever stdout lacks (characters, columns, a reader), and whenever Ctrl-C comes: no command ends in a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from emssd_rest.cli import main as rest
+from rich.table import Table
+
+from emssd.plugins import main as plugins
+from emssd.simulate.__main__ import main as simulate
+from emssd.terminal import INTERRUPTED, plain_console, steady
+
+
+class Failing(io.TextIOWrapper):
+    """A stream that takes some characters, and then fails."""
+
+    def __init__(self, error: OSError, takes: int = 0) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8")
+        self.left, self._error = takes, error
+
+    def write(self, text: str) -> int:
+        self.left -= len(text)
+        if self.left < 0:
+            raise self._error
+        return len(text)
+
+
+def full(takes: int = 0) -> Failing:
+    return Failing(OSError(28, "No space left on device"), takes)
+
+
+def closed(takes: int = 0) -> Failing:
+    return Failing(BrokenPipeError(32, "Broken pipe"), takes)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], io.BytesIO]:
+    """``narrow(encoding)`` makes stdout one of this encoding, as PYTHONIOENCODING does; returns what it gets."""
+
+    def make(encoding: str) -> io.BytesIO:
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, write_through=True))
+        return raw
+
+    return make
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize(
+    ("command", "some"),
+    [
+        (lambda: plugins(["list"]), b"ragged"),
+        (lambda: simulate(["run", "--p", "0.7", "--requests", "4"]), b"simulated"),
+        (lambda: rest(["--help"]), b"datastores"),
+    ],
+    ids=["plugins", "simulate", "rest"],
+)
+def test_any_encoding_will_do(
+    encoding: str, command: Callable[[], object], some: bytes, narrow: Callable[[str], io.BytesIO]
+) -> None:
+    raw = narrow(encoding)
+    try:
+        command()
+    except SystemExit as stop:
+        assert not stop.code  # noqa: PT017  # of --help
+    assert some in raw.getvalue()
+    raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_run_prints_what_an_encoding_has(
+    encoding: str, decode: Callable, monkeypatch: pytest.MonkeyPatch, narrow: Callable[[str], io.BytesIO]
+) -> None:
+    out = narrow(encoding)
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(err := io.BytesIO(), encoding=encoding, write_through=True))
+    result = decode("progress=true")
+    assert result.status == 0
+    assert b"| acceptance length ? (bonus included)" in out.getvalue()
+    assert b"decoding ---" in err.getvalue()
+    assert len(result.rows) == 5
+
+
+def test_half_a_surrogate_pair_can_be_printed(narrow: Callable[[str], io.BytesIO]) -> None:
+    raw = narrow("utf-8")
+    plain_console().print("a\ud800b")  # also without `steady`, as in the processes of a launcher
+    assert raw.getvalue() == b"a?b\n"
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "2", "7"])
+def test_no_terminal_is_too_narrow(columns: str, decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decode().status == 0
+    monkeypatch.setenv("COLUMNS", columns)
+    table = Table("a", "b")
+    table.add_row("c", "d")
+    console = plain_console(file=io.StringIO())
+    console.print(table)
+    assert console.width >= 40
+    assert decode("progress=true", "check=greedy").status == 0
+
+
+@pytest.mark.parametrize(("stream", "status"), [(full, 2), (closed, 0)], ids=["full", "closed"])
+@pytest.mark.parametrize("takes", [0, 100])
+def test_results_are_written_though_stdout_takes_nothing(
+    stream: Callable[[int], Failing], status: int, takes: int, decode: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stream(takes))
+    result = decode("-m", "drafter=none,llma", "max_new_tokens=4")
+    assert result.status == status
+    last = result.err.splitlines()[-1]
+    assert "Traceback" not in result.err
+    sentence = "emssd: error: cannot print to stdout: No space left on device; files are written as ever"
+    assert (last == sentence) == (status == 2)
+    for job in ("0", "1"):
+        assert len((result.folder / job / "generations.jsonl").read_text().splitlines()) == 5
+        assert (result.folder / job / "metrics.json").is_file()
+
+
+def test_a_run_goes_on_without_stderr(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", full())
+    assert decode("progress=true").metrics
+
+
+def test_a_failed_command_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", full())
+
+    @steady("program")
+    def command() -> None:
+        print("something")
+        raise SystemExit(7)
+
+    with pytest.raises(SystemExit) as stop:
+        command()
+    assert stop.value.code == 7
+
+
+def test_help_that_cannot_be_printed_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", full())
+    with pytest.raises(SystemExit) as stop:
+        plugins(["--help"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("emssd-plugins: error: cannot print to stdout: No space left on device")
+
+
+def test_streams_that_are_closed_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with steady("program"):
+        print("something")
+        plain_console(stderr=True).print("something")
+
+
+@pytest.fixture
+def pipe() -> Iterator[int]:
+    """A pipe that nobody reads: its end to write to."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+def test_python_itself_does_not_fail_over_what_is_left_in_a_closed_pipe(
+    pipe: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = open(pipe, "w", closefd=False)  # noqa: SIM115  # closed below, which must not fail
+    monkeypatch.setattr(sys, "stdout", stream)
+    with steady("program"):
+        print("something")
+    stream.close()
+
+
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """Ctrl-C does after a test what it did before."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
+def test_ctrl_c_ends_a_command_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop, steady("program"):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.value.code == INTERRUPTED
+    assert capsys.readouterr().err == "program: interrupted\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
+def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    @steady("program")
+    def command() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(SystemExit):
+        command()
+    assert ended == [INTERRUPTED]
+    with pytest.raises(KeyboardInterrupt):  # only because `_exit` came back
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [INTERRUPTED, INTERRUPTED]
+
+
+def test_a_command_that_is_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with steady("program"):
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
+def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with steady("program"):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_command_and_its_module_begin_with_what_ends_quietly() -> None:
+    """Both import nothing heavy before Ctrl-C is dealt with."""
+    import subprocess
+
+    code = "import sys, emssd.__main__; print(*{'hydra', 'rich', 'torch', 'psutil'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+    scripts = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert '\nemssd = "emssd.__main__:main"\n' in scripts
