@@ -125,13 +125,13 @@ def test_after_any_error_the_next_step_goes_on(
     limits: list[int],
     eos: set[int],
     oracle: Any,
-    make_ragged: Any,
+    make_backend: Any,
     build: Any,
     prompts: list[list[int]],
 ) -> None:
     faults = Faults(due)
     drafter, policy = FaultyDrafter(faults, oracle.vocab_size), FaultyPolicy(faults)
-    engine = build(oracle, make_ragged, drafter, batch_size=3, budget=policy, on_drafter_error="fail")
+    engine = build(oracle, make_backend, drafter, batch_size=3, budget=policy, on_drafter_error="fail")
     for name, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
         engine.add(Request(str(name), tuple(ids), limit, frozenset(eos)))
     break_backend(engine, faults)

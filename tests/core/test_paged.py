@@ -63,7 +63,8 @@ def test_what_a_failed_step_took_is_given_back_before_the_next_takes_its_own() -
     reserve_pages(table, pack(rows, Draft.from_chains([[], [0] * 6]), CPU))  # together they would be too many
     assert [len(table.pages(name)) for name in "ab"] == [2, 3]
     for row in rows:
-        row.num_cached, row.tokens = 6, [*row.tokens, 1]
+        row.set_cached(6)
+        row.extend([1])
     kept = table.pages("a")[:]
     reserve_pages(table, pack(rows, Draft.empty(2), CPU))
     assert table.pages("a") == kept
