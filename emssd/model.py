@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, StepPlan
 from emssd.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
+from emssd.interface import ATTENTION_NAME, MASKED_NAME, Attend, Visible, implementation, register, with_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.compiled import CompiledForward
 
-__all__ = ["LoadModel", "TargetModel", "load_model"]
-
-# Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
-ATTENTION_NAME = "emssd"
+__all__ = ["Attend", "LoadModel", "TargetModel", "load_model"]
 
 LoadModel = Callable[..., tuple["TargetModel", Any]]
 """`load_model`, or what stands in for it."""
-
-Attend = Callable[[int, LayerSpec, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-# Keywords that models hand to every attention function and that do not change what attention computes here:
-# positions are applied already, caching is ours, and the rest is bookkeeping of other implementations.
-_HARMLESS = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-     "is_causal", "layer_head_mask", "head_mask", "cache_position", "position_embeddings", "deterministic"}
-)  # fmt: skip
 
 
 class TargetModel:
@@ -53,11 +41,9 @@ class TargetModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, compile: bool = False) -> None:
-        from transformers import AttentionInterface
+        from emssd import masks, model_support, probe
 
-        from emssd import model_support
-
-        AttentionInterface.register(ATTENTION_NAME, _attention)
+        register()
         self.model: Any = model  # Transformers' own annotations do not describe how its models are called
         model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
         model_support.check_config(model.config, type(model))
@@ -65,7 +51,9 @@ class TargetModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        self.layers: tuple[LayerSpec, ...] = model_support.probe_layers(self)
+        self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
+        self._windows = masks.learn_windows(self)
+        self.layers: tuple[LayerSpec, ...] = probe.probe_layers(self)
         self.compiled = self._compile() if compile else None
 
     def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
@@ -98,15 +86,23 @@ class TargetModel:
         position_ids: torch.Tensor,
         attend: Attend,
         logits_to_keep: torch.Tensor | int = 0,
+        *,
+        masks: dict[int, Visible] | None = None,
     ) -> torch.Tensor:
-        """Call the model with `attend` in the place of its attention. Returns logits ``[b, m, vocab]``."""
-        with self._attention_implementation(ATTENTION_NAME):
+        """Call the model with `attend` in the place of its attention. Returns logits ``[b, m, vocab]``.
+
+        Given `masks`, the model makes its masks too, and it is filled with the function behind that of each layer.
+        """
+        keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
+        if masks is not None:
+            keywords["emssd_masks"] = masks
+        with implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME):
             output = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 use_cache=False,
                 logits_to_keep=logits_to_keep,
-                emssd_attend=attend,
+                **keywords,
             )
         logits: torch.Tensor = output.logits
         return logits
@@ -119,59 +115,6 @@ class TargetModel:
         except CompileError as error:
             warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
             return None
-
-    @contextmanager
-    def _attention_implementation(self, name: str) -> Iterator[None]:
-        """Set the model's attention for one call, so that a caller's own model still works as before after it."""
-        config = self.model.config
-        before = config._attn_implementation
-        config._attn_implementation = name
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    emssd_attend: Attend | None = None,
-    **features: Any,
-) -> tuple[torch.Tensor, None]:
-    """The registered attention function: ``query [b, heads, n, dim]`` in, ``[b, n, heads, dim]`` out."""
-    name = type(module).__name__
-    if emssd_attend is None:
-        raise UnsupportedModelError(f"{name} does not pass keywords on to its attention function, so no KV cache")
-    refused = sorted(key for key, given in features.items() if given is not None and key not in _HARMLESS)
-    if refused or dropout or attention_mask is not None:
-        what = ", ".join(refused) or ("dropout" if dropout else "an attention mask of its own")
-        raise UnsupportedModelError(f"{name} asks its attention for {what}, which emssd does not compute")
-    batch, num_heads, num_tokens, key_dim = query.shape
-    spec = LayerSpec(
-        num_qo_heads=num_heads,
-        num_kv_heads=key.shape[1],
-        key_dim=key_dim,
-        value_dim=value.shape[3],
-        scale=float(scaling) if scaling is not None else key_dim**-0.5,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
-    out = emssd_attend(
-        int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of Transformers has this integer
-        spec,
-        query.transpose(1, 2).reshape(batch * num_tokens, num_heads, key_dim),
-        key.transpose(1, 2).reshape(batch * num_tokens, spec.num_kv_heads, key_dim),
-        value.transpose(1, 2).reshape(batch * num_tokens, spec.num_kv_heads, spec.value_dim),
-    )
-    return out.view(batch, num_tokens, num_heads, spec.value_dim), None
 
 
 def load_model(

@@ -1,24 +1,14 @@
-"""Which models can be served: read from the config first, then proved by running the model once."""
+"""Which models can be served at all, and at which lengths, as their config tells; `emssd.probe` tells the rest."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
-
-from emssd.attention import LayerSpec, additive_mask, masked_attention
 from emssd.errors import ConfigError, UnsupportedModelError
 
-if TYPE_CHECKING:
-    from emssd.model import TargetModel
+__all__ = ["check_config", "resolve_max_model_len"]
 
-__all__ = ["check_config", "probe_layers", "resolve_max_model_len"]
-
-_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-# Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
-# feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
-# compute softmax or norms in float32 whatever their dtype, so float64 has room for that.
-_PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
 
 
 def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
@@ -38,6 +28,7 @@ def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
     elif max_model_len < 2 or (limit is not None and max_model_len > limit):
         raise ConfigError(f"max_model_len is {max_model_len}; this model takes 2 to {limit or 'any number of'} tokens")
     _check_rotary(text, config.model_type, max_model_len)
+    _check_chunks(text, config.model_type, max_model_len)
     return max_model_len
 
 
@@ -92,67 +83,16 @@ def _check_rotary(text: Any, name: str, max_model_len: int) -> None:
             )
 
 
+def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
+    """Refuse layers that attend in chunks, where a sequence can be longer than one; within one they see everything."""
+    chunk = getattr(text, "attention_chunk_size", None) or 0
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()) and max_model_len > chunk:
+        raise _refused(
+            name,
+            f"it has layers of type chunked_attention; model.max_model_len={chunk} or less works, where a sequence is "
+            f"one chunk",
+        )
+
+
 def _refused(name: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{name} cannot be served: {reason}")
-
-
-def probe_layers(target: TargetModel) -> tuple[LayerSpec, ...]:
-    """Run two short sequences packed into one and learn, and prove, how the model attends.
-
-    The packed run records every layer's shapes and rules; its logits must be those that the model's own eager
-    attention gives for each sequence alone. That catches what no config tells: layers that keep a state, positions
-    that are not taken from ``position_ids``, features that never reach the attention function.
-
-    Raises:
-        UnsupportedModelError: with the reason.
-    """
-    model, vocab_size = target.model, target.vocab_size
-    lengths = [min(length, target.max_model_len) for length in (5, 3)]
-    rows = [[(11 * i + 5 * row + 3) % vocab_size for i in range(length)] for row, length in enumerate(lengths)]
-    layers: dict[int, LayerSpec] = {}
-
-    def attend(
-        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        if layer in layers:
-            raise UnsupportedModelError(f"{type(model).__name__} runs attention layer {layer} twice in a pass")
-        layers[layer] = seen
-        owner = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths)).to(query.device)
-        mask = (owner[:, None] == owner[None, :]).tril()
-        if seen.sliding_window is not None:
-            mask = mask.triu(1 - seen.sliding_window)
-        return masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), seen)[
-            0
-        ].contiguous()
-
-    try:
-        with torch.inference_mode():
-            packed = target.run(
-                torch.tensor([[token for row in rows for token in row]], device=target.device),
-                torch.tensor([[i for row in rows for i in range(len(row))]], device=target.device),
-                attend,
-            )[0]
-            with target._attention_implementation("eager"):
-                alone = [model(torch.tensor([row], device=target.device), use_cache=False).logits[0] for row in rows]
-    except RuntimeError as error:  # torch's own: a kernel that lacks this dtype or device, no memory left
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not run in {target.dtype} on {target.device}: {error}"
-        ) from error
-    expected = target.model.config.get_text_config().num_hidden_layers
-    if sorted(layers) != list(range(expected)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} sends {len(layers)} of its {expected} layers through the attention interface; "
-            f"the others keep a state of their own, which cannot be rolled back"
-        )
-    _compare(type(model).__name__, packed, torch.cat(alone), target.dtype)
-    return tuple(layers[layer] for layer in range(expected))
-
-
-def _compare(name: str, packed: torch.Tensor, alone: torch.Tensor, dtype: torch.dtype) -> None:
-    packed, alone = packed.double(), alone.double()
-    difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
-    if not difference <= _PROBE_TOLERANCE[dtype]:
-        raise UnsupportedModelError(
-            f"{name} gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
-            f"deviations): it has a feature that does not go through its attention function"
-        )

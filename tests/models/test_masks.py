@@ -1,0 +1,230 @@
+"""What a model asks through its masks alone is honoured, or refused with the reason; and what it counts for itself.
+
+Oracle: the model's own eager forward pass over each row alone, anew for every token, in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
+from transformers.models.llama import modeling_llama
+
+from emssd import Engine
+from emssd.errors import UnsupportedModelError
+from emssd.masks import window_of
+from emssd.model import TargetModel
+from emssd.testing.models import tiny_model
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+PROMPTS = [[3, 4, 5, 6, 7] * 4, [8], [9, 3, 11, 4, 9, 3, 12, 5, 9, 3]]
+LLAMA4: dict[str, Any] = {
+    "intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 2, "moe_layers": [1], "no_rope_layers": [1, 0],
+    "attn_temperature_tuning": True, "attn_scale": 1.0,
+}  # fmt: skip
+FULL = ["full_attention", "full_attention"]
+
+
+def random_model(architecture: str, **values: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(architecture, **(SMALL | values))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, 0.3)
+    return model
+
+
+@torch.inference_mode()
+def alone(model: Any, prompt: list[int], count: int) -> list[int]:
+    """`count` tokens after `prompt`, by whole passes of the model itself."""
+    row = list(prompt)
+    before = model.config._attn_implementation, model.config._experts_implementation
+    model.config._attn_implementation = model.config._experts_implementation = "eager"
+    for _ in range(count):
+        row.append(int(model(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
+    model.config._attn_implementation, model.config._experts_implementation = before
+    return row[len(prompt) :]
+
+
+def assert_exact(model: PreTrainedModel, **options: Any) -> Engine:
+    engine = Engine.from_model(model, batch_size=2, **options)
+    done = engine.generate(PROMPTS, 12, ignore_eos=True)
+    for prompt, generation in zip(PROMPTS, done, strict=True):
+        assert list(generation.token_ids) == alone(model, prompt, len(generation.token_ids))
+    return engine
+
+
+class TestWindows:
+    @pytest.mark.parametrize("architecture", ["phimoe", "qwen2_moe"])
+    def test_a_window_that_only_the_mask_knows_is_honoured(self, architecture: str) -> None:
+        more = {"num_local_experts": 4} if architecture == "phimoe" else {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "use_sliding_window": True,
+            "shared_expert_intermediate_size": 24, "max_window_layers": 1,
+        }  # fmt: skip
+        model = random_model(architecture, sliding_window=7, **more)
+        engine = assert_exact(model)
+        windows = [layer.sliding_window for layer in engine.target.layers]
+        assert windows == ([7, 7] if architecture == "phimoe" else [7, None])
+        model.config.sliding_window = 100  # proves that these rows are long enough to tell
+        assert any(
+            list(ours.token_ids) != alone(model, prompt, 12)
+            for prompt, ours in zip(PROMPTS, engine.generate(PROMPTS, 12, ignore_eos=True), strict=True)
+        )
+
+    @pytest.mark.slow  # compiles
+    def test_a_window_that_only_the_mask_knows_is_honoured_by_the_compiled_model(self) -> None:
+        model = random_model("phimoe", sliding_window=7, num_local_experts=2).float()
+        plain, compiled = (Engine.from_model(model, compile=each) for each in (False, True))
+        assert compiled.target.compiled is not None
+        assert [layer.sliding_window for layer in compiled.target.layers] == [7, 7]
+        ours, theirs = (engine.generate(PROMPTS, 12, ignore_eos=True) for engine in (compiled, plain))
+        assert [row.token_ids for row in ours] == [row.token_ids for row in theirs]
+
+    def test_a_window_longer_than_any_row_of_the_probe_is_learnt_from_the_mask(self) -> None:
+        model = random_model("phimoe", sliding_window=33, num_local_experts=2)
+        assert [layer.sliding_window for layer in TargetModel(model).layers] == [33, 33]
+        assert [layer.sliding_window for layer in TargetModel(model, max_model_len=33).layers] == [None, None]
+
+    def test_a_window_that_the_mask_does_not_have_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = modeling_llama.LlamaAttention.forward
+
+        def with_window(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs, sliding_window=30)
+
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", with_window)
+        with pytest.raises(UnsupportedModelError, match="gives layer 0 a sliding window of 30, and a mask without one"):
+            TargetModel(tiny_model("llama"))
+        assert TargetModel(tiny_model("llama"), max_model_len=30).max_model_len == 30
+
+    def test_two_windows_for_one_layer_are_refused(self) -> None:
+        model = tiny_model("gemma2")
+        model.config.sliding_window = 40
+        with pytest.raises(
+            UnsupportedModelError, match="layer 0 a sliding window of 7, and a mask with a window of 40"
+        ):
+            TargetModel(model)
+
+    def test_attention_in_both_directions_is_refused(self) -> None:
+        model = tiny_model("llama")
+        model.config.is_causal = False
+        with pytest.raises(UnsupportedModelError, match="neither causal nor a sliding window"):
+            TargetModel(model)
+
+    def test_a_mask_that_the_model_changes_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = modeling_llama.create_causal_mask
+
+        def later(*args: Any, **kwargs: Any) -> Any:
+            mask = made(*args, **kwargs)
+            return mask if mask is None else mask.clone()
+
+        monkeypatch.setattr(modeling_llama, "create_causal_mask", later)
+        with pytest.raises(UnsupportedModelError, match="an attention mask of its own"):
+            TargetModel(tiny_model("llama"))
+
+
+class TestTheRuleOfAMask:
+    @pytest.mark.parametrize("length", [2, 7, 64, 5000, 1_000_000])
+    @pytest.mark.parametrize("window", [1, 5, 63, 4999])
+    def test_windows_and_causal_masks_are_known(self, window: int, length: int) -> None:
+        visible = masking_utils.sliding_window_causal_mask_function(window)
+        assert window_of(visible, length, "It") == (window if window < length else None)
+        assert window_of(masking_utils.causal_mask_function, length, "It") is None
+
+    @pytest.mark.parametrize("chunk", [1, 8, 32, 40, 63])  # 8 and 32 end with the length
+    def test_chunks_are_told_from_windows_and_are_no_rule_within_one(self, chunk: int) -> None:
+        visible = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
+        if chunk > 1:  # of one, each token sees itself: that is a window
+            with pytest.raises(UnsupportedModelError, match="It has an attention mask that is neither"):
+                window_of(visible, 64, "It")
+        assert window_of(visible, chunk, "It") is None
+
+    @pytest.mark.parametrize("chunk", [4096, 8192, 250_000, 999_999])
+    def test_chunks_of_very_long_sequences_are_told_from_windows(self, chunk: int) -> None:
+        visible = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
+        with pytest.raises(UnsupportedModelError, match="neither causal nor a sliding window"):
+            window_of(visible, 1_000_000, "It")
+
+    def test_masks_about_more_than_positions_are_refused(self) -> None:
+        causal, image = masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.tensor([[-1, 0]]))
+        padding = masking_utils.and_masks(causal, masking_utils.padding_mask_function(torch.ones(1, 2)))
+        other = functools.partial(causal)  # whatever it holds
+        for visible in (
+            masking_utils.or_masks(causal, image),
+            padding,
+            other,
+            masking_utils.bidirectional_mask_function,
+        ):
+            with pytest.raises(UnsupportedModelError, match="neither causal nor a sliding window"):
+                window_of(visible, 64, "It")
+
+    def test_blocks_of_images_that_are_not_there_are_no_rule(self) -> None:
+        none = masking_utils.blockwise_overlay(torch.tensor([[-1, -1]]))
+        sliding = masking_utils.sliding_window_causal_mask_function(5)
+        both = masking_utils.or_masks(masking_utils.causal_mask_function, none)
+        assert window_of(both, 64, "It") is None
+        assert window_of(masking_utils.and_masks(both, masking_utils.sliding_window_overlay(5)), 64, "It") == 5
+        assert window_of(masking_utils.or_masks(sliding, none), 64, "It") == 5
+
+
+class TestPositionsBeyondTheProbe:
+    def test_a_temperature_by_counted_tokens_is_refused_where_a_sequence_can_reach_it(self) -> None:
+        model = random_model("llama4_text", layer_types=FULL, floor_scale=32, **LLAMA4)
+        with pytest.raises(UnsupportedModelError, match=r"counts the tokens of a call .* in sequences of 64 tokens"):
+            TargetModel(model)
+        with pytest.raises(UnsupportedModelError, match="in sequences of 32 tokens"):
+            TargetModel(model, max_model_len=32)
+        assert_exact(model, max_model_len=31)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_a_small_change_far_away_is_found_in_any_precision(self, dtype: torch.dtype) -> None:
+        more = LLAMA4 | {"attn_scale": 0.02}
+        with pytest.raises(UnsupportedModelError, match="counts the tokens of a call"):
+            TargetModel(random_model("llama4_text", layer_types=FULL, floor_scale=40, **more).to(dtype))
+
+    def test_chunks_are_served_in_sequences_of_one(self) -> None:
+        model = random_model("llama4_text", attention_chunk_size=32, floor_scale=100, **LLAMA4)
+        with pytest.raises(UnsupportedModelError, match=r"layers of type chunked_attention; model\.max_model_len=32"):
+            TargetModel(model)
+        assert_exact(model, max_model_len=32)
+
+    def test_rotary_positions_counted_along_the_pack_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = modeling_llama.LlamaRotaryEmbedding.forward
+
+        def counted(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            places = torch.ones(1, x.shape[1]).cumsum(1) - 1  # rotary embeddings do not see a shift of a whole row
+            return original(self, x, places)
+
+        monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", counted)
+        with pytest.raises(UnsupportedModelError, match="other logits when sequences are packed into one row"):
+            TargetModel(tiny_model("llama"))
+
+
+class TestExperts:
+    def test_a_mixture_of_experts_runs_in_float64_and_is_left_as_it_was(self) -> None:
+        model = random_model("mixtral", num_local_experts=4)
+        assert model.config._experts_implementation == "grouped_mm"  # which PyTorch does not have in float64
+        assert_exact(model)
+        assert model.config._experts_implementation == "grouped_mm"
+
+    def test_other_precisions_keep_their_experts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from transformers.models.mixtral import modeling_mixtral
+
+        model, seen = random_model("mixtral", num_local_experts=4).float(), set()
+        original = modeling_mixtral.MixtralSparseMoeBlock.forward
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.add(self.experts.config._experts_implementation)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(modeling_mixtral.MixtralSparseMoeBlock, "forward", noted)
+        TargetModel(model)
+        assert seen == {"grouped_mm"}
