@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 
 __all__ = [
+    "CompileError",
     "ConfigError",
     "DraftError",
     "EmssdError",
@@ -40,6 +41,10 @@ class OutputError(EmssdError, OSError):
 
 class UnsupportedModelError(EmssdError):
     """A model that emssd cannot serve without changing its output; the message holds the reason."""
+
+
+class CompileError(EmssdError):
+    """A model cannot be compiled; the message says why. It can run as it is."""
 
 
 class OutOfMemoryError(EmssdError):
