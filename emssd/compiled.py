@@ -53,8 +53,7 @@ class CompiledForward:
             _declare_linear()
             self._layers, self._target = target.layers, weakref.ref(target)
             self._attend: Attend | None = None
-            key, right = fingerprint(target, [Path(file).read_text() for file in (__file__, tracing.__file__)])
-            self._open(target, key, right)
+            self._open(target, *_fingerprint(target))
         except (NativeError, CacheError) as error:
             raise CompileError(str(error)) from error
         except EmssdError:
@@ -161,6 +160,10 @@ class CompiledForward:
         self._constants = {name: known[name] for name in program.get_constant_fqns()}  # not copied: they must stay
         program.load_constants(self._constants, check_full_update=True, user_managed=True)
         self._run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = program.loader.boxed_run
+
+
+def _fingerprint(target: TargetModel) -> tuple[str, torch.Tensor]:
+    return fingerprint(target, [Path(file).read_text() for file in (__file__, tracing.__file__)])
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,8 @@ def _load() -> NativeError | None:
         if _loads(library := entry("kernels", kernels_key(), _build)):
             return None
         if library.new or not _loads(library := entry("kernels", kernels_key(), _build, replace=True)):
-            raise NativeError(f"{library.folder / _LIBRARY} does not hold the C++ kernels", "a broken library")
+            reason = f"{library.folder / _LIBRARY} does not hold the C++ kernels; delete {library.folder}"
+            raise NativeError(reason, "a broken library")
     except CacheError as error:
         return NativeError(f"there is no place for the C++ kernels: {error}", "the cache cannot be used")
     except NativeError as error:

@@ -154,20 +154,17 @@ def _read(folder: Path) -> Entry | None:
     """The entry in `folder`, if all of it is there as it was written."""
     if not folder.is_dir():
         return None
-    try:
-        manifest = json.loads(_content(folder / _MANIFEST))
-        files = {name: _content(folder / name) for name in manifest["files"]}
-        if manifest == _manifest(folder, files):
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        files = {path.name: _content(path) for path in sorted(folder.iterdir())}
+        if files.pop(_MANIFEST, None) == _manifest(folder, files):
             return Entry(folder, files, new=False)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        pass
     logger.warning("%s is not as it was written, and is made again", folder)
     return None
 
 
-def _manifest(folder: Path, files: dict[str, bytes]) -> dict[str, object]:
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    return {"entry": f"{folder.parent.name}/{folder.name}", "files": hashes}
+def _manifest(folder: Path, files: dict[str, bytes]) -> bytes:
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    return json.dumps({"entry": f"{folder.parent.name}/{folder.name}", "files": hashes}, indent=1).encode()
 
 
 def _content(path: Path) -> bytes:
@@ -187,7 +184,7 @@ def _write(folder: Path, write: Callable[[Path], None], *, sweep: bool) -> Entry
     try:
         write(scratch)
         files = {path.name: path.read_bytes() for path in sorted(scratch.iterdir())}
-        (scratch / _MANIFEST).write_text(json.dumps(_manifest(folder, files), indent=1))
+        (scratch / _MANIFEST).write_bytes(_manifest(folder, files))
         for path in scratch.iterdir():
             path.chmod(0o600)
             _to_disk(path)
@@ -239,4 +236,4 @@ def _to_disk(path: Path) -> None:
 
 def _unusable(error: OSError) -> CacheError:
     path = error.filename or cache_dir()
-    return CacheError(f"{path}: {error.strerror or error}; set EMSSD_CACHE to a folder that can be read and written")
+    return CacheError(f"{path}: {error.strerror or error}; set EMSSD_CACHE to a folder that can be written")
