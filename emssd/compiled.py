@@ -40,6 +40,9 @@ class CompiledForward:
         target: the model, on a CPU. It is left as it was; its linear weights are copied in the layout of their kernel.
             Where the model has changed when a sequence begins, it runs as it is from then on, with a warning.
 
+    Attributes:
+        folder: where the program is kept.
+
     Raises:
         CompileError: another device, no C++ compiler, a cache that others can write, a model that cannot be traced or
             that a later run could not recognise, or a program that computes something else.
@@ -142,6 +145,7 @@ class CompiledForward:
 
     def _load(self, model: torch.nn.Module, found: Entry) -> None:
         """The program, with the weights of `model`."""
+        self.folder = found.folder
         self._weights: torch.Tensor = self._kernels.new_weights()
         number = int(self._weights)
         _FORWARDS[number] = self

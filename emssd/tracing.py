@@ -69,7 +69,8 @@ def compile_program(target: TargetModel, folder: Path) -> None:
             linears = _replace_linears(program) if _has_kernel(target.dtype) else []
             (folder / LINEARS).write_text(json.dumps(linears, indent=1))
             torch.save(dict(program.constants), folder / CONSTANTS)
-            options = {"aot_inductor.package_constants_in_so": False}
+            # Small tensors would be written into the code: weights of a checkpoint, in a program for all of them.
+            options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(folder / PROGRAM), inductor_configs=options
             )

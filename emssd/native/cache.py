@@ -84,6 +84,8 @@ def entry(kind: str, key: str, write: Callable[[Path], None], *, replace: bool =
         with _alone(folder) as alone:
             if not replace and (found := _read(folder)) is not None:  # another process was faster
                 return found
+            if folder.exists() and not replace:
+                logger.warning("%s is not as it was written, and is made again", folder)
             return _write(folder, write, sweep=alone)
     except OSError as error:
         raise _unusable(error) from error
@@ -158,7 +160,6 @@ def _read(folder: Path) -> Entry | None:
         files = {path.name: _content(path) for path in sorted(folder.iterdir())}
         if files.pop(_MANIFEST, None) == _manifest(folder, files):
             return Entry(folder, files, new=False)
-    logger.warning("%s is not as it was written, and is made again", folder)
     return None
 
 

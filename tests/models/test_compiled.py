@@ -214,6 +214,19 @@ def test_a_program_on_disk_serves_any_weights_each_with_its_own() -> None:
 
 
 @pytest.mark.usefixtures("no_compiling")
+def test_buffers_are_the_models_own_too() -> None:
+    """As rotary frequencies that were scaled by hand: they are in no checkpoint, and so small that they become code."""
+    model = make("gemma2-float64")
+    before = both(TargetModel(model, compile=True), 1, 40, [39])[0]
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer *= 0.1
+    got, right = both(TargetModel(model, compile=True), 1, 40, [39])
+    assert_close(got, right)
+    assert not torch.allclose(got, before, atol=0.1)
+
+
+@pytest.mark.usefixtures("no_compiling")
 def test_a_model_that_is_gone_gives_its_weights_back() -> None:
     target = TargetModel(make("opt-float32"), compile=True)
     assert target.compiled is not None
