@@ -13,7 +13,7 @@ import torch
 
 from emssd.attention import LayerSpec
 from emssd.errors import CompileError
-from emssd.native import trusted
+from emssd.native import room_hint, trusted
 
 if TYPE_CHECKING:
     from emssd.model import TargetModel
@@ -75,7 +75,8 @@ def compile_program(target: TargetModel, folder: Path) -> None:
                 program, package_path=str(folder / PROGRAM), inductor_configs=options
             )
     except Exception as error:  # tracing and compiling raise almost anything
-        raise CompileError(f"{name} cannot be compiled: {type(error).__name__}: {first_line(error)}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}{room_hint(error)}"
+        raise CompileError(f"{name} cannot be compiled: {reason}") from error
 
 
 def _check_inductor() -> None:

@@ -13,7 +13,7 @@ from emssd.native.build import (
     loaded_kernels,
     why_unavailable,
 )
-from emssd.native.cache import CacheError, Entry, cache_dir, entry, trusted
+from emssd.native.cache import CacheError, Entry, cache_dir, entry, room_hint, trusted
 
 __all__ = [
     "CacheError",
@@ -26,6 +26,7 @@ __all__ = [
     "kernels_key",
     "load_kernels",
     "loaded_kernels",
+    "room_hint",
     "trusted",
     "why_unavailable",
 ]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from emssd.errors import EmssdError
-from emssd.native.cache import CacheError, Entry, entry
+from emssd.native.cache import CacheError, Entry, entry, room_hint
 
 __all__ = [
     "NativeError",
@@ -159,7 +159,8 @@ def _build(folder: Path) -> None:
         (scratch / _LIBRARY).rename(folder / _LIBRARY)
         shutil.rmtree(scratch)
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-        raise NativeError(f"building the C++ kernels failed: {_complaint(error)}", "the build failed") from error
+        reason = f"building the C++ kernels failed: {_complaint(error)}{room_hint(error)}"
+        raise NativeError(reason, "the build failed") from error
 
 
 def _add_ninja() -> bool:
@@ -184,5 +185,8 @@ def _openmp() -> list[str]:
 def _complaint(error: BaseException) -> str:
     """The compiler's first complaint, else the first line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\berror: ", line)]  # ninja's own lines say "Error building"
+    # ninja's own lines say "Error building", and those of a full disk may come before the linker's "error: "
+    errors = [line for line in lines if "No space left" in line] or [
+        line for line in lines if re.search(r"\berror: ", line)
+    ]
     return (errors or lines or [type(error).__name__])[0].strip()

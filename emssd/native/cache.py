@@ -20,7 +20,7 @@ from pathlib import Path
 
 from emssd.errors import EmssdError
 
-__all__ = ["CacheError", "Entry", "cache_dir", "entry", "trusted"]
+__all__ = ["CacheError", "Entry", "cache_dir", "entry", "room_hint", "trusted"]
 
 _MANIFEST = "manifest.json"
 
@@ -111,6 +111,13 @@ def trusted(root: Path, *below: str, variable: str = "EMSSD_CACHE") -> Path:
                 raise CacheError(f"{path} is no folder; set {variable} to one that can be written")
             _check(path, found, variable, above=path in root.parents)
     return folder
+
+
+def room_hint(error: BaseException) -> str:
+    """What to do if that was a full disk, to be put behind what was said; else nothing."""
+    if "No space left on device" not in str(error):
+        return ""
+    return "; make room on the disk, or set EMSSD_CACHE, TMPDIR and TORCHINDUCTOR_CACHE_DIR to where some is"
 
 
 def _check(path: Path, found: os.stat_result, variable: str, *, above: bool = False) -> None:
