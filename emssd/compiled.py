@@ -74,7 +74,7 @@ class CompiledForward:
     ) -> torch.Tensor:
         """Like `TargetModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out."""
         # Now, and not in every step: beside a sequence's first tokens, looking costs nothing.
-        if 0 in position_ids.flatten().tolist() and (change := self._changes.first()) is not None:
+        if int(position_ids.min()) == 0 and (change := self._changes.first()) is not None:
             return self._without(change)(input_ids, position_ids, attend, logits_to_keep)
         batch, num_tokens = input_ids.shape
         if batch > 1:  # the program takes one row of tokens, and only `attend` knows where rows begin

@@ -185,8 +185,7 @@ def _openmp() -> list[str]:
 def _complaint(error: BaseException) -> str:
     """The compiler's first complaint, else the first line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    # ninja's own lines say "Error building", and those of a full disk may come before the linker's "error: "
-    errors = [line for line in lines if "No space left" in line] or [
-        line for line in lines if re.search(r"\berror: ", line)
-    ]
+    # ninja's own lines say "Error building", and the linker's error does not say that the disk is full
+    full = [line for line in lines if "No space left" in line]
+    errors = full or [line for line in lines if re.search(r"\berror: ", line)]
     return (errors or lines or [type(error).__name__])[0].strip()
