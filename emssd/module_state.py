@@ -62,7 +62,7 @@ def refuse_hooks(model: torch.nn.Module) -> None:
     for place, module in model.named_modules():
         if (method := patched_in(module)) is not None:
             raise CompileError(
-                f"{name} has a {method} that was set on {place or 'the model'}, which a later run could not recognise; "
+                f"{name} has its {method} replaced on {place or 'the model'}, which a later run could not recognise; "
                 f"give that module a class of its own"
             )
 

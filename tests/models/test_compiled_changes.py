@@ -83,7 +83,10 @@ def double(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Ten
     [
         (lambda model: layer(model).fc1.register_forward_hook(double), "OPTForCausalLM has a forward hook on .*fc1"),
         (lambda model: setattr(layer(model), "activation_fn", nn.Tanh()), "it is asked to compile"),
-        (lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)), "OPTForCausalLM has a forward "),
+        (
+            lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)),
+            "OPTForCausalLM has its forward ",
+        ),
     ],
     ids=["hook", "activation", "forward"],
 )

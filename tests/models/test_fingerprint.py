@@ -181,13 +181,11 @@ def nothing(*arguments: Any) -> None:
 
 
 HOOKS: dict[str, Change] = {
-    "forward hook on model.layers.0.mlp": lambda model: mlp(model).register_forward_hook(nothing),
-    "forward hook on model.norm": lambda model: model.model.norm.register_forward_pre_hook(nothing),
-    "forward hook on the model": lambda model: model.register_forward_hook(nothing, always_call=True),
-    "forward that was set on model.layers.0.mlp": lambda model: setattr(mlp(model), "forward", lambda x: 2 * x),
-    "train that was set on the model": lambda model: (
-        setattr(model, "eval", lambda: model) or setattr(model, "train", id)
-    ),
+    "a forward hook on model.layers.0.mlp": lambda model: mlp(model).register_forward_hook(nothing),
+    "a forward hook on model.norm": lambda model: model.model.norm.register_forward_pre_hook(nothing),
+    "a forward hook on the model": lambda model: model.register_forward_hook(nothing, always_call=True),
+    "its forward replaced on model.layers.0.mlp": lambda model: setattr(mlp(model), "forward", lambda x: 2 * x),
+    "its train replaced on the model": lambda model: setattr(model, "train", id),
 }
 
 
@@ -195,7 +193,7 @@ HOOKS: dict[str, Change] = {
 def test_what_runs_beside_the_forward_is_refused(what: str) -> None:
     target = TargetModel(llama())
     HOOKS[what](target.model)
-    with pytest.raises(CompileError, match=f"LlamaForCausalLM has a {what}"):
+    with pytest.raises(CompileError, match=f"LlamaForCausalLM has {what}, which "):
         fingerprint(target, [])
 
 
