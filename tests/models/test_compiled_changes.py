@@ -85,7 +85,7 @@ def double(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Ten
         (lambda model: setattr(layer(model), "activation_fn", nn.Tanh()), "it is asked to compile"),
         (
             lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)),
-            "OPTForCausalLM has its forward ",
+            "OPTForCausalLM has its forward",
         ),
     ],
     ids=["hook", "activation", "forward"],
