@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from emssd.generation import Generation
 
 __all__ = [
+    "CompileError",
     "ConfigError",
     "DraftError",
     "EmssdError",
@@ -51,6 +52,10 @@ class OutputError(EmssdError, OSError):
 
 class UnsupportedModelError(EmssdError):
     """A model that emssd cannot serve without changing its output; the message holds the reason."""
+
+
+class CompileError(EmssdError):
+    """A model cannot be compiled; the message says why. It can run as it is."""
 
 
 class OutOfMemoryError(EmssdError):

@@ -4,6 +4,29 @@ They make two things fast: attention over a ragged, paged KV cache in one call p
 layers whose weights are laid out once (`model.compile`). Where there is no C++ compiler, both run in PyTorch alone.
 """
 
-from emssd.native.build import NativeError, cache_dir, kernels_key, load_kernels, loaded_kernels, why_unavailable
+from emssd.native.build import (
+    NativeError,
+    fallback_reason,
+    free_weights,
+    kernels_key,
+    load_kernels,
+    loaded_kernels,
+    why_unavailable,
+)
+from emssd.native.cache import CacheError, Entry, cache_dir, entry, room_hint, trusted
 
-__all__ = ["NativeError", "cache_dir", "kernels_key", "load_kernels", "loaded_kernels", "why_unavailable"]
+__all__ = [
+    "CacheError",
+    "Entry",
+    "NativeError",
+    "cache_dir",
+    "entry",
+    "fallback_reason",
+    "free_weights",
+    "kernels_key",
+    "load_kernels",
+    "loaded_kernels",
+    "room_hint",
+    "trusted",
+    "why_unavailable",
+]

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,36 @@ from typing import Any
 import torch
 
 from emssd.errors import EmssdError
+from emssd.native.cache import CacheError, Entry, entry, room_hint
 
-__all__ = ["NativeError", "cache_dir", "kernels_key", "load_kernels", "loaded_kernels", "why_unavailable"]
+__all__ = [
+    "NativeError",
+    "fallback_reason",
+    "free_weights",
+    "kernels_key",
+    "load_kernels",
+    "loaded_kernels",
+    "why_unavailable",
+]
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
+_LIBRARY = "emssd_native.so"
+_OPERATORS = ("argmax", "attend", "linear", "new_weights", "add_weight", "free_weights_address")
 _FLAGS = ("-O3", "-march=native", "-fopenmp")
 
 logger = logging.getLogger("emssd")
 
 
 class NativeError(EmssdError):
-    """The C++ kernels cannot be built or loaded here; the message says why."""
+    """The C++ kernels cannot be built or loaded here; the message says why.
 
+    Attributes:
+        short: why, in a few words.
+    """
 
-def cache_dir() -> Path:
-    """Where what is compiled is kept: ``$EMSSD_CACHE``, else ``$XDG_CACHE_HOME/emssd``, else ``~/.cache/emssd``."""
-    if chosen := os.environ.get("EMSSD_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "emssd"
+    def __init__(self, message: str, short: str) -> None:
+        super().__init__(message)
+        self.short = short
 
 
 def load_kernels() -> Any:
@@ -43,7 +56,7 @@ def load_kernels() -> Any:
         NativeError: there is no compiler, or it fails.
     """
     if (failure := _load()) is not None:
-        raise NativeError(str(failure))
+        raise NativeError(str(failure), failure.short)
     return torch.ops.emssd_native
 
 
@@ -56,6 +69,20 @@ def why_unavailable() -> str | None:
     """Why the kernels cannot be had here, in words, or ``None``; builds them if that was not done yet."""
     failure = _load()
     return None if failure is None else str(failure)
+
+
+def fallback_reason() -> str | None:
+    """In a few words, what runs in the place of the kernels and why; ``None`` if nothing that asked for them must."""
+    failure = _load() if _load.cache_info().currsize else None
+    return None if failure is None else f"attention in PyTorch: {failure.short}"
+
+
+@cache
+def free_weights() -> Callable[[int], None]:
+    """What frees the linear layers of a handle. It is no operator: finalizers may call it at any point."""
+    import ctypes
+
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(load_kernels().free_weights_address())
 
 
 def kernels_key() -> str:
@@ -75,22 +102,28 @@ def _load() -> NativeError | None:
     """Load the library of this machine, once in a process; what went wrong is remembered too."""
     try:
         if sys.platform != "linux":
-            raise NativeError("the C++ kernels are written for Linux, and this is another system")
-        path = _library()
-        if path.exists():
-            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]  # it has no annotations
-        else:
-            _build(path)
-    except OSError as error:
-        return NativeError(f"{path} cannot be loaded ({error}); delete it, and it is built again")
+            raise NativeError("the C++ kernels are written for Linux, and this is another system", "not Linux")
+        if _loads(library := entry("kernels", kernels_key(), _build)):
+            return None
+        if library.new or not _loads(library := entry("kernels", kernels_key(), _build, replace=True)):
+            reason = f"{library.folder / _LIBRARY} does not hold the C++ kernels; delete {library.folder}"
+            raise NativeError(reason, "a broken library")
+    except CacheError as error:
+        return NativeError(f"there is no place for the C++ kernels: {error}", "the cache cannot be used")
     except NativeError as error:
         return error
     return None
 
 
-def _library() -> Path:
-    """Where the library belongs."""
-    return cache_dir() / "kernels" / kernels_key() / "emssd_native.so"
+def _loads(library: Entry) -> bool:
+    """Load the library, unless it was built by this process; returns whether the operators are there then."""
+    try:
+        if not library.new:
+            torch.ops.load_library(str(library.folder / _LIBRARY))  # type: ignore[no-untyped-call]  # not annotated
+        return all(hasattr(torch.ops.emssd_native, name) for name in _OPERATORS)
+    except OSError as error:
+        logger.warning("%s cannot be loaded (%s)", library.folder / _LIBRARY, error)
+        return False
 
 
 def _processor() -> str:
@@ -102,18 +135,19 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _build(path: Path) -> None:
-    """Compile, load, and keep for later; in a folder of this process's own, so that runs side by side may."""
+def _build(folder: Path) -> None:
+    """Compile into `folder`, and load."""
     if compiler() is None:
-        raise NativeError("there is no C++ compiler on PATH (tried $CXX, c++, g++, clang++)")
+        reason = "there is no C++ compiler on PATH (tried $CXX, c++, g++, clang++)"
+        raise NativeError(reason, "no C++ compiler")
     if shutil.which("ninja") is None and not _add_ninja():
-        raise NativeError("building the C++ kernels needs ninja: pip install ninja")
+        raise NativeError("building the C++ kernels needs ninja: pip install ninja", "no ninja")
     logger.info("building kernels for this processor, once; this takes about 20 s …")
-    scratch = path.parent / f"build-{os.getpid()}"
+    scratch = folder / "build"
     try:
         from torch.utils import cpp_extension
 
-        scratch.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir()
         cpp_extension.load(
             name="emssd_native",
             sources=[str(_SOURCE)],
@@ -122,11 +156,11 @@ def _build(path: Path) -> None:
             build_directory=str(scratch),
             is_python_module=False,
         )
-        os.replace(scratch / "emssd_native.so", path)
+        (scratch / _LIBRARY).rename(folder / _LIBRARY)
+        shutil.rmtree(scratch)
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-        raise NativeError(f"building the C++ kernels failed: {_complaint(error)}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        reason = f"building the C++ kernels failed: {_complaint(error)}{room_hint(error)}"
+        raise NativeError(reason, "the build failed") from error
 
 
 def _add_ninja() -> bool:
@@ -151,5 +185,7 @@ def _openmp() -> list[str]:
 def _complaint(error: BaseException) -> str:
     """The compiler's first complaint, else the first line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\berror: ", line)]  # ninja's own lines say "Error building"
+    # ninja's own lines say "Error building", and the linker's error does not say that the disk is full
+    full = [line for line in lines if "No space left" in line]
+    errors = full or [line for line in lines if re.search(r"\berror: ", line)]
     return (errors or lines or [type(error).__name__])[0].strip()

@@ -629,9 +629,12 @@ std::vector<Linear>& linears_of(const Tensor& handle) {
 
 // A new handle [] int64: an owner of linear layers, none so far.
 Tensor new_weights() {
-  const std::lock_guard<std::mutex> guard(linears_lock);
-  linears_of_models[++num_models];
-  return at::scalar_tensor(num_models, at::kLong);
+  int64_t number;
+  {
+    const std::lock_guard<std::mutex> guard(linears_lock);
+    linears_of_models[number = ++num_models];
+  }
+  return at::scalar_tensor(number, at::kLong);
 }
 
 // Adds a layer: weight [out, in], bias [out] or none. Layers are numbered from 0. Returns whether inputs of many different
@@ -648,10 +651,15 @@ bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<
   return false;
 }
 
-// Frees the layers of a handle.
-void free_weights(const Tensor& handle) {
+// Frees the layers of a handle. A plain function and not an operator: Python's finalizers call it at any point, also where
+// operators are traced. No lock is held while tensors go.
+void free_weights(int64_t number) {
+  std::vector<Linear> gone;
   const std::lock_guard<std::mutex> guard(linears_lock);
-  linears_of_models.erase(*handle.const_data_ptr<int64_t>());
+  if (const auto found = linears_of_models.find(number); found != linears_of_models.end()) {
+    gone.swap(found->second);
+    linears_of_models.erase(found);
+  }
 }
 
 // input [..., in] by layer `index` of a handle: [..., out_features]. oneDNN gets one row as two, since it sums up a single
@@ -725,8 +733,7 @@ TORCH_LIBRARY(emssd_native, library) {
   library.def("new_weights() -> Tensor", TORCH_FN(new_weights));
   library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias) -> bool");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));
-  library.def("free_weights(Tensor handle) -> ()");
-  library.impl("free_weights", c10::DispatchKey::CPU, TORCH_FN(free_weights));
+  library.def("free_weights_address() -> int", [] { return reinterpret_cast<int64_t>(&free_weights); });
   library.def("linear(Tensor input, Tensor handle, int index, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
   library.def(

@@ -18,7 +18,15 @@ from emssd_ragged import Kernels, RaggedConfig
 from emssd.assembly import from_model
 from emssd.errors import PluginError
 from emssd.model import TargetModel
-from emssd.native import NativeError, build, cache_dir, load_kernels, why_unavailable
+from emssd.native import (
+    NativeError,
+    build,
+    cache_dir,
+    fallback_reason,
+    free_weights,
+    load_kernels,
+    why_unavailable,
+)
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 
@@ -49,6 +57,10 @@ def script(path: Path, text: str = "exit 0") -> Path:
     return path
 
 
+def kept(cache_folder: Path) -> list[str]:
+    return sorted(path.name for path in cache_folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+
+
 def failure() -> str:
     """Why there are no kernels, as one sentence that both ways to ask for them give."""
     reason = why_unavailable()
@@ -63,7 +75,9 @@ def failure() -> str:
 @pytest.mark.usefixtures("no_compiler")
 class TestWithoutACompiler:
     def test_the_reason_names_what_was_tried(self) -> None:
+        assert fallback_reason() is None
         assert re.fullmatch(NO_COMPILER, failure())
+        assert fallback_reason() == "attention in PyTorch: no C++ compiler"
 
     def test_the_backend_says_so_and_decodes_in_pytorch(self) -> None:
         model = tiny_model("llama", vocab_size=11)
@@ -100,7 +114,7 @@ exit 1
 """
     monkeypatch.setenv("CXX", str(script(tmp_path / "bin" / "c++", complaint)))
     assert failure() == "building the C++ kernels failed: kernels.cpp:8:1: error: out of luck"
-    assert [path for path in cache_folder.rglob("*") if path.is_file()] == []  # no half of a library
+    assert kept(cache_folder) == []  # no half of a library
 
 
 def test_a_compiler_that_does_not_even_run_is_named(
@@ -139,41 +153,99 @@ def test_the_ninja_of_an_environment_that_is_not_active_is_found(
 
 
 def raising_of(error: Exception) -> Callable[..., None]:
-    def load(**options: Any) -> None:
+    def load(*arguments: Any, **options: Any) -> None:
         raise error
 
     return load
 
 
-def test_what_is_built_is_kept_and_loaded_the_next_time(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    builds: list[dict[str, Any]] = []
-    loaded: list[str] = []
+@pytest.fixture
+def builds(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The builds that were asked for; each writes a library of a few bytes, which nobody loads."""
+    asked: list[dict[str, Any]] = []
 
     def load(**options: Any) -> None:
-        builds.append(options)
-        (Path(options["build_directory"]) / f"{options['name']}.so").write_text("library")
+        asked.append(options)
+        (Path(options["build_directory"]) / f"{options['name']}.so").write_text(f"library {len(asked)}")
+        (Path(options["build_directory"]) / "kernels.o").write_text("object")
 
     monkeypatch.setattr("torch.utils.cpp_extension.load", load)
-    monkeypatch.setattr("torch.ops.load_library", loaded.append)
     monkeypatch.setenv("CXX", "true")
+    return asked
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The content of the libraries that were loaded."""
+    contents: list[str] = []
+    monkeypatch.setattr("torch.ops.load_library", lambda path: contents.append(Path(path).read_text()))
+    return contents
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_load", cache(build._load.__wrapped__))
+
+
+def test_what_is_built_is_kept_and_loaded_the_next_time(
+    cache_folder: Path, builds: list[dict[str, Any]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(2):
-        monkeypatch.setattr(build, "_load", cache(build._load.__wrapped__))  # as another process would
+        another_process(monkeypatch)
         assert why_unavailable() is None
     (options,) = builds
     assert "-ffast-math" not in options["extra_cflags"]  # it would change sums from build to build
-    (library,) = [path for path in cache_folder.rglob("*") if path.is_file()]
-    assert loaded == [str(library)]
-    assert library.read_text() == "library"
-    assert [path.name for path in library.parent.iterdir()] == ["emssd_native.so"]
+    assert loaded == ["library 1"]
+    assert kept(cache_folder) == ["emssd_native.so", "manifest.json"]
 
 
-def test_a_library_that_was_not_written_to_its_end_is_named(cache_folder: Path) -> None:
-    path = build._library()
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"\x7fELF and no more")
-    reason = failure()
-    assert reason.startswith(f"{path} cannot be loaded (")
-    assert reason.endswith("; delete it, and it is built again")
+@pytest.mark.parametrize("content", [b"lib", b"library 2", b""], ids=["truncated", "another", "empty"])
+def test_a_library_that_is_not_what_was_built_is_not_loaded_but_built_again(
+    cache_folder: Path, builds: list[dict[str, Any]], loaded: list[str], content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_unavailable() is None
+    next(cache_folder.rglob("*.so")).write_bytes(content)
+    another_process(monkeypatch)
+    assert why_unavailable() is None
+    assert loaded == []
+    another_process(monkeypatch)
+    assert why_unavailable() is None
+    assert loaded == ["library 2"]
+
+
+def test_a_library_that_does_not_load_is_built_again(
+    cache_folder: Path, builds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that needs another that is gone."""
+    assert why_unavailable() is None
+    another_process(monkeypatch)
+    monkeypatch.setattr("torch.ops.load_library", raising_of(OSError("libgomp.so.1: cannot open shared object file")))
+    assert why_unavailable() is None
+    assert len(builds) == 2
+
+
+def test_a_library_without_the_operators_is_built_again_and_else_named(
+    cache_folder: Path, builds: list[dict[str, Any]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_unavailable() is None
+    another_process(monkeypatch)
+    monkeypatch.setattr(build, "_OPERATORS", ("attend", "of_another_library"))
+    assert re.fullmatch(r"\S+emssd_native.so does not hold the C\+\+ kernels; delete \S+/[0-9a-f]+", failure())
+    assert len(builds) == 2
+
+
+def test_a_cache_of_others_is_refused_and_the_reason_is_short_too(
+    cache_folder: Path, builds: list[dict[str, Any]], loaded: list[str]
+) -> None:
+    cache_folder.mkdir()
+    cache_folder.chmod(0o777)
+    assert fallback_reason() is None  # nobody has asked for the kernels
+    assert re.fullmatch(
+        rf"there is no place for the C\+\+ kernels: {cache_folder} can be changed by other users \(mode 0777\), and "
+        rf"what lies there would run as \S+; chmod go-w it, or set EMSSD_CACHE to a folder of your own",
+        failure(),
+    )
+    assert fallback_reason() == "attention in PyTorch: the cache cannot be used"
+    assert (builds, loaded) == ([], [])
 
 
 def test_a_cache_that_cannot_be_written_is_named(
@@ -182,7 +254,8 @@ def test_a_cache_that_cannot_be_written_is_named(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "file"))
     monkeypatch.setenv("CXX", "true")
-    assert str(tmp_path / "file") in failure()
+    reason = f"{tmp_path}/file is no folder; set EMSSD_CACHE to one that can be written"
+    assert failure() == f"there is no place for the C++ kernels: {reason}"
 
 
 def test_other_systems_are_told_apart(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +334,7 @@ class TestLinear:
         ones = torch.ones(1, 3, 4)
         assert torch.equal(kernels.linear(ones, one, 0, 4), ones)
         assert torch.equal(kernels.linear(ones, two, 0, 4), 2 * ones)
-        kernels.free_weights(one)
+        free_weights()(int(one))
         assert torch.equal(kernels.linear(ones, two, 0, 4), 2 * ones)
         with pytest.raises((IndexError, RuntimeError)):
             kernels.linear(ones, one, 0, 4)

@@ -22,12 +22,13 @@ from emssd_ragged import Kernels, RaggedConfig
 from filelock import FileLock
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from emssd import assembly, compiled
+from emssd import assembly, tracing
 from emssd.assembly import make_backend
 from emssd.attention import LayerSpec
 from emssd.check import compare
 from emssd.draft import Drafter
 from emssd.engine import Engine
+from emssd.fingerprint import fingerprint
 from emssd.model import TargetModel
 from emssd.native import cache_dir, load_kernels
 from emssd.options import EngineOptions
@@ -198,7 +199,7 @@ def test_the_model_is_left_as_it_was(name: str, targets: dict[str, TargetModel])
 @pytest.fixture
 def no_compiling(targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets["opt-float32"]
-    monkeypatch.setattr(compiled, "_compile", lambda *arguments: pytest.fail("it compiles again"))
+    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles again"))
 
 
 @pytest.mark.usefixtures("no_compiling")
@@ -210,6 +211,19 @@ def test_a_program_on_disk_serves_any_weights_each_with_its_own() -> None:
         assert_close(got, right)
     assert torch.equal(results[0][0], results[2][0])
     assert not torch.allclose(results[0][0], results[1][0], atol=0.1)
+
+
+@pytest.mark.usefixtures("no_compiling")
+def test_buffers_are_the_models_own_too() -> None:
+    """As rotary frequencies that were scaled by hand: they are in no checkpoint, and so small that they become code."""
+    model = make("gemma2-float64")
+    before = both(TargetModel(model, compile=True), 1, 40, [39])[0]
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer *= 0.1
+    got, right = both(TargetModel(model, compile=True), 1, 40, [39])
+    assert_close(got, right)
+    assert not torch.allclose(got, before, atol=0.1)
 
 
 @pytest.mark.usefixtures("no_compiling")
@@ -243,7 +257,7 @@ def test_an_error_within_attention_passes_through_and_the_next_step_is_right() -
 def test_what_the_program_depends_on_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def name(**changes: Any) -> str:
         options = {"architecture": "llama", "dtype": torch.float32, "vocab_size": VOCAB_SIZE} | changes
-        return compiled._fingerprint(TargetModel(tiny_model(**options)))
+        return fingerprint(TargetModel(tiny_model(**options)), [])[0]
 
     first = name()
     assert name(seed=1) == first  # other weights are no other program
@@ -290,10 +304,12 @@ def assert_runs_as_it_is(model: PreTrainedModel, reason: str) -> None:
         assert done.token_ids == right.token_ids
 
 
-def test_a_model_that_cannot_be_traced_runs_as_it_is_and_nothing_is_kept() -> None:
-    model = untraceable()
-    assert_runs_as_it_is(model, r"LooksAtItsTokens cannot be compiled: \w+: .+")
-    assert list((cache_dir() / "models").glob(f"{compiled._fingerprint(TargetModel(model))}*")) == []
+def test_a_model_that_cannot_be_traced_runs_as_it_is_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
+    assert_runs_as_it_is(untraceable(), r"LooksAtItsTokens cannot be compiled: \w+: .+")
+    assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
 
 
 def test_a_model_without_source_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,17 +317,6 @@ def test_a_model_without_source_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
     nowhere = type("Nowhere", (LlamaForCausalLM,), {"__module__": module.__name__})
     assert_runs_as_it_is(nowhere(tiny_model("llama").config).eval(), "Nowhere is not defined in a file")
-
-
-def test_a_program_that_was_not_written_to_its_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("opt-float32")
-    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
-    folder = tmp_path / "models" / compiled._fingerprint(TargetModel(model))
-    folder.mkdir(parents=True)
-    (folder / "linears.json").write_text("[]")
-    (folder / "constants.pt").write_bytes(b"")
-    (folder / "program.pt2").write_bytes(b"PK")
-    assert_runs_as_it_is(model, rf"{folder} cannot be loaded \(.+\); delete it, and it is compiled again")
 
 
 def test_a_drafters_model_is_compiled_if_the_target_is(

@@ -1,0 +1,276 @@
+"""`model.compile` never runs another model's program, nor an old one: what is modified, before or later, is noticed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from torch import nn
+from transformers import PreTrainedModel
+
+from emssd import tracing
+from emssd.assembly import assemble
+from emssd.errors import CompileError
+from emssd.model import TargetModel
+from emssd.native import cache_dir, load_kernels
+from emssd.native.cache import _manifest
+from emssd.options import EngineOptions
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+
+PROMPT = (3, 4, 5, 6, 7, 3, 4)
+Change = Callable[[Any], object]
+
+
+def opt(seed: int = 0) -> PreTrainedModel:
+    """The same as one of `test_compiled`, so that both compile it once."""
+    return tiny_model("opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=13, max_model_len=64, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def compiled_entry(kernels: None) -> Path:
+    """The program of `opt` on disk."""
+    with FileLock(cache_dir() / "opt-float32.lock"):
+        target = TargetModel(opt(), compile=True)
+    assert target.compiled is not None
+    return target.compiled.folder
+
+
+@pytest.fixture
+def entry_copy(compiled_entry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same in a cache that a test may spoil; to compile again takes the good files, and no time."""
+    copy = tmp_path / "cache" / "models" / compiled_entry.name
+    shutil.copytree(compiled_entry, copy)
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "cache"))
+
+    def compile_program(target: TargetModel, folder: Path) -> None:
+        for name in (tracing.PROGRAM, tracing.LINEARS, tracing.CONSTANTS):
+            shutil.copy(compiled_entry / name, folder)
+
+    monkeypatch.setattr(tracing, "compile_program", compile_program)
+    return copy
+
+
+def asked_to_compile(target: TargetModel, folder: Path) -> None:
+    raise CompileError("it is asked to compile")
+
+
+def tokens(target: TargetModel) -> list[int]:
+    options = EngineOptions(batch_size=1)
+    engine = assemble(target, None, drafter="none", backend="ragged", budget="fixed", options=options, eos=())
+    return list(engine.generate([PROMPT], 12)[0].token_ids)
+
+
+def layer(model: Any) -> Any:
+    return model.model.decoder.layers[0]
+
+
+def double(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: layer(model).fc1.register_forward_hook(double), "OPTForCausalLM has a forward hook on .*fc1"),
+        (lambda model: setattr(layer(model), "activation_fn", nn.Tanh()), "it is asked to compile"),
+        (
+            lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)),
+            "OPTForCausalLM has its forward",
+        ),
+    ],
+    ids=["hook", "activation", "forward"],
+)
+def test_a_modified_model_does_not_run_the_program_of_the_plain_one(
+    change: Change, reason: str, compiled_entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
+    model = opt()
+    change(model)
+    with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {reason}"):
+        target = TargetModel(model, compile=True)
+    assert tokens(target) == greedy_reference(model, PROMPT, 12) != greedy_reference(opt(), PROMPT, 12)
+
+
+def twice(module: nn.Module) -> Change:
+    forward = module.forward
+    return lambda x: 2 * forward(x)
+
+
+def new_weight(model: Any) -> None:
+    layer(model).fc1.weight = nn.Parameter(torch.randn(48, 32, generator=torch.Generator().manual_seed(5)))
+
+
+LATER: dict[str, Change] = {
+    "a hook on .*fc1": lambda model: layer(model).fc1.register_forward_hook(double),
+    "model.decoder.layers.0.activation_fn": lambda model: setattr(layer(model), "activation_fn", nn.Tanh()),
+    "model.decoder.layers.0.fc1.weight": new_weight,
+    "model.decoder.embed_tokens.weight": lambda model: model.load_state_dict(opt(seed=1).state_dict()),
+    "model.decoder.layers.0.fc2.weight": lambda model: setattr(
+        layer(model).fc2.weight, "data", -layer(model).fc2.weight.data
+    ),
+    "model.decoder.layers.0.fc1.forward": lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)),
+}
+
+
+@pytest.mark.parametrize("where", LATER)
+def test_a_model_that_changes_later_runs_as_it_is(
+    where: str, compiled_entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
+    target = TargetModel(opt(), compile=True)
+    before = tokens(target)
+    assert target.compiled is not None
+    assert before == greedy_reference(target.model, PROMPT, 12)
+    LATER[where](target.model)
+    with pytest.warns(RuntimeWarning, match=rf"from here on: it has changed since it was compiled \({where}\); make"):
+        after = tokens(target)
+    assert after == greedy_reference(target.model, PROMPT, 12) != before
+    assert target.compiled is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_leaves_the_model_as_it_is_leaves_the_program(compiled_entry: Path) -> None:
+    target = TargetModel(opt(), compile=True)
+    model, prompt = target.model, torch.tensor([PROMPT])
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=9)
+    model.train()
+    model(input_ids=prompt, labels=prompt).loss.backward()
+    model.eval()
+    tokens(target)
+    assert target.compiled is not None
+
+
+def seal(folder: Path) -> None:
+    """Make the manifest fit, as nobody does by accident."""
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "manifest.json"}
+    (folder / "manifest.json").write_bytes(_manifest(folder, files))
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / tracing.PROGRAM, 5000)
+
+
+def truncate_and_seal(folder: Path) -> None:
+    truncate(folder)
+    seal(folder)
+
+
+def swap_linears(folder: Path) -> None:
+    linears = json.loads((folder / tracing.LINEARS).read_text())
+    (joined,) = [each for each in linears if len(each["weights"]) == 3]
+    joined["weights"].reverse()
+    (folder / tracing.LINEARS).write_text(json.dumps(linears))
+    seal(folder)
+
+
+def other_linears(folder: Path) -> None:
+    (folder / tracing.LINEARS).write_text('[{"weights": ["of.another.model"], "biases": []}]')
+    seal(folder)
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("what lies in the cache was run",)
+
+
+def pickle_constants(folder: Path) -> None:
+    torch.save({"constant": Hostile()}, folder / tracing.CONSTANTS)
+    seal(folder)
+
+
+@pytest.mark.parametrize("spoil", [truncate, truncate_and_seal, swap_linears, other_linears, pickle_constants])
+def test_a_spoilt_program_is_compiled_again(
+    spoil: Callable[[Path], None], entry_copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(entry_copy)
+    target = TargetModel(opt(), compile=True)
+    assert target.compiled is not None
+    assert tokens(target) == greedy_reference(target.model, PROMPT, 12)
+    (record,) = [record for record in caplog.records if record.name == "emssd" and record.levelname == "WARNING"]
+    assert f"{entry_copy} is not " in record.getMessage()
+    caplog.clear()
+    assert TargetModel(opt(), compile=True).compiled is not None
+    assert not [record for record in caplog.records if record.name == "emssd"]
+
+
+def test_a_program_that_is_wrong_even_when_just_compiled_is_refused(
+    entry_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = tracing.compile_program
+
+    def compile_wrongly(target: TargetModel, folder: Path) -> None:
+        right(target, folder)
+        swap_linears(folder)
+        (folder / "manifest.json").unlink()
+
+    swap_linears(entry_copy)
+    monkeypatch.setattr(tracing, "compile_program", compile_wrongly)
+    reason = r"is not the program of this model, though it was just compiled: its logits differ by \d"
+    with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {entry_copy} {reason}"):
+        target = TargetModel(opt(), compile=True)
+    assert tokens(target) == greedy_reference(target.model, PROMPT, 12)
+
+
+def test_a_program_that_others_can_write_is_refused(entry_copy: Path) -> None:
+    (entry_copy / tracing.PROGRAM).chmod(0o666)
+    reason = f"{entry_copy / tracing.PROGRAM} can be changed by other users .*set EMSSD_CACHE to a folder of your own"
+    with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {reason}"):
+        assert TargetModel(opt(), compile=True).compiled is None
+
+
+def test_a_cache_that_cannot_be_written_is_named(entry_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMSSD_CACHE", "/proc/emssd")
+    with pytest.warns(
+        RuntimeWarning, match=r"without model.compile: /proc/emssd: .*; set EMSSD_CACHE to a folder that"
+    ):
+        assert TargetModel(opt(), compile=True).compiled is None
+
+
+def test_a_folder_of_inductor_that_others_can_write_is_refused(
+    kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    (tmp_path / "inductor").mkdir()
+    (tmp_path / "inductor").chmod(0o777)
+    with pytest.warns(
+        RuntimeWarning, match="can be changed by other users .*; chmod .* set TORCHINDUCTOR_CACHE_DIR to"
+    ):
+        assert TargetModel(opt(), compile=True).compiled is None
+
+
+@pytest.mark.parametrize("mode", ["fake tensors", "export"])
+def test_a_program_that_is_collected_while_another_is_traced_frees_its_weights(mode: str, compiled_entry: Path) -> None:
+    target = TargetModel(opt(), compile=True)
+    assert target.compiled is not None
+    program, handle = weakref.ref(target.compiled), target.compiled._weights
+    ones = torch.ones(1, 2, 32)
+    load_kernels().linear(ones, handle, 0, 96)
+    if mode == "fake tensors":
+        with torch._subclasses.FakeTensorMode():
+            del target
+            gc.collect()
+    else:
+        held = [target]
+        del target
+
+        class Collects(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                held.clear()
+                gc.collect()
+                return x + 1
+
+        torch.export.export(Collects(), (torch.ones(2),), strict=False)
+    assert program() is None
+    with pytest.raises((IndexError, RuntimeError)):
+        load_kernels().linear(ones, handle, 0, 96)
