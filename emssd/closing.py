@@ -13,7 +13,7 @@ from rich.text import Text
 
 from emssd.busy import BUSY_SHARE
 from emssd.generation import Generation
-from emssd.native import build, why_unavailable
+from emssd.native import fallback_reason
 from emssd.prompts import Prompt
 
 __all__ = ["print_texts", "remarks", "short_end", "short_start"]
@@ -77,12 +77,6 @@ def _without_gain(metrics: dict[str, Any]) -> str | None:
         f"nothing was gained ({', '.join(found)}): try another drafter (emssd-plugins lists them), "
         f"other options of this one, or a smaller batch_size"
     )
-
-
-def fallback_reason() -> str | None:
-    """What runs in the place of the C++ kernels and why, in words; ``None`` if nothing that asked for them must."""
-    reason = why_unavailable() if build._load.cache_info().currsize else None
-    return None if reason is None else f"attention in PyTorch: {reason}"
 
 
 def _on_a_busy_machine(metrics: dict[str, Any]) -> str | None:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emssd import model_support, tracing
+from emssd import tracing
 from emssd.changes import Changes
 from emssd.errors import CompileError, EmssdError
 from emssd.fingerprint import fingerprint, short_pass
 from emssd.module_state import named_tensors
 from emssd.native import CacheError, Entry, NativeError, entry, free_weights, load_kernels
+from emssd.probe import PROBE_TOLERANCE
 
 if TYPE_CHECKING:
     from emssd.model import Attend, TargetModel
@@ -139,7 +140,7 @@ class CompiledForward:
         except Exception as error:  # reading something else raises almost anything
             return f"{type(error).__name__}: {tracing.first_line(error)}"
         difference = float((got - right).abs().max() / right.std().clamp_min(1e-12))
-        if difference <= model_support._PROBE_TOLERANCE[target.dtype]:
+        if difference <= PROBE_TOLERANCE[target.dtype]:
             return None
         return f"its logits differ by {difference:.3g} standard deviations"
 

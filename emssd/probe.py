@@ -16,12 +16,12 @@ from emssd.interface import Attend, implementation
 if TYPE_CHECKING:
     from emssd.model import TargetModel
 
-__all__ = ["probe_layers", "running"]
+__all__ = ["PROBE_TOLERANCE", "probe_layers", "running"]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
 # compute softmax or norms in float32 whatever their dtype, so float64 has room for that.
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
+PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 _LENGTHS = (5, 8)  # of the rows of the probe; their sum is no size that models have
 
 
@@ -174,7 +174,7 @@ class _Aranges(TorchFunctionMode):
 def _compare(name: str, packed: torch.Tensor, alone: torch.Tensor, dtype: torch.dtype) -> None:
     packed, alone = packed.double(), alone.double()
     difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
-    if not difference <= _TOLERANCE[dtype]:
+    if not difference <= PROBE_TOLERANCE[dtype]:
         raise UnsupportedModelError(
             f"{name} gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
             f"deviations): it has a feature that does not go through its attention function"
