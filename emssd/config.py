@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-_ROW_OPTIONS = ("model", "data", "max_new_tokens", "stop", "ignore_eos")
+_ROW_OPTIONS = ("model", "prompt", "data", "max_new_tokens", "stop", "ignore_eos")
 
 
 class Check(str, Enum):
@@ -116,6 +116,7 @@ class RunConfig(EngineOptions):
 
     Attributes:
         drafter, backend, budget, model, data: config groups; see ``--help`` for what is installed.
+        prompt: decode this text, and nothing else; it is taken as it stands, without Hydra's quotes.
         speculate: ``false`` decodes plainly whatever the drafter is, to have something to compare with.
         max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
         stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
@@ -138,6 +139,7 @@ class RunConfig(EngineOptions):
     drafter: Any = MISSING
     backend: Any = MISSING
     budget: Any = MISSING
+    prompt: str | None = None
     speculate: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: Any = MISSING

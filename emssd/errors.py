@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -60,12 +61,22 @@ class DraftError(PluginError):
 
 @contextmanager
 def exit_on_error(program: str) -> Iterator[None]:
-    """For the body of a command: an error of ours ends the process with status 2, its message after `program`."""
+    """For the body of a command: an error of ours ends the process with status 2, its message after `program`.
+
+    A reader that goes away, as in ``program --help | head``, ends it with status 1, and without a word.
+    """
     try:
-        yield
-    except EmssdError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        try:
+            yield
+        except EmssdError as error:
+            print(f"{program}: error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        finally:
+            if sys.stdout is not None:  # it is closed
+                sys.stdout.flush()  # now, as at the end of the process an error could not be caught
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        raise SystemExit(1) from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

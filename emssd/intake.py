@@ -10,10 +10,11 @@ from emssd.engine import Engine
 from emssd.errors import ConfigError, PromptError
 from emssd.output import OutputFolder, as_asked
 from emssd.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, check_prompt, encode_text, truncated, unescaped
+from emssd.registry import Registry
 from emssd.sequence import Request
 from emssd.stopping import StopStrings
 
-__all__ = ["Failures", "check_options", "to_requests", "unfinished"]
+__all__ = ["Failures", "check_options", "prompts_of", "to_requests", "unfinished"]
 
 
 class Failures:
@@ -65,6 +66,14 @@ def check_options(config: RunConfig) -> None:
             raise ConfigError(f"{name} is {number}; it must be at least 1")
     if config.resume and config.overwrite:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
+
+
+def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | FailedPrompt]:
+    """What a run decodes: `prompt`, or what its source yields."""
+    if config.prompt is not None:
+        return [Prompt("0", config.prompt)]
+    prompts: Iterable[Prompt | FailedPrompt] = registry.find("data", config.data.name).build(config.data)
+    return prompts
 
 
 def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: str) -> list[Prompt]:

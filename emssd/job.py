@@ -18,7 +18,7 @@ from emssd.engine import Engine
 from emssd.errors import PromptError
 from emssd.experiment import label_of
 from emssd.generation import Generation
-from emssd.intake import Failures, check_options, to_requests, unfinished
+from emssd.intake import Failures, check_options, prompts_of, to_requests, unfinished
 from emssd.loading import ModelCache
 from emssd.model import TargetModel
 from emssd.output import OutputFolder
@@ -132,7 +132,7 @@ def _prepare(
 ) -> _Work | None:
     """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
     failures = Failures(config.on_error)
-    prompts = failures.passed(registry.find("data", config.data.name).build(config.data))
+    prompts = failures.passed(prompts_of(config, registry))
     registry.find("backend", config.backend.name)
     left = unfinished(prompts, output, config_text)
     if config.resume:

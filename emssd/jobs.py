@@ -45,7 +45,9 @@ class Jobs:
         """One run with its own tables."""
         from emssd.job import run_job
 
-        run_job(config, output_dir, config_text, self._registry, models=self._models)
+        result = run_job(config, output_dir, config_text, self._registry, models=self._models)
+        for generation in result.generations if config.prompt is not None else ():
+            plain_console().print(f"\n{generation.text}", highlight=False, soft_wrap=True)
 
     def run_of_experiment(
         self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str]

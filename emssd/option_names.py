@@ -9,18 +9,95 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from emssd.config import ModelConfig, RunConfig
+from emssd.config import ModelConfig, RunConfig, Size, conf_dir
 from emssd.errors import ConfigError, did_you_mean
 from emssd.registry import KINDS, Registry
 
-__all__ = ["check_composed", "check_given"]
+__all__ = ["check_arguments", "check_composed", "quoted_prompt"]
 
+# Completion has arguments of its own, and of another main config only Hydra knows the defaults.
+_LEFT_TO_HYDRA = {"--config-path", "-cp", "--config-name", "-cn", "--shell-completion", "-sc"}
+_GROUPS = ("model", "experiment", "method", "task")
+_IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _CHANGERS = ("experiment", "task", "method")  # choices that change other choices
 
 
-def check_given(arguments: Seq[str], registry: Registry, conf: Path, own: Path | None = None) -> None:
+def check_arguments(arguments: list[str], registry: Registry) -> None:
+    """Explain ``drafter=NAME`` and its like better than a missing config file would.
+
+    Raises:
+        PluginError: there is no such name, a plugin of that name failed to load, or it cannot run here.
+        ConfigError: there is no such preset, option, or size of an experiment.
+    """
+    if _LEFT_TO_HYDRA & {argument.partition("=")[0] for argument in arguments}:
+        return
+    own = _own_presets(arguments)
+    chosen = {"experiment": "", "size": "small"}
+    for argument in arguments:
+        group, given, value = argument.partition("=")
+        if not given or group not in (*KINDS, *_GROUPS, "size"):
+            continue
+        presets = [*Size] if group == "size" else _presets(group)
+        if value.startswith(("{", "[")):
+            known = ", ".join(sorted({*presets, *(registry.names(group) if group in KINDS else ())}))
+            raise ConfigError(f"{argument} is no choice; write {group}=NAME, with one of {known}")
+        for name in value.split(","):
+            chosen[group] = name
+            if not re.fullmatch(r"[\w.-]{0,100}", name):  # Hydra judges its sweep functions itself
+                continue
+            if name in presets or (own and (own / group / f"{name}.yaml").is_file()):
+                continue
+            if group in KINDS:
+                registry.find(group, name, presets)
+            elif (group, name) != ("model", "hf"):
+                raise ConfigError(_no_preset(group, name, presets))
+    _check_given(arguments, registry, conf_dir(), own)
+    if chosen["experiment"] in _presets("experiment"):
+        _check_size(chosen["experiment"], chosen["size"])
+
+
+def _own_presets(arguments: list[str]) -> Path | None:
+    """The folder of ``--config-dir``.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, given, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            folder = Path(value if given else following)
+            if not folder.is_dir():
+                raise ConfigError(f"--config-dir {folder} is no folder; give one of presets, as in drafter/NAME.yaml")
+            return folder
+    return None
+
+
+def _check_size(experiment: str, size: str) -> None:
+    sizes = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{experiment}.yaml"), "experiment.sizes") or {}
+    missing = [name for name in sizes if sizes[name] is None]  # an experiment says so itself
+    if size in missing:
+        there = ", ".join(each for each in Size if each not in missing)
+        raise ConfigError(f"experiment={experiment} has no size {size!r}; choose one of {there}")
+
+
+def _no_preset(group: str, name: str, presets: list[str]) -> str:
+    guess = did_you_mean(name, presets) or ";"
+    if group == "model":
+        return (
+            f"unknown model preset {name!r}{guess} presets are {', '.join(presets)}. "
+            f"For a folder or an id of the Hugging Face hub write model.path={name}"
+        )
+    return f"unknown {group} {name!r}{guess} choose one of {', '.join(presets)}"
+
+
+def _presets(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def _check_given(arguments: Seq[str], registry: Registry, conf: Path, own: Path | None = None) -> None:
     """Check ``OPTION=VALUE`` and ``GROUP.OPTION=VALUE`` of the command line, as far as its choices tell.
 
     Args:
@@ -63,6 +140,18 @@ def check_composed(config: DictConfig) -> None:
     for option in config:
         if option not in known:
             raise ConfigError(f"there is no option {option!r}{did_you_mean(str(option), known)}")
+
+
+def quoted_prompt(argument: str) -> str:
+    """``prompt=TEXT`` so that Hydra and OmegaConf take TEXT as it stands; any other argument as it is.
+
+    One that is in Hydra's quotes already is left to Hydra.
+    """
+    name, given, text = argument.partition("=")
+    if name != "prompt" or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
+        return argument
+    escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
+    return f"{name}{given}{QuotedString(escaped, Quote.single).with_quotes()}"
 
 
 def _known(group: str, given: Mapping[str, str], registry: Registry, conf: Path, own: Path | None) -> list[str] | None:

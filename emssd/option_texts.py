@@ -64,7 +64,7 @@ def type_in_words(kind: Any) -> str:
 
 def _one_in_words(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of {', '.join(str(each.value) for each in kind)}"
+        return f"{'one of ' * (len(kind) > 1)}{', '.join(str(each.value) for each in kind)}"
     if get_origin(kind) is list:
         return "a list, as in [a,b]"
     if get_origin(kind) is dict or kind is dict or dataclasses.is_dataclass(kind):

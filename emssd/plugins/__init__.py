@@ -16,11 +16,9 @@ def main(arguments: Seq[str] | None = None) -> None:
     """
     from emssd.errors import exit_on_error
 
-    given = _parser().parse_args(arguments)
     with exit_on_error("emssd-plugins"):
-        status = _run(given)
-    if status:
-        raise SystemExit(status)
+        if status := _run(_parser().parse_args(arguments)):
+            raise SystemExit(status)
 
 
 def _run(given: argparse.Namespace) -> int:

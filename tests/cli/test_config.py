@@ -77,19 +77,6 @@ def _has_defaults(config: type) -> bool:
     return all(field.default != "???" for field in dataclasses.fields(config))
 
 
-def test_help_lists_everything_installed_and_every_option(emssd: Callable, store: Registry) -> None:
-    result = emssd("--help")
-    assert result.status == 0
-    for kind in KINDS:
-        (line,) = [line for line in result.out.splitlines() if line.startswith(f"{kind}: ")]
-        listed = line.partition(": ")[2].split(", ")
-        assert set(listed) == {*store.names(kind), *(path.stem for path in PRESETS if path.parent.name == kind)}
-    for field in dataclasses.fields(RunConfig):
-        assert f"\n{field.name}:" in result.out
-    assert "\n  compile: false\n" in result.out
-    assert "\n  kernels: auto\n" in result.out
-
-
 def test_cfg_job_shows_the_result_without_running(emssd: Callable) -> None:
     result = emssd("drafter=llma", "drafter.match_length=3", "backend=unpad_kv", "--cfg", "job")
     config = OmegaConf.create(result.out)
