@@ -14,7 +14,7 @@ from emssd.engine import Engine
 from emssd.errors import ConfigError, PluginError
 from emssd.memory import kv_bytes
 from emssd.model import LoadModel, TargetModel, load_model
-from emssd.options import Admission, Batching, EngineOptions
+from emssd.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
 from emssd.registry import Registry
 from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 
@@ -29,7 +29,7 @@ _GPU_SHARE = "0.9"  # of the free memory; the rest is for activations
 def from_pretrained(
     path: str = "demo",
     *,
-    drafter: Any = "llma",
+    drafter: Any = DEFAULT_DRAFTER,
     backend: Any = "ragged",
     budget: Any = "adaptive",
     dtype: str = "auto",
@@ -64,7 +64,7 @@ def from_model(
     model: PreTrainedModel,
     tokenizer: Any = None,
     *,
-    drafter: Any = "llma",
+    drafter: Any = DEFAULT_DRAFTER,
     backend: Any = "ragged",
     budget: Any = "adaptive",
     max_model_len: int | None = None,

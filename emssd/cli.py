@@ -91,8 +91,10 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
         if options.experiment is not None:
             _check_launcher(hydra_config.launcher._target_)
             jobs.run_of_experiment(options, text, folder, number, overrides)
+        elif is_sweep:
+            jobs.run(options, text, folder / str(number), overrides)
         else:
-            jobs.run(options, text, folder / str(number) if is_sweep else folder)
+            jobs.run(options, text, folder)
     except KeyboardInterrupt:
         again = f"resume=true output_dir={options.output_dir}"
         _leave(f"interrupted; the rows that were finished are in {folder}/, and {again} goes on from there")

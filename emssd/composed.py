@@ -26,6 +26,8 @@ from emssd.usage import as_config_error, wrong_value
 
 __all__ = ["to_options"]
 
+_LARGEST = 2**63 - 1  # that a tensor can hold
+
 
 def to_options(config: DictConfig, overrides: Seq[str], registry: Registry, *, is_sweep: bool = False) -> RunConfig:
     """The composed options as dataclasses.
@@ -60,8 +62,8 @@ def to_options(config: DictConfig, overrides: Seq[str], registry: Registry, *, i
 def _check_flag(config: DictConfig, override: Override) -> None:
     """OmegaConf takes any number for true or false; here only what says so."""
     parent, _, name = str(override.key_or_group).rpartition(".")
-    node = OmegaConf.select(config, parent) if parent else config
-    if not isinstance(node, DictConfig) or not isinstance(node._get_node(name), BooleanNode):
+    node = OmegaConf.select(config, parent, throw_on_resolution_failure=False) if parent else config
+    if not isinstance(node, DictConfig) or not isinstance(node._get_node(name, validate_access=False), BooleanNode):
         return
     value = override.value()
     if isinstance(value, (int, float)) and value not in (0, 1):
@@ -76,6 +78,8 @@ def _check_values(name: str, value: Any, kind: Any = Any) -> None:
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} is {value}; it must be a finite number")
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ConfigError(f"{name} is a number of {len(str(abs(value)))} digits; it must be below 2^63")
     if not any(_fits(value, part) for part in parts_of(kind)):
         raise ConfigError(wrong_value(name, value, kind))
     if dataclasses.is_dataclass(value):
@@ -113,9 +117,8 @@ def _check_choice(kind: str, chosen: Any, registry: Registry) -> None:
     """
     name = getattr(chosen, "name", None)
     if name not in registry.names(kind) or not isinstance(chosen, registry.find(kind, name).config):
-        raise ConfigError(
-            f"{kind} is no choice of a {kind}; write {kind}=NAME with one of {', '.join(registry.names(kind))}"
-        )
+        known = ", ".join(registry.names(kind))
+        raise ConfigError(f"{kind}.name cannot be set by itself; choose with {kind}=NAME, one of {known}")
 
 
 def _check_prompt(options: RunConfig) -> None:

@@ -188,8 +188,8 @@ def conf_dir() -> Path:
 def register_configs(registry: Registry) -> None:
     """Put the options of the run and of every plugin into Hydra's ConfigStore."""
     store = ConfigStore.instance()
-    store.store(name="run", node=RunConfig)
-    store.store(group="model", name="hf", node=ModelConfig, provider="emssd")
+    store.store(name="run", node=structured(RunConfig))
+    store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
     for kind in KINDS:
         for spec in registry.specs(kind):
             try:

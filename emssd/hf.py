@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from emssd.errors import ConfigError
+from emssd.options import DEFAULT_DRAFTER
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -42,7 +43,7 @@ def custom_generate(
     logits_processor: Any = None,
     stopping_criteria: Any = None,
     generation_config: GenerationConfig | None = None,
-    drafter: Any = "llma",
+    drafter: Any = DEFAULT_DRAFTER,
     backend: Any = "ragged",
     draft_tokenizer: Any = None,
     **model_kwargs: Any,

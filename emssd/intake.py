@@ -51,9 +51,12 @@ def check_options(config: RunConfig) -> None:
     Raises:
         ConfigError: with the option's name.
     """
-    numbers = {name: getattr(config, name) for name in ("batch_size", "max_new_tokens", "num_threads")}
+    numbers = {
+        name: getattr(config, name)
+        for name in ("batch_size", "max_new_tokens", "max_step_tokens", "num_threads", "repeat")
+    }
     if isinstance(config.data, SourceConfig):
-        numbers["data.limit"] = config.data.limit
+        numbers |= {"data.limit": config.data.limit, "data.max_prompt_tokens": config.data.max_prompt_tokens}
         if config.data.chat and config.data.truncate is not Truncate.none:
             raise ConfigError(
                 f"data.truncate={config.data.truncate.value} would cut the chat template of data.chat=true; leave it "

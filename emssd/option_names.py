@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from emssd.config import ModelConfig, RunConfig, Size, conf_dir
 from emssd.errors import ConfigError, did_you_mean
 from emssd.registry import KINDS, Registry
+from emssd.usage import no_option
 
 __all__ = ["check_arguments", "check_composed", "quoted_prompt"]
 
@@ -46,7 +47,7 @@ def check_arguments(arguments: list[str], registry: Registry) -> None:
             raise ConfigError(f"{argument} is no choice; write {group}=NAME, with one of {known}")
         for name in value.split(","):
             chosen[group] = name
-            if not re.fullmatch(r"[\w.-]{0,100}", name):  # Hydra judges its sweep functions itself
+            if re.search(r"[()$'\"\\]", name) or len(name) > 100:  # Hydra judges its sweep functions itself
                 continue
             if name in presets or (own and (own / group / f"{name}.yaml").is_file()):
                 continue
@@ -120,7 +121,7 @@ def _check_given(arguments: Seq[str], registry: Registry, conf: Path, own: Path 
             raise ConfigError(f"there is no option {name!r}{guess} python -m emssd --help lists all")
         known = _known(group, given, registry, conf, own) if dot and not set(_CHANGERS) & set(given) else None
         if known is not None and (first := option.partition(".")[0]) not in known:
-            raise ConfigError(_no_option(group, given.get(group, _default(group, conf)), first, known))
+            raise ConfigError(no_option(group, given.get(group, _default(group, conf)), first, known))
 
 
 def check_composed(config: DictConfig) -> None:
@@ -135,7 +136,7 @@ def check_composed(config: DictConfig) -> None:
             known = [field.name for field in dataclasses.fields(kind)]
             for option in node:
                 if option not in known:
-                    raise ConfigError(_no_option(str(group), str(node.get("name", "")), str(option), known))
+                    raise ConfigError(no_option(str(group), str(node.get("name", "")), str(option), known))
     known = [field.name for field in dataclasses.fields(RunConfig)]
     for option in config:
         if option not in known:
@@ -176,10 +177,3 @@ def _default(group: str, conf: Path) -> str:
     for item in OmegaConf.load(conf / "config.yaml").defaults:
         choices |= dict(item) if isinstance(item, DictConfig) else {}
     return str(choices.get(group, ""))
-
-
-def _no_option(group: str, choice: str, option: str, known: Iterable[str]) -> str:
-    names = [name for name in known if name != "name"]
-    owner = f"{group} {choice!r}" if choice and group != "model" else group
-    guess = did_you_mean(option, names) or "."
-    return f"{owner} has no option {option!r}{guess} It has {', '.join(names) or 'none'}"

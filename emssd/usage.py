@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -11,16 +13,18 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
     InterpolationResolutionError,
     InterpolationValidationError,
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
 
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, did_you_mean
 from emssd.option_texts import parts_of, type_in_words, written
 
-__all__ = ["as_config_error", "wrong_value"]
+__all__ = ["as_config_error", "no_option", "wrong_value"]
 
 _LONGEST = 200  # characters of what was given that an error repeats
 
@@ -44,12 +48,20 @@ def wrong_value(name: str, value: object, kind: Any) -> str:
     return f"{name} is {_short(value)}; it must be {plain.partition(', as in')[0] if example else plain}{example}"
 
 
+def no_option(group: str, choice: str, option: str, known: Iterable[str]) -> str:
+    """The message for an `option` that the `choice` of a `group` does not have."""
+    names = [name for name in known if name != "name"]
+    owner = f"{group} {choice!r}" if choice and group != "model" else group
+    guess = did_you_mean(option, names) or "."
+    return f"{owner} has no option {option!r}{guess} It has {', '.join(names) or 'none'}"
+
+
 def _of_syntax(error: OverrideParseException) -> str:
     given = str(error.override)
     name, is_assignment, value = given.partition("=")
     if not is_assignment:
         return _of_word(given)
-    cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+    cause = f" ({_line(str(error.__cause__))})" if error.__cause__ is not None else ""
     quoted = _quoted(name, value)
     return f"{_short(given)} is not in Hydra's syntax{cause}; a text with signs of its own wants quotes: {quoted}"
 
@@ -93,7 +105,14 @@ def _of_value(error: OmegaConfBaseException) -> str:
     name, said = error.full_key or "", str(error).partition("\n    full_key: ")[0]
     if isinstance(error, MissingMandatoryValue):
         return f"{name} is not given and has no default; add {name}=VALUE"
-    kind = _type_of(error)
+    owner, kind = error.object_type, _type_of(error)
+    if (
+        isinstance(error, (ConfigKeyError, ConfigAttributeError))
+        and owner is not None
+        and dataclasses.is_dataclass(owner)
+    ):
+        known = [field.name for field in dataclasses.fields(owner)]
+        return no_option(name.rpartition(".")[0], str(error.parent_node._get_node("name") or ""), str(error.key), known)
     if isinstance(error, InterpolationResolutionError) and not isinstance(error, InterpolationValidationError):
         return f"{name} refers to what cannot be found: {said}; where a text has ${{ as it stands, write \\${{"
     if kind is None or not isinstance(error, ValueError) or (said.startswith("While dereferencing") and not name):
@@ -122,8 +141,8 @@ def _cut(text: str) -> str:
 
 def _line(text: str) -> str:
     """All lines as one, without Hydra's links."""
-    lines = (line.strip() for line in text.splitlines())
-    return "; ".join(line for line in lines if line and not line.startswith("See https://"))
+    lines = [line.strip() for line in text.splitlines() if not line.strip().startswith("See https://")]
+    return re.sub(r"(?<=[.?!:;]); ", " ", "; ".join(filter(None, lines))).rstrip("; ")
 
 
 _EXPLAIN: dict[type[Exception], Any] = {

@@ -1,4 +1,4 @@
-"""What tells a newcomer how to begin: ``--help``, ``--version``, completion; and that none of it minds a closed pipe."""
+"""What tells a newcomer how to begin: ``--help``, ``--version``, completion; none of it minds a closed pipe."""
 
 from __future__ import annotations
 
