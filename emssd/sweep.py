@@ -80,8 +80,8 @@ def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> float | None:
 
 
 def _others(run: SweptRun) -> RunConfig:
-    """The options of a run without those that say how it drafts, and that it is checked."""
-    return dataclasses.replace(run.options, drafter=None, speculate=True, check=None)
+    """The options of a run without those that say how it drafts, whether it is checked, and where its files go."""
+    return dataclasses.replace(run.options, drafter=None, speculate=True, check=None, output_dir="")
 
 
 def _checked(run: SweptRun) -> str:

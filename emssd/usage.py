@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -112,7 +113,7 @@ def _of_value(error: OmegaConfBaseException) -> str:
         and dataclasses.is_dataclass(owner)
     ):
         known = [field.name for field in dataclasses.fields(owner)]
-        return no_option(name.rpartition(".")[0], str(error.parent_node._get_node("name") or ""), str(error.key), known)
+        return _of_unknown(name, str(error.key), error.parent_node, known)
     if isinstance(error, InterpolationResolutionError) and not isinstance(error, InterpolationValidationError):
         return f"{name} refers to what cannot be found: {said}; where a text has ${{ as it stands, write \\${{"
     if kind is None or not isinstance(error, ValueError) or (said.startswith("While dereferencing") and not name):
@@ -120,6 +121,14 @@ def _of_value(error: OmegaConfBaseException) -> str:
     if isinstance(error, InterpolationValidationError):
         return f"{wrong_value(name, error.value, kind)} ({said.partition(': ')[0].lower()})"
     return wrong_value(name, error.value, kind)
+
+
+def _of_unknown(name: str, key: str, owner: DictConfig, known: list[str]) -> str:
+    group = name.rpartition(".")[0]
+    if not group:
+        return f"there is no option {name!r}{did_you_mean(name, known) or '.'} python -m emssd --help lists all"
+    chosen = owner._get_node("name", validate_access=False)  # of a plugin's options
+    return no_option(group, "" if chosen is None else str(chosen), key, known)
 
 
 def _type_of(error: OmegaConfBaseException) -> Any:

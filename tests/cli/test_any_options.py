@@ -77,6 +77,8 @@ def overrides(draw: st.DrawFn) -> str:
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each run begins with an empty output
 @given(st.lists(overrides(), min_size=1, max_size=3), st.booleans())
+@example(["={}"], False)
+@example(["~batch_size"], False)
 def test_any_overrides_give_options_that_can_be_or_a_sentence(
     compose: Callable[..., tuple[Any, list[RunConfig]]], arguments: list[str], is_sweep: bool
 ) -> None:

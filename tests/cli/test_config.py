@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from emssd.config import ModelConfig, RunConfig, conf_dir, register_configs
+from emssd.options import DEFAULT_DRAFTER
 from emssd.random_weights import counted_on, counting_model
 from emssd.registry import KINDS, Registry
 
@@ -62,6 +64,15 @@ def test_a_preset_says_only_what_differs(path: Path, store: Registry) -> None:
 def test_the_main_config_sets_no_option() -> None:
     keys = {str(key) for key in OmegaConf.load(conf_dir() / "config.yaml")}
     assert keys == {"defaults", "hydra"}
+
+
+def test_the_default_drafter_stands_in_one_place_beside_the_main_config() -> None:
+    from emssd.assembly import from_model, from_pretrained
+    from emssd.hf import custom_generate
+
+    assert compose().drafter.name == DEFAULT_DRAFTER
+    for function in (from_model, from_pretrained, custom_generate):
+        assert inspect.signature(function).parameters["drafter"].default is DEFAULT_DRAFTER
 
 
 @pytest.mark.parametrize("kind", KINDS)

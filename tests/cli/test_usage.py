@@ -52,7 +52,7 @@ SENTENCES = {
     "--resolve": "The --resolve flag can only be used in conjunction with --cfg or --help",
     "prompt=hi data=jsonl data.path=x": "prompt= is decoded in the place of data; leave data= out, or prompt=",
     "prompt=hi data.limit=3": "prompt= is decoded in the place of data; leave data.limit= out, or prompt=",
-    "prompt=hi experiment=fig1 size=toy": "an experiment decodes the data of its task; leave prompt= or experiment= out",
+    "prompt=hi experiment=fig1 size=toy": "an experiment decodes the data of its task; leave prompt= or exper",
     "data=text data.path=- -m": "a sweep reads its prompts once for each run, and data.path=- is there only once",
     "data=text data.path=- resume=true output_dir=out": "resume=true reads the prompts of a job again, and ",
 }  # fmt: skip
