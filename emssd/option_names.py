@@ -38,7 +38,7 @@ def check_arguments(arguments: list[str], registry: Registry) -> None:
     own = _own_presets(arguments)
     chosen = {"experiment": "", "size": "small"}
     for argument in arguments:
-        group, given, value = argument.partition("=")
+        group, given, value = argument.lstrip("+").partition("=")
         if not given or group not in (*KINDS, *_GROUPS, "size"):
             continue
         presets = [*Size] if group == "size" else _presets(group)

@@ -46,6 +46,7 @@ _ATOMS = st.one_of(
                      "${oc.decode:[}", "${oc.create:{a:1}}", "${oc.dict.keys:model}", "${hydra:runtime.cwd}", "\\${a}",
                      "${emssd_help:}", "${${size}}", "choice(1,2)", "range(3)", "int(x)", "glob(*)", "sort(2,1)"]),
 ).map(str)  # fmt: skip
+_PLAIN = st.sampled_from(["1", "3", "true", "false", "null", "0.5", "auto", "greedy", "toy", "'a b'", "[a,b]", "1,2"])
 _VALUES = st.recursive(
     _ATOMS,
     lambda inner: st.one_of(
@@ -66,18 +67,24 @@ def overrides(draw: st.DrawFn) -> str:
     inside = ["drafter.copy_length", "drafter.name", "model.compile", "model.architecture", "model.architecture.a.b",
               "data.limit", "data.where.x", "budget.memory", "budget", "stop[0]", "hydra.verbose", "hydra.job.num",
               "hydra/launcher", "hydra.sweeper.params", "hydra.overrides.task", "hydra", "defaults", ""]  # fmt: skip
+    kind = draw(st.sampled_from(["plain"] * 3 + ["odd"] * 3 + ["anything"]))
+    if kind == "plain":
+        return f"{draw(st.sampled_from(options))}={draw(_PLAIN)}"
+    if kind == "anything":
+        return draw(st.text(_ODD + "az09", max_size=12)).lstrip("-")  # those are flags
     name = draw(st.sampled_from(options + inside) | st.text(string.ascii_lowercase + "._@/", max_size=8))
-    text = (
-        draw(st.sampled_from(["", "", "", "+", "++", "~"])) + name + draw(st.sampled_from(["=", "=", "=", "", "@x="]))
+    prefix, between = (
+        draw(st.sampled_from(["", "", "", "+", "++", "~"])),
+        draw(st.sampled_from(["="] * 8 + ["", "@x="])),
     )
-    text += draw(_VALUES)
-    return draw(st.just(text) | st.text(_ODD + "az09", max_size=12)).lstrip("-")  # those are flags
+    return f"{prefix}{name}{between}{draw(_VALUES)}".lstrip("-")
 
 
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each run begins with an empty output
 @given(st.lists(overrides(), min_size=1, max_size=3), st.booleans())
 @example(["={}"], False)
+@example(["++experiment={True:-828}"], False)
 @example(["~batch_size"], False)
 def test_any_overrides_give_options_that_can_be_or_a_sentence(
     compose: Callable[..., tuple[Any, list[RunConfig]]], arguments: list[str], is_sweep: bool
