@@ -82,7 +82,7 @@ def overrides(draw: st.DrawFn) -> str:
 
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each run begins with an empty output
-@given(st.lists(overrides(), min_size=1, max_size=3), st.booleans())
+@given(st.lists(overrides(), min_size=1, max_size=2), st.booleans())
 @example(["={}"], False)
 @example(["++experiment={True:-828}"], False)
 @example(["~batch_size"], False)
