@@ -66,7 +66,7 @@ def _own_presets(arguments: list[str]) -> Path | None:
     Raises:
         ConfigError: it is not there.
     """
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, given, value = argument.partition("=")
         if name in ("--config-dir", "-cd"):
             folder = Path(value if given else following)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import string
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from emssd import cli
 from emssd.config import RunConfig
 from emssd.jobs import Jobs
+from emssd.options import DEFAULT_DRAFTER
 from emssd.registry import Registry
 
 
@@ -124,3 +126,21 @@ def test_a_prompt_is_taken_as_it_stands(
 def test_a_prompt_in_hydras_quotes_is_left_to_hydra(compose: Callable[..., tuple[Any, list[RunConfig]]]) -> None:
     for typed, prompt in (("'a, b'", "a, b"), ('"a \\"b\\""', 'a "b"'), ("null", None), ("", "")):
         assert [run.prompt for run in compose(f"prompt={typed}")[1]] == [prompt]
+
+
+def test_without_any_argument_the_defaults_run(compose: Callable[..., tuple[Any, list[RunConfig]]]) -> None:
+    result, (options,) = compose()
+    assert result.status == 0
+    assert (options.drafter.name, options.data.name) == (DEFAULT_DRAFTER, "demo")
+
+
+def test_a_fault_of_ours_keeps_its_traceback(
+    compose: Callable[..., tuple[Any, list[RunConfig]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(Jobs, "run", fails)
+    with pytest.raises(KeyError, match="ours"):
+        compose()
+    assert "HYDRA_FULL_ERROR" not in os.environ
