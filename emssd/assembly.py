@@ -13,7 +13,7 @@ from emssd.draft import Drafter, DrafterContext
 from emssd.engine import Engine
 from emssd.errors import ConfigError
 from emssd.model import LoadModel, TargetModel, load_model
-from emssd.options import Admission, Batching, EngineOptions
+from emssd.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
 from emssd.registry import Registry
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ __all__ = ["assemble", "eos_token_ids", "from_model", "from_pretrained", "make_b
 def from_pretrained(
     path: str = "demo",
     *,
-    drafter: Any = "llma",
+    drafter: Any = DEFAULT_DRAFTER,
     backend: Any = "ragged",
     budget: Any = "adaptive",
     dtype: str = "auto",
@@ -63,7 +63,7 @@ def from_model(
     model: PreTrainedModel,
     tokenizer: Any = None,
     *,
-    drafter: Any = "llma",
+    drafter: Any = DEFAULT_DRAFTER,
     backend: Any = "ragged",
     budget: Any = "adaptive",
     max_model_len: int | None = None,

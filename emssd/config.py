@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-_ROW_OPTIONS = ("model", "data", "max_new_tokens", "stop", "ignore_eos")
+_ROW_OPTIONS = ("model", "prompt", "data", "max_new_tokens", "stop", "ignore_eos")
 
 
 class Check(str, Enum):
@@ -122,6 +122,7 @@ class RunConfig(EngineOptions):
 
     Attributes:
         drafter, backend, budget, model, data: config groups; see ``--help`` for what is installed.
+        prompt: decode this text, and nothing else; it is taken as it stands, without Hydra's quotes.
         speculate: ``false`` decodes plainly whatever the drafter is, to have something to compare with.
         max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
         stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
@@ -144,6 +145,7 @@ class RunConfig(EngineOptions):
     drafter: Any = MISSING
     backend: Any = MISSING
     budget: Any = MISSING
+    prompt: str | None = None
     speculate: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: Any = MISSING
@@ -200,8 +202,8 @@ def conf_dir() -> Path:
 def register_configs(registry: Registry) -> None:
     """Put the options of the run and of every plugin into Hydra's ConfigStore."""
     store = ConfigStore.instance()
-    store.store(name="run", node=RunConfig)
-    store.store(group="model", name="hf", node=ModelConfig, provider="emssd")
+    store.store(name="run", node=structured(RunConfig))
+    store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
     for kind in KINDS:
         for spec in registry.specs(kind):
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +14,7 @@ from omegaconf import MISSING
 from emssd.errors import ConfigError, PromptError
 from emssd.hookspecs import Spec, hookimpl
 from emssd.prompts import FailedPrompt, Prompt, SourceConfig
-from emssd.records import RecordsConfig, existing_file, read_records, read_text, to_prompts
+from emssd.records import RecordsConfig, existing_file, read_bytes, read_records, records_in, text_in, to_prompts
 
 __all__ = ["DatasetConfig", "DemoConfig", "JSONLConfig", "RandomConfig", "TextConfig", "Unit", "emssd_prompt_sources"]
 
@@ -43,7 +44,7 @@ class TextConfig(SourceConfig):
     """`data=text`: prompts from a text file; empty lines are skipped.
 
     Attributes:
-        path: the file.
+        path: the file; ``-`` is standard input.
         unit: each ``line``, each ``paragraph`` (separated by empty lines), or the whole ``file`` is one prompt.
     """
 
@@ -56,7 +57,7 @@ class JSONLConfig(RecordsConfig):
     """`data=jsonl`: one JSON object per line.
 
     Attributes:
-        path: the file.
+        path: the file; ``-`` is standard input.
     """
 
     path: str = MISSING
@@ -133,23 +134,33 @@ def _random(config: RandomConfig) -> list[Prompt]:
     ]
 
 
+def _content(path: str) -> tuple[str, bytes]:
+    """Name and content of a file, or of standard input."""
+    if path == "-":
+        return "stdin", sys.stdin.buffer.read()
+    file = existing_file(path)
+    return file.name, read_bytes(file)
+
+
 def _text(config: TextConfig) -> list[Prompt]:
-    path = existing_file(config.path)
-    text = read_text(path)
+    name, content = _content(config.path)
+    where = name if config.path == "-" else config.path
+    text = text_in(content, where)
     if config.unit is Unit.file:
         pieces = [(1, text)]
     elif config.unit is Unit.line:
         pieces = list(enumerate(text.split("\n"), start=1))
     else:
         pieces = list(enumerate((piece.strip("\n") for piece in text.split("\n\n")), start=1))
-    prompts = [Prompt(f"{path.name}:{number}", piece) for number, piece in pieces if piece.strip()]
+    prompts = [Prompt(f"{name}:{number}", piece) for number, piece in pieces if piece.strip()]
     if not prompts:
-        raise PromptError(f"{path} holds no prompts: it is empty")
+        raise PromptError(f"{where} holds no prompts: it is empty")
     return prompts[: config.limit]
 
 
 def _jsonl(config: JSONLConfig) -> list[Prompt | FailedPrompt]:
-    return to_prompts(read_records(existing_file(config.path)), config, config.path)
+    name, content = _content(config.path)
+    return to_prompts(records_in(content, name), config, name if config.path == "-" else config.path)
 
 
 def _dataset(config: DatasetConfig) -> list[Prompt | FailedPrompt]:

@@ -11,6 +11,7 @@ import torch
 
 from emssd.errors import ConfigError
 from emssd.hf_criteria import Criteria, limits, of_strings
+from emssd.options import DEFAULT_DRAFTER
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -46,7 +47,7 @@ def custom_generate(
     logits_processor: Any = None,
     stopping_criteria: Any = None,
     generation_config: GenerationConfig | None = None,
-    drafter: Any = "llma",
+    drafter: Any = DEFAULT_DRAFTER,
     backend: Any = "ragged",
     budget: Any = "adaptive",
     draft_tokenizer: Any = None,

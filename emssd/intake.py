@@ -10,10 +10,11 @@ from emssd.engine import Engine
 from emssd.errors import ConfigError, PromptError
 from emssd.output import OutputFolder, as_asked
 from emssd.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, check_prompt, encode_text, truncated, unescaped
+from emssd.registry import Registry
 from emssd.sequence import Request
 from emssd.stopping import StopStrings
 
-__all__ = ["Failures", "check_options", "to_requests", "unfinished"]
+__all__ = ["Failures", "check_options", "prompts_of", "to_requests", "unfinished"]
 
 
 class Failures:
@@ -53,9 +54,12 @@ def check_options(config: RunConfig) -> None:
     Raises:
         ConfigError: with the option's name.
     """
-    numbers = {name: getattr(config, name) for name in ("batch_size", "max_new_tokens", "num_threads")}
+    numbers = {
+        name: getattr(config, name)
+        for name in ("batch_size", "max_new_tokens", "max_step_tokens", "num_threads", "repeat")
+    }
     if isinstance(config.data, SourceConfig):
-        numbers["data.limit"] = config.data.limit
+        numbers |= {"data.limit": config.data.limit, "data.max_prompt_tokens": config.data.max_prompt_tokens}
         if config.data.chat and config.data.truncate is not Truncate.none:
             raise ConfigError(
                 f"data.truncate={config.data.truncate.value} would cut the chat template of data.chat=true; leave it "
@@ -68,6 +72,15 @@ def check_options(config: RunConfig) -> None:
             raise ConfigError(f"{name} is {number}; it must be at least 1")
     if config.resume and config.overwrite:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
+
+
+def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | FailedPrompt]:
+    """What a run decodes: `prompt`, or what its source yields."""
+    if config.prompt is not None:
+        return [Prompt("0", config.prompt)]
+    source = registry.find("data", config.data.name)
+    prompts: Iterable[Prompt | FailedPrompt] = registry.build("data", source, config.data)
+    return prompts
 
 
 def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: str) -> list[Prompt]:

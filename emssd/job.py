@@ -20,7 +20,7 @@ from emssd.engine import Engine
 from emssd.errors import PromptError
 from emssd.experiment import label_of, setting_of
 from emssd.generation import Generation
-from emssd.intake import Failures, check_options, to_requests, unfinished
+from emssd.intake import Failures, check_options, prompts_of, to_requests, unfinished
 from emssd.loading import ModelCache
 from emssd.model import TargetModel
 from emssd.output import OutputFolder
@@ -126,7 +126,8 @@ def _print_results(
             print_check(console, report)
         return
     print_report(console, result.metrics)
-    print_texts(console, [(work.prompts[row.request_id], row) for row in result.generations])
+    if config.prompt is None:  # whose text is printed whole
+        print_texts(console, [(work.prompts[row.request_id], row) for row in result.generations])
     if report is not None:
         print_check(console, report)
     drafts = config.speculate and config.drafter.name != "none"
@@ -150,8 +151,7 @@ def _prepare(
 ) -> _Work | None:
     """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
     failures = Failures(config.on_error)
-    source = registry.find("data", config.data.name)
-    prompts = failures.passed(registry.build("data", source, config.data))
+    prompts = failures.passed(prompts_of(config, registry))
     registry.find("backend", config.backend.name)
     left = unfinished(prompts, output, config_text)
     if config.resume:

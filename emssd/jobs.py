@@ -13,6 +13,7 @@ from emssd.config import RunConfig
 from emssd.errors import ConfigError
 from emssd.options import OnDrafterError
 from emssd.registry import Registry
+from emssd.sweep import SweptRun, print_sweep
 from emssd.terminal import plain_console
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Jobs:
         self._registry = registry
         self._cache: ModelCache | None = None
         self._rows: RowsFile | None = None
+        self._swept: list[SweptRun] = []
 
     @property
     def _models(self) -> ModelCache:
@@ -41,11 +43,15 @@ class Jobs:
         self._cache = self._cache or ModelCache()
         return self._cache
 
-    def run(self, config: RunConfig, config_text: str, output_dir: Path) -> None:
-        """One run with its own tables."""
+    def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
+        """One run with its own tables; `swept` are the overrides of one in a sweep."""
         from emssd.job import run_job
 
-        run_job(config, output_dir, config_text, self._registry, models=self._models)
+        result = run_job(config, output_dir, config_text, self._registry, models=self._models)
+        if swept is not None:
+            self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
+        for generation in result.generations if config.prompt is not None else ():
+            plain_console().print(f"\n{generation.text}", highlight=False, soft_wrap=True)
 
     def run_of_experiment(
         self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str]
@@ -87,12 +93,14 @@ class Jobs:
             self._rows.close()
 
     def finish(self) -> None:
-        """What an experiment showed, and how to see more of it."""
+        """What a sweep or an experiment showed, and how to see more of it."""
+        console = plain_console()
+        if len(self._swept) > 1:
+            print_sweep(console, self._swept)
         if self._rows is None:
             return
         from emssd.report import summary
 
-        console = plain_console()
         rows = self._rows.read()
         for part in summary(rows):
             console.print(part)

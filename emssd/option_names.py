@@ -4,23 +4,101 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from emssd.config import ModelConfig, RunConfig
+from emssd.config import ModelConfig, RunConfig, Size, conf_dir
 from emssd.errors import ConfigError, did_you_mean
 from emssd.registry import KINDS, Registry
+from emssd.usage import no_option
 
-__all__ = ["check_composed", "check_given"]
+__all__ = ["check_arguments", "check_composed", "quoted_prompt"]
 
+# Completion has arguments of its own, and of another main config only Hydra knows the defaults.
+_LEFT_TO_HYDRA = {"--config-path", "-cp", "--config-name", "-cn", "--shell-completion", "-sc"}
+_GROUPS = ("model", "experiment", "method", "task")
+_IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _CHANGERS = ("experiment", "task", "method")  # choices that change other choices
 
 
-def check_given(arguments: Seq[str], registry: Registry, conf: Path, own: Path | None = None) -> None:
+def check_arguments(arguments: list[str], registry: Registry) -> None:
+    """Explain ``drafter=NAME`` and its like better than a missing config file would.
+
+    Raises:
+        PluginError: there is no such name, a plugin of that name failed to load, or it cannot run here.
+        ConfigError: there is no such preset, option, or size of an experiment.
+    """
+    if _LEFT_TO_HYDRA & {argument.partition("=")[0] for argument in arguments}:
+        return
+    own = _own_presets(arguments)
+    chosen = {"experiment": "", "size": "small"}
+    for argument in arguments:
+        group, given, value = argument.lstrip("+").partition("=")
+        if not given or group not in (*KINDS, *_GROUPS, "size"):
+            continue
+        presets = [*Size] if group == "size" else _presets(group)
+        if value.startswith(("{", "[")):
+            known = ", ".join(sorted({*presets, *(registry.names(group) if group in KINDS else ())}))
+            raise ConfigError(f"{argument} is no choice; write {group}=NAME, with one of {known}")
+        for name in value.split(","):
+            chosen[group] = name
+            if re.search(r"[()$'\"\\]", name) or len(name) > 100:  # Hydra judges its sweep functions itself
+                continue
+            if name in presets or (own and (own / group / f"{name}.yaml").is_file()):
+                continue
+            if group in KINDS:
+                registry.find(group, name, presets)
+            elif (group, name) != ("model", "hf"):
+                raise ConfigError(_no_preset(group, name, presets))
+    _check_given(arguments, registry, conf_dir(), own)
+    if chosen["experiment"] in _presets("experiment"):
+        _check_size(chosen["experiment"], chosen["size"])
+
+
+def _own_presets(arguments: list[str]) -> Path | None:
+    """The folder of ``--config-dir``.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, given, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            folder = Path(value if given else following)
+            if not folder.is_dir():
+                raise ConfigError(f"--config-dir {folder} is no folder; give one of presets, as in drafter/NAME.yaml")
+            return folder
+    return None
+
+
+def _check_size(experiment: str, size: str) -> None:
+    sizes = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{experiment}.yaml"), "experiment.sizes") or {}
+    missing = [name for name in sizes if sizes[name] is None]  # an experiment says so itself
+    if size in missing:
+        there = ", ".join(each for each in Size if each not in missing)
+        raise ConfigError(f"experiment={experiment} has no size {size!r}; choose one of {there}")
+
+
+def _no_preset(group: str, name: str, presets: list[str]) -> str:
+    guess = did_you_mean(name, presets) or ";"
+    if group == "model":
+        return (
+            f"unknown model preset {name!r}{guess} presets are {', '.join(presets)}. "
+            f"For a folder or an id of the Hugging Face hub write model.path={name}"
+        )
+    return f"unknown {group} {name!r}{guess} choose one of {', '.join(presets)}"
+
+
+def _presets(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def _check_given(arguments: Seq[str], registry: Registry, conf: Path, own: Path | None = None) -> None:
     """Check ``OPTION=VALUE`` and ``GROUP.OPTION=VALUE`` of the command line, as far as its choices tell.
 
     Args:
@@ -43,7 +121,7 @@ def check_given(arguments: Seq[str], registry: Registry, conf: Path, own: Path |
             raise ConfigError(f"there is no option {name!r}{guess} python -m emssd --help lists all")
         known = _known(group, given, registry, conf, own) if dot and not set(_CHANGERS) & set(given) else None
         if known is not None and (first := option.partition(".")[0]) not in known:
-            raise ConfigError(_no_option(group, given.get(group, _default(group, conf)), first, known))
+            raise ConfigError(no_option(group, given.get(group, _default(group, conf)), first, known))
 
 
 def check_composed(config: DictConfig) -> None:
@@ -58,11 +136,23 @@ def check_composed(config: DictConfig) -> None:
             known = [field.name for field in dataclasses.fields(kind)]
             for option in node:
                 if option not in known:
-                    raise ConfigError(_no_option(str(group), str(node.get("name", "")), str(option), known))
+                    raise ConfigError(no_option(str(group), str(node.get("name", "")), str(option), known))
     known = [field.name for field in dataclasses.fields(RunConfig)]
     for option in config:
         if option not in known:
             raise ConfigError(f"there is no option {option!r}{did_you_mean(str(option), known)}")
+
+
+def quoted_prompt(argument: str) -> str:
+    """``prompt=TEXT`` so that Hydra and OmegaConf take TEXT as it stands; any other argument as it is.
+
+    One that is in Hydra's quotes already is left to Hydra.
+    """
+    name, given, text = argument.partition("=")
+    if name != "prompt" or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
+        return argument
+    escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
+    return f"{name}{given}{QuotedString(escaped, Quote.single).with_quotes()}"
 
 
 def _known(group: str, given: Mapping[str, str], registry: Registry, conf: Path, own: Path | None) -> list[str] | None:
@@ -87,10 +177,3 @@ def _default(group: str, conf: Path) -> str:
     for item in OmegaConf.load(conf / "config.yaml").defaults:
         choices |= dict(item) if isinstance(item, DictConfig) else {}
     return str(choices.get(group, ""))
-
-
-def _no_option(group: str, choice: str, option: str, known: Iterable[str]) -> str:
-    names = [name for name in known if name != "name"]
-    owner = f"{group} {choice!r}" if choice and group != "model" else group
-    guess = did_you_mean(option, names) or "."
-    return f"{owner} has no option {option!r}{guess} It has {', '.join(names) or 'none'}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Admission", "Batching", "EngineOptions", "OnDrafterError"]
+__all__ = ["DEFAULT_DRAFTER", "Admission", "Batching", "EngineOptions", "OnDrafterError"]
+
+DEFAULT_DRAFTER = "llma"  # conf/config.yaml, which cannot take it from here, says the same
 
 
 class Batching(str, Enum):

@@ -20,9 +20,12 @@ __all__ = [
     "RecordsConfig",
     "Words",
     "existing_file",
+    "read_bytes",
     "read_json",
     "read_records",
     "read_text",
+    "records_in",
+    "text_in",
     "to_prompts",
 ]
 
@@ -91,10 +94,17 @@ def read_records(path: Path, words: Words = PROMPT_WORDS) -> Iterator[tuple[str,
     Raises:
         PromptError: the file cannot be read.
     """
-    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
+    yield from records_in(read_bytes(path), path.name, words)
+
+
+def records_in(
+    content: bytes, name: str, words: Words = PROMPT_WORDS
+) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
+    """The same of what a file, or standard input, of that name held."""
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
-        place = f"{path.name}:{number}"
+        place = f"{name}:{number}"
         try:
             record = read_json(line.decode("utf-8"))
         except json.JSONDecodeError as error:
@@ -136,17 +146,30 @@ def read_text(path: Path) -> str:
     Raises:
         PromptError: it cannot be read, or is not UTF-8.
     """
+    return text_in(read_bytes(path), str(path))
+
+
+def text_in(content: bytes, name: str) -> str:
+    """The text of what a file, or standard input, of that name held.
+
+    Raises:
+        PromptError: it is not UTF-8.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}") from error
+        raise PromptError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """What a file holds.
+
+    Raises:
+        PromptError: it cannot be read.
+    """
     try:
-        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        return path.read_bytes()
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-import docstrings
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from emssd import docstrings
 from emssd.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
 from emssd.hookspecs import Spec
+from emssd.option_texts import option_texts, written
 from emssd.options import EngineOptions
 from emssd.registry import Registry
 
@@ -91,13 +92,15 @@ def specs(group: str) -> list[Spec]:
 
 def _options(kind: type, anchor: str, fields: Any, prefix: str = "") -> list[str]:
     """A definition list: name, type and default, then what the docstring says."""
-    texts, hints = docstrings.attributes(kind), get_type_hints(kind)
-    lines = []
-    for field in fields:
-        if field.name not in texts:
-            raise LookupError(f"{kind.__name__}.{field.name} is not in the Attributes of its docstring")
-        label = f"`{prefix}{field.name}`{{ #{anchor}-{field.name} }}"
-        lines += [f"{label} · {_type(hints[field.name])} · {_default(field)}", f":   {texts[field.name]}", ""]
+    lines, wanted = [], {field.name for field in fields}
+    for option in option_texts(kind):
+        if option.name not in wanted:
+            continue
+        if not option.text:
+            raise LookupError(f"{kind.__name__}.{option.name} is not in the Attributes of its docstring")
+        label = f"`{prefix}{option.name}`{{ #{anchor}-{option.name} }}"
+        default = "no default" if option.default == MISSING else f"default `{written(option.default)}`"
+        lines += [f"{label} · {_type(option.kind)} · {default}", f":   {option.text}", ""]
     return lines
 
 
@@ -112,24 +115,6 @@ def _type(hint: Any) -> str:
     if hint in words:
         return words[hint]
     return {list: f"list of {_type(parts[0])}", dict: "dictionary"}[hint.__origin__] if parts else "dictionary"
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return f"default `{_yaml(field.default_factory())}`"
-    if field.default == MISSING:
-        return "no default"
-    return f"default `{_yaml(field.default)}`"
-
-
-def _yaml(value: Any) -> str:
-    """As it is written on the command line."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    if value == "":
-        return '""'
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value).replace("'", "").replace(", ", ",")
 
 
 def _presets(group: str) -> list[str]:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
-import docstrings
-
-from emssd import attention, budget, draft, hookspecs, packing, prompts, sequence, stats
+from emssd import attention, budget, docstrings, draft, hookspecs, packing, prompts, sequence, stats
 
 __all__ = ["CLASSES", "page"]
 

@@ -26,9 +26,10 @@ def main(arguments: Seq[str] | None = None) -> None:
     from emssd.errors import exit_on_error
     from emssd.plugins.watched import Notes, run_watched
 
-    given, notes, status = _parser().parse_args(arguments), Notes.of_process(), 2
+    notes, status = Notes.of_process(), 2
     try:
         with exit_on_error("emssd-plugins"):
+            given = _parser().parse_args(arguments)
             if arguments is None and given.command != "new" and not notes.is_watched:
                 status = run_watched(sys.argv[1:])
             else:

@@ -37,8 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
 @steady("emssd.report")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and make the report; an error of ours ends with its message and status 2."""
-    options = make_parser().parse_args(arguments)
     with exit_on_error("emssd.report"):
+        options = make_parser().parse_args(arguments)
         if not re.fullmatch(r"[\w.-]+", options.name):
             raise ConfigError(
                 f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only"
@@ -46,9 +46,9 @@ def main(arguments: Seq[str] | None = None) -> None:
         from emssd.report.write import report
 
         written = report(options.runs, options.out, title=options.title, name=options.name)
-    markdown, page, *plots = written
-    beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
-    print(f"{page}\n{markdown}{beside}")
+        markdown, page, *plots = written
+        beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
+        print(f"{page}\n{markdown}{beside}")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
 @steady("emssd.simulate")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it; an error of ours ends with its message and status 2."""
-    parsed = make_parser().parse_args(arguments)
     with exit_on_error("emssd.simulate"):
+        parsed = make_parser().parse_args(arguments)
         parsed.action(parsed)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from emssd.budget import BudgetPolicy, FixedBudget
 from emssd.errors import ConfigError
+from emssd.options import DEFAULT_DRAFTER
 from emssd.registry import Registry
 from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.simulate.appendix import appendix_points, appendix_table
@@ -76,7 +77,7 @@ def add_record(subparsers: Subparsers) -> None:
     parser = _command(subparsers, "record", _record, "record a trace of a model and drafter, prompts one a line")
     parser.add_argument("out", type=Path, metavar="TRACE", help="file to write the trace to")
     parser.add_argument("--model", default="demo", help="folder, hub id, or demo (default: demo)")
-    parser.add_argument("--drafter", default="llma", help="a drafter's name (default: llma)")
+    parser.add_argument("--drafter", default=DEFAULT_DRAFTER, help="a drafter's name (default: %(default)s)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts, one a line (default: the demo's prompts)")
     parser.add_argument("--limit", type=int, metavar="N", help="use only so many prompts (default: all)")
     parser.add_argument("--new", type=int, default=128, metavar="N", help="most tokens of each output (default: 128)")

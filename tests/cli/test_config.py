@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from emssd.config import ModelConfig, RunConfig, conf_dir, register_configs
+from emssd.options import DEFAULT_DRAFTER
 from emssd.random_weights import counted_on, counting_model
 from emssd.registry import KINDS, Registry
 
@@ -64,6 +66,15 @@ def test_the_main_config_sets_no_option() -> None:
     assert keys == {"defaults", "hydra"}
 
 
+def test_the_default_drafter_stands_in_one_place_beside_the_main_config() -> None:
+    from emssd.assembly import from_model, from_pretrained
+    from emssd.hf import custom_generate
+
+    assert compose().drafter.name == DEFAULT_DRAFTER
+    for function in (from_model, from_pretrained, custom_generate):
+        assert inspect.signature(function).parameters["drafter"].default is DEFAULT_DRAFTER
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_installed_plugin_composes_to_its_defaults(kind: str, store: Registry) -> None:
     for spec in store.specs(kind):
@@ -75,19 +86,6 @@ def test_every_installed_plugin_composes_to_its_defaults(kind: str, store: Regis
 
 def _has_defaults(config: type) -> bool:
     return all(field.default != "???" for field in dataclasses.fields(config))
-
-
-def test_help_lists_everything_installed_and_every_option(emssd: Callable, store: Registry) -> None:
-    result = emssd("--help")
-    assert result.status == 0
-    for kind in KINDS:
-        (line,) = [line for line in result.out.splitlines() if line.startswith(f"{kind}: ")]
-        listed = line.partition(": ")[2].split(", ")
-        assert set(listed) == {*store.names(kind), *(path.stem for path in PRESETS if path.parent.name == kind)}
-    for field in dataclasses.fields(RunConfig):
-        assert f"\n{field.name}:" in result.out
-    assert "\n  compile: false\n" in result.out
-    assert "\n  kernels: auto\n" in result.out
 
 
 def test_cfg_job_shows_the_result_without_running(emssd: Callable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -247,3 +248,53 @@ def test_a_dataset_of_the_hub(read: Callable, monkeypatch: pytest.MonkeyPatch) -
         "cannot read dataset 'torn' (None, test): 1. A local copy works with data.path=FILE.jsonl"
     )
     assert taken(read(*torn, "data.limit=1")) == {"torn[0]": "1+1?"}
+
+
+@pytest.fixture
+def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """``type_in(content)`` is what comes by standard input."""
+    return lambda content: monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_prompts_from_standard_input(read: Callable, type_in: Callable[[bytes], None]) -> None:
+    type_in("one\r\n\nthree é\n".encode())
+    assert taken(read("data=text", "data.path=-")) == {"stdin:1": "one", "stdin:3": "three é"}
+    type_in(b'{"prompt": "one", "id": "x"}\n\n{"prompt": "two", "id": "y"}')
+    assert taken(read("data=jsonl", "data.path=-", "data.id_field=id")) == {"x": "one", "y": "two"}
+    type_in(b'{"prompt": "one"}')
+    assert taken(read("data=jsonl", "data.path=-")) == {"stdin:1": "one"}
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "sentence"),
+    [
+        ("text", b"", "stdin holds no prompts: it is empty"),
+        ("jsonl", b"", "stdin holds no prompts"),
+        ("text", b"caf\xe9", "stdin is not UTF-8 text (unexpected end of data at byte 3); convert it"),
+        ("jsonl", b"[1]", "stdin:1 is a list; data=jsonl wants one JSON object per line"),
+    ],
+)
+def test_bad_standard_input_is_named(
+    source: str, content: bytes, sentence: str, read: Callable, type_in: Callable[[bytes], None]
+) -> None:
+    type_in(content)
+    assert read(f"data={source}", "data.path=-").sentence == sentence
+
+
+def test_a_prompt_of_the_command_line_is_decoded_and_its_text_printed(read: Callable, prompts: Path) -> None:
+    result = read("prompt=Hello, world: {x}", "max_new_tokens=12")
+    (row,) = result.rows
+    assert (row["id"], row["prompt"]) == ("0", "Hello, world: {x}")
+    assert len(row["token_ids"]) > 4
+    assert result.out.endswith(f"\n\n{row['text']}\n")
+    prompts.write_text("Hello, world: {x}\n")
+    (same,) = read("data=text", f"data.path={prompts}", "max_new_tokens=12").rows
+    assert same["token_ids"] == row["token_ids"]
+    again = read("prompt=another", "max_new_tokens=12", "overwrite=false", "resume=true").sentence
+    assert again.startswith("resume=true: the rows in out were made with another value of prompt, data.")
+
+
+def test_a_prompt_goes_into_the_chat_template(read: Callable, chat_model: str) -> None:
+    result = read(f"model.path={chat_model}", "prompt=hi", "data.chat=true")
+    assert result.rows[0]["num_prompt_tokens"] == len("s[u]hi[a]")
+    assert read("prompt=").sentence == "prompt 0 is empty; there is nothing to continue"

@@ -179,11 +179,8 @@ def test_ctrl_c_keeps_the_finished_rows(start: Callable[..., subprocess.Popen[st
 
 
 def test_unknown_kernels_are_answered_with_the_known_ones(decode: Callable) -> None:
-    result = decode("backend.kernels=fast")
-    assert result.status != 0
-    assert "Traceback" not in result.err + result.out
-    assert "'fast'" in result.err
-    assert "[auto, fused, torch]" in result.err
+    sentence = decode("backend.kernels=fast").sentence
+    assert sentence == "backend.kernels is 'fast'; it must be one of auto, fused, torch"
 
 
 def test_the_fused_kernel_with_other_pages_says_what_instead(decode: Callable) -> None:
@@ -208,10 +205,7 @@ def test_a_misspelt_option_is_refused_with_what_was_meant(argument: str, sentenc
     assert emssd(argument, "output_dir=out").sentence.startswith(sentence)
 
 
-def test_an_option_of_any_of_the_swept_choices_is_known(emssd: Callable) -> None:
-    options = ("drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "data.limit=1", "max_new_tokens=2")
-    result = emssd("-m", *options, "output_dir=out", "progress=false")
-    assert "Could not override 'drafter.num_speculative_tokens'" in result.err  # Hydra's, as llma has no such option
+def test_an_option_of_a_preset_is_one_of_its_plugin(emssd: Callable) -> None:
     assert emssd("drafter=draft_opt_125m", "drafter.copy_length=2").sentence.startswith(
         "drafter 'draft_opt_125m' has no option 'copy_length'. It has path, num_speculative_tokens"
     )

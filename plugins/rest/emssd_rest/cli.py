@@ -53,9 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
 @steady("emssd-rest")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
-    parsed = make_parser().parse_args(arguments)
     try:
         with exit_on_error("emssd-rest"):
+            parsed = make_parser().parse_args(arguments)
             parsed.action(parsed)
     except KeyboardInterrupt:
         print("emssd-rest: interrupted; no store was made", file=sys.stderr)

@@ -1,0 +1,129 @@
+"""What tells a newcomer how to begin: ``--help``, ``--version``, completion; none of it minds a closed pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+from emssd_rest.cli import main as rest_main
+
+import emssd as package
+from emssd import cli
+from emssd.config import ModelConfig, RunConfig, conf_dir
+from emssd.option_texts import option_texts
+from emssd.plugins import main as plugins_main
+from emssd.registry import KINDS, Registry
+from emssd.report.__main__ import main as report_main
+from emssd.simulate.__main__ import main as simulate_main
+
+from .conftest import drafter
+
+COMMANDS: dict[str, Callable[[], None]] = {
+    "emssd": cli.main,
+    "emssd-plugins": plugins_main,
+    "emssd-rest": rest_main,
+    "python -m emssd.report": report_main,
+    "python -m emssd.simulate": simulate_main,
+}
+
+
+def told(text: str) -> dict[str, tuple[str, str]]:
+    """By option its value and its description."""
+    entries = re.findall(r"^  ([\w.]+)=(\S*)((?: .*)?(?:\n {32}.*)*)", text, re.MULTILINE)
+    return {name: (value, " ".join(said.split())) for name, value, said in entries}
+
+
+def choices(text: str) -> dict[str, list[str]]:
+    """By group what can be chosen; what is chosen has a star."""
+    entries = re.findall(r"^  (\w+) {2,}((?:[\w*]+, )*[\w*]+,?(?:\n {14}.*)*)$", text, re.MULTILINE)
+    return {group: re.split(r",\s+", names) for group, names in entries}
+
+
+def test_help_lists_everything_that_is_installed_and_what_is_chosen(emssd: Callable) -> None:
+    groups = choices(emssd("--help").out)
+    for kind in KINDS:
+        presets = {path.stem for path in (conf_dir() / kind).glob("*.yaml")}
+        assert {name.rstrip("*") for name in groups[kind]} == {*Registry().names(kind), *presets}
+    chosen = {group: [name for name in names if name.endswith("*")] for group, names in groups.items()}
+    assert chosen["drafter"] == ["llma*"]
+    assert chosen["method"] == []
+    assert choices(emssd("drafter=llma_original", "--help").out)["drafter"].count("llma_original*") == 1
+
+
+def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:
+    result = emssd("--help", "data=text", "batch_size=3")
+    options = told(result.out)
+    groups = {*KINDS, "model", "experiment", "method", "task"}
+    for field in dataclasses.fields(RunConfig):
+        assert (field.name in options) == (field.name not in groups), field.name
+    for field in dataclasses.fields(ModelConfig):
+        assert f"model.{field.name}" in options
+    assert all(text for _, text in options.values()), options
+    assert options["batch_size"] == ("3", "rows decoded together")
+    assert options["model.compile"][0] == "false"
+    assert options["data.path"][0] == "VALUE"
+    assert options["data.path"][1].endswith("(needed)")
+    assert "data.kind" not in options
+    assert max(map(len, result.out.splitlines())) <= 120
+
+
+def test_help_of_a_drafter_without_options_and_of_a_strangers(emssd: Callable, install: Callable) -> None:
+    assert "\ndrafter=none has no options.\n" in emssd("drafter=none", "--help").out
+    install("third", drafter(options="width: int = 4"))
+    assert told(emssd("drafter=third", "--help").out)["drafter.width"] == ("4", "")
+
+
+def test_the_examples_of_the_help_come_first_and_compose(emssd: Callable) -> None:
+    import shlex
+
+    lines = emssd("--help").out.split("Choose as")[0].splitlines()
+    examples = [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("  python -m emssd")]
+    assert len(examples) == 3
+    for words in examples:
+        assert emssd(*words, "--cfg", "job").status == 0
+
+
+def test_every_option_has_a_description_in_one_place() -> None:
+    registry = Registry()
+    for kind in (RunConfig, ModelConfig, *(spec.config for name in KINDS for spec in registry.specs(name))):
+        assert all(option.text for option in option_texts(kind)), kind
+
+
+def test_version_is_that_of_emssd(emssd: Callable) -> None:
+    import torch
+    import transformers
+
+    assert emssd("--version").out == (
+        f"emssd {package.__version__} (torch {torch.__version__}, transformers {transformers.__version__})\n"
+    )
+
+
+def test_completion_of_a_shell(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = emssd("-sc", "install=bash")
+    assert script.status == 0
+    assert script.out.rstrip().endswith("-F hydra_bash_completion emssd")
+    monkeypatch.setenv("COMP_LINE", "emssd drafter=ll")
+    assert emssd("-sc", "query=bash").out.split() == ["drafter=llma", "drafter=llma_original"]
+    monkeypatch.setenv("COMP_LINE", "emssd batch_s")
+    assert emssd("-sc", "query=bash").out.split() == ["batch_size="]
+    assert emssd("-sc", "install=csh").sentence.startswith("No completion plugin for 'csh' found, available")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_reader_that_goes_away_ends_a_command_quietly(
+    command: str, emssd: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    with os.fdopen(writing, "w") as nobody_reads, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", nobody_reads)
+        with pytest.raises(SystemExit) as stop:
+            COMMANDS[command]()
+        print("more", flush=True)  # as at the end of the process, where a traceback would be printed
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,115 @@
+"""The table that ends a sweep: its figures are those of the runs, and each is compared with its own plain run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from emssd.config import RunConfig, conf_dir, register_configs
+from emssd.registry import Registry
+from emssd.sweep import SweptRun, print_sweep
+
+PLAIN, SAME = "drafter=none", "batch_size=3"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store() -> None:
+    register_configs(Registry())
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of each line of the last table in `text`, its head first."""
+    lines = text[text.index("the runs of this sweep") :].splitlines()
+    return [
+        [cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")] for line in lines if line[0] in "┃│"
+    ]
+
+
+def swept(*runs: tuple[str, dict[str, Any]]) -> list[list[str]]:
+    """The table of runs with these options and metrics."""
+    made = []
+    for number, (words, metrics) in enumerate(runs):
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            options = OmegaConf.to_object(compose("config", words.split()))
+        assert isinstance(options, RunConfig)
+        made.append(SweptRun(options, words.split(), metrics, Path("out") / str(number)))
+    console = Console(width=160, record=True, quiet=False)
+    with console.capture() as capture:
+        print_sweep(console, made)
+    return table(capture.get())
+
+
+def figures(speed: float, tau: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {"decode_tokens_per_second": speed, "mean_acceptance_length": tau, **more}
+
+
+def test_a_sweep_ends_with_a_line_for_each_run(decode: Callable) -> None:
+    result = decode("-m", "drafter=none,llma", "batch_size=1,2", "max_new_tokens=4", "check=greedy")
+    head, *lines = table(result.out)
+    assert head == ["batch_size", "drafter", "tokens/s", "τ", "speed-up", "check", "folder"]
+    assert [line[:2] for line in lines] == [["1", "none"], ["1", "llma"], ["2", "none"], ["2", "llma"]]
+    written = [json.loads((result.folder / str(job) / "metrics.json").read_text()) for job in range(4)]
+    for job, (line, metrics) in enumerate(zip(lines, written, strict=True)):
+        plain = written[job // 2 * 2]["decode_tokens_per_second"]
+        speed = metrics["decode_tokens_per_second"]
+        tau = f"{metrics['mean_acceptance_length']:.2f}"
+        assert line[2:] == [f"{speed:.1f}", tau, f"{speed / plain:.2f}×", "5 exact", f"out/{job}"]
+    assert "the runs of this sweep" not in decode("max_new_tokens=4").out
+    assert "the runs of this sweep" not in decode("-m", "max_new_tokens=4").out
+
+
+def test_what_all_runs_have_in_common_is_no_column() -> None:
+    head, *_ = swept((f"{SAME} {PLAIN}", figures(1)), (f"{SAME} drafter=llma", figures(2)))
+    assert head == ["drafter", "tokens/s", "τ", "speed-up", "folder"]
+
+
+def test_a_run_is_compared_with_the_plain_one_of_its_own_options() -> None:
+    _, *lines = swept(
+        ("batch_size=1 drafter=none", figures(10)),
+        ("batch_size=2 speculate=false", figures(30)),
+        ("batch_size=1 drafter=suffix drafter.cache_bias=2", figures(15, 1.5)),
+        ("batch_size=2 drafter=llma", figures(45, 1.25)),
+        ("batch_size=4 drafter=llma", figures(60, 1.25)),
+    )
+    assert [line[-2] for line in lines] == ["1.00×", "1.00×", "1.50×", "1.50×", "–"]
+
+
+def test_without_a_plain_run_the_one_of_the_check_counts_and_differences_are_told() -> None:
+    def check(exact: int, ties: int, differences: int) -> dict[str, int]:
+        return {"exact": exact, "ties": ties, "differences": differences}
+
+    head, *lines = swept(
+        ("batch_size=1 check=greedy", figures(10, speedup=1.25, check=check(5, 0, 0))),
+        ("batch_size=2 check=greedy", figures(10, speedup=1.5, check=check(3, 1, 1))),
+        ("batch_size=3", figures(10)),
+    )
+    assert head[-2:] == ["check", "folder"]
+    assert [line[-3:-1] for line in lines] == [
+        ["1.25×", "5 exact"],
+        ["1.50×", "3 exact, 1 ties, 1 DIFFERENCES"],
+        ["–", "–"],
+    ]
+
+
+def test_a_run_that_was_finished_without_metrics_has_no_figures() -> None:
+    _, *lines = swept((PLAIN, {}), ("drafter=llma", figures(3)))
+    assert [line[1:-1] for line in lines] == [["–", "–", "–"], ["3.0", "1.00", "–"]]
+
+
+def test_every_option_but_those_of_drafting_tells_runs_apart() -> None:
+    """A field that is added to the options is compared, unless it is put among the exceptions on purpose."""
+    run = SweptRun(RunConfig(), [], {}, Path())
+    from emssd.sweep import _others
+
+    ignored = {"drafter", "speculate", "check", "output_dir"}
+    for field in dataclasses.fields(RunConfig):
+        changed = dataclasses.replace(run, options=dataclasses.replace(run.options, **{field.name: object()}))
+        assert (_others(changed) == _others(run)) == (field.name in ignored), field.name
