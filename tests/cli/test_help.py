@@ -12,7 +12,7 @@ import pytest
 from emssd_rest.cli import main as rest_main
 
 import emssd as package
-from emssd import cli
+from emssd.__main__ import main as emssd_main
 from emssd.config import ModelConfig, RunConfig, conf_dir
 from emssd.option_texts import option_texts
 from emssd.plugins import main as plugins_main
@@ -23,7 +23,7 @@ from emssd.simulate.__main__ import main as simulate_main
 from .conftest import drafter
 
 COMMANDS: dict[str, Callable[[], None]] = {
-    "emssd": cli.main,
+    "emssd": emssd_main,
     "emssd-plugins": plugins_main,
     "emssd-rest": rest_main,
     "python -m emssd.report": report_main,
@@ -125,5 +125,5 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(
         with pytest.raises(SystemExit) as stop:
             COMMANDS[command]()
         print("more", flush=True)  # as at the end of the process, where a traceback would be printed
-    assert stop.value.code == 1
+    assert not stop.value.code
     assert capsys.readouterr().err == ""
