@@ -107,7 +107,7 @@ def test_without_a_pad_token_the_first_eos_token_pads() -> None:
         {"max_time": 0.0, "eos_token_id": None},
         {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(0.0)])},
     ],
-    ids=str,
+    ids=lambda options: "a MaxTimeCriteria" if "stopping_criteria" in options else str(options),
 )
 def test_options_that_leave_greedy_decoding_alone_give_the_same_tensor(options: dict[str, Any]) -> None:
     expected, got = both(make_model(), left_padded(), **options)
