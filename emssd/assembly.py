@@ -92,7 +92,7 @@ def assemble(
     """An engine for `target`; `drafter`, `backend` and `budget` as in `from_pretrained`; `load` is for drafters."""
     registry, options = registry or Registry(), options or EngineOptions()
     caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
-    drafter_name = None
+    drafter_name = budget_name = None
     if not isinstance(drafter, Drafter):
         plugin, config = registry.resolve("drafter", drafter)
         drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"
@@ -101,6 +101,7 @@ def assemble(
         )
     if not isinstance(budget, BudgetPolicy):
         plugin, config = registry.resolve("budget", budget)
+        budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
         budget = registry.build("budget", plugin, config)
     own = caches.make()
     caches.allocate()
@@ -113,6 +114,7 @@ def assemble(
         scheduler=caches.scheduler(),
         budget=budget,
         drafter_name=drafter_name,
+        budget_name=budget_name,
         on_drafter_error=options.on_drafter_error,
     )
 

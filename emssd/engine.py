@@ -44,7 +44,7 @@ class Engine:
         eos_token_ids: what ends a sequence.
         scheduler: who runs when; continuous batches of `batch_size` by default.
         budget: how much each row drafts; as much as the drafter wants by default.
-        drafter_name: how errors call the drafter.
+        drafter_name, budget_name: how errors call the drafter and the budget policy.
         on_drafter_error: ``"disable"`` goes on without a drafter that fails, with a warning; ``"fail"`` raises.
     """
 
@@ -60,6 +60,7 @@ class Engine:
         scheduler: Scheduler | None = None,
         budget: BudgetPolicy | None = None,
         drafter_name: str | None = None,
+        budget_name: str | None = None,
         on_drafter_error: str = "disable",
     ) -> None:
         self.target = target
@@ -68,7 +69,7 @@ class Engine:
         checked = [
             CheckedDrafter(each, drafter_name, target.vocab_size, on_error=on_drafter_error) for each in drafters
         ]
-        self.drafting = DraftStages(checked, budget or FixedBudget())
+        self.drafting = DraftStages(checked, budget or FixedBudget(), budget_name)
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = scheduler or ContinuousScheduler(batch_size)

@@ -7,7 +7,7 @@ from enum import Enum
 
 __all__ = ["DEFAULT_DRAFTER", "Admission", "Batching", "EngineOptions", "OnDrafterError"]
 
-DEFAULT_DRAFTER = "llma"  # conf/config.yaml, which cannot take it from here, says the same
+DEFAULT_DRAFTER = "suffix"  # conf/config.yaml, which cannot take it from here, says the same
 
 
 class Batching(str, Enum):

@@ -34,11 +34,13 @@ class DraftStages:
     Args:
         drafters: at least one.
         policy: decides before each drafter what it may draft, and afterwards what of it is verified.
+        policy_name: how messages call the plugin that it comes from.
     """
 
-    def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy) -> None:
+    def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
         self.drafters = tuple(drafters)
         self.policy = policy
+        self._policy_name = f"budget policy {policy_name or type(policy).__name__}"
         self.stats: tuple[StageStats, ...] = ()  # of the latest step
 
     @property
@@ -85,7 +87,7 @@ class DraftStages:
             not 0 <= length <= limit for length, limit in zip(lengths, limits, strict=True)
         ):
             raise PluginError(
-                f"budget policy {type(self.policy).__name__} broke its interface: {decide.__name__} gave {lengths}, "
+                f"{self._policy_name} broke its interface: {decide.__name__} gave {lengths}, "
                 f"and the limits of the rows are {list(limits)}; give one number for each row, from 0 to its limit"
             )
         return lengths
@@ -101,7 +103,7 @@ class DraftStages:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            raise PluginError(f"budget policy {type(self.policy).__name__} failed in {name}: {error!r}") from error
+            raise PluginError(f"{self._policy_name} failed in {name}: {error!r}") from error
 
     def observe(self, outcome: Outcome) -> None:
         """Tell each drafter what became of its own rows; of the others it hears that nothing was drafted.
