@@ -119,6 +119,26 @@ def _draw_stops(rng: random.Random, world: World, ask: Ask, output: list[int]) -
     return tuple(stops)
 
 
+def _crowded(rng: random.Random, world: World, history: History) -> History:
+    """More rows at once, which grow for longer, than there is room for: some are preempted."""
+    asks = tuple(
+        Ask(rng.randrange(len(world.prompts)), rng.randint(12, 30), arrives=rng.choice((0, 0, 5)))
+        for _ in range(rng.randint(3, 7))
+    )
+    longest = max(len(world.text_of(ask)) for ask in asks)
+    page = rng.choice(("page 1", "page 3", "fused", "torch"))
+    return replace(
+        history,
+        asks=asks,
+        backend=page,
+        batching="auto",
+        batch_size=rng.choice((3, 8)),
+        room=longest + rng.choice((0, 8, 20)),
+        headroom=0,
+        admission="preempt",
+    )
+
+
 def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults: bool = False) -> History:
     """A random history in `world`; with a drafter that breaks the rules, or with a fault in the middle."""
     asks = draw_asks(rng, world)
@@ -150,6 +170,8 @@ def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults
         policy=rng.choice(("fixed", "fixed", "adaptive", *POLICIES)),
         rounds=rng.choice((1, 1, 2)),
     )
+    if not padded and rng.random() < 0.3:
+        history = _crowded(rng, world, history)
     if world.foul:
         history = replace(history, moods=(*history.moods, "foul"))
     if sins:

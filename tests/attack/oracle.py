@@ -67,10 +67,11 @@ class Oracle:
             tokens.append(int(torch.argmax(self.logits(tokens))))
         return tokens[:length]
 
-    def margin(self, tokens: Seq[int], other: int) -> float:
-        """How far the logit of `other` is below the largest, as a share of the largest in size."""
+    def margin(self, tokens: Seq[int], one: int, other: int) -> float:
+        """How far two tokens are apart, and the better of them below the best, as a share of the largest in size."""
         logits = self.logits(tokens).double()
-        return float((logits.max() - logits[other]) / logits.abs().max())
+        best = max(logits[one], logits[other])
+        return float(((logits[one] - logits[other]).abs() + logits.max() - best) / logits.abs().max())
 
 
 def ending(output: Seq[int], ask: Ask, room: int, spelling: Any = None) -> tuple[list[int], str]:

@@ -34,7 +34,6 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
     "OutOfMemoryError": lambda: torch.OutOfMemoryError("planted"),
     "SystemExit": lambda: SystemExit(0),
 }
-_TIE = 1e-6  # of the largest logit, where a difference is told as a tie: norms compute in float32 whatever the dtype
 _IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
 
 
@@ -107,7 +106,7 @@ class _Run:
             if ended:
                 break
         self._compare_logits()
-        if not self.history.sin and not self.history.fault:
+        if not self.history.sin and not self.history.fault and not self.result.num_ties and not self.world.foul:
             for drafter in self.drafters:
                 self.result.differences += [f"the drafter {complaint}" for complaint in drafter.complaints[:1]]
         self.result.num_steps = max(drafter.num_steps for drafter in self.drafters)
@@ -203,8 +202,8 @@ class _Run:
     def _run(self) -> Iterator[tuple[str, list[int], str]]:
         if self.history.close_after is not None:
             early = self.engine.run([self._request(request_id) for request_id in self.asks])
-            for _ in range(self.history.close_after):
-                with suppress(StopIteration):
+            with self._going_on(), suppress(StopIteration):
+                for _ in range(self.history.close_after):
                     next(early)
             early.close()  # type: ignore[attr-defined]  # it is a generator
         for done in self.engine.run([self._request(request_id) for request_id in self.asks]):
@@ -273,12 +272,14 @@ class _Run:
             tokens, reason = got[request_id]
             self.result.num_texts += 1
             self.result.num_tokens += len(right)
-            if (tokens, reason) == (right, why):
+            if (tokens, reason) == (right, why) or world.has_no_say(ask):
                 continue
-            at = next((at for at, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), None)
-            if at is not None and world.oracle.margin([*prompt, *right[:at]], tokens[at]) <= _TIE:
-                self.result.num_ties += 1
-                continue
+            at = [*(one != other for one, other in zip(tokens, right, strict=False)), True].index(True)
+            if at < min(len(tokens), len(right)):
+                margin = world.oracle.margin([*prompt, *right[:at]], tokens[at], right[at])
+                if margin <= world.tie:
+                    self.result.num_ties += 1
+                    continue
             self._wrong(f"{request_id!r} of {list(prompt)}: {tokens} ({reason}), and {right} ({why}) is right")
 
     def _check_text(self, done: Any) -> None:
@@ -292,6 +293,8 @@ class _Run:
     @torch.inference_mode()
     def _compare_logits(self) -> None:
         """Whether the target said after each right beginning of a text what the oracle says, about."""
+        if self.world.spread is None:
+            return
         texts = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}
         for packed, logits in self.watch.said:
             rows, ids = packed.logit_rows.tolist(), packed.input_ids.tolist()

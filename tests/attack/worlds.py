@@ -30,8 +30,9 @@ class World:
     """What histories have in common.
 
     Attributes:
-        spread: how far logits may be from the oracle's, as a share of the largest: rounding of norms in float32.
         foul: ids whose embeddings are not finite.
+        spread: how far logits may be from the oracle's, as a share of the largest; ``None``: they are not compared.
+        tie: what of the largest logit two tokens may be apart where a difference is told as a tie.
     """
 
     name: str
@@ -41,11 +42,18 @@ class World:
     prompts: list[tuple[int, ...]]
     speller: Speller | None = None
     foul: tuple[int, ...] = ()
-    spread: float = 1e-4
+    spread: float | None = 1e-4  # norms compute in float32, whatever the dtype, and layers amplify that
+    tie: float = 1e-6  # as above
 
     @property
     def vocab_size(self) -> int:
         return self.target.vocab_size
+
+    def has_no_say(self, ask: Ask) -> bool:
+        """Whether the oracle is no judge: eager attention smears what is not finite over windows, too."""
+        text = self.text_of(ask)
+        windows = any(layer.sliding_window for layer in self.target.layers)
+        return windows and not all(bool(self.oracle.logits(text[:end]).isfinite().all()) for end in range(1, len(text)))
 
     def text_of(self, ask: Ask) -> list[int]:
         """The prompt and its right continuation, past any end but the limit."""
@@ -68,24 +76,31 @@ def draw_world(
     speller = draw_speller(rng) if spelt else None
     vocab_size = speller.num_tokens + rng.choice((0, 3)) if speller else rng.choice((3, 7, 13, 31, 50))
     model = draw_model(rng, kind, vocab_size=vocab_size, max_model_len=max_model_len, dtype=dtype)
-    ids = tuple(rng.sample(range(vocab_size), rng.randint(1, 2))) if foul and vocab_size > 3 else ()
-    for token in ids:
-        with torch.no_grad():
-            value = rng.choice((float("nan"), float("inf"), float("-inf"), 1e300, 1e30, float("nan")))
-            model.get_input_embeddings().weight[token] = value
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             target = TargetModel(model, compile=compiled)
     except UnsupportedModelError:
         return None
-    clean = [token for token in range(vocab_size) if token not in ids]
+    ids = tuple(rng.sample(range(vocab_size), rng.randint(1, 2))) if foul and vocab_size > 3 else ()
+    _spoil(model, ids, rng)
+    clean = [token for token in range(vocab_size) if token not in ids or rng.random() < 0.3]
     prompts = []
     for _ in range(8):
         length = rng.choice((1, 2, rng.randint(3, 12), rng.randint(10, max_model_len // 2), rng.randint(1, 30)))
         some = rng.sample(clean, min(len(clean), rng.randint(1, 6)))
         prompts.append(tuple(rng.choice(some) for _ in range(length)))
     return World(f"{kind} {seed}", model, target, Oracle(model, max_model_len), prompts, speller, ids)
+
+
+def _spoil(model: Any, ids: Iterable[int], rng: random.Random) -> None:
+    """Give these ids embeddings that are not finite, or too large; what is projected on the vocabulary stays good."""
+    weight, projection = model.get_input_embeddings().weight, model.get_output_embeddings()
+    with torch.no_grad():
+        if projection.weight is weight:
+            projection.weight = torch.nn.Parameter(weight.clone())
+        for token in ids:
+            weight[token] = rng.choice((float("nan"), float("nan"), float("inf"), float("-inf"), 1e300, 1e30))
 
 
 @dataclass
