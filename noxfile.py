@@ -62,6 +62,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def attack(session: nox.Session) -> None:
+    """Random attacks on exactness with an oracle and drafters of their own; `-- --minutes 3 --seed 1`, 10 by default."""
+    session.run(sys.executable, "-m", "tests.attack", *(session.posargs or ["--kills", "4"]))
+
+
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need an NVIDIA GPU; skipped, and says so, where there is none."""
     import torch

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from emssd.assembly import assemble
 from emssd.engine import Engine
 from emssd.errors import DraftError, EmssdError
 from emssd.options import Admission, Batching, EngineOptions, OnDrafterError
+from emssd.registry import Registry
 from emssd.scheduler import ContinuousScheduler
 from emssd.sequence import Request
 from emssd.stopping import StopStrings
@@ -37,6 +39,12 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
 _IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
 
 
+@cache
+def _registry() -> Registry:
+    """What plugins there are; to find that out takes longer than most histories."""
+    return Registry()
+
+
 @dataclass
 class Account:
     """What came of a history.
@@ -55,6 +63,11 @@ class Account:
     num_steps: int = 0
     num_drafted: int = 0
     num_raised: int = 0
+
+    def add(self, other: Account) -> None:
+        """Count what came of another history as well."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 def run_history(world: World, history: History) -> Account:

@@ -68,8 +68,19 @@ def draw_world(
     spelt: bool = False,
     foul: bool = False,
     compiled: bool = False,
+    prompts_of: str | None = None,
 ) -> World | None:
-    """A random world, the same for the same seed; ``None`` if its model is refused, as it may be."""
+    """A random world, the same for the same seed; ``None`` if its model is refused, as it may be.
+
+    Args:
+        seed: of everything, or of all but the prompts, with `prompts_of`.
+        kinds: keys of `KINDS`, one of which it gets.
+        dtype: of the model.
+        spelt: whether it has a tokenizer.
+        foul: whether some embeddings are not finite.
+        compiled: whether the model is.
+        prompts_of: seed of the prompts.
+    """
     rng = random.Random(seed)
     kind = rng.choice(sorted(kinds))
     max_model_len = rng.choice((40, 64, 64, 100))
@@ -85,6 +96,7 @@ def draw_world(
     ids = tuple(rng.sample(range(vocab_size), rng.randint(1, 2))) if foul and vocab_size > 3 else ()
     _spoil(model, ids, rng)
     clean = [token for token in range(vocab_size) if token not in ids or rng.random() < 0.3]
+    rng = rng if prompts_of is None else random.Random(prompts_of)
     prompts = []
     for _ in range(8):
         length = rng.choice((1, 2, rng.randint(3, 12), rng.randint(10, max_model_len // 2), rng.randint(1, 30)))
