@@ -63,8 +63,8 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def attack(session: nox.Session) -> None:
-    """Random attacks on exactness with an oracle and drafters of their own; `-- --minutes 3 --seed 1`, 10 by default."""
-    session.run(sys.executable, "-m", "tests.attack", *(session.posargs or ["--kills", "4"]))
+    """Attacks exactness at random for 10 minutes, with an oracle of its own; `-- --minutes 3 --seed 1`."""
+    session.run(sys.executable, "-m", "tests.attack", *(session.posargs or ["--minutes", "10", "--kills", "4"]))
 
 
 @nox.session(venv_backend="none")

@@ -7,7 +7,6 @@ import random
 import sys
 import time
 import traceback
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -37,9 +36,9 @@ class Tally:
     def line(self, area: str) -> str:
         got = self.account
         return (
-            f"{area:10} {self.seconds:5.0f} s {self.worlds:5} models ({self.refused} refused) {self.histories:6} histories "
-            f"{got.num_preempted:6} preemptions {got.num_raised:5} raised {got.num_tokens:8} tokens {got.num_logits:8} logits "
-            f"{got.num_ties:3} ties {self.wrong:5} wrong"
+            f"{area:10} {self.seconds:4.0f} s {self.worlds - self.refused:4} models {self.histories:5} histories "
+            f"{got.num_preempted:5} preemptions {got.num_raised:5} raised {got.num_tokens:7} tokens "
+            f"{got.num_logits:7} logits {got.num_ties:3} ties {self.wrong:5} wrong"
         )
 
 
@@ -165,8 +164,7 @@ def main() -> int:
     logging.set_verbosity_error()
     if options.case:
         return 1 if again(options.case) else 0
-    unknown = Counter(options.only or ()) - Counter(AREAS)
-    if unknown:
+    if unknown := sorted(set(options.only or ()) - set(AREAS)):
         parser.error(f"no area {', '.join(unknown)}; there are {', '.join(AREAS)}")
     print(f"attack with seed {options.seed}, {options.minutes:g} minutes", flush=True)
     attack = Attack(options.seed, options.only or list(AREAS), 60 * options.minutes)
