@@ -110,7 +110,7 @@ def _draw_stops(rng: random.Random, world: World, ask: Ask, output: list[int]) -
     text = before + b"".join(map(spell, output))
     stops = []
     for _ in range(rng.randint(1, 4)):
-        start = rng.randrange(len(text)) if rng.random() < 0.8 else rng.randrange(max(1, len(before)))
+        start = rng.randrange(max(1, len(text if rng.random() < 0.8 else before)))
         piece = text[start : start + rng.choice((1, 2, 3, 5, 9, 20))]
         string = (
             piece.decode(errors="ignore") if rng.random() < 0.9 else rng.choice(("zzz", "a", "<|end|>", "é", "end"))

@@ -75,7 +75,6 @@ SINS: dict[str, Callable[..., Any]] = {
     "raises memory": _raise(MemoryError("planted in propose")),
     "exits": _exit,
     "stops iteration": _raise(StopIteration()),
-    "leaves a generator": _raise(GeneratorExit()),
     # It changes what it may only read.
     "edits tokens": _after(_edit),
     "grows tokens": _after(_grow),
@@ -126,13 +125,13 @@ WHEN_TOLD: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 def _scribble(own: Any, batch: Any, draft: Draft) -> None:
-    """Its tensor becomes what the target is about to say, and what it is not."""
-    with torch.inference_mode():
-        right: list[int] = []
-        for row, length in zip(batch, draft.lengths, strict=False):
-            right += own.will_be(row.request_id)[len(row.tokens) :][:length]
-        for at in range(draft.token_ids.numel()):
-            draft.token_ids[at] = own.rng.choice((right[at], own.rng.randrange(own.vocab_size), own.vocab_size + 5))
+    """Its tensor becomes what the target is about to say, seldom anything, and more seldom what is no token."""
+    right: list[int] = []
+    for row, length in zip(batch, draft.lengths, strict=False):
+        right += own.will_be(row.request_id)[len(row.tokens) :][:length]
+    whim = own.rng.random()
+    for at, token in enumerate(right):
+        draft.token_ids[at] = token if whim < 0.7 else own.rng.randrange(own.vocab_size + (5 if whim > 0.9 else 0))
 
 
 def _scribble_offsets(own: Any, batch: Any, draft: Draft) -> None:

@@ -18,7 +18,9 @@ from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller
 from .zoo import KINDS, draw_model
 
-__all__ = ["Planted", "Watch", "WatchedBackend", "WatchedTarget", "World", "draw_world"]
+__all__ = ["Planted", "Watch", "WatchedBackend", "WatchedTarget", "World", "draw_world", "spoil"]
+
+_FOUL = (float("nan"), float("nan"), float("inf"), float("-inf"), 1e300, 1e30)
 
 
 class Planted(Exception):  # noqa: N818  # no error of the project's
@@ -94,7 +96,8 @@ def draw_world(
     except UnsupportedModelError:
         return None
     ids = tuple(rng.sample(range(vocab_size), rng.randint(1, 2))) if foul and vocab_size > 3 else ()
-    _spoil(model, ids, rng)
+    for token in ids:
+        spoil(model, token, rng.choice(_FOUL))
     clean = [token for token in range(vocab_size) if token not in ids or rng.random() < 0.3]
     rng = rng if prompts_of is None else random.Random(prompts_of)
     prompts = []
@@ -105,14 +108,13 @@ def draw_world(
     return World(f"{kind} {seed}", model, target, Oracle(model, max_model_len), prompts, speller, ids)
 
 
-def _spoil(model: Any, ids: Iterable[int], rng: random.Random) -> None:
-    """Give these ids embeddings that are not finite, or too large; what is projected on the vocabulary stays good."""
+def spoil(model: Any, token: int, value: float) -> None:
+    """Give `token` an embedding of nothing but `value`; what is projected on the vocabulary stays as it is."""
     weight, projection = model.get_input_embeddings().weight, model.get_output_embeddings()
     with torch.no_grad():
         if projection.weight is weight:
             projection.weight = torch.nn.Parameter(weight.clone())
-        for token in ids:
-            weight[token] = rng.choice((float("nan"), float("nan"), float("inf"), float("-inf"), 1e300, 1e30))
+        weight[token] = value
 
 
 @dataclass

@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "intermediate_size_mlp": 48,
         "num_local_experts": 2,
         "attn_temperature_tuning": True,
-        "floor_scale": 3,
+        "floor_scale": "WINDOW",
         "attn_scale": 0.9,
     },
     "cohere": _SIZES | {"tie_word_embeddings": False},
@@ -78,13 +78,30 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def draw_model(
-    rng: random.Random, kind: str, *, vocab_size: int, max_model_len: int, dtype: torch.dtype = torch.float64
+    rng: random.Random,
+    kind: str,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    dtype: torch.dtype = torch.float64,
+    window: int | None = None,
 ) -> Any:
-    """A random causal LM of a `KINDS`, eager, ready to evaluate; the global random state is left alone."""
+    """A random causal LM of a `KINDS`, eager, ready to evaluate; the global random state is left alone.
+
+    Args:
+        rng: of all that is random.
+        kind: key of `KINDS`.
+        vocab_size, max_model_len, dtype: as named.
+        window: of its sliding layers; ``None`` draws one.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     num_layers = rng.choice((1, 2, 2, 3))
-    drawn = {"WINDOW": rng.randint(2, 12), "FULL": ["full_attention"] * num_layers, "HALF": [1, 0, 1][:num_layers]}
+    drawn = {
+        "WINDOW": window or rng.randint(2, 12),
+        "FULL": ["full_attention"] * num_layers,
+        "HALF": [1, 0, 1][:num_layers],
+    }
     values = {name: drawn.get(value, value) if isinstance(value, str) else value for name, value in KINDS[kind].items()}
     values |= {"n_layer" if "n_embd" in values else "num_hidden_layers": num_layers, "vocab_size": vocab_size}
     values["n_positions" if "n_embd" in values else "max_position_embeddings"] = max_model_len

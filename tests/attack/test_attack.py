@@ -1,0 +1,107 @@
+"""A few seconds of the attack, always the same; `nox -s attack` goes on from here."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from emssd.errors import UnsupportedModelError
+from emssd.model import TargetModel
+
+from .areas import run_seeds
+from .histories import PLACES, Fault, History
+from .oracle import Ask, Oracle
+from .runner import run_history
+from .sins import ALL
+from .worlds import World, draw_world, spoil
+from .zoo import draw_model
+
+ASKS = (Ask(0, 14), Ask(3, 9), Ask(4, 20, eos=(5,)), Ask(5, 6, arrives=3), Ask(1, 12, arrives=5))
+
+PROMPTS = [tuple(range(20)), (3, 4), (), (5,) * 9, (7, 1, 2) * 4, (8, 9)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels: None) -> None:
+    """All of these tests need them."""
+
+
+@cache
+def world(seed: str) -> World:
+    made = draw_world(seed, kinds=("mistral",))
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("area", "seeds"),
+    [
+        ("histories", range(4)),
+        ("histories", range(10, 14)),
+        ("stops", range(3)),
+        ("rounded", range(2)),
+        ("foul", range(3)),
+        ("faults", range(2)),
+        ("sins", range(2)),
+    ],
+)
+def test_nothing_differs_from_the_oracle(area: str, seeds: range) -> None:
+    account, refused = run_seeds(area, seeds)
+    assert account.differences == []
+    assert account.num_texts >= 8 * (len(seeds) - refused)
+    assert account.num_drafted > account.num_texts
+
+
+def test_rows_are_preempted() -> None:
+    """What the attack is for needs rows that are computed again."""
+    account, _ = run_seeds("histories", range(20, 24))
+    assert account.differences == []
+    assert account.num_preempted >= 5
+
+
+@pytest.mark.parametrize("sin", ALL)
+def test_a_drafter_that_breaks_the_rules_changes_no_token(sin: str) -> None:
+    for seed, on_error in enumerate(("disable", "fail", "disable")):
+        history = History(ASKS, seed=seed, sin=sin, chance=0.5, on_error=on_error, moods=("wrong", "right"))
+        account = run_history(world("a sinner's"), history)
+        assert account.differences == []
+        assert account.num_drafted > 0
+
+
+@pytest.mark.parametrize("backend", ["fused", "torch", "padded", "unpad_kv"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_fails_is_followed_by_right_ones(place: str, backend: str) -> None:
+    for seed, error in enumerate(("Planted", "KeyboardInterrupt")):
+        history = History(
+            ASKS, seed=seed, backend=backend, fault=Fault(place, (2, 5, 6), error), policy="half", on_error="fail",
+            moods=("right then wrong", "some"),
+        )  # fmt: skip
+        account = run_history(world("a failing"), history)
+        assert account.differences == []
+        assert account.num_raised > 0
+
+
+@pytest.mark.parametrize("backend", ["fused", "page 3", "padded", "unpad_kv", "unpad_inputs", "unpad_both"])
+def test_embeddings_that_are_not_finite_stay_in_their_own_rows(backend: str) -> None:
+    for value in (float("nan"), float("inf")):
+        model = draw_model(random.Random(1), "llama", vocab_size=31, max_model_len=64)
+        there = World("llama", model, TargetModel(model), Oracle(model, 64), [*PROMPTS, (2, 30)], foul=(30,))
+        spoil(model, 30, value)
+        for asks in (ASKS, (*ASKS, Ask(6, 9)), (Ask(6, 1), *ASKS)):  # it is drafted; and is in a prompt, too
+            history = History(asks, backend=backend, moods=("foul", "right", "foul"), batch_size=3)
+            assert run_history(there, history).differences == []
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "llama4_text"])
+def test_rules_that_do_not_go_through_the_attention_function_are_kept_or_refused(kind: str) -> None:
+    rng = random.Random(kind)
+    for window in (3, 8, 11):
+        model = draw_model(rng, kind, vocab_size=31, max_model_len=64, window=window)
+        try:
+            target = TargetModel(model)
+        except UnsupportedModelError:
+            continue
+        there = World(kind, model, target, Oracle(model, 64), PROMPTS)
+        assert run_history(there, History(ASKS)).differences == []
