@@ -6,6 +6,7 @@ import random
 from functools import cache
 
 import pytest
+import torch
 
 from emssd.errors import UnsupportedModelError
 from emssd.model import TargetModel
@@ -15,7 +16,7 @@ from .histories import PLACES, Fault, History
 from .oracle import Ask, Oracle
 from .runner import run_history
 from .sins import ALL
-from .worlds import World, draw_world, spoil
+from .worlds import World, draw_world, spoil, twin
 from .zoo import draw_model
 
 ASKS = (Ask(0, 14), Ask(3, 9), Ask(4, 20, eos=(5,)), Ask(5, 6, arrives=3), Ask(1, 12, arrives=5))
@@ -59,6 +60,22 @@ def test_rows_are_preempted() -> None:
     account, _ = run_seeds("histories", range(20, 24))
     assert account.differences == []
     assert account.num_preempted >= 5
+
+
+def test_equal_logits_are_the_exception_in_float64_and_transformers_has_it_as_well() -> None:
+    model = draw_model(random.Random(3), "llama", vocab_size=7, max_model_len=64)
+    twin(model)
+    oracle, theirs = Oracle(model, 64), 0
+    for prompt in PROMPTS[:2]:
+        mask = torch.ones(1, len(prompt), dtype=torch.int64)
+        ids = torch.tensor([[token % 7 for token in prompt]])
+        text = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[0].tolist()
+        theirs += text != oracle.text(tuple(ids[0].tolist()), 20)
+    there = World("twins", model, TargetModel(model), oracle, [(1, 2, 3), (4,), (5, 6), (0, 2), (6, 6), (3,)])
+    account = run_history(there, History(ASKS))
+    assert account.differences == []  # else than ties
+    assert account.num_ties > 0
+    assert theirs > 0
 
 
 @pytest.mark.parametrize("sin", ALL)

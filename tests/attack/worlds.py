@@ -16,9 +16,9 @@ from emssd.model import TargetModel
 
 from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller
-from .zoo import KINDS, draw_model
+from .zoo import KINDS, MAY_BE_REFUSED, draw_model
 
-__all__ = ["Planted", "Watch", "WatchedBackend", "WatchedTarget", "World", "draw_world", "spoil"]
+__all__ = ["Planted", "Watch", "WatchedBackend", "WatchedTarget", "World", "draw_world", "spoil", "twin"]
 
 _FOUL = (float("nan"), float("nan"), float("inf"), float("-inf"), 1e300, 1e30)
 
@@ -85,16 +85,20 @@ def draw_world(
     """
     rng = random.Random(seed)
     kind = rng.choice(sorted(kinds))
-    max_model_len = rng.choice((40, 64, 64, 100))
+    max_model_len = rng.choice((40, 64, 64, 100) if compiled or rng.random() < 0.9 else (700,))
     speller = draw_speller(rng) if spelt else None
     vocab_size = speller.num_tokens + rng.choice((0, 3)) if speller else rng.choice((3, 7, 13, 31, 50))
     model = draw_model(rng, kind, vocab_size=vocab_size, max_model_len=max_model_len, dtype=dtype)
+    if rng.random() < 0.04:
+        twin(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             target = TargetModel(model, compile=compiled)
     except UnsupportedModelError:
-        return None
+        if kind in MAY_BE_REFUSED:
+            return None
+        raise
     ids = tuple(rng.sample(range(vocab_size), rng.randint(1, 2))) if foul and vocab_size > 3 else ()
     for token in ids:
         spoil(model, token, rng.choice(_FOUL))
@@ -103,6 +107,8 @@ def draw_world(
     prompts = []
     for _ in range(8):
         length = rng.choice((1, 2, rng.randint(3, 12), rng.randint(10, max_model_len // 2), rng.randint(1, 30)))
+        if max_model_len > 600:  # beyond what kernels take as one block
+            length = rng.choice((length, rng.randint(480, 640)))
         some = rng.sample(clean, min(len(clean), rng.randint(1, 6)))
         prompts.append(tuple(rng.choice(some) for _ in range(length)))
     return World(f"{kind} {seed}", model, target, Oracle(model, max_model_len), prompts, speller, ids)
@@ -110,11 +116,26 @@ def draw_world(
 
 def spoil(model: Any, token: int, value: float) -> None:
     """Give `token` an embedding of nothing but `value`; what is projected on the vocabulary stays as it is."""
-    weight, projection = model.get_input_embeddings().weight, model.get_output_embeddings()
+    _untied_projection(model)
     with torch.no_grad():
-        if projection.weight is weight:
-            projection.weight = torch.nn.Parameter(weight.clone())
-        weight[token] = value
+        model.get_input_embeddings().weight[token] = value
+
+
+def twin(model: Any) -> None:
+    """Give every token another of the same logit: a tie at every place."""
+    weight = _untied_projection(model)
+    half = len(weight) // 2
+    with torch.no_grad():
+        weight[half : 2 * half] = weight[:half]
+
+
+def _untied_projection(model: Any) -> torch.nn.Parameter:
+    """``[vocab, hidden]``: the vocabulary projection, apart from the embeddings."""
+    projection = model.get_output_embeddings()
+    if projection.weight is model.get_input_embeddings().weight:
+        projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
+    weight: torch.nn.Parameter = projection.weight
+    return weight
 
 
 @dataclass

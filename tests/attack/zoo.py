@@ -76,6 +76,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "vaultgemma": _SIZES | {"sliding_window": "WINDOW", "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
 }
 
+# Those that have rules of attention which do not go through its function; emssd may serve them, or say why not.
+MAY_BE_REFUSED = frozenset({"phimoe", "llama4_text", "gpt_oss"})
+
 
 def draw_model(
     rng: random.Random,
