@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections import Counter
@@ -87,6 +88,7 @@ class _Run:
         name = _IDS[0] if history.drive == "generate" else random.Random(history.seed).choice(_IDS)
         self.asks = {name.format(at): ask for at, ask in enumerate(history.asks)}
         self.thrown: list[BaseException] = []
+        self.tied: dict[str, float] = {}  # length of the text up to a tie
         self.come_to: Counter[str] = Counter()
         self.watch = Watch(self._faults)
         self.drafters = [self._drafter(at) for at in range(history.num_drafters)]
@@ -297,6 +299,7 @@ class _Run:
                 margin = world.oracle.margin([*prompt, *right[:at]], tokens[at], right[at])
                 if margin <= world.tie:
                     self.result.num_ties += 1
+                    self.tied[request_id] = min(self.tied.get(request_id, len(prompt) + at), len(prompt) + at)
                     continue
             self._wrong(f"{request_id!r} of {list(prompt)}: {tokens} ({reason}), and {right} ({why}) is right")
 
@@ -320,6 +323,8 @@ class _Run:
             for place, said in zip(rows, logits, strict=True):
                 while packed.qo_indptr[row + 1] <= place:
                     row += 1
+                if positions[place] >= self.tied.get(packed.request_ids[row], math.inf):
+                    continue  # its text has gone another way
                 first, text = packed.qo_indptr[row], texts[packed.request_ids[row]]
                 if ids[first : place + 1] != text[positions[first] : positions[place] + 1]:
                     continue  # behind a wrong draft
