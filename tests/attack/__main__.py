@@ -15,7 +15,8 @@ from transformers import logging
 from . import kills, models
 from .areas import AREAS, Case, cases
 from .histories import History
-from .runner import Account, run_history
+from .judge import Account
+from .runner import run_history
 from .shrink import differing_fields, shrunk
 from .worlds import World
 

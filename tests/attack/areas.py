@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from .histories import BACKENDS, History, draw_history
+from .judge import Account
 from .plain import judged_by_plain
-from .runner import Account, run_history
+from .runner import run_history
 from .worlds import World, draw_world
 
 __all__ = ["AREAS", "Area", "Case"]

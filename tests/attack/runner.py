@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,7 +24,7 @@ from emssd.stopping import StopStrings
 
 from .drafters import HurtfulDrafter
 from .histories import BACKENDS, History
-from .oracle import ending
+from .judge import Account, Judge
 from .policies import POLICIES
 from .worlds import Planted, Watch, WatchedBackend, WatchedTarget, World
 
@@ -47,31 +46,6 @@ def _registry() -> Registry:
     return Registry()
 
 
-@dataclass
-class Account:
-    """What came of a history.
-
-    Attributes:
-        differences: what was wrong, in words; the shortest text first where there are several.
-        num_tokens, num_logits: compared with the oracle.
-    """
-
-    differences: list[str] = field(default_factory=list)
-    num_texts: int = 0
-    num_tokens: int = 0
-    num_logits: int = 0
-    num_ties: int = 0
-    num_preempted: int = 0
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_raised: int = 0
-
-    def add(self, other: Account) -> None:
-        """Count what came of another history as well."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-
-
 def run_history(world: World, history: History) -> Account:
     """Run `history` in `world`, and compare everything that comes out."""
     with warnings.catch_warnings():
@@ -80,6 +54,8 @@ def run_history(world: World, history: History) -> Account:
 
 
 class _Run:
+    """One history on its way: the engine it runs on, what is thrown into it, and what comes out."""
+
     def __init__(self, world: World, history: History) -> None:
         if history.drive == "generate":  # takes one set of ends for all
             first = history.asks[0]
@@ -88,7 +64,7 @@ class _Run:
         name = _IDS[0] if history.drive == "generate" else random.Random(history.seed).choice(_IDS)
         self.asks = {name.format(at): ask for at, ask in enumerate(history.asks)}
         self.thrown: list[BaseException] = []
-        self.tied: dict[str, float] = {}  # length of the text up to a tie
+        self.judge = Judge(world, self.asks, self.result)
         self.come_to: Counter[str] = Counter()
         self.watch = Watch(self._faults)
         self.drafters = [self._drafter(at) for at in range(history.num_drafters)]
@@ -103,9 +79,9 @@ class _Run:
             try:
                 for request_id, tokens, reason in getattr(self, f"_{self.history.drive}")():
                     if request_id in got:
-                        self._wrong(f"{request_id!r} came out twice")
+                        self.judge.wrong(f"{request_id!r} came out twice")
                     if request_id not in self.asks:
-                        self._wrong(f"{request_id!r} came out, and nobody asked")
+                        self.judge.wrong(f"{request_id!r} came out, and nobody asked")
                     got[request_id] = (tokens, reason)
             except BaseException as error:
                 if not self._may_raise(error):
@@ -114,14 +90,15 @@ class _Run:
                 if isinstance(error, EmssdError):
                     for done in getattr(error, "finished", ()):
                         got[done.request_id] = (list(done.token_ids), str(done.finish_reason.value))
-            self._compare(got, ended)
+            self.judge.texts(got, ended)
             self.result.num_preempted += self.engine.report.num_preempted
-            self.engine.clear()
+            with suppress(EmssdError):  # a drafter that fails when it is told to forget
+                self.engine.clear()
             if held := self.engine.backend.kv_usage.held:
-                self._wrong(f"{held} bytes of KV are held by nobody")
+                self.judge.wrong(f"{held} bytes of KV are held by nobody")
             if ended:
                 break
-        self._compare_logits()
+        self.judge.logits(self.watch.said)
         if not self.history.sin and not self.history.fault and not self.result.num_ties and not self.world.foul:
             for drafter in self.drafters:
                 self.result.differences += [f"the drafter {complaint}" for complaint in drafter.complaints[:1]]
@@ -213,7 +190,7 @@ class _Run:
                     yield row.request_id, list(row.output_ids), str(row.finish_reason.value)  # type: ignore[union-attr]
             if not to_come and not self.engine.scheduler.has_work:
                 return
-        self._wrong(f"it had not ended after {most} steps")
+        self.judge.wrong(f"it had not ended after {most} steps")
 
     def _run(self) -> Iterator[tuple[str, list[int], str]]:
         if self.history.close_after is not None:
@@ -223,14 +200,14 @@ class _Run:
                     next(early)
             early.close()  # type: ignore[attr-defined]  # it is a generator
         for done in self.engine.run([self._request(request_id) for request_id in self.asks]):
-            self._check_text(done)
+            self.judge.text_before_stop(done)
             yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
 
     def _generate(self) -> Iterator[tuple[str, list[int], str]]:
         asks = list(self.asks.values())
         prompts, limits = [self.world.prompts[ask.prompt] for ask in asks], [ask.limit for ask in asks]
         for done in self.engine.generate(prompts, limits, stop=asks[0].stop):
-            self._check_text(done)
+            self.judge.text_before_stop(done)
             yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
 
     # Faults, and what may come of them.
@@ -273,70 +250,5 @@ class _Run:
             return True
         if self.history.sin and isinstance(error, EmssdError):
             return True
-        self._wrong(f"it raised {error!r}")
-        return isinstance(error, Exception) or self.history.sin != ""
-
-    # What is compared.
-
-    def _compare(self, got: dict[str, tuple[list[int], str]], ended: bool) -> None:
-        world = self.world
-        for request_id, ask in self.asks.items():
-            prompt = world.prompts[ask.prompt]
-            room = world.oracle.max_model_len - len(prompt)
-            spelling = world.speller.bytes_of if world.speller else None
-            right, why = ending(world.text_of(ask)[len(prompt) :], ask, room, spelling)
-            if request_id not in got:
-                if not ended:
-                    self._wrong(f"{request_id!r} never came out")
-                continue
-            tokens, reason = got[request_id]
-            self.result.num_texts += 1
-            self.result.num_tokens += len(right)
-            if (tokens, reason) == (right, why) or world.has_no_say(ask):
-                continue
-            at = [*(one != other for one, other in zip(tokens, right, strict=False)), True].index(True)
-            if at < min(len(tokens), len(right)):
-                margin = world.oracle.margin([*prompt, *right[:at]], tokens[at], right[at])
-                if margin <= world.tie:
-                    self.result.num_ties += 1
-                    self.tied[request_id] = min(self.tied.get(request_id, len(prompt) + at), len(prompt) + at)
-                    continue
-            self._wrong(f"{request_id!r} of {list(prompt)}: {tokens} ({reason}), and {right} ({why}) is right")
-
-    def _check_text(self, done: Any) -> None:
-        ask, speller = self.asks[done.request_id], self.world.speller
-        if speller is None or done.finish_reason.value != "stop":
-            return
-        text = speller.text_before_stop(done.token_ids, ask.stop)
-        if text is not None and text != done.text:
-            self._wrong(f"{ask.stop} ends {list(done.token_ids)}: its text is {done.text!r}, and {text!r} is right")
-
-    @torch.inference_mode()
-    def _compare_logits(self) -> None:
-        """Whether the target said after each right beginning of a text what the oracle says, about."""
-        if self.world.spread is None:
-            return
-        texts = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}
-        for packed, logits in self.watch.said:
-            rows, ids = packed.logit_rows.tolist(), packed.input_ids.tolist()
-            positions, row = packed.position_ids.tolist(), 0
-            for place, said in zip(rows, logits, strict=True):
-                while packed.qo_indptr[row + 1] <= place:
-                    row += 1
-                if positions[place] >= self.tied.get(packed.request_ids[row], math.inf):
-                    continue  # its text has gone another way
-                first, text = packed.qo_indptr[row], texts[packed.request_ids[row]]
-                if ids[first : place + 1] != text[positions[first] : positions[place] + 1]:
-                    continue  # behind a wrong draft
-                right = self.world.oracle.logits(text[: positions[place] + 1])
-                if not right.isfinite().all():
-                    continue
-                self.result.num_logits += 1
-                off = float((said - right).abs().max() / right.abs().max())
-                if not off <= self.world.spread:
-                    name = packed.request_ids[row]
-                    self._wrong(f"logits of {name!r} after {positions[place] + 1} tokens are off by {off:.3g}")
-                    return
-
-    def _wrong(self, what: str) -> None:
-        self.result.differences.append(what)
+        self.judge.wrong(f"it raised {error!r}")
+        return isinstance(error, Exception | SystemExit)
