@@ -99,7 +99,8 @@ class _Run:
             if ended:
                 break
         self.judge.logits(self.watch.said)
-        if not self.history.sin and not self.history.fault and not self.result.num_ties and not self.world.foul:
+        good = not self.history.sin and not self.history.fault
+        if good and not self.result.num_ties and not self.world.twins and not self.world.foul:
             for drafter in self.drafters:
                 self.result.differences += [f"the drafter {complaint}" for complaint in drafter.complaints[:1]]
         self.result.num_steps = max(drafter.num_steps for drafter in self.drafters)

@@ -40,7 +40,7 @@ def world(seed: str) -> World:
     ("area", "seeds"),
     [
         ("histories", range(4)),
-        ("histories", range(10, 14)),
+        ("histories", range(10, 13)),
         ("stops", range(3)),
         ("rounded", range(2)),
         ("foul", range(3)),

@@ -33,6 +33,7 @@ class World:
 
     Attributes:
         foul: ids whose embeddings are not finite.
+        twins: whether tokens have others of the same logit.
         spread: how far logits may be from the oracle's, as a share of the largest; ``None``: they are not compared.
         tie: what of the largest logit two tokens may be apart where a difference is told as a tie.
     """
@@ -44,6 +45,7 @@ class World:
     prompts: list[tuple[int, ...]]
     speller: Speller | None = None
     foul: tuple[int, ...] = ()
+    twins: bool = False
     spread: float | None = 1e-4  # norms compute in float32, whatever the dtype, and layers amplify that
     tie: float = 1e-6  # as above
 
@@ -53,9 +55,8 @@ class World:
 
     def has_no_say(self, ask: Ask) -> bool:
         """Whether the oracle is no judge: eager attention smears what is not finite over windows, too."""
-        text = self.text_of(ask)
         windows = any(layer.sliding_window for layer in self.target.layers)
-        return windows and not all(bool(self.oracle.logits(text[:end]).isfinite().all()) for end in range(1, len(text)))
+        return windows and any(token in self.foul for token in self.text_of(ask))
 
     def text_of(self, ask: Ask) -> list[int]:
         """The prompt and its right continuation, past any end but the limit."""
@@ -89,7 +90,7 @@ def draw_world(
     speller = draw_speller(rng) if spelt else None
     vocab_size = speller.num_tokens + rng.choice((0, 3)) if speller else rng.choice((3, 7, 13, 31, 50))
     model = draw_model(rng, kind, vocab_size=vocab_size, max_model_len=max_model_len, dtype=dtype)
-    if rng.random() < 0.04:
+    if twins := rng.random() < 0.04:
         twin(model)
     try:
         with warnings.catch_warnings():
@@ -111,7 +112,7 @@ def draw_world(
             length = rng.choice((length, rng.randint(480, 640)))
         some = rng.sample(clean, min(len(clean), rng.randint(1, 6)))
         prompts.append(tuple(rng.choice(some) for _ in range(length)))
-    return World(f"{kind} {seed}", model, target, Oracle(model, max_model_len), prompts, speller, ids)
+    return World(f"{kind} {seed}", model, target, Oracle(model, max_model_len), prompts, speller, ids, twins)
 
 
 def spoil(model: Any, token: int, value: float) -> None:
