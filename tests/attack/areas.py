@@ -33,7 +33,7 @@ class Area:
     world: Callable[[str], World | None]
     history: Callable[[random.Random, World], History]
     share: float
-    num_histories: int = 8
+    num_histories: int = 12
 
 
 @dataclass(frozen=True)

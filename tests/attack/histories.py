@@ -89,8 +89,11 @@ class History:
 
 def draw_asks(rng: random.Random, world: World) -> tuple[Ask, ...]:
     asks = []
-    for _ in range(rng.choice((1, 2, 3, 5, 8))):
-        prompt, limit = rng.randrange(len(world.prompts)), rng.choice((1, 2, rng.randint(3, 30), rng.randint(3, 12)))
+    for _ in range(rng.choice((1, 2, 3, 5, 8, 8))):
+        prompt, limit = (
+            rng.randrange(len(world.prompts)),
+            rng.choice((1, 2, rng.randint(3, 30), rng.randint(10, 30), rng.randint(3, 12))),
+        )
         ask = Ask(prompt, limit, arrives=rng.choice((0, 0, rng.randint(0, 12))))
         output = world.text_of(ask)[len(world.prompts[prompt]) :]
         if rng.random() < 0.6:  # an EOS that comes, at some place, or one that does not
@@ -142,10 +145,11 @@ def _crowded(rng: random.Random, world: World, history: History) -> History:
 def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults: bool = False) -> History:
     """A random history in `world`; with a drafter that breaks the rules, or with a fault in the middle."""
     asks = draw_asks(rng, world)
-    backend = rng.choice(list(BACKENDS))
+    backend = rng.choice((*BACKENDS, "fused", "fused", "padded"))
     padded = backend.startswith(("padded", "unpad"))
     batching = rng.choice(("auto", "auto", "static") if padded else ("auto", "auto", "continuous", "static"))
     longest = max(len(world.text_of(ask)) for ask in asks)
+    moods = [mood for mood in MOODS if mood != "foul" or world.foul]
     room = None
     if not padded and rng.random() < 0.6:  # enough for the longest alone, and seldom for all
         room = -(-longest // 16) * 16 + rng.choice((0, 0, 16, 32, longest))
@@ -162,10 +166,10 @@ def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults
         on_error=rng.choice(("disable", "fail")),
         drive=rng.choice(("generate", "run", "step", "step")),
         close_after=rng.choice((None, None, 0, 1, 2)),
-        moods=tuple(rng.choice([mood for mood in MOODS if mood != "foul" or world.foul]) for _ in range(3)),
+        moods=(rng.choice(("right", *moods)), *rng.choices(moods, k=rng.randint(1, 3))),
         manner=rng.choice(("chance", "row", "id", "step")),
         form=rng.choice(list(FORMS)),
-        depth=rng.choice((0, 1, 2, 4, 4, 7, 20, 40)),
+        depth=rng.choice((0, 1, 2, 4, 7, 7, 12, 40)),
         num_drafters=rng.choice((1, 1, 1, 2, 3)),
         policy=rng.choice(("fixed", "fixed", "adaptive", *POLICIES)),
         rounds=rng.choice((1, 1, 2)),

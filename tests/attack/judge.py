@@ -97,6 +97,7 @@ class Judge:
         """Whether the target said after each right beginning of a text what the oracle says, about."""
         if self.world.spread is None:
             return
+        oracle = self.world.judge or self.world.oracle
         texts = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}
         for packed, logits in said:
             rows, ids = packed.logit_rows.tolist(), packed.input_ids.tolist()
@@ -109,7 +110,7 @@ class Judge:
                 first, text = packed.qo_indptr[row], texts[packed.request_ids[row]]
                 if ids[first : place + 1] != text[positions[first] : positions[place] + 1]:
                     continue  # behind a wrong draft
-                right = self.world.oracle.logits(text[: positions[place] + 1])
+                right = oracle.logits(text[: positions[place] + 1])
                 if not right.isfinite().all():
                     continue
                 self.account.num_logits += 1

@@ -12,8 +12,9 @@ from emssd.errors import UnsupportedModelError
 from emssd.model import TargetModel
 
 from .areas import run_seeds
-from .histories import PLACES, Fault, History
+from .histories import BACKENDS, PLACES, Fault, History
 from .oracle import Ask, Oracle
+from .plain import judged_by_plain
 from .runner import run_history
 from .sins import ALL
 from .worlds import World, draw_world, spoil, twin
@@ -36,11 +37,19 @@ def world(seed: str) -> World:
     return made
 
 
+@cache
+def of_rules(kind: str, dtype: torch.dtype, length: int = 64) -> World:
+    model = draw_model(random.Random(7), kind, vocab_size=31, max_model_len=length, dtype=dtype, window=4)
+    prompts = [*PROMPTS, tuple(at * at % 31 for at in range(length - 20))]
+    there = World(kind, model, TargetModel(model), Oracle(model, length), prompts)
+    return there if dtype is torch.float64 else judged_by_plain(there, BACKENDS["fused"])
+
+
 @pytest.mark.parametrize(
     ("area", "seeds"),
     [
         ("histories", range(4)),
-        ("histories", range(10, 13)),
+        ("histories", range(10, 12)),
         ("stops", range(3)),
         ("rounded", range(2)),
         ("foul", range(3)),
@@ -57,9 +66,34 @@ def test_nothing_differs_from_the_oracle(area: str, seeds: range) -> None:
 
 def test_rows_are_preempted() -> None:
     """What the attack is for needs rows that are computed again."""
-    account, _ = run_seeds("histories", range(20, 24))
+    account, _ = run_seeds("histories", range(20, 21))
     assert account.differences == []
     assert account.num_preempted >= 5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_keeps_the_rules_of_attention(backend: str) -> None:
+    for kind, dtype in (
+        ("mistral", torch.float64),
+        ("gemma2", torch.float64),
+        ("gpt2", torch.float64),
+        ("qwen2", torch.bfloat16),
+    ):
+        there = of_rules(kind, dtype)
+        for depth in (3, 8):
+            history = History(
+                ASKS, seed=depth, backend=backend, moods=("right then wrong", "right", "wrong"), depth=depth
+            )
+            account = run_history(there, history)
+            assert account.differences == []
+            assert account.num_logits > 40
+
+
+@pytest.mark.parametrize("backend", ["fused", "torch", "padded"])
+def test_texts_longer_than_a_block_of_the_kernels(backend: str) -> None:
+    there = of_rules("llama", torch.float64, 600)
+    account = run_history(there, History((Ask(6, 6), Ask(1, 9)), backend=backend, depth=3, moods=("some",)))
+    assert account.differences == []
 
 
 def test_equal_logits_are_the_exception_in_float64_and_transformers_has_it_as_well() -> None:

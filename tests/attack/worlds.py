@@ -35,6 +35,7 @@ class World:
         foul: ids whose embeddings are not finite.
         twins: whether tokens have others of the same logit.
         spread: how far logits may be from the oracle's, as a share of the largest; ``None``: they are not compared.
+        judge: of logits, where it is another than the oracle.
         tie: what of the largest logit two tokens may be apart where a difference is told as a tie.
     """
 
@@ -48,6 +49,7 @@ class World:
     twins: bool = False
     spread: float | None = 1e-4  # norms compute in float32, whatever the dtype, and layers amplify that
     tie: float = 1e-6  # as above
+    judge: Oracle | None = None
 
     @property
     def vocab_size(self) -> int:
