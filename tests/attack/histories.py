@@ -36,6 +36,7 @@ PLACES = (
     "after attention",
     "after forward",
     "policy",
+    "policy observes",
     "propose",
     "observe",
 )
@@ -157,7 +158,7 @@ def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults
         asks,
         seed=rng.getrandbits(32),
         backend=backend,
-        batch_size=rng.choice((1, 2, 3, 4, 4, 8)),
+        batch_size=rng.choice((1, 2, 3, 4, 8, 8)),
         batching=batching,
         max_step_tokens=rng.choice((1, 3, 8, 20, 512)),
         room=room,
@@ -170,7 +171,7 @@ def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults
         manner=rng.choice(("chance", "row", "id", "step")),
         form=rng.choice(list(FORMS)),
         depth=rng.choice((0, 1, 2, 4, 7, 7, 12, 40)),
-        num_drafters=rng.choice((1, 1, 1, 2, 3)),
+        num_drafters=rng.choice((1, 1, 2, 3)),
         policy=rng.choice(("fixed", "fixed", "adaptive", *POLICIES)),
         rounds=rng.choice((1, 1, 2)),
     )

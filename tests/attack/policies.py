@@ -36,7 +36,7 @@ class ChancePolicy(BudgetPolicy):
         return [self.rng.randint(0, length) for length in draft.lengths] if self.trims else draft.lengths
 
     def observe(self, outcome: Outcome, stats: Any) -> None:
-        self.faults("policy")
+        self.faults("policy observes")
 
     def release(self, request_ids: Iterable[str]) -> None:
         pass
