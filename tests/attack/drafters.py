@@ -121,7 +121,7 @@ class HurtfulDrafter(Drafter):
         self.sins = self.num_drafted = self.num_steps = 0
         self.late: Callable[[], None] = _nothing
         self.kept: list[Any] = []  # batches and outcomes of before, for those that look back
-        self._lengths: dict[str, int] = {}
+        self._drafted: dict[str, tuple[int, list[int]]] = {}  # length of the text, and the chain
 
     def propose(self, batch: Any, budget: Seq[int]) -> Draft:
         self.num_steps += 1
@@ -131,9 +131,9 @@ class HurtfulDrafter(Drafter):
             right = self.will_be(row.request_id)
             if list(row.tokens) != right[: len(row.tokens)]:
                 self.complaints.append(f"was shown {list(row.tokens)} of {row.request_id}, which goes {right}")
-            self._lengths[row.request_id] = len(row.tokens)
             mood = MOODS[self._mood(place, row.request_id)]
             chains.append(mood(right[len(row.tokens) :], room, self, self.rng)[: max(room, 0)])
+            self._drafted[row.request_id] = len(row.tokens), chains[-1]
         draft = Draft.from_chains(chains)
         draft = Draft(FORMS[self.form](draft.token_ids.tolist()), draft.indptr)
         self.num_drafted += draft.token_ids.numel()
@@ -148,8 +148,10 @@ class HurtfulDrafter(Drafter):
             for row, start, stop, accepted in zip(
                 outcome.batch, draft.indptr, draft.indptr[1:], outcome.accepted, strict=False
             ):
-                length = self._lengths.get(row.request_id, 0)
+                length, made = self._drafted.get(row.request_id, (0, []))
                 coming, drafted = self.will_be(row.request_id)[length:], ids[start:stop]
+                if drafted != made[: len(drafted)]:
+                    self.complaints.append(f"heard that it drafted {drafted} for {row.request_id}, where it had {made}")
                 differs = [left != right for left, right in zip(drafted, coming, strict=False)]
                 right = [*differs, True].index(True)
                 if list(accepted) != list(range(right)):
@@ -161,7 +163,7 @@ class HurtfulDrafter(Drafter):
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._lengths.pop(request_id, None)
+            self._drafted.pop(request_id, None)
         self._when_told("release", ())
 
     def _mood(self, place: int, request_id: str) -> str:
