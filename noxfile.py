@@ -66,6 +66,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def attack(session: nox.Session) -> None:
+    """Attacks exactness at random for 10 minutes, with an oracle of its own; `-- --minutes 3 --seed 1`."""
+    session.run(sys.executable, "-m", "tests.attack", *(session.posargs or ["--minutes", "10", "--kills", "4"]))
+
+
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need an NVIDIA GPU; skipped, and says so, where there is none."""
     import torch

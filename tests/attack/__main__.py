@@ -1,0 +1,184 @@
+"""The attack as a command: ``python -m tests.attack --minutes 10 --seed 1``; exits with 1 if it finds a difference."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+
+import torch
+from transformers import logging
+
+from . import kills, models
+from .areas import AREAS, Case, cases
+from .histories import History
+from .judge import Account
+from .runner import run_history
+from .shrink import differing_fields, shrunk
+from .worlds import World
+
+_MINUTES_TO_COMPILE = 5  # in less, compiling alone would take the time of all others
+_MOST_SHOWN = 12  # kinds of differences that are told in full
+
+
+@dataclass
+class Tally:
+    """What one area has come to."""
+
+    account: Account = field(default_factory=Account)
+    seconds: float = 0.0
+    worlds: int = 0
+    refused: int = 0
+    histories: int = 0
+    wrong: int = 0
+
+    def line(self, area: str) -> str:
+        got = self.account
+        return (
+            f"{area:10} {self.seconds:4.0f} s {self.worlds - self.refused:4} models {self.histories:5} histories "
+            f"{got.num_preempted:5} preemptions {got.num_raised:5} raised {got.num_tokens:7} tokens "
+            f"{got.num_logits:7} logits {got.num_ties:3} ties {self.wrong:5} wrong"
+        )
+
+
+class Attack:
+    """Goes through the areas, world by world, until the time is up.
+
+    Args:
+        seed: of everything.
+        areas: which.
+        seconds: how long.
+    """
+
+    def __init__(self, seed: int, areas: list[str], seconds: float) -> None:
+        self.seed, self.seconds = seed, seconds
+        self.tallies = {area: Tally() for area in areas}
+        self.found: dict[str, list[tuple[Case, World, History, str]]] = {}
+
+    def run(self) -> None:
+        start = shown = time.monotonic()
+        while time.monotonic() - start < self.seconds:
+            area = min(self.tallies, key=lambda area: self.tallies[area].seconds / AREAS[area].share)
+            tally, begun = self.tallies[area], time.monotonic()
+            self._world(area, f"{self.seed}.{tally.worlds}", tally)
+            tally.seconds += time.monotonic() - begun
+            if time.monotonic() - shown > 10:
+                shown = time.monotonic()
+                done = (shown - start) / self.seconds
+                bar = "█" * round(20 * done)
+                histories = sum(tally.histories for tally in self.tallies.values())
+                wrong = sum(tally.wrong for tally in self.tallies.values())
+                print(f"  {bar:░<20} {min(done, 1):4.0%} {histories} histories, {wrong} wrong; {area}", flush=True)
+
+    def _world(self, area: str, seed: str, tally: Tally) -> None:
+        tally.worlds += 1
+        empty = True
+        for case, world, history in cases(area, seed):
+            empty = False
+            account = safely(world, history)
+            tally.histories += 1
+            tally.account.add(account)
+            if account.differences:
+                tally.wrong += 1
+                kind = _kind(case, world, history)
+                self.found.setdefault(kind, []).append((case, world, history, account.differences[0]))
+        tally.refused += empty
+
+    def close(self) -> int:
+        """Tell all of it. Returns how many histories went wrong."""
+        print()
+        for area, tally in self.tallies.items():
+            print(tally.line(area))
+        together = Account()
+        for tally in self.tallies.values():
+            together.add(tally.account)
+        wrong = sum(tally.wrong for tally in self.tallies.values())
+        print(
+            f"seed {self.seed}: {sum(tally.histories for tally in self.tallies.values())} histories, "
+            f"{sum(tally.worlds - tally.refused for tally in self.tallies.values())} models, "
+            f"{together.num_preempted} preemptions, {together.num_tokens} tokens and {together.num_logits} lines of "
+            f"logits compared, {wrong} histories with differences"
+        )
+        for kind, found in sorted(self.found.items(), key=lambda item: -len(item[1]))[:_MOST_SHOWN]:
+            case, world, history, what = min(found, key=lambda each: (len(each[2].asks), len(each[3])))
+            print(f"\n{kind}: {len(found)} times, for instance in {world.name}\n  {what}")
+            print(f"  again:    python -m tests.attack --case {case.name}")
+            try:
+                smallest, what = shrunk(world, history)
+            except Exception:  # what goes wrong differently each time cannot be made smaller
+                continue
+            print(f"  smallest: {differing_fields(smallest)}\n  {what}")
+        if len(self.found) > _MOST_SHOWN:
+            print(
+                f"\nand of {len(self.found) - _MOST_SHOWN} further kinds: {', '.join(list(self.found)[_MOST_SHOWN:])}"
+            )
+        return wrong
+
+
+def safely(world: World, history: History) -> Account:
+    """What comes of a history; whatever it raises where nothing may be raised is a difference."""
+    try:
+        return run_history(world, history)
+    except KeyboardInterrupt:
+        if history.fault is None:
+            raise  # it was not planted
+        return Account(["it raised KeyboardInterrupt out of turn"])
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return Account([f"it raised {error!r} at {place.filename}:{place.lineno}"])
+
+
+def _kind(case: Case, world: World, history: History) -> str:
+    """What differences are told together by."""
+    if history.sin:
+        return f"{case.area}: {history.sin}"
+    if history.fault:
+        return f"{case.area}: {history.fault.place}, backend {history.backend.split('_')[0]}"
+    return f"{case.area}: {world.name.split()[0]}"
+
+
+def again(name: str) -> int:
+    """One case, told in full. Returns how many differences it has."""
+    area, seed, number = name.split("/")
+    for case, world, history in cases(area, seed):
+        account = safely(world, history)  # those before it belong to it: they share an oracle, and perhaps a bug
+        if case.number == int(number):
+            print(f"{case.name}, {world.name}\n{differing_fields(history)}")
+            print("\n".join(account.differences) or "no difference")
+            return len(account.differences)
+    print(f"{name}: the model is refused")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long, the areas together")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--only", help=f"some areas of {','.join(AREAS)}", type=lambda text: text.split(","))
+    parser.add_argument("--case", help="run one case again, as a difference names it")
+    parser.add_argument("--models", action="store_true", help="then sweep over all model types, which takes minutes")
+    parser.add_argument("--kills", type=int, default=0, help="then kill and resume a command so many times")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    if options.case:
+        return 1 if again(options.case) else 0
+    if unknown := sorted(set(options.only or ()) - set(AREAS)):
+        parser.error(f"no area {', '.join(unknown)}; there are {', '.join(AREAS)}")
+    print(f"attack with seed {options.seed}, {options.minutes:g} minutes", flush=True)
+    areas = [area for area in AREAS if area != "compiled" or options.minutes >= _MINUTES_TO_COMPILE]
+    attack = Attack(options.seed, options.only or areas, 60 * options.minutes)
+    attack.run()
+    wrong = attack.close()
+    if options.kills:
+        wrong += kills.kill_and_resume(options.seed, options.kills)
+    if options.models:
+        wrong += models.sweep()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

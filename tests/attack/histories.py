@@ -1,0 +1,189 @@
+"""Histories: what is asked of an engine, how it is put together and driven, drawn at random and as plain data."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from emssd_padded import PaddedConfig
+from emssd_ragged import Kernels, RaggedConfig
+
+from .drafters import FORMS, MOODS
+from .oracle import Ask
+from .policies import POLICIES
+from .sins import ALL
+from .worlds import World
+
+__all__ = ["BACKENDS", "PLACES", "Fault", "History", "draw_history"]
+
+BACKENDS: dict[str, Any] = {
+    "fused": RaggedConfig(kernels=Kernels.fused),
+    "torch": RaggedConfig(kernels=Kernels.torch),
+    "page 1": RaggedConfig(page_size=1, kernels=Kernels.torch),
+    "page 3": RaggedConfig(page_size=3, kernels=Kernels.torch),
+    "padded": PaddedConfig(),
+    "unpad_kv": PaddedConfig(pad_kv=False),
+    "unpad_inputs": PaddedConfig(pad_inputs=False),
+    "unpad_both": PaddedConfig(pad_kv=False, pad_inputs=False),
+}
+
+# Where something may fail in the middle of a step.
+PLACES = (
+    "before plan",
+    "after plan",
+    "before attention",
+    "after attention",
+    "after forward",
+    "policy",
+    "policy observes",
+    "propose",
+    "observe",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is thrown into the works: at which place, when it is come to for which times, and as what."""
+
+    place: str
+    times: tuple[int, ...]
+    error: str = "Planted"
+
+
+@dataclass(frozen=True)
+class History:
+    """All that determines one run in a world.
+
+    Attributes:
+        asks: the requests.
+        room: KV tokens to share; ``None`` for no limit.
+        headroom: of a continuous scheduler; ``None`` for the usual, with which few rows are preempted.
+        drive: ``"generate"``, ``"run"`` (an iterator, closed after `close_after` texts, and all anew), or ``"step"``.
+        moods, manner, form, depth, sin, chance: of the drafter; `num_drafters` of them are asked in turn.
+        rounds: how often all of it, with the same engine.
+    """
+
+    asks: tuple[Ask, ...]
+    seed: int = 0
+    backend: str = "fused"
+    batch_size: int = 4
+    batching: str = "auto"
+    max_step_tokens: int = 512
+    room: int | None = None
+    admission: str = "preempt"
+    headroom: int | None = None
+    on_error: str = "disable"
+    drive: str = "step"
+    close_after: int | None = None
+    moods: tuple[str, ...] = ("right",)
+    manner: str = "chance"
+    form: str = "plain"
+    depth: int = 4
+    num_drafters: int = 1
+    sin: str = ""
+    chance: float = 0.3
+    policy: str = "fixed"
+    fault: Fault | None = None
+    rounds: int = 1
+
+
+def draw_asks(rng: random.Random, world: World) -> tuple[Ask, ...]:
+    asks = []
+    for _ in range(rng.choice((1, 2, 3, 5, 8, 8))):
+        prompt, limit = (
+            rng.randrange(len(world.prompts)),
+            rng.choice((1, 2, rng.randint(3, 30), rng.randint(10, 30), rng.randint(3, 12))),
+        )
+        ask = Ask(prompt, limit, arrives=rng.choice((0, 0, rng.randint(0, 12))))
+        output = world.text_of(ask)[len(world.prompts[prompt]) :]
+        if rng.random() < 0.6:  # an EOS that comes, at some place, or one that does not
+            eos = [rng.choice((rng.choice(output), rng.randrange(world.vocab_size))) for _ in range(rng.randint(1, 2))]
+            ask = replace(ask, eos=tuple(eos))
+        if world.speller is not None and rng.random() < 0.8:
+            ask = replace(ask, stop=_draw_stops(rng, world, ask, output))
+        asks.append(ask)
+    return tuple(asks)
+
+
+def _draw_stops(rng: random.Random, world: World, ask: Ask, output: list[int]) -> tuple[str, ...]:
+    """Pieces of the text that comes, wherever they begin; pieces that reach into the prompt; and such as never come."""
+    assert world.speller is not None
+    spell = world.speller.bytes_of
+    before = b"".join(map(spell, world.prompts[ask.prompt][-3:]))
+    text = before + b"".join(map(spell, output))
+    stops = []
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randrange(max(1, len(text if rng.random() < 0.8 else before)))
+        piece = text[start : start + rng.choice((1, 2, 3, 5, 9, 20))]
+        string = (
+            piece.decode(errors="ignore") if rng.random() < 0.9 else rng.choice(("zzz", "a", "<|end|>", "é", "end"))
+        )
+        stops.append(string or "ab")
+    return tuple(stops)
+
+
+def _crowded(rng: random.Random, world: World, history: History) -> History:
+    """More rows at once, which grow for longer, than there is room for: some are preempted."""
+    asks = tuple(
+        Ask(rng.randrange(len(world.prompts)), rng.randint(12, 30), arrives=rng.choice((0, 0, 5)))
+        for _ in range(rng.randint(3, 7))
+    )
+    longest = max(len(world.text_of(ask)) for ask in asks)
+    page = rng.choice(("page 1", "page 3", "fused", "torch"))
+    return replace(
+        history,
+        asks=asks,
+        backend=page,
+        batching="auto",
+        batch_size=rng.choice((3, 8)),
+        room=longest + rng.choice((0, 8, 20)),
+        headroom=0,
+        admission="preempt",
+    )
+
+
+def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults: bool = False) -> History:
+    """A random history in `world`; with a drafter that breaks the rules, or with a fault in the middle."""
+    asks = draw_asks(rng, world)
+    backend = rng.choice((*BACKENDS, "fused", "fused", "padded"))
+    padded = backend.startswith(("padded", "unpad"))
+    batching = rng.choice(("auto", "auto", "static") if padded else ("auto", "auto", "continuous", "static"))
+    longest = max(len(world.text_of(ask)) for ask in asks)
+    moods = [mood for mood in MOODS if mood != "foul" or world.foul]
+    room = None
+    if not padded and rng.random() < 0.6:  # enough for the longest alone, and seldom for all
+        room = -(-longest // 16) * 16 + rng.choice((0, 0, 16, 32, longest))
+    history = History(
+        asks,
+        seed=rng.getrandbits(32),
+        backend=backend,
+        batch_size=rng.choice((1, 2, 3, 4, 8, 8)),
+        batching=batching,
+        max_step_tokens=rng.choice((1, 3, 8, 20, 512)),
+        room=room,
+        admission=rng.choice(("preempt", "preempt", "preempt", "worst_case")),
+        headroom=None if room is None else rng.choice((None, 0, 0, 3)),
+        on_error=rng.choice(("disable", "fail")),
+        drive=rng.choice(("generate", "run", "step", "step")),
+        close_after=rng.choice((None, None, 0, 1, 2)),
+        moods=(rng.choice(("right", *moods)), *rng.choices(moods, k=rng.randint(1, 3))),
+        manner=rng.choice(("chance", "row", "id", "step")),
+        form=rng.choice(list(FORMS)),
+        depth=rng.choice((0, 1, 2, 4, 7, 7, 12, 40)),
+        num_drafters=rng.choice((1, 1, 2, 3)),
+        policy=rng.choice(("fixed", "fixed", "adaptive", *POLICIES)),
+        rounds=rng.choice((1, 1, 2)),
+    )
+    if not padded and rng.random() < 0.3:
+        history = _crowded(rng, world, history)
+    if world.foul:
+        history = replace(history, moods=(*history.moods, "foul"))
+    if sins:
+        history = replace(history, sin=rng.choice(ALL), chance=rng.choice((0.1, 0.3, 1.0)), depth=max(2, history.depth))
+    if faults:
+        times = tuple(sorted(rng.sample(range(1, 12), rng.randint(1, 3))))
+        error = rng.choice(("Planted", "Planted", "KeyboardInterrupt", "OutOfMemoryError", "SystemExit"))
+        fault = Fault(rng.choice(PLACES), times, error)
+        history = replace(history, fault=fault, drive="step", rounds=1)
+    return history

@@ -1,0 +1,121 @@
+"""Compares what came out of an engine with the oracle, and counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .oracle import Ask, ending
+from .worlds import World
+
+__all__ = ["Account", "Judge"]
+
+
+@dataclass
+class Account:
+    """What came of a history.
+
+    Attributes:
+        differences: what was wrong, in words; the shortest text first where there are several.
+        num_tokens, num_logits: compared with the oracle.
+    """
+
+    differences: list[str] = field(default_factory=list)
+    num_texts: int = 0
+    num_tokens: int = 0
+    num_logits: int = 0
+    num_ties: int = 0
+    num_preempted: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_raised: int = 0
+
+    def add(self, other: Account) -> None:
+        """Count what came of another history as well."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class Judge:
+    """Holds what came out against what is right.
+
+    Args:
+        world: with the oracle.
+        asks: by request id.
+        account: where it is counted.
+    """
+
+    def __init__(self, world: World, asks: dict[str, Ask], account: Account) -> None:
+        self.world, self.asks, self.account = world, asks, account
+        self._tied: dict[str, int] = {}  # length of a text up to a tie
+
+    def wrong(self, what: str) -> None:
+        """Count a difference."""
+        self.account.differences.append(what)
+
+    def texts(self, got: dict[str, tuple[list[int], str]], ended: bool) -> None:
+        """Compare what came out, ``{request_id: (tokens, reason)}``; not all need have, if the run `ended` early."""
+        world = self.world
+        for request_id, ask in self.asks.items():
+            prompt = world.prompts[ask.prompt]
+            room = world.oracle.max_model_len - len(prompt)
+            spelling = world.speller.bytes_of if world.speller else None
+            right, why = ending(world.text_of(ask)[len(prompt) :], ask, room, spelling)
+            if request_id not in got:
+                if not ended:
+                    self.wrong(f"{request_id!r} never came out")
+                continue
+            tokens, reason = got[request_id]
+            self.account.num_texts += 1
+            self.account.num_tokens += len(right)
+            if (tokens, reason) == (right, why) or world.has_no_say(ask):
+                continue
+            at = [*(one != other for one, other in zip(tokens, right, strict=False)), True].index(True)
+            if at < min(len(tokens), len(right)):
+                margin = world.oracle.margin([*prompt, *right[:at]], tokens[at], right[at])
+                if margin <= world.tie:
+                    self.account.num_ties += 1
+                    self._tied[request_id] = min(self._tied.get(request_id, len(prompt) + at), len(prompt) + at)
+                    continue
+            self.wrong(f"{request_id!r} of {list(prompt)}: {tokens} ({reason}), and {right} ({why}) is right")
+
+    def text_before_stop(self, done: Any) -> None:
+        """Compare the text of a generation that a stop string ended."""
+        ask, speller = self.asks[done.request_id], self.world.speller
+        if speller is None or done.finish_reason.value != "stop":
+            return
+        text = speller.text_before_stop(done.token_ids, ask.stop)
+        if text is not None and text != done.text:
+            self.wrong(f"{ask.stop} ends {list(done.token_ids)}: its text is {done.text!r}, and {text!r} is right")
+
+    @torch.inference_mode()
+    def logits(self, said: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        """Whether the target said after each right beginning of a text what the oracle says, about."""
+        if self.world.spread is None:
+            return
+        oracle = self.world.judge or self.world.oracle
+        texts = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}
+        for packed, logits in said:
+            rows, ids = packed.logit_rows.tolist(), packed.input_ids.tolist()
+            positions, row = packed.position_ids.tolist(), 0
+            for place, line in zip(rows, logits, strict=True):
+                while packed.qo_indptr[row + 1] <= place:
+                    row += 1
+                if positions[place] >= self._tied.get(packed.request_ids[row], math.inf):
+                    continue  # its text has gone another way
+                first, text = packed.qo_indptr[row], texts[packed.request_ids[row]]
+                if ids[first : place + 1] != text[positions[first] : positions[place] + 1]:
+                    continue  # behind a wrong draft
+                right = oracle.logits(text[: positions[place] + 1])
+                if not right.isfinite().all():
+                    continue
+                self.account.num_logits += 1
+                off = float((line - right).abs().max() / right.abs().max())
+                if not off <= self.world.spread:
+                    name = packed.request_ids[row]
+                    self.wrong(f"logits of {name!r} after {positions[place] + 1} tokens are off by {off:.3g}")
+                    return

@@ -1,0 +1,96 @@
+"""What is right: the eager model, without a cache, one text at a time; and when a text ends, worked out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Ask", "Oracle", "ending"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a history: which of the world's prompts, and when it ends.
+
+    Attributes:
+        prompt: index of a prompt of the world.
+        limit: of new tokens.
+        eos: ids that end it.
+        stop: texts that end it.
+        arrives: the step before which it is added.
+    """
+
+    prompt: int
+    limit: int
+    eos: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    arrives: int = 0
+
+
+class Oracle:
+    """Greedy decoding by definition: for every token the whole text again, and the first of the largest logits.
+
+    Args:
+        model: a causal LM; called as whoever loads it with eager attention calls it.
+        max_model_len: no text grows longer.
+    """
+
+    def __init__(self, model: Any, max_model_len: int) -> None:
+        self.model = model
+        self.max_model_len = max_model_len
+        self.num_passes = 0
+        self._logits: dict[tuple[int, ...], torch.Tensor] = {}
+        self._texts: dict[tuple[int, ...], list[int]] = {}
+
+    @torch.inference_mode()
+    def logits(self, tokens: Seq[int]) -> torch.Tensor:
+        """``[vocab]``: what the model says after exactly these tokens."""
+        key = tuple(tokens)
+        if key not in self._logits:
+            before = self.model.config._attn_implementation
+            self.model.config._attn_implementation = "eager"
+            try:
+                self._logits[key] = self.model(torch.tensor([key]), use_cache=False).logits[0, -1].clone()
+            finally:
+                self.model.config._attn_implementation = before
+            self.num_passes += 1
+        return self._logits[key]
+
+    def text(self, prompt: tuple[int, ...], num_new: int) -> list[int]:
+        """`prompt` and its greedy continuation by up to `num_new` tokens, past any EOS."""
+        tokens = self._texts.setdefault(prompt, list(prompt))
+        length = min(len(prompt) + num_new, self.max_model_len)
+        while len(tokens) < length:
+            tokens.append(int(torch.argmax(self.logits(tokens))))
+        return tokens[:length]
+
+    def margin(self, tokens: Seq[int], one: int, other: int) -> float:
+        """How far two tokens are apart, and the better of them below the best, as a share of the largest in size."""
+        logits = self.logits(tokens).double()
+        best = max(logits[one], logits[other])
+        return float(((logits[one] - logits[other]).abs() + logits.max() - best) / logits.abs().max())
+
+
+def ending(output: Seq[int], ask: Ask, room: int, spelling: Any = None) -> tuple[list[int], str]:
+    """What of a greedy continuation `ask` gets, and why it ends there.
+
+    Args:
+        output: the continuation, as far as limit and room go at least.
+        ask: the request.
+        room: tokens that the model's length leaves behind the prompt.
+        spelling: ``spelling(token)`` are the bytes of a token; needed for stop strings.
+    """
+    text = b""
+    for count, token in enumerate(output, start=1):
+        if token in ask.eos:
+            return list(output[:count]), "eos"
+        if ask.stop:
+            text += spelling(token)
+            if any(stop.encode() in text for stop in ask.stop):
+                return list(output[:count]), "stop"
+        if count == min(ask.limit, room):
+            return list(output[:count]), "length"
+    raise AssertionError("the continuation is shorter than its limit")

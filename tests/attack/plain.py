@@ -1,0 +1,75 @@
+"""An oracle of bits: what the engine itself says without drafts, one text at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from emssd.assembly import assemble
+from emssd.engine import Engine
+from emssd.options import EngineOptions
+
+from .drafters import HurtfulDrafter
+from .oracle import Oracle
+from .worlds import Watch, WatchedBackend, WatchedTarget, World
+
+__all__ = ["PlainOracle", "bits_are_promised", "judged_by_plain"]
+
+# Of the largest logit: where `docs/exactness.md` calls a difference a tie.
+TIES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-6}
+
+# Of the largest logit: what rounding in another order may come to in a tiny model with large weights.
+_SPREADS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
+
+
+class PlainOracle(Oracle):
+    """Texts and logits of an engine that drafts nothing, at batch size 1; margins are those of the eager model.
+
+    Args:
+        world: whose target decodes.
+        backend: its config.
+    """
+
+    def __init__(self, world: World, backend: object) -> None:
+        super().__init__(world.model, world.oracle.max_model_len)
+        self.eager = world.oracle
+        watch = Watch()
+        drafter = HurtfulDrafter(lambda request_id: [], world.vocab_size, depth=0, moods=("none",))
+        made = assemble(world.target, None, drafter=drafter, backend=backend, options=EngineOptions(batch_size=1))
+        self._watch = watch
+        self._engine = Engine(
+            WatchedTarget(world.target, watch),  # type: ignore[arg-type]  # it passes everything on
+            WatchedBackend(made.backend, watch),
+            drafter,
+            batch_size=1,
+            scheduler=made.scheduler,
+        )
+
+    def text(self, prompt: tuple[int, ...], num_new: int) -> list[int]:
+        length = min(len(prompt) + num_new, self.max_model_len)
+        if len(self._texts.get(prompt, ())) < length:
+            self._watch.said.clear()
+            (done,) = self._engine.generate([prompt], length - len(prompt))
+            text = [*prompt, *done.token_ids]
+            for at, (_, logits) in enumerate(self._watch.said[-len(done.token_ids) :]):
+                self._logits[tuple(text[: len(prompt) + at])] = logits[-1]
+            self._texts[prompt] = text
+        return self._texts[prompt][:length]
+
+    def margin(self, tokens, one, other):  # type: ignore[no-untyped-def]  # as in `Oracle`
+        return self.eager.margin(tokens, one, other)
+
+
+def bits_are_promised(world: World) -> bool:
+    """Whether `docs/exactness.md` says that drafts and batches change no bit: in bfloat16, compiled, with AVX-512."""
+    return world.target.compiled is not None and world.target.dtype is torch.bfloat16
+
+
+def judged_by_plain(world: World, backend: object) -> World:
+    """`world` with an oracle of bits: no logit may differ where that is promised, else only by ties."""
+    promised = bits_are_promised(world)
+    if not promised:
+        world.judge = world.oracle  # what no bit is promised of must still be about right
+    world.oracle = PlainOracle(world, backend)
+    world.spread = 0.0 if promised else _SPREADS[world.target.dtype]
+    world.tie = 0.0 if promised else TIES[world.target.dtype]
+    return world

@@ -1,0 +1,49 @@
+"""Budget policies that decide at random, and one that fails now and then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from emssd.budget import BudgetPolicy
+from emssd.draft import Draft, Outcome
+
+__all__ = ["POLICIES", "ChancePolicy"]
+
+
+class ChancePolicy(BudgetPolicy):
+    """Allots any number within the limits, and verifies any part of what was drafted.
+
+    Args:
+        seed: of what it decides.
+        least: the smallest share of a limit that it allots.
+        trims: whether it takes back some of what was drafted.
+        faults: see `Watch.faults`.
+    """
+
+    def __init__(self, seed: int, least: float, trims: bool, faults: Callable[[str], None]) -> None:
+        self.rng = random.Random(seed)
+        self.least, self.trims, self.faults = least, trims, faults
+
+    def allot(self, batch: Any, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+        self.faults("policy")
+        return [self.rng.randint(round(self.least * limit), limit) for limit in limits]
+
+    def trim(self, batch: Any, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+        self.faults("policy")
+        return [self.rng.randint(0, length) for length in draft.lengths] if self.trims else draft.lengths
+
+    def observe(self, outcome: Outcome, stats: Any) -> None:
+        self.faults("policy observes")
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        pass
+
+
+POLICIES: dict[str, Callable[[int, Callable[[str], None]], BudgetPolicy]] = {
+    "chance": lambda seed, faults: ChancePolicy(seed, 0.0, True, faults),
+    "all": lambda seed, faults: ChancePolicy(seed, 1.0, False, faults),
+    "half": lambda seed, faults: ChancePolicy(seed, 0.5, False, faults),
+}

@@ -1,0 +1,255 @@
+"""Runs a history and says what of it was not as the oracle has it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from emssd.assembly import assemble
+from emssd.engine import Engine
+from emssd.errors import EmssdError
+from emssd.options import Admission, Batching, EngineOptions, OnDrafterError
+from emssd.registry import Registry
+from emssd.scheduler import ContinuousScheduler
+from emssd.sequence import Request
+from emssd.stopping import StopStrings
+
+from .drafters import HurtfulDrafter
+from .histories import BACKENDS, History
+from .judge import Account, Judge
+from .policies import POLICIES
+from .worlds import Planted, Watch, WatchedBackend, WatchedTarget, World
+
+__all__ = ["Account", "run_history"]
+
+_ERRORS: dict[str, Callable[[], BaseException]] = {
+    "Planted": lambda: Planted("planted in the middle of a step"),
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "OutOfMemoryError": lambda: torch.OutOfMemoryError("planted"),
+    "SystemExit": lambda: SystemExit(0),
+}
+_MOST_RAISED = 50  # by one drafter that breaks the rules again and again
+_IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
+
+
+@cache
+def _registry() -> Registry:
+    """What plugins there are; to find that out takes longer than most histories."""
+    return Registry()
+
+
+def run_history(world: World, history: History) -> Account:
+    """Run `history` in `world`, and compare everything that comes out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _Run(world, history).account()
+
+
+class _Run:
+    """One history on its way: the engine it runs on, what is thrown into it, and what comes out."""
+
+    def __init__(self, world: World, history: History) -> None:
+        if history.drive == "generate":  # takes one set of ends for all
+            first = history.asks[0]
+            history = replace(history, asks=tuple(replace(ask, eos=first.eos, stop=first.stop) for ask in history.asks))
+        self.world, self.history, self.result = world, history, Account()
+        name = _IDS[0] if history.drive == "generate" else random.Random(history.seed).choice(_IDS)
+        self.asks = {name.format(at): ask for at, ask in enumerate(history.asks)}
+        self.thrown: list[BaseException] = []
+        self.judge = Judge(world, self.asks, self.result)
+        self.come_to: Counter[str] = Counter()
+        self.watch = Watch(self._faults)
+        self.drafters = [self._drafter(at) for at in range(history.num_drafters)]
+        self.watch.between = self._between
+        self.engine = self._engine()
+
+    def account(self) -> Account:
+        """Run it all, as often as is asked for."""
+        for _ in range(self.history.rounds):
+            got: dict[str, tuple[list[int], str]] = {}
+            ended = False
+            try:
+                for request_id, tokens, reason in getattr(self, f"_{self.history.drive}")():
+                    if request_id in got:
+                        self.judge.wrong(f"{request_id!r} came out twice")
+                    if request_id not in self.asks:
+                        self.judge.wrong(f"{request_id!r} came out, and nobody asked")
+                    got[request_id] = (tokens, reason)
+            except BaseException as error:
+                if not self._may_raise(error):
+                    raise
+                ended = True
+                if isinstance(error, EmssdError):
+                    for done in getattr(error, "finished", ()):
+                        got[done.request_id] = (list(done.token_ids), str(done.finish_reason.value))
+            self.judge.texts(got, ended)
+            self.result.num_preempted += self.engine.report.num_preempted
+            with suppress(EmssdError):  # a drafter that fails when it is told to forget
+                self.engine.clear()
+            if held := self.engine.backend.kv_usage.held:
+                self.judge.wrong(f"{held} bytes of KV are held by nobody")
+            if ended:
+                break
+        self.judge.logits(self.watch.said)
+        good = not self.history.sin and not self.history.fault
+        if good and not self.result.num_ties and not self.world.twins and not self.world.foul:
+            for drafter in self.drafters:
+                self.result.differences += [f"the drafter {complaint}" for complaint in drafter.complaints[:1]]
+        self.result.num_steps = max(drafter.num_steps for drafter in self.drafters)
+        self.result.num_drafted = sum(drafter.num_drafted for drafter in self.drafters)
+        return self.result
+
+    # What it is made of.
+
+    def _engine(self) -> Engine:
+        history, target, room = self.history, self.world.target, self.history.room
+        longest = max(len(self.world.text_of(ask)) for ask in history.asks)
+        policy: Any = history.policy
+        if policy in POLICIES:
+            policy = POLICIES[policy](history.seed, self.watch.faults)
+        while True:
+            memory = None if room is None else str(room * target.kv_cache_spec(1).bytes_per_token())
+            options = EngineOptions(
+                batch_size=history.batch_size,
+                batching=Batching(history.batching),
+                max_step_tokens=history.max_step_tokens,
+                kv_memory=memory,
+                admission=Admission(history.admission),
+                on_drafter_error=OnDrafterError(history.on_error),
+            )
+            made = assemble(
+                target,
+                None,
+                drafter=self.drafters[0],
+                backend=BACKENDS[history.backend],
+                budget=policy,
+                options=options,
+            )
+            if room is None or made.backend.fits({"longest": longest}):
+                break
+            room += 16
+        scheduler = made.scheduler
+        if history.headroom is not None and isinstance(scheduler, ContinuousScheduler):
+            scheduler = ContinuousScheduler(
+                history.batch_size,
+                history.max_step_tokens,
+                worst_case=history.admission == "worst_case",
+                headroom=history.headroom,
+            )
+        return Engine(
+            WatchedTarget(target, self.watch),  # type: ignore[arg-type]  # it passes everything on
+            WatchedBackend(made.backend, self.watch),
+            self.drafters,
+            tokenizer=self.world.speller.tokenizer if self.world.speller else None,
+            eos_token_ids=history.asks[0].eos,
+            scheduler=scheduler,
+            budget=made.drafting.policy,
+            on_drafter_error=history.on_error,
+        )
+
+    def _drafter(self, at: int) -> HurtfulDrafter:
+        history = self.history
+        return HurtfulDrafter(
+            lambda request_id: self.world.text_of(self.asks[request_id]),
+            self.world.vocab_size,
+            seed=history.seed + at,
+            depth=history.depth,
+            moods=history.moods,
+            manner=history.manner,
+            form=history.form,
+            ends=[token for ask in history.asks for token in ask.eos],
+            foul=self.world.foul,
+            sin=history.sin if at == 0 else "",
+            chance=history.chance,
+            faults=self.watch.faults,
+        )
+
+    def _request(self, request_id: str) -> Request:
+        ask = self.asks[request_id]
+        stop = StopStrings(ask.stop, self.world.speller.tokenizer) if ask.stop and self.world.speller else None
+        return Request(request_id, self.world.prompts[ask.prompt], ask.limit, frozenset(ask.eos), stop)
+
+    # Ways to drive it; each yields request id, tokens and reason of what is finished.
+
+    def _step(self) -> Iterator[tuple[str, list[int], str]]:
+        """Requests that come between steps; a step that fails is followed by the next one."""
+        to_come = sorted(self.asks, key=lambda request_id: self.asks[request_id].arrives)
+        most = 40 + 6 * sum(len(self.world.text_of(ask)) for ask in self.asks.values())
+        for step in range(most):
+            while to_come and self.asks[to_come[0]].arrives <= step:
+                self.engine.add(self._request(to_come.pop(0)))
+            with self._going_on():
+                for row in self.engine.step():
+                    yield row.request_id, list(row.output_ids), str(row.finish_reason.value)  # type: ignore[union-attr]
+            if not to_come and not self.engine.scheduler.has_work:
+                return
+        self.judge.wrong(f"it had not ended after {most} steps")
+
+    def _run(self) -> Iterator[tuple[str, list[int], str]]:
+        if self.history.close_after is not None:
+            early = self.engine.run([self._request(request_id) for request_id in self.asks])
+            with self._going_on(), suppress(StopIteration):
+                for _ in range(self.history.close_after):
+                    next(early)
+            early.close()  # type: ignore[attr-defined]  # it is a generator
+        for done in self.engine.run([self._request(request_id) for request_id in self.asks]):
+            self.judge.text_before_stop(done)
+            yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
+
+    def _generate(self) -> Iterator[tuple[str, list[int], str]]:
+        asks = list(self.asks.values())
+        prompts, limits = [self.world.prompts[ask.prompt] for ask in asks], [ask.limit for ask in asks]
+        for done in self.engine.generate(prompts, limits, stop=asks[0].stop):
+            self.judge.text_before_stop(done)
+            yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
+
+    # Faults, and what may come of them.
+
+    def _faults(self, place: str) -> None:
+        fault = self.history.fault
+        self.come_to[place] += 1
+        if fault is not None and fault.place == place and self.come_to[place] in fault.times:
+            error = _ERRORS[fault.error]()
+            self.thrown.append(error)
+            raise error
+
+    def _between(self) -> None:
+        for drafter in self.drafters:
+            late, drafter.late = drafter.late, lambda: None
+            late()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """What a caller does who catches what a step raises, and steps on."""
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if not self._may_raise(error) or self._is_final(error):
+                raise
+
+    def _is_final(self, error: BaseException) -> bool:
+        """Whether nobody steps on: a drafter changed its batch, and what the tokens were may be lost, or it goes on."""
+        return bool(self.history.sin) and ("token" in self.history.sin or self.result.num_raised > _MOST_RAISED)
+
+    def _may_raise(self, error: BaseException) -> bool:
+        """Whether a step may raise `error`: it was planted, or a drafter that broke the rules is named."""
+        self.result.num_raised += 1
+        chain: list[BaseException | None] = [error]
+        while chain[-1] is not None:
+            chain.append(chain[-1].__cause__ or chain[-1].__context__)
+        if any(planted is link for planted in self.thrown for link in chain):
+            return True
+        if self.history.sin and isinstance(error, EmssdError):
+            return True
+        self.judge.wrong(f"it raised {error!r}")
+        return isinstance(error, Exception | SystemExit)

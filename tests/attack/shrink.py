@@ -1,0 +1,66 @@
+"""Makes a history that goes wrong smaller, as long as it still does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from .histories import History
+from .runner import run_history
+from .worlds import World
+
+__all__ = ["differing_fields", "shrunk"]
+
+
+def shrunk(world: World, history: History, seconds: float = 15.0) -> tuple[History, str]:
+    """The smallest history found that goes wrong in `world`, and what goes wrong; `history` itself must."""
+    wrong = run_history(world, history).differences[0]
+    end, found = time.monotonic() + seconds, True
+    while found:
+        found = False
+        for smaller in _smaller(history):
+            if time.monotonic() > end:
+                return history, wrong
+            if differences := run_history(world, smaller).differences:
+                history, wrong, found = smaller, differences[0], True
+                break
+    return history, wrong
+
+
+def _smaller(history: History) -> Iterator[History]:
+    """Histories with one thing less."""
+    asks = history.asks
+    for at in range(len(asks) if len(asks) > 1 else 0):
+        yield replace(history, asks=asks[:at] + asks[at + 1 :])
+    plain = History(asks)
+    for name in ("rounds", "num_drafters", "policy", "form", "manner", "room", "headroom", "close_after", "drive"):
+        if getattr(history, name) != getattr(plain, name):
+            yield replace(history, **{name: getattr(plain, name)})
+    for at, ask in enumerate(asks):
+        less = [replace(ask, **change) for change in _less_of(ask.limit, ask.arrives, bool(ask.eos), bool(ask.stop))]
+        for smaller in less:
+            yield replace(history, asks=(*asks[:at], smaller, *asks[at + 1 :]))
+    if history.depth > 1:
+        yield replace(history, depth=history.depth // 2)
+    for mood in history.moods if len(history.moods) > 1 else ():
+        yield replace(history, moods=(mood,))
+
+
+def _less_of(limit: int, arrives: int, eos: bool, stop: bool) -> Iterator[dict[str, object]]:
+    if eos:
+        yield {"eos": ()}
+    if stop:
+        yield {"stop": ()}
+    if arrives:
+        yield {"arrives": 0}
+    if limit > 1:
+        yield {"limit": limit // 2}
+        yield {"limit": limit - 1}
+
+
+def differing_fields(history: History) -> str:
+    """What of a history is not as it is by default."""
+    plain = History(history.asks)
+    given = [field.name for field in fields(History) if getattr(history, field.name) != getattr(plain, field.name)]
+    return ", ".join([f"asks={history.asks}", *(f"{name}={getattr(history, name)!r}" for name in given)])

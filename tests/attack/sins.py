@@ -1,0 +1,149 @@
+"""Every way to break a drafter's interface that we could think of; none may change a token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from emssd.draft import Draft
+
+__all__ = ["ALL", "LATE", "SINS", "WHEN_TOLD"]
+
+
+def _other(own: Any, token: int) -> int:
+    return (token + 1 + own.rng.randrange(own.vocab_size - 1)) % own.vocab_size
+
+
+def _edit(own: Any, batch: Any) -> None:
+    tokens = own.rng.choice(list(batch)).tokens
+    at = own.rng.choice((0, -1, own.rng.randrange(len(tokens))))
+    tokens[at] = _other(own, tokens[at])
+
+
+def _grow(own: Any, batch: Any) -> None:
+    own.rng.choice(list(batch)).tokens.append(own.rng.randrange(own.vocab_size))
+
+
+def _swap(own: Any, batch: Any) -> None:
+    row = own.rng.choice(list(batch))
+    row.tokens = [_other(own, token) for token in row.tokens]
+
+
+def _turn(own: Any, batch: Any) -> None:
+    own.rng.choice(list(batch)).tokens.reverse()
+
+
+def _set(name: str, value: Any) -> Callable[[Any, Any], None]:
+    def change(own: Any, batch: Any) -> None:
+        setattr(own.rng.choice(list(batch)), name, value)
+
+    return change
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def go(*_: Any) -> Any:
+        raise error
+
+    return go
+
+
+def _after(change: Callable[[Any, Any], None]) -> Callable[..., Draft]:
+    """What does harm to the batch, and drafts all the same."""
+
+    def go(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
+        change(own, batch)
+        return draft
+
+    return go
+
+
+def _instead(make: Callable[[Any, Draft, list[int]], Any]) -> Callable[..., Any]:
+    return lambda own, batch, draft, budget: make(own, draft, list(budget))
+
+
+def _exit(*_: Any) -> Any:
+    sys.exit(0)
+
+
+SINS: dict[str, Callable[..., Any]] = {
+    # It raises.
+    "raises": _raise(RuntimeError("planted in propose")),
+    "raises memory": _raise(MemoryError("planted in propose")),
+    "exits": _exit,
+    "stops iteration": _raise(StopIteration()),
+    # It changes what it may only read.
+    "edits tokens": _after(_edit),
+    "grows tokens": _after(_grow),
+    "swaps tokens": _after(_swap),
+    "turns tokens round": _after(_turn),
+    "edits and raises": lambda own, batch, draft, budget: (_edit(own, batch), _exit()),
+    "edits an earlier batch": lambda own, batch, draft, budget: (
+        [_edit(own, old) for old in own.kept if len(old)],
+        draft,
+    )[1],
+    "forgets what is cached": _after(_set("num_cached", 0)),
+    "lengthens": _after(_set("max_length", 10**6)),
+    "ends a row": _after(_set("finish_reason", "length")),
+    "zeroes the budget": lambda own, batch, draft, budget: (
+        budget.clear() if isinstance(budget, list) else None,
+        draft,
+    )[1],
+    # It returns something else.
+    "returns none": _instead(lambda own, draft, budget: None),
+    "returns a list": _instead(lambda own, draft, budget: draft.token_ids.tolist()),
+    "drafts floats": _instead(lambda own, draft, budget: Draft(draft.token_ids.double(), draft.indptr)),
+    "drafts int32": _instead(lambda own, draft, budget: Draft(draft.token_ids.int(), draft.indptr)),
+    "drafts a matrix": _instead(lambda own, draft, budget: Draft(draft.token_ids[None], draft.indptr)),
+    "drafts beyond": _instead(lambda own, draft, budget: Draft.from_chains([[own.vocab_size] * b for b in budget])),
+    "drafts below": _instead(lambda own, draft, budget: Draft.from_chains([[-1] * b for b in budget])),
+    "drafts too much": _instead(lambda own, draft, budget: Draft.from_chains([[0] * (b + 1) for b in budget])),
+    "drafts a row less": _instead(lambda own, draft, budget: Draft.from_chains([[0] * b for b in budget[1:]])),
+    "goes back": _instead(lambda own, draft, budget: Draft(draft.token_ids, (*draft.indptr[:-1], -1))),
+    "drafts nowhere": _instead(lambda own, draft, budget: Draft(draft.token_ids.to("meta"), draft.indptr)),
+    "drafts sparsely": _instead(lambda own, draft, budget: Draft(draft.token_ids.to_sparse(), draft.indptr)),
+    "drafts offsets of a tensor": _instead(
+        lambda own, draft, budget: Draft(draft.token_ids, torch.tensor(draft.indptr))  # type: ignore[arg-type]
+    ),
+    "wants ever more": lambda own, batch, draft, budget: (setattr(own, "num_speculative_tokens", 10**9), draft)[1],
+    "wants less than none": lambda own, batch, draft, budget: (setattr(own, "num_speculative_tokens", -3), draft)[1],
+    "wants a half": lambda own, batch, draft, budget: (setattr(own, "num_speculative_tokens", 2.5), draft)[1],
+}
+
+# When it is told what became of its draft, or to forget.
+WHEN_TOLD: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "raises when observing": ("observe", _raise(RuntimeError("planted in observe"))),
+    "exits when observing": ("observe", _exit),
+    "edits tokens when observing": ("observe", _edit),
+    "grows tokens when observing": ("observe", _grow),
+    "raises when releasing": ("release", _raise(RuntimeError("planted in release"))),
+    "exits when releasing": ("release", _exit),
+}
+
+
+def _scribble(own: Any, batch: Any, draft: Draft) -> None:
+    """Its tensor becomes what the target is about to say, seldom anything, and more seldom what is no token."""
+    right: list[int] = []
+    for row, length in zip(batch, draft.lengths, strict=False):
+        right += own.will_be(row.request_id)[len(row.tokens) :][:length]
+    whim = own.rng.random()
+    for at, token in enumerate(right):
+        draft.token_ids[at] = token if whim < 0.7 else own.rng.randrange(own.vocab_size + (5 if whim > 0.9 else 0))
+
+
+def _scribble_offsets(own: Any, batch: Any, draft: Draft) -> None:
+    draft.indptr[1:] = [0] * (len(draft.indptr) - 1)  # type: ignore[index]  # this drafter's are a list
+
+
+# Between packing and verification, as a thread of its own might.
+LATE: dict[str, Callable[[Any, Any, Draft], None]] = {
+    "changes its tensor later": _scribble,
+    "changes its offsets later": _scribble_offsets,
+    "edits tokens later": lambda own, batch, draft: _edit(own, batch),
+    "grows tokens later": lambda own, batch, draft: _grow(own, batch),
+}
+
+ALL = (*SINS, *WHEN_TOLD, *LATE)

@@ -1,0 +1,88 @@
+"""Tokenizers whose every token's bytes are known, so that a text can be put together without asking them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["SPECIAL", "Speller", "draw_speller"]
+
+_WORDS = ("the", "and", "stop", " stop", "\n\n", "é", "日本", "🙂", "aab", "abab", " ", "ing", "\n", "Q:", "</s>")
+SPECIAL = "<|end|>"
+
+
+@dataclass(frozen=True)
+class Speller:
+    """A tokenizer and, apart from it, what each of its tokens stands for; the last is special."""
+
+    tokenizer: Any
+    spelling: tuple[bytes, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.spelling)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Nothing for ids behind the vocabulary, which models have to round it."""
+        return self.spelling[token] if token < len(self.spelling) else b""
+
+    def text_before_stop(self, output: Seq[int], stops: Seq[str]) -> str | None:
+        """The text of an output that a stop string ended, up to where the earliest begins; ``None``: no Unicode."""
+        text = b"".join(map(self.bytes_of, output))
+        end = min(at for stop in stops if (at := text.find(stop.encode())) >= 0)
+        shown, place = b"", 0
+        for token in output:
+            piece = self.bytes_of(token)
+            if token != self.num_tokens - 1:
+                shown += piece[: max(0, end - place)]
+            place += len(piece)
+        try:
+            return shown.decode()
+        except UnicodeDecodeError:
+            return None
+
+
+def _alphabet() -> dict[int, str]:
+    """GPT-2's table of bytes as characters: those that print stand for themselves, others follow from 256 on."""
+    table, more = {}, 256
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
+            table[byte] = chr(byte)
+        else:
+            table[byte], more = chr(more), more + 1
+    return table
+
+
+def draw_speller(rng: random.Random) -> Speller:
+    """A byte-level vocabulary, or one of pieces with bytes to fall back on: few letters, some words, odd bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [bytes([byte]) for byte in b"abQ: \n"] + [word.encode() for word in rng.sample(_WORDS, rng.randint(3, 8))]
+    pieces += [bytes([byte]) for byte in (*"🙂é".encode(), *rng.sample(range(0x80, 0x100), rng.randint(0, 6)))]
+    pieces = list(dict.fromkeys(pieces))
+    rng.shuffle(pieces)
+    byte_level = rng.random() < 0.6
+    names = [_byte_level_name(piece) if byte_level else _sentencepiece_name(piece) for piece in pieces]
+    tokenizer = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, [], byte_fallback=not byte_level))
+    if byte_level:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
+    return Speller(PreTrainedTokenizerFast(tokenizer_object=tokenizer), (*pieces, SPECIAL.encode()))
+
+
+def _byte_level_name(piece: bytes) -> str:
+    table = _alphabet()
+    return "".join(table[byte] for byte in piece)
+
+
+def _sentencepiece_name(piece: bytes) -> str:
+    try:
+        return piece.decode().replace(" ", "▁")
+    except UnicodeDecodeError:
+        return f"<0x{piece[0]:02X}>"
