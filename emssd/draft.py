@@ -237,6 +237,8 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> 
         raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.draft.Draft")
     if not isinstance(draft.token_ids, torch.Tensor):
         raise DraftError(f"its token_ids are a {type(draft.token_ids).__name__}; give one int64 tensor")
+    if draft.token_ids.is_meta:
+        raise DraftError("its token_ids are on the device meta, where tensors hold nothing; give ids")
     own = Draft(
         token_ids=draft.token_ids.clone(),
         indptr=tuple(map(index, draft.indptr)),

@@ -139,7 +139,7 @@ def test_a_folder_of_presets_leaves_the_other_checks_on(presets: str, emssd: Cal
 
 
 def test_an_experiment_of_the_users_own_may_set_the_options_of_what_is_chosen(presets: str, emssd: Callable) -> None:
-    result = emssd("--config-dir", presets, "experiment=mine", "drafter.match_length=4", "--cfg", "job")
+    result = emssd("--config-dir", presets, "experiment=mine", "drafter=llma", "drafter.match_length=4", "--cfg", "job")
     assert "\n  match_length: 4\n  copy_length: 2\n" in result.out, result
 
 

@@ -77,8 +77,9 @@ def test_flashinfer_without_cuda_says_why_not_and_what_instead(choice: str, deco
         ("model.dtype=int8", "unknown dtype 'int8'; choose auto, float64, float32, bfloat16, float16"),
         ("~drafter", "drafter is not given and has no default; add drafter=VALUE"),
         (
-            "drafter.match_length=0",
-            "drafter.match_length is 0 and drafter.copy_length is 7; both must be at least 1",
+            "drafter.min_match_length=0",
+            "drafter.min_match_length is 0; it must be from 1 to 49, drafter.max_tree_depth less "
+            "drafter.num_speculative_tokens",
         ),
     ],
 )
@@ -194,7 +195,7 @@ def test_the_fused_kernel_with_other_pages_says_what_instead(decode: Callable) -
     [
         ("data.limt=2", "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, "),
         ("+data.limt=2", "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, "),
-        ("drafter.lenght=3", "drafter 'llma' has no option 'lenght'. It has match_length, copy_length, search, "),
+        ("drafter.lenght=3", "drafter 'suffix' has no option 'lenght'. It has num_speculative_tokens, "),
         ("model.dtpe=float32", "model has no option 'dtpe'; did you mean 'dtype'? It has path, dtype, device, "),
         ("batchsize=4", "there is no option 'batchsize'; did you mean 'batch_size'? python -m emssd --help lists all"),
         ("zzz.like=it", "there is no option 'zzz.like'. python -m emssd --help lists all"),

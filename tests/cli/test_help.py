@@ -49,7 +49,7 @@ def test_help_lists_everything_that_is_installed_and_what_is_chosen(emssd: Calla
         presets = {path.stem for path in (conf_dir() / kind).glob("*.yaml")}
         assert {name.rstrip("*") for name in groups[kind]} == {*Registry().names(kind), *presets}
     chosen = {group: [name for name in names if name.endswith("*")] for group, names in groups.items()}
-    assert chosen["drafter"] == ["llma*"]
+    assert chosen["drafter"] == ["suffix*"]
     assert chosen["method"] == []
     assert choices(emssd("drafter=llma_original", "--help").out)["drafter"].count("llma_original*") == 1
 

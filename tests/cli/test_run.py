@@ -35,7 +35,7 @@ def test_a_run_writes_a_line_per_prompt_metrics_and_the_config(decode: Callable)
     assert metrics["num_prompts"] == 5
     assert metrics["num_new_tokens"] == sum(len(row["token_ids"]) for row in result.rows)
     config = OmegaConf.load(result.folder / "config.yaml")
-    assert (config.drafter.name, config.batch_size, config.max_new_tokens) == ("llma", 3, 24)
+    assert (config.drafter.name, config.batch_size, config.max_new_tokens) == ("suffix", 3, 24)
     assert sorted(path.name for path in result.folder.iterdir()) == ["config.yaml", "generations.jsonl", "metrics.json"]
 
 
@@ -209,7 +209,7 @@ def test_the_module_runs_as_a_process_with_a_progress_bar(
 
 
 def test_the_title_names_the_options_that_are_not_the_defaults(decode: Callable) -> None:
-    title = decode("backend=unpad_kv", "drafter.search=prompt_and_output").metrics["title"]
+    title = decode("backend=unpad_kv", "drafter=llma", "drafter.search=prompt_and_output").metrics["title"]
     assert "drafter=llma(search=prompt_and_output) · backend=padded(pad_kv=False) · " in title
 
 

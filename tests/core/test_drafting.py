@@ -52,6 +52,8 @@ class Faulty(Drafter):
                 return None  # type: ignore[return-value]  # that is the fault
             case "no tensor":
                 return Draft([1], (0, *[1] * len(batch)))  # type: ignore[arg-type]  # that is the fault
+            case "meta":
+                return Draft(torch.ones(len(batch), dtype=torch.int64, device="meta"), tuple(range(len(batch) + 1)))
             case "dtype":
                 return Draft(torch.ones(0, dtype=torch.int32), (0,) * (len(batch) + 1))
             case "budget":
@@ -91,6 +93,7 @@ FAULTS = {
     "exit in observe": r"failed in observe: SystemExit\(0\)",
     "count": "its num_speculative_tokens is 2.5; it must be an integer, at least 0",
     "dtype": "its token_ids are torch.int32",
+    "meta": "its token_ids are on the device meta",
     "budget": r"it drafted \d tokens for request '\d' with a budget of \d",
     "vocabulary": "it drafted token id 11, outside the target's vocabulary of 11",
     "rows": "its draft has 3 rows .* but the batch has 2 rows",
