@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from .judge import Account, Judge
 from .policies import POLICIES
 from .worlds import Planted, Watch, WatchedBackend, WatchedTarget, World
 
-__all__ = ["Account", "run_history"]
+__all__ = ["Account", "run_history", "safely"]
 
 _ERRORS: dict[str, Callable[[], BaseException]] = {
     "Planted": lambda: Planted("planted in the middle of a step"),
@@ -51,6 +52,19 @@ def run_history(world: World, history: History) -> Account:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _Run(world, history).account()
+
+
+def safely(world: World, history: History) -> Account:
+    """What comes of a history; whatever it raises where nothing may be raised is a difference."""
+    try:
+        return run_history(world, history)
+    except KeyboardInterrupt:
+        if history.fault is None:
+            raise  # it was not planted
+        return Account(["it raised KeyboardInterrupt out of turn"])
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return Account([f"it raised {error!r} at {place.filename}:{place.lineno}"])
 
 
 class _Run:
@@ -244,11 +258,11 @@ class _Run:
     def _may_raise(self, error: BaseException) -> bool:
         """Whether a step may raise `error`: it was planted, or a drafter that broke the rules is named."""
         self.result.num_raised += 1
-        chain: list[BaseException | None] = [error]
-        while chain[-1] is not None:
-            chain.append(chain[-1].__cause__ or chain[-1].__context__)
-        if any(planted is link for planted in self.thrown for link in chain):
-            return True
+        link: BaseException | None = error
+        for _ in range(20):  # a drafter may raise the same error again, and so make a circle of them
+            if any(planted is link for planted in self.thrown):
+                return True
+            link = link and (link.__cause__ or link.__context__)
         if self.history.sin and isinstance(error, EmssdError):
             return True
         self.judge.wrong(f"it raised {error!r}")
