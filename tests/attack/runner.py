@@ -77,6 +77,7 @@ class _Run:
         self.world, self.history, self.result = world, history, Account()
         name = _IDS[0] if history.drive == "generate" else random.Random(history.seed).choice(_IDS)
         self.asks = {name.format(at): ask for at, ask in enumerate(history.asks)}
+        self.most_steps = 40 + 6 * sum(len(world.text_of(ask)) for ask in self.asks.values())
         self.thrown: list[BaseException] = []
         self.judge = Judge(world, self.asks, self.result)
         self.come_to: Counter[str] = Counter()
@@ -196,8 +197,7 @@ class _Run:
     def _step(self) -> Iterator[tuple[str, list[int], str]]:
         """Requests that come between steps; a step that fails is followed by the next one."""
         to_come = sorted(self.asks, key=lambda request_id: self.asks[request_id].arrives)
-        most = 40 + 6 * sum(len(self.world.text_of(ask)) for ask in self.asks.values())
-        for step in range(most):
+        for step in range(self.most_steps):
             while to_come and self.asks[to_come[0]].arrives <= step:
                 self.engine.add(self._request(to_come.pop(0)))
             with self._going_on():
@@ -205,7 +205,7 @@ class _Run:
                     yield row.request_id, list(row.output_ids), str(row.finish_reason.value)  # type: ignore[union-attr]
             if not to_come and not self.engine.scheduler.has_work:
                 return
-        self.judge.wrong(f"it had not ended after {most} steps")
+        self.judge.wrong(f"it had not ended after {self.most_steps} steps")
 
     def _run(self) -> Iterator[tuple[str, list[int], str]]:
         if self.history.close_after is not None:
@@ -230,6 +230,8 @@ class _Run:
     def _faults(self, place: str) -> None:
         fault = self.history.fault
         self.come_to[place] += 1
+        if self.come_to[place] > 2 * self.history.rounds * self.most_steps and place == "before plan":
+            raise RuntimeError("it does not end")  # nobody else counts the steps of an iterator
         if fault is not None and fault.place == place and self.come_to[place] in fault.times:
             error = _ERRORS[fault.error]()
             self.thrown.append(error)
