@@ -37,7 +37,7 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
     "OutOfMemoryError": lambda: torch.OutOfMemoryError("planted"),
     "SystemExit": lambda: SystemExit(0),
 }
-_MOST_RAISED = 50  # by one drafter that breaks the rules again and again
+_MOST_RAISED = 20  # by one drafter that breaks the rules again and again
 _IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
 
 
@@ -200,10 +200,11 @@ class _Run:
         for step in range(self.most_steps):
             while to_come and self.asks[to_come[0]].arrives <= step:
                 self.engine.add(self._request(to_come.pop(0)))
-            with self._going_on():
+            idle = not to_come and not self.engine.scheduler.has_work
+            with self._going_on():  # one step more, idle, brings what a step finished that failed
                 for row in self.engine.step():
                     yield row.request_id, list(row.output_ids), str(row.finish_reason.value)  # type: ignore[union-attr]
-            if not to_come and not self.engine.scheduler.has_work:
+            if idle:
                 return
         self.judge.wrong(f"it had not ended after {self.most_steps} steps")
 
@@ -240,7 +241,8 @@ class _Run:
     def _between(self) -> None:
         for drafter in self.drafters:
             late, drafter.late = drafter.late, lambda: None
-            late()
+            with suppress(TypeError, AttributeError):  # what it may only read refuses to be changed
+                late()
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
