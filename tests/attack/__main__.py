@@ -6,7 +6,6 @@ import argparse
 import random
 import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +15,7 @@ from . import kills, models
 from .areas import AREAS, Case, cases
 from .histories import History
 from .judge import Account
-from .runner import run_history
+from .runner import safely
 from .shrink import differing_fields, shrunk
 from .worlds import World
 
@@ -106,29 +105,13 @@ class Attack:
             case, world, history, what = min(found, key=lambda each: (len(each[2].asks), len(each[3])))
             print(f"\n{kind}: {len(found)} times, for instance in {world.name}\n  {what}")
             print(f"  again:    python -m tests.attack --case {case.name}")
-            try:
-                smallest, what = shrunk(world, history)
-            except Exception:  # what goes wrong differently each time cannot be made smaller
-                continue
+            smallest, what = shrunk(world, history, what)
             print(f"  smallest: {differing_fields(smallest)}\n  {what}")
         if len(self.found) > _MOST_SHOWN:
             print(
                 f"\nand of {len(self.found) - _MOST_SHOWN} further kinds: {', '.join(list(self.found)[_MOST_SHOWN:])}"
             )
         return wrong
-
-
-def safely(world: World, history: History) -> Account:
-    """What comes of a history; whatever it raises where nothing may be raised is a difference."""
-    try:
-        return run_history(world, history)
-    except KeyboardInterrupt:
-        if history.fault is None:
-            raise  # it was not planted
-        return Account(["it raised KeyboardInterrupt out of turn"])
-    except BaseException as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return Account([f"it raised {error!r} at {place.filename}:{place.lineno}"])
 
 
 def _kind(case: Case, world: World, history: History) -> str:

@@ -114,7 +114,7 @@ class Judge:
                 if not right.isfinite().all():
                     continue
                 self.account.num_logits += 1
-                off = float((line - right).abs().max()) / (float(right.abs().max()) or 1.0)
+                off = float((line - right).abs().max() / right.abs().max().clamp_min(1e-9))  # all may be 0
                 if not off <= self.world.spread:
                     name = packed.request_ids[row]
                     self.wrong(f"logits of {name!r} after {positions[place] + 1} tokens are off by {off:.3g}")

@@ -71,7 +71,7 @@ class Oracle:
         """How far two tokens are apart, and the better of them below the best, as a share of the largest in size."""
         logits = self.logits(tokens).double()
         best = max(logits[one], logits[other])
-        return float(((logits[one] - logits[other]).abs() + logits.max() - best) / logits.abs().max())
+        return float(((logits[one] - logits[other]).abs() + logits.max() - best) / logits.abs().max().clamp_min(1e-9))
 
 
 def ending(output: Seq[int], ask: Ask, room: int, spelling: Any = None) -> tuple[list[int], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from .judge import Account, Judge
 from .policies import POLICIES
 from .worlds import Planted, Watch, WatchedBackend, WatchedTarget, World
 
-__all__ = ["Account", "run_history"]
+__all__ = ["Account", "run_history", "safely"]
 
 _ERRORS: dict[str, Callable[[], BaseException]] = {
     "Planted": lambda: Planted("planted in the middle of a step"),
@@ -36,7 +37,7 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
     "OutOfMemoryError": lambda: torch.OutOfMemoryError("planted"),
     "SystemExit": lambda: SystemExit(0),
 }
-_MOST_RAISED = 50  # by one drafter that breaks the rules again and again
+_MOST_RAISED = 20  # by one drafter that breaks the rules again and again
 _IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
 
 
@@ -53,6 +54,19 @@ def run_history(world: World, history: History) -> Account:
         return _Run(world, history).account()
 
 
+def safely(world: World, history: History) -> Account:
+    """What comes of a history; whatever it raises where nothing may be raised is a difference."""
+    try:
+        return run_history(world, history)
+    except KeyboardInterrupt:
+        if history.fault is None:
+            raise  # it was not planted
+        return Account(["it raised KeyboardInterrupt out of turn"])
+    except BaseException as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return Account([f"it raised {error!r} at {place.filename}:{place.lineno}"])
+
+
 class _Run:
     """One history on its way: the engine it runs on, what is thrown into it, and what comes out."""
 
@@ -63,6 +77,7 @@ class _Run:
         self.world, self.history, self.result = world, history, Account()
         name = _IDS[0] if history.drive == "generate" else random.Random(history.seed).choice(_IDS)
         self.asks = {name.format(at): ask for at, ask in enumerate(history.asks)}
+        self.most_steps = 40 + 6 * sum(len(world.text_of(ask)) for ask in self.asks.values())
         self.thrown: list[BaseException] = []
         self.judge = Judge(world, self.asks, self.result)
         self.come_to: Counter[str] = Counter()
@@ -182,16 +197,16 @@ class _Run:
     def _step(self) -> Iterator[tuple[str, list[int], str]]:
         """Requests that come between steps; a step that fails is followed by the next one."""
         to_come = sorted(self.asks, key=lambda request_id: self.asks[request_id].arrives)
-        most = 40 + 6 * sum(len(self.world.text_of(ask)) for ask in self.asks.values())
-        for step in range(most):
+        for step in range(self.most_steps):
             while to_come and self.asks[to_come[0]].arrives <= step:
                 self.engine.add(self._request(to_come.pop(0)))
-            with self._going_on():
+            idle = not to_come and not self.engine.scheduler.has_work
+            with self._going_on():  # one step more, idle, brings what a step finished that failed
                 for row in self.engine.step():
                     yield row.request_id, list(row.output_ids), str(row.finish_reason.value)  # type: ignore[union-attr]
-            if not to_come and not self.engine.scheduler.has_work:
+            if idle:
                 return
-        self.judge.wrong(f"it had not ended after {most} steps")
+        self.judge.wrong(f"it had not ended after {self.most_steps} steps")
 
     def _run(self) -> Iterator[tuple[str, list[int], str]]:
         if self.history.close_after is not None:
@@ -216,6 +231,8 @@ class _Run:
     def _faults(self, place: str) -> None:
         fault = self.history.fault
         self.come_to[place] += 1
+        if self.come_to[place] > 2 * self.history.rounds * self.most_steps and place == "before plan":
+            raise RuntimeError("it does not end")  # nobody else counts the steps of an iterator
         if fault is not None and fault.place == place and self.come_to[place] in fault.times:
             error = _ERRORS[fault.error]()
             self.thrown.append(error)
@@ -224,7 +241,8 @@ class _Run:
     def _between(self) -> None:
         for drafter in self.drafters:
             late, drafter.late = drafter.late, lambda: None
-            late()
+            with suppress(TypeError, AttributeError):  # what it may only read refuses to be changed
+                late()
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -244,11 +262,11 @@ class _Run:
     def _may_raise(self, error: BaseException) -> bool:
         """Whether a step may raise `error`: it was planted, or a drafter that broke the rules is named."""
         self.result.num_raised += 1
-        chain: list[BaseException | None] = [error]
-        while chain[-1] is not None:
-            chain.append(chain[-1].__cause__ or chain[-1].__context__)
-        if any(planted is link for planted in self.thrown for link in chain):
-            return True
+        link: BaseException | None = error
+        for _ in range(20):  # a drafter may raise the same error again, and so make a circle of them
+            if any(planted is link for planted in self.thrown):
+                return True
+            link = link and (link.__cause__ or link.__context__)
         if self.history.sin and isinstance(error, EmssdError):
             return True
         self.judge.wrong(f"it raised {error!r}")

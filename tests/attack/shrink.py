@@ -7,22 +7,21 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from .histories import History
-from .runner import run_history
+from .runner import safely
 from .worlds import World
 
 __all__ = ["differing_fields", "shrunk"]
 
 
-def shrunk(world: World, history: History, seconds: float = 15.0) -> tuple[History, str]:
-    """The smallest history found that goes wrong in `world`, and what goes wrong; `history` itself must."""
-    wrong = run_history(world, history).differences[0]
+def shrunk(world: World, history: History, wrong: str, seconds: float = 15.0) -> tuple[History, str]:
+    """The smallest history found that goes wrong in `world`, and what goes wrong; of `history` itself that is known."""
     end, found = time.monotonic() + seconds, True
     while found:
         found = False
         for smaller in _smaller(history):
             if time.monotonic() > end:
                 return history, wrong
-            if differences := run_history(world, smaller).differences:
+            if differences := safely(world, smaller).differences:
                 history, wrong, found = smaller, differences[0], True
                 break
     return history, wrong

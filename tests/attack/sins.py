@@ -46,7 +46,7 @@ def _set(name: str, value: Any) -> Callable[[Any, Any], None]:
 
 def _raise(error: BaseException) -> Callable[..., Any]:
     def go(*_: Any) -> Any:
-        raise error
+        raise type(error)(*error.args)
 
     return go
 
