@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -232,7 +231,10 @@ def test_a_good_plugin_is_listed_and_takes_options(
     install: Callable, decode: Callable, emssd: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("good", drafter(options="depth: int = 4\n    names: dict = field(default_factory=dict)"))
-    assert re.search(r"  drafter +cascade, (.*\n? +)*third\n", emssd("--help").out)
+    help_text = emssd("--help").out
+    drafters = help_text[help_text.index("  drafter ") : help_text.index("  backend ")].split()
+    assert drafters[1] == "cascade,"
+    assert "third" in drafters
     composed = emssd("drafter=third", "drafter.depth=5", "drafter.names.any=7", "--cfg", "job", "-p", "drafter").out
     assert "depth: 5" in composed
     assert "any: 7" in composed
