@@ -22,7 +22,7 @@ class _Followers:
         self._counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._num_read = 0
 
-    def read(self, tokens: list[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         for token, follower in pairwise(tokens[max(self._num_read - 1, 0) :]):
             self._counts[token][follower] += 1
         self._num_read = len(tokens)
