@@ -91,7 +91,9 @@ def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
 
 @pytest.mark.slow
 def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> None:
-    result = toy(emssd, "fig1", "batch_size=1,3", "repeat=1,2", "method=greedy,ragged", "drafter=llma", "drafter.copy_length=3")
+    result = toy(
+        emssd, "fig1", "batch_size=1,3", "repeat=1,2", "method=greedy,ragged", "drafter=llma", "drafter.copy_length=3"
+    )
     rows = rows_of(result.folder)
     cells = [(row["repeat"], row["batch_size"], row["method"]) for row in rows]
     assert cells == [(r, b, m) for r in (1, 2) for b in (1, 3) for m in ("greedy", "ragged")]
