@@ -63,7 +63,7 @@ def test_the_page_of_options_has_every_option_once_with_its_words(module) -> Non
         "`data.path`{ #data-text-path } · text · no default",
         "`drafter.drafters`{ #drafter-cascade-drafters } · list of text · default `[llma,draft_model]`",
         "`backend.pad_kv`{ #backend-padded-pad_kv } · `true` \\| `false` · default `true`",
-        "`drafter`{ #run-drafter } · [a choice](#drafter) · default `llma`",
+        "`drafter`{ #run-drafter } · [a choice](#drafter) · default `suffix`",
     ],
 )
 def test_types_and_defaults_are_as_the_user_writes_them(line: str, module) -> None:
