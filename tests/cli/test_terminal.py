@@ -179,8 +179,8 @@ def test_python_itself_does_not_fail_over_what_is_left_in_a_closed_pipe(
 
 @pytest.fixture(autouse=True)
 def same_signals() -> Iterator[None]:
-    """Ctrl-C does after a test what it did before."""
-    before = signal.getsignal(signal.SIGINT)
+    """Ctrl-C raises, as in a terminal and not as behind a script's `&`; after a test it does what it did before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 

@@ -252,6 +252,11 @@ for name in ARCHITECTURES:
 
 @pytest.mark.slow
 def test_another_process_finds_the_same_keys() -> None:
-    process = subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()})\n{IN_ANOTHER_PROCESS}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found = [line.split()[1] for line in process.stdout.splitlines() if line.startswith("key ")]
     assert found == [key(tiny_model(name)) for name in ARCHITECTURES]
