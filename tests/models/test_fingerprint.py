@@ -244,7 +244,7 @@ import torch
 from emssd.fingerprint import fingerprint
 from emssd.model import TargetModel
 from emssd.testing.models import ARCHITECTURES, tiny_model
-torch.set_num_threads(1)
+torch.set_num_threads({threads})
 for name in ARCHITECTURES:
     print("key", fingerprint(TargetModel(tiny_model(name, seed=1)), [])[0])
 """
@@ -253,7 +253,7 @@ for name in ARCHITECTURES:
 @pytest.mark.slow
 def test_another_process_finds_the_same_keys() -> None:
     process = subprocess.run(
-        [sys.executable, "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()})\n{IN_ANOTHER_PROCESS}"],
+        [sys.executable, "-c", IN_ANOTHER_PROCESS.format(threads=torch.get_num_threads())],  # the key names them
         capture_output=True,
         text=True,
         check=True,
