@@ -24,7 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin that fails to load is an error; named here, as pytest.ini would import emssd before coverage starts."""
-    config.addinivalue_line("filterwarnings", "error::emssd.registry.PluginWarning")
+    config.addinivalue_line("filterwarnings", "error::emssd.plugins.registry.PluginWarning")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

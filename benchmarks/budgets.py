@@ -21,16 +21,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from emssd.assembly import assemble, eos_token_ids
-from emssd.budget import FixedBudgetConfig
-from emssd.engine import Engine
+from emssd.data.prompts import encode_prompts
+from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
+from emssd.decoding.assembly import assemble, eos_token_ids
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions
+from emssd.decoding.warmup import warm_up
 from emssd.model import TargetModel, load_model
-from emssd.options import EngineOptions
-from emssd.prompts import encode_prompts
-from emssd.records import RecordsConfig, existing_file, read_records, to_prompts
-from emssd.registry import Registry
-from emssd.sequence import Request
-from emssd.warmup import warm_up
+from emssd.plugins.builtin import FixedBudgetConfig
+from emssd.plugins.registry import Registry
+from emssd.sequences import Request
 
 TEMPLATES = {"copy-heavy": "<s>Question: {question}\nRestated:", "plain": "<s>Question: {question}\nAnswer:"}
 

@@ -20,13 +20,14 @@ from budgets import TEMPLATES, engines_of, requests_of
 from rich.console import Console
 from rich.table import Table
 
-from emssd.budget import BudgetPolicy, FixedBudget
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting import BudgetPolicy
+from emssd.drafting.budget import FixedBudget
+from emssd.metrics.stats import StepStats
 from emssd.model import load_model
-from emssd.scheduler import ContinuousScheduler
 from emssd.simulate import FittedCurve, Simulator, summarize, warm_up
 from emssd.simulate.commands import make_budget
 from emssd.simulate.recording import logged_steps, record_trace
-from emssd.stats import StepStats
 
 FITTED_AT = (4, 16)  # rows
 

@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from emssd.assembly import assemble
-from emssd.engine import Engine
+from emssd.decoding.assembly import assemble
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import Admission, Batching, EngineOptions
+from emssd.decoding.warmup import warm_up
 from emssd.model import load_model
-from emssd.options import Admission, Batching, EngineOptions
-from emssd.sequence import Request
-from emssd.warmup import warm_up
+from emssd.sequences import Request
 
 
 def mixed(kinds: list[list[Request]]) -> list[Request]:

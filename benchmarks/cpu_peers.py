@@ -30,9 +30,9 @@ from peers.workers import PEERS, PeerError, Setting, interpreter_of
 from rich.console import Console
 from rich.progress import Progress
 
+from emssd.data.prompts import FailedPrompt, encode_prompts
+from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
 from emssd.errors import EmssdError, PromptError
-from emssd.prompts import FailedPrompt, encode_prompts
-from emssd.records import RecordsConfig, existing_file, read_records, to_prompts
 
 DEFAULT_PEERS = ["emssd", "hf", "hf_generate_batch", "vllm", "openvino"]
 

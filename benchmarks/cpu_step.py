@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from emssd.assembly import assemble
-from emssd.engine import Engine
+from emssd.decoding.assembly import assemble
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions
 from emssd.model import TargetModel
-from emssd.options import EngineOptions
-from emssd.sequence import Request
+from emssd.sequences import Request
 
 SHAPES = {  # layers, width, heads
     "opt-125m": (12, 768, 12),

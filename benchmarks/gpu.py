@@ -30,8 +30,8 @@ from gpu_models import SHAPES, opt_model
 from rich.console import Console
 from rich.table import Table
 
-from emssd.costs import Costs
 from emssd.errors import OutOfMemoryError
+from emssd.metrics.costs import Costs
 from emssd.model import TargetModel
 
 Piece = tuple[str, Callable[[], dict[str, Any]]]

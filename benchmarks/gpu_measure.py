@@ -15,17 +15,17 @@ from emssd_padded import PaddedConfig
 from gpu_models import continuation
 
 from emssd.attention import AttentionBackend, Kept
-from emssd.costs import Costs
-from emssd.draft import Draft, Drafter
-from emssd.engine import Engine
+from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack
+from emssd.decoding.scheduler import StaticScheduler
+from emssd.decoding.verify import verify_greedy
+from emssd.drafting import Draft, Drafter
+from emssd.metrics.costs import Costs
 from emssd.model import TargetModel
-from emssd.packing import pack
-from emssd.registry import Registry
-from emssd.scheduler import StaticScheduler
-from emssd.sequence import Request, Sequence
+from emssd.plugins.registry import Registry
+from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter, ReplayDrafter
 from emssd.testing.paged import ReferenceKernels, rerun
-from emssd.verify import verify_greedy
 
 __all__ = ["DRAFTED", "decode", "hf_decode", "make_backend", "prompts", "rates", "verify_step"]
 

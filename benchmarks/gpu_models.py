@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from emssd.random_weights import counted_on, counting_model
+from emssd.model.random_weights import counted_on, counting_model
 
 __all__ = ["SHAPES", "Shape", "continuation", "opt_model"]
 
@@ -31,7 +31,7 @@ SHAPES = {
 
 
 def opt_model(shape: Shape, dtype: torch.dtype, device: torch.device, max_model_len: int) -> Any:
-    """An OPT model that counts on; see `emssd.random_weights.counting_model`."""
+    """An OPT model that counts on; see `emssd.model.random_weights.counting_model`."""
     architecture = {
         "model_type": "opt",
         "hidden_size": shape.hidden_size,

@@ -53,7 +53,7 @@ fi
     "$python" -c "import platform, torch, transformers, flashinfer
 print('python', platform.python_version(), 'torch', torch.__version__, 'transformers', transformers.__version__,
       'flashinfer', flashinfer.__version__)"
-    "$python" -m emssd.plugins
+    "$python" -m emssd.authoring
 } 2>&1 | tee "$results/machine.txt"
 
 if ! "$python" -c "import sys, emssd_flashinfer as plugin; sys.exit(plugin.unavailable())"; then

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from emssd.assembly import assemble
+from emssd.data.prompts import encode_prompts
+from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
+from emssd.decoding.assembly import assemble
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions
 from emssd.demo import prompts as demo_prompts
-from emssd.engine import Engine
 from emssd.model import TargetModel, load_model
-from emssd.options import EngineOptions
-from emssd.prompts import encode_prompts
-from emssd.records import RecordsConfig, existing_file, read_records, to_prompts
 
 Tokens = list[tuple[int, ...]]
 Run = Callable[[], Tokens]

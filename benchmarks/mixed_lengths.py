@@ -11,13 +11,13 @@ import time
 
 import torch
 
-from emssd.assembly import make_backend
 from emssd.attention import Kept
-from emssd.draft import Draft
+from emssd.decoding.assembly import make_backend
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
 from emssd.model import load_model
-from emssd.packing import pack
-from emssd.registry import Registry
-from emssd.sequence import Request, Sequence
+from emssd.plugins.registry import Registry
+from emssd.sequences import Request, Sequence
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ from model_page import PAGE, RESULTS, page
 from tiny_configs import VOCAB_SIZE, build_config, causal_lm_types, variants
 
 from emssd import Engine
-from emssd.draft import Draft, Drafter
+from emssd.drafting import Draft, Drafter
 from emssd.errors import EmssdError, UnsupportedModelError
-from emssd.model_support import check_config
+from emssd.model.support import check_config
 
 __all__ = ["KnowingDrafter", "Result", "sweep", "sweep_one"]
 

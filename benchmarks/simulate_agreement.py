@@ -21,24 +21,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from emssd.assembly import assemble
-from emssd.budget import BudgetPolicy, FixedBudget
+from emssd.data.prompts import encode_prompts
+from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
+from emssd.decoding.assembly import assemble
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import Batching, EngineOptions
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.decoding.warmup import warm_up
 from emssd.demo import model_path
 from emssd.demo import prompts as demo_prompts
-from emssd.engine import Engine
+from emssd.drafting import BudgetPolicy
+from emssd.drafting.budget import FixedBudget
+from emssd.metrics.stats import RunReport, StepStats
 from emssd.model import TargetModel, load_model
-from emssd.options import Batching, EngineOptions
-from emssd.prompts import encode_prompts
-from emssd.records import RecordsConfig, existing_file, read_records, to_prompts
-from emssd.registry import Registry
-from emssd.scheduler import ContinuousScheduler
-from emssd.sequence import Request
+from emssd.plugins.registry import Registry
+from emssd.sequences import Request
 from emssd.simulate import FittedCurve, Simulator, Trace
 from emssd.simulate import warm_up as warm_up_simulated
 from emssd.simulate.commands import make_budget
 from emssd.simulate.recording import RecordedTimes, logged_steps, record_trace
-from emssd.stats import RunReport, StepStats
-from emssd.warmup import warm_up
 
 
 def counts(report: RunReport) -> tuple[int, ...]:

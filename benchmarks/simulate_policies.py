@@ -18,8 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
-from emssd.budget import BudgetPolicy, FixedBudget
-from emssd.scheduler import ContinuousScheduler
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting import BudgetPolicy
+from emssd.drafting.budget import FixedBudget
 from emssd.simulate import PRESETS, Simulator, geometric_trace, summarize, summary_table, warm_up
 from emssd.simulate.commands import make_budget
 from emssd.simulate.figures import draw_policies

@@ -14,9 +14,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
+from emssd.attention import PackedInputs
+from emssd.decoding.engine import Engine
 from emssd.demo import prompts
-from emssd.engine import Engine
-from emssd.packing import PackedInputs
 
 COLOURS = {
     "prompt": "#9aa5b1",

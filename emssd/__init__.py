@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from emssd.version import __version__
+
 if TYPE_CHECKING:
-    from emssd.engine import Engine
-    from emssd.generation import Generation
-    from emssd.hf import custom_generate
+    from emssd.decoding.engine import Engine
+    from emssd.integrations.hf import custom_generate
+    from emssd.sequences import Generation
 
 __all__ = ["Engine", "Generation", "__version__", "custom_generate"]
 
-__version__ = "0.1.0"
-
-_HOMES = {"Engine": "emssd.engine", "Generation": "emssd.generation", "custom_generate": "emssd.hf"}
+_HOMES = {
+    "Engine": "emssd.decoding.engine",
+    "Generation": "emssd.sequences.generation",
+    "custom_generate": "emssd.integrations.hf",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emssd.terminal import steady
+from emssd.console.terminal import steady
 
 __all__ = ["main"]
 
@@ -10,7 +10,9 @@ __all__ = ["main"]
 @steady("emssd")
 def main() -> None:
     """Run the command line. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
-    from emssd import cli  # here, because it brings Hydra: Ctrl-C while that is imported is dealt with already
+    from emssd.cli import (
+        command as cli,  # here, because it brings Hydra: Ctrl-C while that is imported is dealt with already
+    )
 
     cli.main()
 

@@ -7,10 +7,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from emssd.generation import Generation
+from typing import Any
 
 __all__ = [
     "CompileError",
@@ -32,10 +29,10 @@ class EmssdError(Exception):
     """Base of all errors of emssd. The command line prints its message without a traceback.
 
     Attributes:
-        finished: where `Engine.generate` raises it, the generations that were finished before.
+        finished: where `Engine.generate` raises it, each `Generation` that was finished before.
     """
 
-    finished: Seq[Generation] = ()
+    finished: Seq[Any] = ()
 
 
 class ConfigError(EmssdError, ValueError):

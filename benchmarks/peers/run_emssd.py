@@ -20,10 +20,10 @@ def load(arguments: argparse.Namespace) -> Build:
     import torch
     from omegaconf import OmegaConf
 
-    from emssd.assembly import from_pretrained
-    from emssd.registry import Registry
-    from emssd.sequence import Request as Row
-    from emssd.warmup import warm_up
+    from emssd.decoding.assembly import from_pretrained
+    from emssd.decoding.warmup import warm_up
+    from emssd.plugins.registry import Registry
+    from emssd.sequences import Request as Row
 
     torch.set_num_threads(arguments.threads)
     registry = Registry()

@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from emssd import docstrings
-from emssd.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
-from emssd.hookspecs import Spec
-from emssd.option_texts import option_texts, written
-from emssd.options import EngineOptions
-from emssd.registry import Registry
+from emssd.cli import docstrings
+from emssd.cli.option_texts import option_texts, written
+from emssd.decoding.options import EngineOptions
+from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
+from emssd.plugins import Spec
+from emssd.plugins.registry import Registry
 
 __all__ = ["page", "specs"]
 

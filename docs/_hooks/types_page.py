@@ -7,24 +7,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
-from emssd import attention, budget, docstrings, draft, hookspecs, packing, prompts, sequence, stats
+from emssd import attention, drafting, plugins, sequences
+from emssd.cli import docstrings
+from emssd.data import prompts
+from emssd.metrics import stats
 
 __all__ = ["CLASSES", "page"]
 
 CLASSES: dict[str, list[type]] = {
-    "Offering": [hookspecs.Spec],
-    "Drafting": [draft.Drafter, draft.Draft, draft.Outcome, draft.DrafterContext],
-    "What is being generated": [sequence.Batch, sequence.Sequence, sequence.Request],
+    "Offering": [plugins.Spec],
+    "Drafting": [drafting.Drafter, drafting.Draft, drafting.Outcome, drafting.DrafterContext],
+    "What is being generated": [sequences.Batch, sequences.Sequence, sequences.Request],
     "Attention": [
         attention.AttentionBackend,
         attention.KVCacheSpec,
         attention.LayerSpec,
-        packing.PackedInputs,
+        attention.PackedInputs,
         attention.StepPlan,
         attention.Kept,
         attention.KVUsage,
     ],
-    "Budgets": [budget.BudgetPolicy, stats.StepStats],
+    "Budgets": [drafting.BudgetPolicy, stats.StepStats],
     "Prompts": [prompts.Prompt, prompts.FailedPrompt],
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from emssd.errors import PluginError
-from emssd.hookspecs import Spec
+from emssd.plugins.hookspecs import Spec
 
 __all__ = ["check_spec", "held", "specs_of"]
 
@@ -22,7 +22,7 @@ def specs_of(result: Any, hook: str) -> list[Spec]:
         PluginError: no list of specs.
     """
     if not isinstance(result, list) or not all(isinstance(spec, Spec) for spec in result):
-        raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.hookspecs.Spec")
+        raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.plugins.Spec")
     return result
 
 
@@ -75,13 +75,12 @@ def held(made: Any, kind: str, owner: str) -> Any:
 def _wanted(kind: str) -> tuple[tuple[type, ...], str]:
     """The classes that `kind` is built of, and in words; imported here, because these bring torch."""
     from emssd.attention import AttentionBackend
-    from emssd.budget import BudgetPolicy
-    from emssd.draft import Drafter
-    from emssd.prompts import FailedPrompt, Prompt
+    from emssd.data.prompts import FailedPrompt, Prompt
+    from emssd.drafting import BudgetPolicy, Drafter
 
     return {
-        "drafter": ((Drafter,), "an emssd.draft.Drafter, or a list of them"),
+        "drafter": ((Drafter,), "an emssd.drafting.Drafter, or a list of them"),
         "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
-        "budget": ((BudgetPolicy,), "an emssd.budget.BudgetPolicy"),
-        "data": ((Prompt, FailedPrompt), "an iterable of emssd.prompts.Prompt"),
+        "budget": ((BudgetPolicy,), "an emssd.drafting.BudgetPolicy"),
+        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.prompts.Prompt"),
     }[kind]

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-import emssd
+from emssd.version import __version__
 
 __all__ = ["unmet_requirement"]
 
@@ -28,9 +28,9 @@ def unmet_requirement(name: str) -> str | None:
             continue  # pip complains of it; here only what concerns emssd matters
         if canonicalize_name(requirement.name) != "emssd" or (requirement.marker and not requirement.marker.evaluate()):
             continue
-        if not requirement.specifier.contains(emssd.__version__, prereleases=True):
+        if not requirement.specifier.contains(__version__, prereleases=True):
             return (
-                f"it needs emssd{requirement.specifier}, and this is emssd {emssd.__version__}; install a version of "
-                f"{name} for emssd {emssd.__version__}, or another emssd"
+                f"it needs emssd{requirement.specifier}, and this is emssd {__version__}; install a version of "
+                f"{name} for emssd {__version__}, or another emssd"
             )
     return None

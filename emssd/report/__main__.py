@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
+from emssd.console.terminal import steady
 from emssd.errors import ConfigError, exit_on_error
-from emssd.terminal import steady
 
 __all__ = ["main", "make_parser"]
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:  # a report of rows needs no torch
-    from emssd.check import CheckReport, Difference
-    from emssd.prompts import FailedPrompt
+    from emssd.data.prompts import FailedPrompt
+    from emssd.decoding.check import CheckReport, Difference
 
 __all__ = ["print_check", "print_failures", "print_report"]
 

@@ -1,8 +1,8 @@
 """A run without a model: acceptance traces through the real scheduler and budget policies, with a step-time curve.
 
 Example:
-    >>> from emssd.budget import FixedBudget
-    >>> from emssd.scheduler import ContinuousScheduler
+    >>> from emssd.drafting.budget import FixedBudget
+    >>> from emssd.decoding.scheduler import ContinuousScheduler
     >>> from emssd.simulate import PRESETS, Simulator, geometric_trace
     >>> trace = geometric_trace(0.7, 64, num_speculative_tokens=4)
     >>> run = Simulator(trace, ContinuousScheduler(16), FixedBudget(), PRESETS["70b-8xh100"]).run()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence as Seq
 
+from emssd.console.terminal import steady
 from emssd.errors import exit_on_error
 from emssd.simulate import commands
-from emssd.terminal import steady
 
 __all__ = ["main", "make_parser"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
-from emssd.budget import FixedBudget
-from emssd.scheduler import StaticScheduler
+from emssd.decoding.scheduler import StaticScheduler
+from emssd.drafting.budget import FixedBudget
 from emssd.simulate.closed_forms import Expected, acceptance_pmf, expected
 from emssd.simulate.curves import Roofline
 from emssd.simulate.laws import geometric_trace

@@ -8,11 +8,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emssd.budget import BudgetPolicy, FixedBudget
+from emssd.console.terminal import plain_console
+from emssd.decoding.options import DEFAULT_DRAFTER
+from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
+from emssd.drafting import BudgetPolicy
+from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd.options import DEFAULT_DRAFTER
-from emssd.registry import Registry
-from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
+from emssd.plugins.registry import Registry
 from emssd.simulate.appendix import appendix_points, appendix_table
 from emssd.simulate.curves import FittedCurve, StepCurve, load_curve
 from emssd.simulate.laws import geometric_trace
@@ -21,7 +23,6 @@ from emssd.simulate.simulator import Simulator
 from emssd.simulate.summary import summarize, summary_table
 from emssd.simulate.traces import Trace, load_trace, save_trace
 from emssd.simulate.warming import warm_up
-from emssd.terminal import plain_console
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -88,7 +89,7 @@ def add_record(subparsers: Subparsers) -> None:
 
 
 def _record(options: argparse.Namespace) -> None:
-    from emssd.engine import Engine
+    from emssd.decoding.engine import Engine
     from emssd.simulate.recording import logged_steps, record_trace
 
     prompts = _prompts(options.prompts, options.limit)
@@ -187,7 +188,7 @@ def _prompts(path: Path | None, limit: int | None) -> list[str]:
         from emssd.demo import prompts
 
         return [prompt.text for prompt in prompts(limit)]
-    from emssd.records import Words, existing_file, read_text
+    from emssd.data.records import Words, existing_file, read_text
 
     lines = read_text(existing_file(str(path), Words(path="--prompts "))).split("\n")
     return [line for line in lines if line.strip()][:limit]

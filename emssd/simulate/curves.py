@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emssd.errors import ConfigError
-from emssd.stats import StageStats, StepStats
+from emssd.metrics.stats import StageStats, StepStats
 
 __all__ = ["FittedCurve", "Roofline", "StepCurve", "load_curve"]
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from emssd.budget import BudgetPolicy, FixedBudget
-from emssd.draft import Draft, Drafter, Outcome
-from emssd.engine import Engine
-from emssd.sequence import Batch, Sequence
+from emssd.decoding.engine import Engine
+from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
+from emssd.drafting.budget import FixedBudget
+from emssd.metrics.stats import StepStats
+from emssd.sequences import Batch, Sequence
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace
-from emssd.stats import StepStats
 
 __all__ = ["RecordedTimes", "StepLog", "TraceRecorder", "logged_steps", "record_trace"]
 

@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Outcome
-from emssd.drafting import CheckedDrafter
+from emssd.attention.pages import PageTable
+from emssd.decoding.scheduler import Schedule, Scheduler
+from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError
-from emssd.pages import PageTable
-from emssd.scheduler import Schedule, Scheduler
-from emssd.sequence import Sequence
+from emssd.metrics.stats import PHASES, RunReport, StageStats, StepStats, StepTimer
+from emssd.sequences import Sequence
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.trace_drafter import TraceDrafter
 from emssd.simulate.traces import RIGHT, WRONG, Trace
-from emssd.stages import DraftStages
-from emssd.stats import PHASES, RunReport, StageStats, StepStats, StepTimer
 
 __all__ = ["Simulation", "Simulator"]
 
@@ -41,7 +40,7 @@ class Simulation:
 
 
 class Simulator:
-    """Takes the steps that `emssd.engine.Engine` would take.
+    """Takes the steps that `emssd.decoding.engine.Engine` would take.
 
     Args:
         trace: what the drafter offers, and what of it is right.

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.draft import Draft, Drafter
-from emssd.sequence import Batch
+from emssd.drafting import Draft, Drafter
+from emssd.sequences import Batch
 from emssd.simulate.traces import RIGHT, WRONG, Trace
 
 __all__ = ["TraceDrafter"]

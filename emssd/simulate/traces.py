@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from emssd.errors import ConfigError
-from emssd.sequence import Request, Sequence
+from emssd.sequences import Request, Sequence
 
 __all__ = ["RIGHT", "WRONG", "RequestTrace", "StageTrace", "Trace", "load_trace", "save_trace"]
 

@@ -1,16 +1,17 @@
-"""A policy sees steps of many sizes before a simulated run, as `emssd.warmup.warm_up` has it before a real one."""
+"""A policy sees steps of many sizes before a simulated run, as before a real one."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 
-from emssd.budget import BudgetPolicy, HeldBudget
-from emssd.scheduler import Scheduler
+from emssd.decoding.scheduler import Scheduler
+from emssd.decoding.warmup import NEW_TOKENS, PROMPT_TOKENS
+from emssd.drafting import BudgetPolicy
+from emssd.drafting.budget import HeldBudget
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.simulator import Simulator
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace
-from emssd.warmup import NEW_TOKENS, PROMPT_TOKENS
 
 __all__ = ["warm_up"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft
-from emssd.sequence import Batch
+from emssd.drafting import BudgetPolicy, Draft
+from emssd.sequences import Batch
 
 __all__ = ["ScriptedBudget"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from emssd.draft import Draft, Drafter
-from emssd.sequence import Batch, Sequence
+from emssd.drafting import Draft, Drafter
+from emssd.sequences import Batch, Sequence
 
 __all__ = [
     "ChainDrafter",

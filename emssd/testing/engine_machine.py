@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from emssd.attention import AttentionBackend
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Drafter, Outcome
-from emssd.engine import Engine
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
+from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
 from emssd.errors import PromptError
+from emssd.metrics.stats import StepStats
 from emssd.model import TargetModel
-from emssd.scheduler import ContinuousScheduler, Fits, Schedule
-from emssd.sequence import Batch, FinishReason, Request, Sequence
-from emssd.stats import StepStats
+from emssd.sequences import Batch, FinishReason, Request, Sequence
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, References
 from emssd.testing.strategies import drafters, policies

@@ -11,9 +11,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
-from emssd.draft import Draft
-from emssd.packing import PackedInputs, pack, pack_one
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, StepPlan
+from emssd.decoding.packing import pack, pack_one
+from emssd.drafting import Draft
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import kv_layers
 from emssd.testing.waves import Waves

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
-from emssd.packing import PackedInputs
-from emssd.sequence import Request
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, StepPlan
+from emssd.sequences import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

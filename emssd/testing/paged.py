@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.paged import FixedShape, PagedMetadata
+from emssd.attention.paged import FixedShape, PagedMetadata
 
 __all__ = ["ReferenceAttention", "ReferenceKernels", "rerun"]
 
@@ -16,7 +16,7 @@ class ReferenceKernels:
     """Paged attention for any device and dtype, row by row and in float64; slow and easy to check.
 
     Args:
-        head_dims: see `emssd.paged.PagedKernels`.
+        head_dims: see `emssd.attention.paged.PagedKernels`.
     """
 
     def __init__(self, head_dims: tuple[int, ...] = (4, 16, 64, 128, 256)) -> None:
@@ -35,7 +35,7 @@ class ReferenceKernels:
 
 
 class ReferenceAttention:
-    """See `emssd.paged.PagedAttention`. What a real kernel would misread silently is asserted here."""
+    """See `emssd.attention.paged.PagedAttention`. What a real kernel would misread silently is asserted here."""
 
     def __init__(self, layer: LayerSpec, masked: bool, shape: FixedShape | None) -> None:
         self._layer = layer

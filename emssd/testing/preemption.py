@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.assembly import assemble
-from emssd.draft import Drafter
-from emssd.engine import Engine
+from emssd.decoding.assembly import assemble
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafting import Drafter
 from emssd.model import TargetModel
-from emssd.options import EngineOptions, OnDrafterError
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from emssd.attention import LayerSpec
-from emssd.budget import BudgetPolicy, FixedBudget
-from emssd.draft import Draft, Drafter
+from emssd.drafting import BudgetPolicy, Draft, Drafter
+from emssd.drafting.budget import FixedBudget
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import EosDrafter, PerfectDrafter, RandomDrafter, ScriptedDrafter, WrongDrafter
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from emssd.draft import Draft, Drafter, Outcome
+from emssd.drafting import Draft, Drafter, Outcome
 
 from .sins import LATE, SINS, WHEN_TOLD
 

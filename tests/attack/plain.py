@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from emssd.assembly import assemble
-from emssd.engine import Engine
-from emssd.options import EngineOptions
+from emssd.decoding.assembly import assemble
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions
 
 from .drafters import HurtfulDrafter
 from .oracle import Oracle

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Outcome
+from emssd.drafting import BudgetPolicy, Draft, Outcome
 
 __all__ = ["POLICIES", "ChancePolicy"]
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from emssd.assembly import assemble
-from emssd.engine import Engine
+from emssd.decoding.assembly import assemble
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import Admission, Batching, EngineOptions, OnDrafterError
+from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import EmssdError
-from emssd.options import Admission, Batching, EngineOptions, OnDrafterError
-from emssd.registry import Registry
-from emssd.scheduler import ContinuousScheduler
-from emssd.sequence import Request
-from emssd.stopping import StopStrings
+from emssd.plugins.registry import Registry
+from emssd.sequences import Request, StopStrings
 
 from .drafters import HurtfulDrafter
 from .histories import BACKENDS, History

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from emssd.draft import Draft
+from emssd.drafting import Draft
 
 __all__ = ["ALL", "LATE", "SINS", "WHEN_TOLD"]
 

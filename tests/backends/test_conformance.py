@@ -15,8 +15,7 @@ from emssd_ragged.grouped import GroupedAttention
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, StepPlan
-from emssd.packing import PackedInputs
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, StepPlan
 from emssd.testing.conformance import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend

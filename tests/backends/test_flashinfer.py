@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, LayerSpec
-from emssd.draft import Draft
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
 from emssd.errors import ConfigError, OutOfMemoryError
-from emssd.packing import pack
-from emssd.sequence import Request, Sequence
+from emssd.sequences import Request, Sequence
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.paged import ReferenceKernels
 

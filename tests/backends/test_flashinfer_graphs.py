@@ -14,13 +14,13 @@ from emssd_flashinfer.graphs import Compute, CudaGraphCapture, StaticInputs, lad
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.draft import Draft
-from emssd.engine import Engine
+from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs
+from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.model import TargetModel
-from emssd.packing import PackedInputs, pack
-from emssd.sequence import Request, Sequence
+from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference

@@ -19,12 +19,12 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.draft import Draft
-from emssd.engine import Engine
+from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.model import TargetModel
-from emssd.packing import pack
-from emssd.sequence import Request, Sequence
+from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model

@@ -18,9 +18,8 @@ from emssd_ragged.fused import PAGE_SIZE, FusedAttention, why_not_fused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import Kept, KVCacheSpec, LayerSpec
-from emssd.packing import PackedInputs
-from emssd.pages import PageTable
+from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs
+from emssd.attention.pages import PageTable
 
 BLOCK = 512  # tokens between two corrections of the kernel's running maximum
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of one result, relative

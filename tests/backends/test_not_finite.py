@@ -18,12 +18,11 @@ from emssd_padded.backend import PaddedBackend
 from emssd_ragged.backend import RaggedBackend
 
 from emssd.attention import AttentionBackend, LayerSpec, additive_mask, masked_attention
-from emssd.engine import Engine
-from emssd.generation import Generation
+from emssd.attention.seen import StepWatch
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.model import TargetModel
-from emssd.scheduler import ContinuousScheduler, StaticScheduler
-from emssd.seen import StepWatch
-from emssd.sequence import Request, Sequence
+from emssd.sequences import Generation, Request, Sequence
 from emssd.testing.drafters import ChainDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, greedy_reference

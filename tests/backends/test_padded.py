@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, LayerSpec
-from emssd.draft import Draft
-from emssd.packing import pack
-from emssd.sequence import Request, Sequence
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
+from emssd.sequences import Request, Sequence
 from emssd.testing.strategies import step_histories
 
 LAYER = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, scale=1.0)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, LayerSpec
-from emssd.draft import Draft
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.packing import pack
-from emssd.sequence import Request, Sequence
+from emssd.sequences import Request, Sequence
 from emssd.testing.strategies import step_histories
 
 LAYER = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=3, value_dim=2, scale=1.0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from emssd import masks, probe
+from emssd.model import probe, target
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -45,7 +45,7 @@ def test_a_tiny_model_is_right_or_refused(load: Any, model_type: str, variant: s
 
 
 def test_wrong_tokens_are_told(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "learn_windows", lambda target: {})
+    monkeypatch.setattr(target, "learn_windows", lambda _: {})
     monkeypatch.setattr(probe, "_compare", lambda *_: None)
     with torch.random.fork_rng():
         result = load("model_sweep").sweep_one("phimoe", "windows")

@@ -207,8 +207,8 @@ def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 _DRAFTER = """
 from dataclasses import dataclass, field
-from emssd.draft import Draft, Drafter
-from emssd.hookspecs import Spec, hookimpl
+from emssd.drafting import Draft, Drafter
+from emssd.plugins import Spec, hookimpl
 
 @dataclass
 class Config:

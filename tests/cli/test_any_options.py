@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from emssd import cli
-from emssd.config import RunConfig
-from emssd.jobs import Jobs
-from emssd.options import DEFAULT_DRAFTER
-from emssd.registry import Registry
+from emssd.cli import command as cli
+from emssd.decoding.options import DEFAULT_DRAFTER
+from emssd.jobs.config import RunConfig
+from emssd.jobs.jobs import Jobs
+from emssd.plugins.registry import Registry
 
 
 @pytest.fixture

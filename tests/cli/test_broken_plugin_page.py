@@ -11,18 +11,18 @@ import pytest
 
 import emssd
 from emssd import Engine
-from emssd.config import register_configs
 from emssd.errors import EmssdError, PluginError, PluginWarning
+from emssd.jobs.config import register_configs
+from emssd.plugins.registry import Registry
 from emssd.plugins.requirements import unmet_requirement
-from emssd.registry import Registry
 from emssd.testing.models import tiny_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "broken_plugin.md"
 
 GOOD = """
 from dataclasses import dataclass
-from emssd.draft import Draft, Drafter
-from emssd.hookspecs import Spec, hookimpl
+from emssd.drafting import Draft, Drafter
+from emssd.plugins import Spec, hookimpl
 
 @dataclass
 class Config:
@@ -41,8 +41,8 @@ def emssd_drafters():
 
 POLICY = """
 from dataclasses import dataclass
-from emssd.budget import BudgetPolicy
-from emssd.hookspecs import Spec, hookimpl
+from emssd.drafting import BudgetPolicy
+from emssd.plugins import Spec, hookimpl
 
 @dataclass
 class Config:
@@ -59,7 +59,7 @@ def emssd_budget_policies():
 
 BACKEND = """
 from dataclasses import dataclass
-from emssd.hookspecs import Spec, hookimpl
+from emssd.plugins import Spec, hookimpl
 from emssd.testing.oracle import DenseBackend
 
 @dataclass

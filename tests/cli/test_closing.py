@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from emssd.busy import CPUTimes, OtherProcesses, cpu_times
-from emssd.closing import remarks, short_end, short_start
+from emssd.jobs.closing import remarks, short_end, short_start
+from emssd.metrics.busy import CPUTimes, OtherProcesses, cpu_times
 
 METRICS: dict[str, Any] = {"mean_acceptance_length": 2.0, "other_cpu_share": 0.05}
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
@@ -87,7 +87,7 @@ def test_a_busy_machine(shares: tuple[float | None, float | None], said: str | N
 
 
 def test_the_share_is_in_the_metrics_of_both_runs(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.job.OtherProcesses", lambda: OtherProcesses(counted((4.0, 10.0, 0.0))))
+    monkeypatch.setattr("emssd.jobs.job.OtherProcesses", lambda: OtherProcesses(counted((4.0, 10.0, 0.0))))
     result = decode("check=greedy")
     assert (result.metrics["other_cpu_share"], result.metrics["greedy"]["other_cpu_share"]) == (0.2, 0.2)
     assert "the machine was busy: other processes used 20% of its cores" in result.out
@@ -127,7 +127,7 @@ def test_times_of_this_machine() -> None:
 
 
 def test_attention_without_kernels_is_said_at_the_end(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.closing.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
+    monkeypatch.setattr("emssd.jobs.closing.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
     assert "\nattention in PyTorch: no C++ compiler\n" in decode().out
 
 

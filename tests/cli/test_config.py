@@ -12,10 +12,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from emssd.config import ModelConfig, RunConfig, conf_dir, register_configs
-from emssd.options import DEFAULT_DRAFTER
-from emssd.random_weights import counted_on, counting_model
-from emssd.registry import KINDS, Registry
+from emssd.decoding.options import DEFAULT_DRAFTER
+from emssd.jobs.config import ModelConfig, RunConfig, conf_dir, register_configs
+from emssd.model.random_weights import counted_on, counting_model
+from emssd.plugins.registry import KINDS, Registry
 
 PRESETS = sorted(path for path in conf_dir().glob("*/*.yaml") if path.parent.name in (*KINDS, "model"))
 
@@ -67,8 +67,8 @@ def test_the_main_config_sets_no_option() -> None:
 
 
 def test_the_default_drafter_stands_in_one_place_beside_the_main_config() -> None:
-    from emssd.assembly import from_model, from_pretrained
-    from emssd.hf import custom_generate
+    from emssd.decoding.assembly import from_model, from_pretrained
+    from emssd.integrations.hf import custom_generate
 
     assert compose().drafter.name == DEFAULT_DRAFTER
     for function in (from_model, from_pretrained, custom_generate):

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from emssd.config import Size, conf_dir
-from emssd.registry import KINDS, Registry
+from emssd.jobs.config import Size, conf_dir
+from emssd.jobs.rows_file import RowsFile
+from emssd.plugins.registry import KINDS, Registry
 from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows
-from emssd.rows_file import RowsFile
 
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
@@ -255,8 +255,8 @@ def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
 
 MORTAL = """
 from dataclasses import dataclass
-from emssd.draft import Draft, Drafter
-from emssd.hookspecs import Spec, hookimpl
+from emssd.drafting import Draft, Drafter
+from emssd.plugins import Spec, hookimpl
 
 @dataclass
 class Config:
@@ -292,7 +292,7 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
 
 
 def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from emssd import engine
+    from emssd.decoding import engine
 
     checked = ("check=greedy", "method=greedy,unpad_both", "max_new_tokens=16")
     right = engine.verify_greedy

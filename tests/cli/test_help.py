@@ -13,10 +13,10 @@ from emssd_rest.cli import main as rest_main
 
 import emssd as package
 from emssd.__main__ import main as emssd_main
-from emssd.config import ModelConfig, RunConfig, conf_dir
-from emssd.option_texts import option_texts
-from emssd.plugins import main as plugins_main
-from emssd.registry import KINDS, Registry
+from emssd.authoring import main as plugins_main
+from emssd.cli.option_texts import option_texts
+from emssd.jobs.config import ModelConfig, RunConfig, conf_dir
+from emssd.plugins.registry import KINDS, Registry
 from emssd.report.__main__ import main as report_main
 from emssd.simulate.__main__ import main as simulate_main
 

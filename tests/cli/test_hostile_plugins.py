@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from emssd import plugins
-from emssd.draft import Draft, Drafter
+from emssd import authoring
+from emssd.authoring.watched import Notes, _watch, run_watched
+from emssd.drafting import Draft, Drafter
 from emssd.errors import PluginError
-from emssd.plugins.watched import Notes, _watch, run_watched
-from emssd.sequence import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.conformance.rules import BrokenRule
 from emssd.testing.conformance.watch import WatchedDrafter
 
@@ -62,7 +62,7 @@ def test_check_of_one_that_exits_in_a_step_goes_on_to_its_last_line(
 ) -> None:
     install("odd", drafter(r"__import__('os').write(1, b'\xff\0\x1b[2J'); raise SystemExit(0)"))
     with pytest.raises(SystemExit) as stop:
-        plugins.main(["check", "third", "--examples", "1"])
+        authoring.main(["check", "third", "--examples", "1"])
     assert stop.value.code == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("BROKEN   drafter.raises ") for line in lines)
@@ -72,7 +72,7 @@ def test_check_of_one_that_exits_in_a_step_goes_on_to_its_last_line(
 def test_options_that_exit_are_named(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     install("odd", drafter(options="value: int = field(default_factory=lambda: exit(0))"))
     with pytest.raises(SystemExit) as stop:
-        plugins.main(["check", "third"])
+        authoring.main(["check", "third"])
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
         "emssd-plugins: error: drafter 'third' (third-party-odd 1.2) failed in making its options: SystemExit: 0\n"
@@ -129,10 +129,10 @@ def test_the_command_has_a_process_of_its_own(
     monkeypatch.setenv("COLUMNS", "200")
     install("odd", drafter())
     monkeypatch.setattr(sys, "argv", ["emssd-plugins"])
-    plugins.main()
+    authoring.main()
     assert " third " in capfd.readouterr().out
     install("worse", "import os; os._exit(0)")
     with pytest.raises(SystemExit) as stop:
-        plugins.main()
+        authoring.main()
     assert stop.value.code == 2
     assert capfd.readouterr().err.startswith("emssd-plugins: error: plugin 'worse' of third-party-worse 1.2 ended")

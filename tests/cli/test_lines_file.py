@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from emssd import lines_file
 from emssd.errors import OutputError
-from emssd.lines_file import LinesFile
-from emssd.output import OutputFolder
+from emssd.jobs import lines_file
+from emssd.jobs.lines_file import LinesFile
+from emssd.jobs.output import OutputFolder
 
 
 @pytest.fixture

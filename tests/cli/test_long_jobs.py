@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from emssd.config import OnError
+from emssd.data.prompts import Prompt
 from emssd.errors import OutputError, PromptError
-from emssd.intake import Failures
-from emssd.output import OutputFolder
-from emssd.prompts import Prompt
+from emssd.jobs.config import OnError
+from emssd.jobs.intake import Failures
+from emssd.jobs.output import OutputFolder
 
 
 def rows_by_id(path: Path) -> dict[str, list[int]]:

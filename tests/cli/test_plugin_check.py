@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from emssd import __version__, plugins
+from emssd import __version__, authoring
 from emssd.testing.conformance.rules import rules_of
 
 from .conftest import drafter
@@ -18,7 +18,7 @@ GREEDY = "return Draft.from_chains([[row.tokens[-1]] * limit for row, limit in z
 
 def test_check_reports_a_good_plugin_rule_by_rule(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     install("good", drafter(GREEDY, options="depth: int = 4"))
-    plugins.main(["check", "third", "depth=5", "--examples", "2"])
+    authoring.main(["check", "third", "depth=5", "--examples", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "drafter third (third-party-good 1.2), rule by rule:"
     assert [line.split()[:2] for line in lines[2:18]] == [["ok", rule.name] for rule in rules_of("drafter")]
@@ -27,12 +27,12 @@ def test_check_reports_a_good_plugin_rule_by_rule(install: Callable, capsys: pyt
 
 
 def test_check_of_a_budget_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    plugins.main(["check", "fixed", "num_tokens=2", "--examples", "1"])
+    authoring.main(["check", "fixed", "num_tokens=2", "--examples", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"budget fixed (emssd {__version__}), rule by rule:"
     assert [line.split()[:2] for line in lines[2:-2]] == [["ok", rule.name] for rule in rules_of("budget")]
     assert lines[-1] == "12 rules kept, 0 broken, 0 not tested"
-    plugins.main(["check", "fixed", "--decides-at-random", "--examples", "1"])
+    authoring.main(["check", "fixed", "--decides-at-random", "--examples", "1"])
     rules = ["budget.deterministic", "budget.release", "budget.preemption"]
     assert skipped(capsys, 12) == dict.fromkeys(rules, "it decides at random, and its decisions are not compared")
 
@@ -43,7 +43,7 @@ def test_check_names_the_rule_that_is_broken_and_exits_with_1(
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # the settings of the folder and the user do not matter
     install("long", drafter(GREEDY.replace("* limit", "* (limit + 1)")))
     with pytest.raises(SystemExit) as stop:
-        plugins.main(["check", "third", "--kind", "drafter", "--examples", "2"])
+        authoring.main(["check", "third", "--kind", "drafter", "--examples", "2"])
     assert stop.value.code == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     place = lines.index("BROKEN drafter.budget it drafts at most budget[row] tokens for a row")
@@ -70,18 +70,18 @@ DRAWS = (
 def test_check_of_a_drafter_that_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     install("learns", drafter(LEARNS))
     with pytest.raises(SystemExit):
-        plugins.main(["check", "third", "--examples", "5"])
+        authoring.main(["check", "third", "--examples", "5"])
     said = capsys.readouterr().out
     assert "\nBROKEN   drafter.isolation " in said
     assert "learns_across_requests = True in its test class, or --learns-across-requests to emssd-plugins check" in said
-    plugins.main(["check", "third", "--examples", "2", "--learns-across-requests"])
+    authoring.main(["check", "third", "--examples", "2", "--learns-across-requests"])
     reason = "it learns across requests, and its drafts are not compared"
     assert skipped(capsys) == dict.fromkeys(["drafter.isolation", "drafter.release", "drafter.preemption"], reason)
 
 
 def test_check_of_a_drafter_whose_drafts_have_probs(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     install("draws", drafter(DRAWS))
-    plugins.main(["check", "third", "--examples", "2"])
+    authoring.main(["check", "third", "--examples", "2"])
     rules = ["drafter.deterministic", "drafter.isolation", "drafter.release", "drafter.preemption"]
     assert skipped(capsys) == dict.fromkeys(rules, "its drafts have probs and are not compared")
 
@@ -115,7 +115,7 @@ def test_check_of_what_cannot_be_checked(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        plugins.main(["check", *arguments])
+        authoring.main(["check", *arguments])
     assert stop.value.code == 2
     assert re.match(f"emssd-plugins: error: {message}", capsys.readouterr().err)
 
@@ -126,20 +126,20 @@ def test_check_of_a_plugin_that_needs_an_option(
 ) -> None:
     install("needs", drafter(GREEDY, options=options))
     with pytest.raises(SystemExit):
-        plugins.main(["check", "third"])
+        authoring.main(["check", "third"])
     assert capsys.readouterr().err == (
         "emssd-plugins: error: Config.path has no default and is not given; give it, as in path=VALUE\n"
     )
-    plugins.main(["check", "third", "path=here", "--examples", "1"])
+    authoring.main(["check", "third", "path=here", "--examples", "1"])
     assert capsys.readouterr().out.endswith("\n16 rules kept, 0 broken, 0 not tested\n")
 
 
 def test_check_without_pytest_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emssd.plugins.check.find_spec", lambda name: None if name == "hypothesis" else name)
+    monkeypatch.setattr("emssd.authoring.check.find_spec", lambda name: None if name == "hypothesis" else name)
     with pytest.raises(SystemExit):
-        plugins.main(["check", "llma"])
+        authoring.main(["check", "llma"])
     assert capsys.readouterr().err == (
         "emssd-plugins: error: emssd-plugins check runs tests, and hypothesis cannot be imported; "
         "pip install 'emssd[testing]'\n"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from emssd import plugins
-from emssd.check import CheckReport, Difference
+from emssd import authoring
+from emssd.console.terminal import plain_console
+from emssd.decoding.check import CheckReport, Difference
 from emssd.errors import PluginError, PluginWarning
-from emssd.registry import Registry
+from emssd.plugins.registry import Registry
 from emssd.report.console import print_check, print_report
-from emssd.terminal import plain_console
 
 from .conftest import drafter
 
@@ -22,7 +22,7 @@ BROKEN = {
     "import": ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named 'a_module_that"),
     "raise": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
     "misspelt": (
-        "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafter(): return []",
+        "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafter(): return []",
         "unknown hook 'emssd_drafter'",
     ),
     "argument": (
@@ -45,7 +45,7 @@ BROKEN = {
     ),
     "hook_gives_none": (
         drafter().replace("return [Spec(", "[Spec("),
-        "hook emssd_drafters returned None, not a list of emssd.hookspecs.Spec",
+        "hook emssd_drafters returned None, not a list of emssd.plugins.Spec",
     ),
     "number": (
         drafter().replace('Spec("third"', "Spec(5"), "the name of a drafter is 5; give a text of letters, digits, "),
@@ -64,12 +64,12 @@ BROKEN = {
     ),
     "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_budget_policies, "),
     "no_list": (
-        "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
-        "hook emssd_drafters returned 'third', not a list of emssd.hookspecs.Spec",
+        "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
+        "hook emssd_drafters returned 'third', not a list of emssd.plugins.Spec",
     ),
     "no_spec": (
-        "from emssd.hookspecs import hookimpl\n@hookimpl\ndef emssd_drafters(): return [3]",
-        "hook emssd_drafters returned [3], not a list of emssd.hookspecs.Spec",
+        "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafters(): return [3]",
+        "hook emssd_drafters returned [3], not a list of emssd.plugins.Spec",
     ),
     "a_duplicate": (  # names of emssd itself are never taken, in whatever order entry points come
         drafter(name="llma"), "drafter 'llma' is already offered by emssd"),
@@ -112,7 +112,7 @@ def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Cal
 
 
 BUILDS = {
-    "none": ("None", "built NoneType; its build must return an emssd.draft.Drafter, or a list of them"),
+    "none": ("None", "built NoneType; its build must return an emssd.drafting.Drafter, or a list of them"),
     "empty": ("[]", "built nothing; its build must return"),
     "other": ("[Third(), 'x']", "built str; its build must return"),
     "exits": ("__import__('sys').exit(0)", "failed in build: SystemExit: 0"),
@@ -141,8 +141,8 @@ def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) 
     ("kind", "hook", "wanted"),
     [
         ("backend", "emssd_attention_backends", "an emssd.attention.AttentionBackend"),
-        ("budget", "emssd_budget_policies", "an emssd.budget.BudgetPolicy"),
-        ("data", "emssd_prompt_sources", "an iterable of emssd.prompts.Prompt"),
+        ("budget", "emssd_budget_policies", "an emssd.drafting.BudgetPolicy"),
+        ("data", "emssd_prompt_sources", "an iterable of emssd.data.prompts.Prompt"),
     ],
 )
 def test_other_kinds_that_build_something_else_are_named(kind: str, hook: str, wanted: str, install: Callable) -> None:
@@ -239,7 +239,7 @@ def test_a_good_plugin_is_listed_and_takes_options(
     assert "depth: 5" in composed
     assert "any: 7" in composed
     assert decode("drafter=third", "check=greedy").metrics["check"]["exact"] == 5
-    plugins.main([])
+    authoring.main([])
     (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if " third " in line]
     assert line == ["drafter", "third", "ready", "third-party-good", "1.2", "–"]
 
@@ -249,10 +249,10 @@ def test_the_list_of_plugins_shows_every_state(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     install("absent", drafter().replace("Third())]", "Third(), lambda: 'it needs a licence')]"))
-    plugins.main(["list"])
+    authoring.main(["list"])
     install("broken", "raise RuntimeError('no licence')")
     with pytest.raises(SystemExit) as stop:
-        plugins.main([])
+        authoring.main([])
     assert stop.value.code == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines.count("drafter third unavailable third-party-absent 1.2 it needs a licence") == 2
@@ -303,8 +303,8 @@ def test_a_prompt_source_of_a_plugin_needs_no_options_of_ours(install: Callable,
         "source",
         """
 from dataclasses import dataclass
-from emssd.prompts import Prompt
-from emssd.hookspecs import Spec, hookimpl
+from emssd.data.prompts import Prompt
+from emssd.plugins import Spec, hookimpl
 
 @dataclass
 class Config:
@@ -326,7 +326,7 @@ def test_reasons_are_listed_as_they_stand(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     install("odd", drafter().replace("Third())]", f"Third(), lambda: {reason!r})]"))
-    plugins.main([])
+    authoring.main([])
     assert f" {reason} " in capsys.readouterr().out
 
 
@@ -348,7 +348,7 @@ def test_the_list_says_who_was_made_for_another_emssd(
     with (tmp_path / "site_later" / "third_party_later-1.2.dist-info" / "METADATA").open("a") as metadata:
         metadata.write("Requires-Dist: emssd>=99\n")
     with pytest.raises(SystemExit):
-        plugins.main([])
+        authoring.main([])
     (line,) = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if "third-party-later" in line]
     assert line.startswith("plugin later failed third-party-later 1.2 it needs emssd>=99, and this is emssd")
 
@@ -358,5 +358,5 @@ def test_a_plugin_without_metadata_is_listed(
 ) -> None:
     install("bare", drafter())
     (tmp_path / "site_bare" / "third_party_bare-1.2.dist-info" / "METADATA").unlink()
-    plugins.main([])
+    authoring.main([])
     assert any(line.split()[:3] == ["drafter", "third", "ready"] for line in capsys.readouterr().out.splitlines())

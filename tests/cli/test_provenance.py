@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from emssd import __version__, job, provenance
+from emssd import __version__
+from emssd.jobs import job, provenance
 
 from .conftest import drafter
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from emssd.errors import ConfigError, OutputError
-from emssd.rows_file import RowsFile
+from emssd.jobs.rows_file import RowsFile
 
 
 def row(job: int, *more: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from emssd.sequence import Sequence
-from emssd.stats import PHASES
+from emssd.metrics.stats import PHASES
+from emssd.sequences import Sequence
 
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
 
@@ -85,7 +85,7 @@ def test_every_way_to_decode_gives_the_tokens_of_plain_greedy(choice: list[str],
 
 
 def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from emssd import engine
+    from emssd.decoding import engine
 
     right = engine.verify_greedy
 
@@ -125,7 +125,7 @@ def test_a_sweep_writes_a_folder_per_job(decode: Callable) -> None:
 
 
 def test_threads_of_one_job_are_not_those_of_the_next(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.job._own_threads", lambda: 2)
+    monkeypatch.setattr("emssd.jobs.job._own_threads", lambda: 2)
     before = torch.get_num_threads()
     try:
         result = decode("-m", "num_threads=1,null", "max_new_tokens=2")
@@ -150,7 +150,7 @@ def test_an_earlier_run_stays_until_the_new_one_is_known_to_work(decode: Callabl
 
 def failing_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine run out of memory in step `number`, as a device does."""
-    from emssd.engine import Engine
+    from emssd.decoding.engine import Engine
     from emssd.errors import OutOfMemoryError
 
     step, steps = Engine.step, count(1)
@@ -217,7 +217,7 @@ def test_the_title_names_the_options_that_are_not_the_defaults(decode: Callable)
 def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_greedy(
     emssd: Callable, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from emssd.compiled import CompiledForward
+    from emssd.model.compiled import CompiledForward
 
     steps, call = [], CompiledForward.__call__
     monkeypatch.setattr(CompiledForward, "__call__", lambda *arguments: steps.append(1) or call(*arguments))

@@ -12,12 +12,13 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from emssd import Engine, demo, progress
-from emssd.chat import encode_chat
+from emssd import Engine, demo
+from emssd.data.chat import encode_chat
 from emssd.errors import ConfigError, PromptError
-from emssd.progress import LiveFigures
-from emssd.stats import RunReport
-from emssd.stopping import StopStrings
+from emssd.jobs import progress
+from emssd.jobs.progress import LiveFigures
+from emssd.metrics.stats import RunReport
+from emssd.sequences import StopStrings
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_stop_strings_end_rows(decode: Callable) -> None:
 def test_stop_strings_as_they_are_typed(
     option: str, strings: list[str], decode: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from emssd import intake
+    from emssd.jobs import intake
 
     made: list[list[str]] = []
     real = intake.StopStrings

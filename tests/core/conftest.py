@@ -15,11 +15,11 @@ from emssd_padded.backend import PaddedBackend
 from emssd_ragged.backend import RaggedBackend
 
 from emssd.attention import AttentionBackend
-from emssd.draft import Draft, Drafter, Outcome
-from emssd.engine import Engine
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import StaticScheduler
+from emssd.drafting import Draft, Drafter, Outcome
 from emssd.model import TargetModel
-from emssd.scheduler import StaticScheduler
-from emssd.sequence import Batch
+from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, greedy_reference
 from emssd.testing.paged import ReferenceKernels, rerun

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd import Engine
-from emssd.budget import BudgetPolicy, FixedBudget, FixedBudgetConfig
-from emssd.draft import Draft, Outcome
+from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
-from emssd.sequence import Batch, Request, Sequence
-from emssd.stats import StepStats
+from emssd.metrics.stats import StepStats
+from emssd.plugins.builtin import FixedBudgetConfig
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.models import tiny_model
@@ -110,7 +111,7 @@ def nodes(draft: Draft) -> list[list[tuple[int, float]]]:
 
 def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, late = time.perf_counter, [0.0]
-    monkeypatch.setattr("emssd.stats.time.perf_counter", lambda: clock() + late[0])
+    monkeypatch.setattr("emssd.metrics.stats.time.perf_counter", lambda: clock() + late[0])
 
     class Ponders(FixedBudget):
         def observe(self, outcome: Outcome, stats: StepStats) -> None:

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from emssd.chat import encode_chat
+from emssd.data.chat import encode_chat
+from emssd.data.prompts import encode_text
 from emssd.errors import ConfigError, PromptError
-from emssd.prompts import encode_text
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"

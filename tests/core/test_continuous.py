@@ -14,7 +14,7 @@ from emssd_ragged.backend import RaggedBackend
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend
-from emssd.budget import BudgetPolicy
+from emssd.drafting import BudgetPolicy
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.paged import ReferenceKernels, rerun

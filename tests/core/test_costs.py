@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.costs import Costs
+from emssd.metrics.costs import Costs
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.draft import Draft, check_draft
+from emssd.drafting import Draft
+from emssd.drafting.rules import check_draft
 from emssd.errors import DraftError, PluginError
-from emssd.sequence import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.strategies import drafts
 
 BATCH = Batch((Sequence(Request("first", (1,), 9)), Sequence(Request("second", (2, 3), 9))))

@@ -18,10 +18,10 @@ import torch
 from emssd_llma.drafter import LLMADrafter
 
 from emssd import Engine
-from emssd.draft import Draft, Drafter, Outcome
-from emssd.drafting import CheckedDrafter
+from emssd.drafting import Draft, Drafter, Outcome
+from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
-from emssd.sequence import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 
 NAME = "'bad' (emssd-bad 1.2)"
@@ -87,7 +87,7 @@ FAULTS = {
     "propose": r"failed in propose: ZeroDivisionError\('of its own'\)",
     "observe": r"failed in observe: ZeroDivisionError\('of its own'\)",
     "release": r"failed in release: ZeroDivisionError\('of its own'\)",
-    "no draft": "it returned a NoneType; return an emssd.draft.Draft",
+    "no draft": "it returned a NoneType; return an emssd.drafting.Draft",
     "no tensor": "its token_ids are a list; give one int64 tensor",
     "exit in propose": r"failed in propose: SystemExit\(0\)",
     "exit in observe": r"failed in observe: SystemExit\(0\)",

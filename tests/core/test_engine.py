@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, StepPlan
-from emssd.draft import Draft, Drafter, Outcome
-from emssd.engine import Engine
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import StaticScheduler
+from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError, DraftError, OutOfMemoryError, PluginError, PromptError
-from emssd.generation import Generation
-from emssd.scheduler import StaticScheduler
-from emssd.sequence import Batch, FinishReason, Request
+from emssd.sequences import Batch, FinishReason, Generation, Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.strategies import drafters, prompt_batches
 
@@ -363,7 +362,7 @@ class _Faulty(Drafter):
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        ([[1], [2]], "it returned a list; return an emssd.draft.Draft"),
+        ([[1], [2]], "it returned a list; return an emssd.drafting.Draft"),
         (Draft(torch.tensor([1.0]), (0, 1)), "its token_ids are torch.float32 of 1 dimensions"),
         (Draft(torch.tensor([[1]]), (0, 1)), "its token_ids are torch.int64 of 2 dimensions"),
         (None, "_Faulty failed in release: RuntimeError"),

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Drafter, Outcome
-from emssd.engine import Engine
+from emssd.decoding.engine import Engine
+from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
 from emssd.errors import PluginError
-from emssd.sequence import Batch, Request, Sequence
-from emssd.stats import StepStats
+from emssd.metrics.stats import StepStats
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.drafters import RandomDrafter
 
 PLACES = ("fits", "plan", "forward", "last layer", "commit", "propose", "observe", "release", "policy")

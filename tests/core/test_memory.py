@@ -10,14 +10,15 @@ from emssd_ragged import Kernels, RaggedConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd import Engine, memory
-from emssd.caches import Caches, shares
+from emssd import Engine
+from emssd.attention import memory
+from emssd.attention.memory import free_bytes, kv_bytes
+from emssd.decoding.caches import Caches, shares
+from emssd.decoding.options import EngineOptions
+from emssd.decoding.packing import pack_one
 from emssd.errors import ConfigError, PluginError, PromptError
-from emssd.memory import free_bytes, kv_bytes
 from emssd.model import TargetModel
-from emssd.options import EngineOptions
-from emssd.packing import pack_one
-from emssd.registry import Registry
+from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from emssd_ragged import Kernels, RaggedConfig
 
-from emssd.assembly import from_model
+from emssd.decoding.assembly import from_model
 from emssd.errors import PluginError
 from emssd.model import TargetModel
 from emssd.native import (

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.draft import Draft
-from emssd.packing import PackedInputs, pack, pack_one
-from emssd.sequence import Request, Sequence
+from emssd.attention import PackedInputs
+from emssd.decoding.packing import pack, pack_one
+from emssd.drafting import Draft
+from emssd.sequences import Request, Sequence
 from emssd.testing.strategies import drafts, prompt_batches
 
 CPU = torch.device("cpu")

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import LayerSpec
-from emssd.draft import Draft
-from emssd.packing import PackedInputs, pack
-from emssd.paged import FixedShape, largest_metadata, page_metadata, reserve_pages, tree_mask
-from emssd.pages import PageTable
-from emssd.sequence import Request, Sequence
+from emssd.attention import LayerSpec, PackedInputs
+from emssd.attention.paged import FixedShape, largest_metadata, page_metadata, reserve_pages, tree_mask
+from emssd.attention.pages import PageTable
+from emssd.attention.transfer import on_device, to_host
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
+from emssd.sequences import Request, Sequence
 from emssd.testing.paged import ReferenceKernels
-from emssd.transfer import on_device, to_host
 
 CPU = torch.device("cpu")
 

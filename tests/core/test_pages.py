@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from emssd.pages import PageTable
+from emssd.attention.pages import PageTable
 
 NAMES = st.sampled_from(["a", "b", "c"])
 TOKENS = st.integers(0, 40)

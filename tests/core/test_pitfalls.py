@@ -18,13 +18,13 @@ from emssd_llma.drafter import LLMADrafter
 from emssd_none import NoneDrafter
 
 import emssd
-from emssd.attention import AttentionBackend, StepPlan
-from emssd.draft import Draft
-from emssd.engine import Engine
+from emssd.attention import AttentionBackend, PackedInputs, StepPlan
+from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.packing import PackedInputs, pack
-from emssd.sequence import FinishReason, Request, Sequence
+from emssd.sequences import FinishReason, Request, Sequence
 from emssd.testing.drafters import EosDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd import Engine
+from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule, Scheduler, StaticScheduler
 from emssd.errors import ConfigError, PluginError
-from emssd.scheduler import ContinuousScheduler, Fits, Schedule, Scheduler, StaticScheduler
-from emssd.sequence import Request, Sequence
+from emssd.sequences import Request, Sequence
 from emssd.testing.models import tiny_model
 
 

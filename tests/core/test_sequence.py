@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.sequence import Batch, FinishReason, Request, Sequence
+from emssd.sequences import Batch, FinishReason, Request, Sequence
 
 
 def sequence(max_new_tokens: int = 5, eos: frozenset[int] = frozenset({2})) -> Sequence:

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from emssd import demo
 from emssd.attention import AttentionBackend
-from emssd.budget import BudgetPolicy, FixedBudget
-from emssd.draft import Draft
-from emssd.engine import Engine
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
+from emssd.drafting import BudgetPolicy, Draft
+from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
-from emssd.sequence import Batch, Request, Sequence
+from emssd.metrics.stats import StepStats
+from emssd.sequences import Batch, Request, Sequence
 from emssd.simulate import PRESETS, Simulation, Simulator, Trace, geometric_trace, warm_up
 from emssd.simulate.commands import make_budget
 from emssd.simulate.recording import RecordedTimes, logged_steps, record_trace
-from emssd.stats import StepStats
 from emssd.testing.drafters import ChainDrafter
 
 pytestmark = pytest.mark.slow  # random histories

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.budget import FixedBudget
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
-from emssd.scheduler import ContinuousScheduler
+from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.simulate import (
     PRESETS,
     FittedCurve,
@@ -36,7 +37,6 @@ from emssd.simulate import (
 from emssd.simulate.__main__ import main, make_parser
 from emssd.simulate.commands import make_budget
 from emssd.simulate.figures import draw_policies
-from emssd.stats import PHASES, StageStats, StepStats
 
 STAGE = StageTrace((2, 0, 1), (1, 0, 0), ((0.5, 0.25), (), (1.0,)))
 REQUEST = RequestTrace("a", 3, 9, (STAGE, dataclasses.replace(STAGE, confidence=None)))

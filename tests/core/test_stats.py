@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from emssd.attention import KVUsage
-from emssd.stats import NUM_TIMED_STEPS, PHASES, RunReport, StepStats, StepTimer
+from emssd.metrics.stats import NUM_TIMED_STEPS, PHASES, RunReport, StepStats, StepTimer
 
 PREFILL = StepStats(
     is_prefill=True,
@@ -136,7 +136,7 @@ def test_a_run_of_prompts_only_has_no_decoding_throughput() -> None:
 
 def test_timer_splits_all_of_the_time_into_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 13.0, 14.0, 18.0, 20.0, 21.0, 100.0])
-    monkeypatch.setattr("emssd.stats.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("emssd.metrics.stats.time.perf_counter", lambda: next(clock))
     timer = StepTimer()
     with timer.phase("draft"):
         pass
@@ -149,7 +149,7 @@ def test_timer_splits_all_of_the_time_into_phases(monkeypatch: pytest.MonkeyPatc
 
 def test_timer_counts_a_phase_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 5.0, 6.0])
-    monkeypatch.setattr("emssd.stats.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("emssd.metrics.stats.time.perf_counter", lambda: next(clock))
     timer = StepTimer()
     with pytest.raises(ValueError, match="boom"), timer.phase("plan"):
         raise ValueError("boom")

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from emssd.attention import AttentionBackend
 from emssd.errors import ConfigError
-from emssd.sequence import FinishReason, Request, Sequence
-from emssd.stopping import StopStrings
+from emssd.sequences import FinishReason, Request, Sequence, StopStrings
 from emssd.testing.strategies import drafters, prompt_batches
 
 LOST = "\N{REPLACEMENT CHARACTER}"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import KVCacheSpec, LayerSpec, additive_mask, masked_attention
-from emssd.draft import Draft
-from emssd.packing import pack
-from emssd.sequence import Batch, Request, Sequence
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.drafters import (
     EosDrafter,
     PerfectDrafter,

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.draft import Draft, Drafter
+from emssd.decoding.packing import pack
+from emssd.decoding.verify import verify_greedy
+from emssd.drafting import Draft, Drafter
 from emssd.errors import DraftError
-from emssd.packing import pack
-from emssd.registry import PluginWarning
-from emssd.sequence import Batch, Request, Sequence
+from emssd.plugins.registry import PluginWarning
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
-from emssd.verify import verify_greedy
 
 CPU = torch.device("cpu")
 

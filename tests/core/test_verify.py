@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.draft import Draft
+from emssd.decoding.verify import greedy_tokens, verify_greedy
+from emssd.drafting import Draft
 from emssd.native import load_kernels
-from emssd.verify import greedy_tokens, verify_greedy
 
 VOCAB = 4
 

@@ -9,14 +9,14 @@ from emssd_ragged.backend import RaggedBackend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.drafter import SuffixDrafter
 
-from emssd.budget import FixedBudget
-from emssd.draft import Drafter
-from emssd.engine import Engine
+from emssd.decoding.engine import Engine
+from emssd.decoding.warmup import warm_up
+from emssd.drafting import Drafter
+from emssd.drafting.budget import FixedBudget
 from emssd.errors import PluginError, PluginWarning
-from emssd.sequence import Request
-from emssd.stats import RunReport
+from emssd.metrics.stats import RunReport
+from emssd.sequences import Request
 from emssd.testing.drafters import RandomDrafter
-from emssd.warmup import warm_up
 
 PROMPTS = [[5, 6, 7] * 6, [9], [4, 4, 4, 4], [8, 10]]
 

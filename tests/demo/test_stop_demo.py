@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emssd import Engine, demo
-from emssd.sequence import FinishReason
+from emssd.sequences import FinishReason
 
 LIMIT = 32
 STOPS = (["he s"], ["ng", "e.\n"], [" o", "()"], ["no such text"])

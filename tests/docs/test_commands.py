@@ -20,9 +20,9 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from emssd.config import RunConfig, conf_dir, register_configs
-from emssd.plugins import _parser as plugins_parser
-from emssd.registry import Registry
+from emssd.authoring import _parser as plugins_parser
+from emssd.jobs.config import RunConfig, conf_dir, register_configs
+from emssd.plugins.registry import Registry
 from emssd.report.__main__ import make_parser as report_parser
 from emssd.simulate.__main__ import make_parser as simulate_parser
 
@@ -34,7 +34,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *WRITTEN, *EXAMPLES.glob("*/README.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "emssd-plugins": plugins_parser,
-    "python -m emssd.plugins": plugins_parser,
+    "python -m emssd.authoring": plugins_parser,
     "python -m emssd.report": report_parser,
     "python -m emssd.simulate": simulate_parser,
     "emssd-rest": rest_parser,

@@ -12,10 +12,10 @@ from types import ModuleType
 
 import pytest
 
-from emssd.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
-from emssd.draft import Drafter
-from emssd.plugins.new import new_plugin
-from emssd.registry import KINDS, Registry
+from emssd.authoring.new import new_plugin
+from emssd.drafting import Drafter
+from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
+from emssd.plugins.registry import KINDS, Registry
 from emssd.simulate.closed_forms import acceptance_pmf, expected
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def test_links_that_leave_the_docs_become_text_and_dead_ones_are_warned_of(
     module, caplog: pytest.LogCaptureFixture
 ) -> None:
     rewritten = module("links").rewritten
-    text = "[a](../emssd/engine.py) [b](scheduling.md#x) [c](results) [d](../CHANGELOG.md) ![e](../f.png)"
+    text = "[a](../emssd/decoding/engine.py) [b](scheduling.md#x) [c](results) [d](../CHANGELOG.md) ![e](../f.png)"
     with caplog.at_level(logging.WARNING):
         assert rewritten(text, DOCS / "metrics.md", "metrics.md") == (
             "a [b](scheduling.md#x) c [d](changelog.md) ![e](../f.png)"

@@ -7,10 +7,10 @@ import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_padded import PaddedConfig
 
-from emssd.assembly import make_backend
-from emssd.engine import Engine
+from emssd.decoding.assembly import make_backend
+from emssd.decoding.engine import Engine
 from emssd.model import TargetModel
-from emssd.registry import Registry
+from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import greedy_reference
 

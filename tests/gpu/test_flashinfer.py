@@ -19,18 +19,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.assembly import make_backend
 from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec
-from emssd.check import compare
-from emssd.draft import Draft, Drafter
-from emssd.engine import Engine
+from emssd.attention.memory import free_bytes
+from emssd.decoding.assembly import make_backend
+from emssd.decoding.check import compare
+from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft, Drafter
 from emssd.errors import OutOfMemoryError
-from emssd.generation import Generation
-from emssd.memory import free_bytes
 from emssd.model import TargetModel
-from emssd.packing import pack
-from emssd.registry import Registry
-from emssd.sequence import FinishReason, Request, Sequence
+from emssd.plugins.registry import Registry
+from emssd.sequences import FinishReason, Generation, Request, Sequence
 from emssd.testing.conformance import AttentionBackendConformance
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.machines import BackendMachine

@@ -1,6 +1,6 @@
 """Exactness against Hugging Face: `model.generate(do_sample=False)`, one unpadded row at a time, is the oracle.
 
-float64: tokens are equal. float32: equal, or the first difference is a numerical tie as `emssd.check.compare` judges.
+float64: tokens are equal. float32: equal, or the first difference is a numerical tie as `check.compare` judges.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from emssd import Engine, Generation
-from emssd.assembly import make_backend
-from emssd.check import compare
-from emssd.draft import Drafter
+from emssd.decoding.assembly import make_backend
+from emssd.decoding.check import compare
+from emssd.drafting import Drafter
 from emssd.model import TargetModel
-from emssd.registry import Registry
+from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 
 NEW_TOKENS = 24

@@ -1,4 +1,4 @@
-"""`emssd.check.compare` tells equal rows, numerical ties and true differences apart."""
+"""`emssd.decoding.check.compare` tells equal rows, numerical ties and true differences apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from emssd import Engine, Generation
-from emssd.check import TIE_TOLERANCE, CheckReport, compare
+from emssd.decoding.check import TIE_TOLERANCE, CheckReport, compare
 from emssd.testing.models import tiny_model
 
 PROMPTS = [[3, 4, 5, 3, 4], [7], [8, 9, 8, 9]]

@@ -22,17 +22,17 @@ from emssd_ragged import Kernels, RaggedConfig
 from filelock import FileLock
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from emssd import assembly, tracing
-from emssd.assembly import make_backend
 from emssd.attention import LayerSpec
-from emssd.check import compare
-from emssd.draft import Drafter
-from emssd.engine import Engine
-from emssd.fingerprint import fingerprint
-from emssd.model import TargetModel
+from emssd.decoding import assembly
+from emssd.decoding.assembly import make_backend
+from emssd.decoding.check import compare
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions
+from emssd.drafting import Drafter
+from emssd.model import TargetModel, tracing
+from emssd.model.fingerprint import fingerprint
 from emssd.native import cache_dir, load_kernels
-from emssd.options import EngineOptions
-from emssd.registry import Registry
+from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 

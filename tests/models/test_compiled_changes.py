@@ -17,13 +17,12 @@ from filelock import FileLock
 from torch import nn
 from transformers import PreTrainedModel
 
-from emssd import tracing
-from emssd.assembly import assemble
+from emssd.decoding.assembly import assemble
+from emssd.decoding.options import EngineOptions
 from emssd.errors import CompileError
-from emssd.model import TargetModel
+from emssd.model import TargetModel, tracing
 from emssd.native import cache_dir, load_kernels
 from emssd.native.cache import _manifest
-from emssd.options import EngineOptions
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from emssd.errors import CompileError
-from emssd.fingerprint import fingerprint
 from emssd.model import TargetModel
+from emssd.model.fingerprint import fingerprint
 from emssd.testing.models import ARCHITECTURES, tiny_model
 
 Change = Callable[[Any], object]
@@ -241,7 +241,7 @@ def test_a_closure_over_what_has_no_words_is_refused() -> None:
 
 IN_ANOTHER_PROCESS = """
 import torch
-from emssd.fingerprint import fingerprint
+from emssd.model.fingerprint import fingerprint
 from emssd.model import TargetModel
 from emssd.testing.models import ARCHITECTURES, tiny_model
 torch.set_num_threads({threads})

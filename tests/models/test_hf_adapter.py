@@ -23,7 +23,7 @@ from transformers.generation import (
 )
 
 import emssd
-from emssd.draft import Draft, Drafter
+from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.testing.models import tiny_model
 

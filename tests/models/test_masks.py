@@ -15,8 +15,8 @@ from transformers.models.llama import modeling_llama
 
 from emssd import Engine
 from emssd.errors import UnsupportedModelError
-from emssd.masks import window_of
 from emssd.model import TargetModel
+from emssd.model.masks import window_of
 from emssd.testing.models import tiny_model
 
 SMALL: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from emssd.errors import ConfigError
-from emssd.random_weights import counted_on, counting_model
+from emssd.model.random_weights import counted_on, counting_model
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,

@@ -9,10 +9,10 @@ import pytest
 from emssd_draft_model import DraftModelConfig
 
 from emssd import Engine, Generation
-from emssd.assembly import assemble
-from emssd.check import compare
+from emssd.decoding.assembly import assemble
+from emssd.decoding.check import compare
+from emssd.decoding.options import EngineOptions
 from emssd.model import TargetModel, load_model
-from emssd.options import EngineOptions
 
 NEW_TOKENS = 40
 TARGET, DRAFT = "gsm-llama-16m", "gsm-llama-1m"

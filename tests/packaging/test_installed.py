@@ -15,8 +15,8 @@ import hydra
 import pytest
 
 import emssd
-from emssd.config import conf_dir, register_configs
-from emssd.registry import Registry
+from emssd.jobs.config import conf_dir, register_configs
+from emssd.plugins.registry import Registry
 
 BIN = Path(sys.executable).parent
 MEGABYTE = 2**20
@@ -54,7 +54,7 @@ def test_the_wheel_holds_the_marker_the_presets_and_the_demo(wheel: Path) -> Non
     for model in ("target", "draft"):
         assert f"emssd/demo/weights/{model}/model.safetensors" in names
         assert f"emssd/demo/weights/{model}/tokenizer.json" in names
-    ours = [name for name in names if not name.startswith("emssd/plugins/templates/")]  # a new plugin has tests
+    ours = [name for name in names if not name.startswith("emssd/authoring/templates/")]  # a new plugin has tests
     assert ours != names
     assert not [name for name in ours if name.startswith("tests") or "/tests/" in name or name.endswith(".pyc")]
 
@@ -75,7 +75,7 @@ def test_every_plugin_loads() -> None:
     registry = Registry()
     mine = [record for record in registry.records if record.distribution == "emssd"]
     assert [record for record in mine if record.state == "failed"] == []
-    assert {point.name for point in entry_points(group="emssd")} >= {"data", "llma", "none", "padded", "ragged"}
+    assert {point.name for point in entry_points(group="emssd")} >= {"builtin", "llma", "none", "padded", "ragged"}
 
 
 _PRESETS = [path for path in sorted(conf_dir().glob("*/*.yaml")) if path.parent.name != "sweep"]  # parts of experiments

@@ -11,8 +11,8 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from emssd.config import conf_dir, register_configs
-from emssd.registry import Registry
+from emssd.jobs.config import conf_dir, register_configs
+from emssd.plugins.registry import Registry
 from emssd.report.sections.crossover import command_for, crossover
 from emssd.report.sources import read
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.attention import Kept, KVCacheSpec, KVUsage
+from emssd.attention import Kept, KVCacheSpec, KVUsage, PackedInputs
 from emssd.errors import OutOfMemoryError
-from emssd.packing import PackedInputs
 from emssd.testing.conformance import AttentionBackendConformance
 from emssd.testing.conformance.rules import rules_of
 from emssd.testing.oracle import DenseBackend, DensePlan

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Outcome
-from emssd.sequence import Batch
-from emssd.stats import StepStats
+from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.metrics.stats import StepStats
+from emssd.sequences import Batch
 from emssd.testing.conformance import BudgetPolicyConformance
 from emssd.testing.conformance.rules import rules_of
 

@@ -12,7 +12,7 @@ from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
 
-from emssd.draft import Drafter, DrafterContext
+from emssd.drafting import Drafter, DrafterContext
 from emssd.testing.conformance import DrafterConformance
 
 pytestmark = pytest.mark.slow  # together

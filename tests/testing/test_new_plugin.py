@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emssd import plugins
+from emssd import authoring
 
 
 def run(*command: object, cwd: Path) -> None:
@@ -25,7 +25,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    plugins.main(["new", kind, "my_own2_drafter"])
+    authoring.main(["new", kind, "my_own2_drafter"])
     return tmp_path / "emssd-my-own2-drafter"
 
 
@@ -50,7 +50,7 @@ def test_nothing_is_overwritten(made: Path, capsys: pytest.CaptureFixture[str]) 
     before = (made / "README.md").read_text()
     (made / "README.md").write_text("mine")
     with pytest.raises(SystemExit) as stop:
-        plugins.main(["new", "drafter", "my_own2_drafter"])
+        authoring.main(["new", "drafter", "my_own2_drafter"])
     assert stop.value.code == 2
     assert "emssd-my-own2-drafter is there already, and nothing in it is overwritten" in capsys.readouterr().err
     assert (made / "README.md").read_text() == "mine" != before
@@ -62,7 +62,7 @@ def test_a_name_that_cannot_be_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        plugins.main(["new", "drafter", name])
+        authoring.main(["new", "drafter", name])
     assert stop.value.code == 2
     message = capsys.readouterr().err
     assert message.startswith(f"emssd-plugins: error: {name!r} cannot name a drafter: it becomes a Python package")
@@ -72,6 +72,6 @@ def test_a_name_that_cannot_be_is_refused(
 @pytest.mark.parametrize("name", sorted(point.name for point in entry_points(group="emssd") if point.name != "data"))
 def test_a_name_that_is_taken_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        plugins.main(["new", "drafter", name, "--folder", str(tmp_path / "new")])
+        authoring.main(["new", "drafter", name, "--folder", str(tmp_path / "new")])
     assert f"{name!r} is taken by emssd 0." in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.draft import Draft, Drafter, DrafterContext, Outcome
-from emssd.sequence import Batch, Sequence
+from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
+from emssd.sequences import Batch, Sequence
 from emssd.testing.conformance import DrafterConformance
 from emssd.testing.conformance.rules import rules_of
 from emssd.testing.conformance.suite import Suite

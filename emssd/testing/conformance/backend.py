@@ -14,9 +14,9 @@ from hypothesis.errors import Unsatisfiable
 from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec
-from emssd.draft import Draft
-from emssd.packing import pack
-from emssd.sequence import Request, Sequence
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
+from emssd.sequences import Request, Sequence
 from emssd.testing.conformance.histories import Play, check_same, histories, play
 from emssd.testing.conformance.machine import RuledMachine, WatchedBackend
 from emssd.testing.conformance.rules import broken, broken_rule, named

@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 from hypothesis import strategies as st
 
-from emssd.budget import BudgetPolicy
-from emssd.sequence import Request, Sequence, TokenIds
+from emssd.drafting import BudgetPolicy
+from emssd.sequences import Request, Sequence, TokenIds
 from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.policy_watch import Decided, WatchedPolicy
 from emssd.testing.conformance.policy_world import PolicyWorld
@@ -213,7 +213,7 @@ class BudgetPolicyConformance(Suite):
         with named("budget.build", "building it"):
             made, other = self.make_policy(), self.make_policy()
         if not isinstance(made, BudgetPolicy):
-            broken("budget.build", f"it built {type(made).__name__}; give an emssd.budget.BudgetPolicy")
+            broken("budget.build", f"it built {type(made).__name__}; give an emssd.drafting.BudgetPolicy")
         if made is other:
             broken("budget.build", f"a second build gave the same {type(made).__name__} again; make a new one")
         return WatchedPolicy(made)

@@ -10,8 +10,8 @@ from typing import ClassVar
 import pytest
 from hypothesis import strategies as st
 
-from emssd.draft import Drafter, DrafterContext
-from emssd.sequence import Request, Sequence
+from emssd.drafting import Drafter, DrafterContext
+from emssd.sequences import Request, Sequence
 from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named
@@ -245,7 +245,7 @@ class DrafterConformance(Suite):
             drafters = drafters_of(made)
         for drafter in drafters:
             if not isinstance(drafter, Drafter):
-                broken("drafter.build", f"it built a {type(drafter).__name__}; give an emssd.draft.Drafter")
+                broken("drafter.build", f"it built a {type(drafter).__name__}; give an emssd.drafting.Drafter")
             with named("drafter.build", "num_speculative_tokens"):
                 most = drafter.num_speculative_tokens
             if not isinstance(most, int) or isinstance(most, bool) or most < 0:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from emssd.attention import Kept, KVCacheSpec
-from emssd.draft import Draft
-from emssd.packing import PackedInputs, pack
-from emssd.sequence import Request, Sequence
+from emssd.attention import Kept, KVCacheSpec, PackedInputs
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
+from emssd.sequences import Request, Sequence
 from emssd.testing import machines
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from emssd.sequence import Request
+from emssd.sequences import Request
 from emssd.testing.conformance.setting import BATCH_SIZE
 from emssd.testing.conformance.world import Decision, Life
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from hypothesis.stateful import invariant
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
-from emssd.packing import PackedInputs
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
 from emssd.testing import machines
 from emssd.testing.conformance.rules import BrokenRule, broken, named
 

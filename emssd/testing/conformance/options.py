@@ -9,8 +9,8 @@ from typing import Any, cast
 from omegaconf import MISSING, MissingMandatoryValue, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]  # it ships no types
 
-from emssd.config import structured
 from emssd.errors import ConfigError
+from emssd.jobs.config import structured
 
 __all__ = ["from_text", "made", "round_trip"]
 

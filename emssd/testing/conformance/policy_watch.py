@@ -7,10 +7,9 @@ from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Any
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Outcome
-from emssd.sequence import Batch
-from emssd.stats import StepStats
+from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.metrics.stats import StepStats
+from emssd.sequences import Batch
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.watch import state_of, unchanged
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from emssd.draft import Draft, Drafter, Outcome
-from emssd.drafting import CheckedDrafter
-from emssd.sequence import Batch, Sequence
-from emssd.stages import DraftStages
-from emssd.stats import PHASES, StepStats, StepTimer
+from emssd.drafting import Draft, Drafter, Outcome
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.stages import DraftStages
+from emssd.metrics.stats import PHASES, StepStats, StepTimer
+from emssd.sequences import Batch, Sequence
 from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.world import Decision, Life, decision

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, KVCacheSpec
-from emssd.budget import BudgetPolicy
-from emssd.draft import Drafter
-from emssd.engine import Engine
-from emssd.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
-from emssd.sequence import Request
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
+from emssd.drafting import BudgetPolicy, Drafter
+from emssd.sequences import Request
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.setting import BATCH_SIZE, NEW_TOKENS, Setting, setting, texts
 from emssd.testing.strategies import policies

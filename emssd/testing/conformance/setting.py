@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from emssd.attention import AttentionBackend, KVCacheSpec
-from emssd.draft import Drafter, DrafterContext
+from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.registry import Registry
+from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import DenseBackend, References
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from emssd.hookspecs import Spec
-from emssd.registry import Registry
+from emssd.plugins import Spec
+from emssd.plugins.registry import Registry
 from emssd.testing.conformance import options
 from emssd.testing.conformance.rules import broken, named
 

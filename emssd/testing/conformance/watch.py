@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from emssd.draft import Draft, Drafter, Outcome, check_draft, check_ids
+from emssd.drafting import Draft, Drafter, Outcome
+from emssd.drafting.rules import check_draft, check_ids
 from emssd.errors import DraftError
-from emssd.sequence import Batch, Sequence
+from emssd.sequences import Batch, Sequence
 from emssd.testing.conformance.rules import broken, named
 
 __all__ = ["WatchedDrafter", "state_of", "unchanged"]
@@ -103,7 +104,7 @@ class WatchedDrafter(Drafter):
 def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int) -> None:
     """Hold a draft to its rules, each by name; the engine's own check has the last word."""
     if not isinstance(draft, Draft):
-        broken("drafter.draft", f"propose returned a {type(draft).__name__}; return an emssd.draft.Draft")
+        broken("drafter.draft", f"propose returned a {type(draft).__name__}; return an emssd.drafting.Draft")
     if not isinstance(draft.token_ids, torch.Tensor):
         broken("drafter.draft", f"its token_ids are a {type(draft.token_ids).__name__}; give an int64 tensor")
     if draft.num_rows == len(limits):

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Outcome
-from emssd.drafting import CheckedDrafter
-from emssd.sequence import Batch, Request, Sequence
-from emssd.stages import DraftStages
-from emssd.stats import StepTimer
+from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.stages import DraftStages
+from emssd.metrics.stats import StepTimer
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.watch import WatchedDrafter
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from emssd.draft import Draft, Drafter
-from emssd.hookspecs import Spec, hookimpl
+from emssd.drafting import Draft, Drafter
+from emssd.plugins import Spec, hookimpl
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.budget import BudgetPolicy
-from emssd.hookspecs import Spec, hookimpl
+from emssd.drafting import BudgetPolicy
+from emssd.plugins import Spec, hookimpl
 
 __all__ = ["AdaptiveConfig", "emssd_budget_policies"]
 

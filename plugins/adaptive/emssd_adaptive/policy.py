@@ -11,11 +11,10 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 from math import inf
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Draft, Outcome
+from emssd.drafting import BudgetPolicy, Draft, Outcome
 from emssd.errors import ConfigError
-from emssd.sequence import Batch
-from emssd.stats import StepStats
+from emssd.metrics.stats import StepStats
+from emssd.sequences import Batch
 from emssd_adaptive.choice import best_lengths
 from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
 from emssd_adaptive.step_time import StepTime

@@ -17,10 +17,10 @@ from emssd_adaptive.step_time import StepTime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.draft import Draft, Outcome
+from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, Request, Sequence
-from emssd.stats import PHASES, StageStats, StepStats
+from emssd.metrics.stats import PHASES, StageStats, StepStats
+from emssd.sequences import Batch, Request, Sequence
 
 COEFFICIENTS = st.floats(0, 2, allow_subnormal=False).map(lambda value: round(value, 3))
 
@@ -180,7 +180,7 @@ class World:
         return budget, kept
 
     def warm(self) -> World:
-        """Show steps of every size, as `emssd.warmup` does: from steps of one size no curve can be learnt."""
+        """Show steps of every size, as `emssd.decoding.warmup` does: from steps of one size no curve can be learnt."""
         for limit in (0, 2, 5):
             self.run(8, limit)
         return self

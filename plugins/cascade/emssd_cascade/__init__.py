@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from emssd.draft import Drafter, DrafterContext
+from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.hookspecs import Spec, hookimpl
+from emssd.plugins import Spec, hookimpl
 
 __all__ = ["CascadeConfig", "emssd_drafters"]
 

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.attention import AttentionBackend
-from emssd.budget import BudgetPolicy, FixedBudget
-from emssd.draft import Draft, Drafter, DrafterContext, Outcome
-from emssd.drafting import CheckedDrafter
+from emssd.drafting import BudgetPolicy, Draft, Drafter, DrafterContext, Outcome
+from emssd.drafting.budget import FixedBudget
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, PluginError, PluginWarning
+from emssd.metrics.stats import StepTimer
 from emssd.model import TargetModel
-from emssd.sequence import Batch, Request, Sequence
-from emssd.stages import DraftStages
-from emssd.stats import StepTimer
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
@@ -321,7 +321,7 @@ def test_under_one_memory_limit_target_and_draft_model_preempt_and_stay_exact(
     budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = TargetModel(tiny_model("opt", seed=3, vocab_size=11, max_model_len=144))
-    monkeypatch.setattr("emssd.assembly.load_model", lambda path, **options: (draft, None))
+    monkeypatch.setattr("emssd.decoding.assembly.load_model", lambda path, **options: (draft, None))
     model = tiny_model("llama", vocab_size=11, max_model_len=144)
     target_bytes, draft_bytes = 2 * 2 * 16 * 8, 2 * 2 * 32 * 8  # layers, keys and values, heads and their size, float64
     num_tokens = 230

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from emssd.attention import AttentionBackend, Kept
-from emssd.draft import Draft, Drafter, DrafterContext, Outcome
+from emssd.attention.transfer import on_device
+from emssd.decoding.packing import pack, pack_one
+from emssd.decoding.verify import greedy_tokens
+from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.packing import pack, pack_one
-from emssd.sequence import Batch, Sequence
-from emssd.transfer import on_device
-from emssd.verify import greedy_tokens
+from emssd.sequences import Batch, Sequence
 from emssd_draft_model import DraftModelConfig
 
 __all__ = ["DraftModelDrafter"]

@@ -17,12 +17,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from emssd import Engine
-from emssd.assembly import make_backend
-from emssd.draft import Draft, DrafterContext, Outcome
+from emssd.decoding.assembly import make_backend
+from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.registry import Registry
-from emssd.sequence import Batch, Request, Sequence
+from emssd.plugins.registry import Registry
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 
 VOCAB_SIZE = 13
@@ -168,7 +168,7 @@ def test_target_and_draft_model_hold_equally_many_tokens_however_their_heads_are
     shape: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_model_len": 144, "dtype": torch.float32}
     target, narrow = tiny_model("llama", head_dim=16, **shape), tiny_model("llama", seed=3, head_dim=head_dim, **shape)
     draft = TargetModel(narrow)
-    monkeypatch.setattr("emssd.assembly.load_model", lambda path, **options: (draft, None))
+    monkeypatch.setattr("emssd.decoding.assembly.load_model", lambda path, **options: (draft, None))
     prompts = [[3, 4, 5, 3], [6] * 30, [7, 8]]
     expected = Engine.from_model(target, drafter="none").generate(prompts, 100, ignore_eos=True)
     limit = 262_000

@@ -7,7 +7,7 @@ from enum import Enum
 
 from emssd.attention import AttentionBackend
 from emssd.errors import PluginError
-from emssd.hookspecs import Spec, hookimpl
+from emssd.plugins import Spec, hookimpl
 
 __all__ = ["FlashInferConfig", "PrefillKernel", "emssd_attention_backends", "unavailable"]
 

@@ -9,12 +9,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
-from emssd.draft import Draft
-from emssd.errors import ConfigError
-from emssd.memory import free_bytes
-from emssd.packing import PackedInputs
-from emssd.paged import (
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, StepPlan
+from emssd.attention.memory import free_bytes
+from emssd.attention.paged import (
     FixedShape,
     PagedAttention,
     PagedKernels,
@@ -23,8 +20,10 @@ from emssd.paged import (
     reserve_pages,
     tree_mask,
 )
-from emssd.pages import PageTable
-from emssd.transfer import on_device
+from emssd.attention.pages import PageTable
+from emssd.attention.transfer import on_device
+from emssd.drafting import Draft
+from emssd.errors import ConfigError
 from emssd_flashinfer.graphs import Capture, Compute, StaticInputs, ladder, rung
 from emssd_flashinfer.pool import KVPool, kernel_layer, num_pool_pages, token_bytes
 
@@ -122,7 +121,7 @@ class FlashInferBackend(AttentionBackend):
     def plan(self, packed: PackedInputs, trees: Draft | None = None) -> FlashInferPlan:
         """As in the interface; with `trees`, rows end with the nodes of these trees and attend along them.
 
-        The caller gives tree nodes their depth's positions, and keeps no KV of theirs: see `emssd.paged.tree_mask`.
+        The caller gives tree nodes their depth's positions, and keeps no KV of theirs: see `tree_mask`.
         """
         reserve_pages(self._table, packed)
         self._peak_held = max(self._peak_held, self._table.num_used * self._pool.page_bytes)

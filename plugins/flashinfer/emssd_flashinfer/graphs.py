@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from emssd.attention import PackedInputs
+from emssd.attention.transfer import on_device
 from emssd.errors import PluginError
-from emssd.packing import PackedInputs
-from emssd.transfer import on_device
 
 __all__ = ["Capture", "Compute", "CudaGraphCapture", "StaticInputs", "ladder", "rung"]
 

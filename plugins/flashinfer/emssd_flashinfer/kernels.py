@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.attention.paged import FixedShape, PagedMetadata, largest_metadata
+from emssd.attention.transfer import on_device
 from emssd.errors import OutOfMemoryError, PluginError
-from emssd.paged import FixedShape, PagedMetadata, largest_metadata
-from emssd.transfer import on_device
 
 __all__ = ["FlashInferAttention", "FlashInferKernels"]
 
@@ -19,7 +19,7 @@ _COMPILING_FAILED = (RuntimeError, OSError, subprocess.SubprocessError)
 
 
 class FlashInferKernels:
-    """See `emssd.paged.PagedKernels`.
+    """See `emssd.attention.paged.PagedKernels`.
 
     ``fa2`` is asked for by name: ``fa3``, which FlashInfer would choose on Hopper, takes no mask, does not split long
     KV, and works in tiles of 128 queries, of which a row to verify fills a few.
@@ -60,7 +60,7 @@ class FlashInferKernels:
     def attention(
         self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None
     ) -> FlashInferAttention:
-        """See `emssd.paged.PagedKernels`. The first use of a kernel on a machine compiles it.
+        """See `emssd.attention.paged.PagedKernels`. The first use of a kernel on a machine compiles it.
 
         Raises:
             PluginError: it cannot be compiled.
@@ -106,7 +106,7 @@ class FlashInferKernels:
 
 
 class FlashInferAttention:
-    """See `emssd.paged.PagedAttention`: one wrapper of FlashInfer's, or one for prompts beside it.
+    """See `emssd.attention.paged.PagedAttention`: one wrapper of FlashInfer's, or one for prompts beside it.
 
     Args:
         layer: shape and rules.

@@ -11,7 +11,7 @@ from emssd_flashinfer import FlashInferConfig, emssd_attention_backends, unavail
 
 from emssd import Engine
 from emssd.errors import PluginError
-from emssd.registry import Registry
+from emssd.plugins.registry import Registry
 
 
 def without_cuda(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from emssd.draft import Drafter, DrafterContext
-from emssd.hookspecs import Spec, hookimpl
+from emssd.drafting import Drafter, DrafterContext
+from emssd.plugins import Spec, hookimpl
 
 __all__ = ["LLMAConfig", "Occurrence", "Search", "emssd_drafters"]
 

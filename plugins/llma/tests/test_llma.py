@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 
 CONFIGS = st.builds(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from emssd.draft import Draft, Drafter, DrafterContext
-from emssd.hookspecs import Spec, hookimpl
-from emssd.sequence import Batch
+from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.plugins import Spec, hookimpl
+from emssd.sequences import Batch
 
 __all__ = ["NoneConfig", "NoneDrafter", "emssd_drafters"]
 

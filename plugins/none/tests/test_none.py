@@ -6,7 +6,7 @@ import pytest
 from emssd_none import NoneConfig, NoneDrafter
 
 from emssd import Engine
-from emssd.sequence import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 
 

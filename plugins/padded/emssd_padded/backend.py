@@ -13,13 +13,13 @@ from emssd.attention import (
     Kept,
     KVCacheSpec,
     KVUsage,
+    PackedInputs,
     StepPlan,
     additive_mask,
     masked_attention,
 )
-from emssd.packing import PackedInputs
-from emssd.seen import StepWatch
-from emssd.transfer import on_device
+from emssd.attention.seen import StepWatch
+from emssd.attention.transfer import on_device
 from emssd_padded.slab import SlabTable
 
 __all__ = ["PaddedBackend", "PaddedPlan"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from emssd.draft import Draft, Drafter
+from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, Sequence
+from emssd.sequences import Batch, Sequence
 from emssd_pld import Occurrence, PLDConfig
 
 __all__ = ["NGramIndex", "PLDDrafter"]

@@ -21,9 +21,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from emssd import Engine
 from emssd.attention import AttentionBackend
-from emssd.draft import Draft, Drafter
+from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.preemption import decode_in_little_memory, run_with_preemption

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from emssd.attention import AttentionBackend
-from emssd.hookspecs import Spec, hookimpl
+from emssd.plugins import Spec, hookimpl
 
 __all__ = ["Kernels", "RaggedConfig", "emssd_attention_backends"]
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
+from emssd.attention.paged import reserve_pages
+from emssd.attention.pages import PageTable
 from emssd.errors import ConfigError
-from emssd.packing import PackedInputs
-from emssd.paged import reserve_pages
-from emssd.pages import PageTable
 from emssd_ragged import Kernels
 from emssd_ragged.fused import FusedAttention, FusedPlan, padded_bytes_per_token, why_not_fused
 from emssd_ragged.grouped import GroupedAttention, GroupedPlan

@@ -7,10 +7,9 @@ from itertools import accumulate
 
 import torch
 
-from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs
+from emssd.attention.pages import PageTable
 from emssd.native import load_kernels, why_unavailable
-from emssd.packing import PackedInputs
-from emssd.pages import PageTable
 
 __all__ = ["PAGE_SIZE", "FusedAttention", "FusedPlan", "padded_bytes_per_token", "why_not_fused"]
 
@@ -47,7 +46,7 @@ def _sizes(layer: LayerSpec, dtype: torch.dtype) -> tuple[int, int, int]:
 
 @dataclass(slots=True)
 class FusedPlan:
-    """One step as the kernel reads it, all int32 and 1-D; see `emssd.paged.PagedMetadata` for the terms."""
+    """One step as the kernel reads it, all int32 and 1-D; see `emssd.attention.paged.PagedMetadata` for the terms."""
 
     qo_indptr: torch.Tensor
     kv_lens: torch.Tensor

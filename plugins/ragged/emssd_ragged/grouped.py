@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from emssd.attention import KVCacheSpec, additive_mask, masked_attention
-from emssd.packing import PackedInputs
-from emssd.pages import PageTable
-from emssd.seen import StepWatch
-from emssd.transfer import on_device
+from emssd.attention import KVCacheSpec, PackedInputs, additive_mask, masked_attention
+from emssd.attention.pages import PageTable
+from emssd.attention.seen import StepWatch
+from emssd.attention.transfer import on_device
 
 __all__ = ["GroupedAttention", "GroupedPlan", "RowGroup"]
 

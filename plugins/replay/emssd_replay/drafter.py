@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
-from emssd.draft import Draft, Drafter
+from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
-from emssd.random_weights import counted_on
-from emssd.sequence import Batch, Sequence
+from emssd.model.random_weights import counted_on
+from emssd.sequences import Batch, Sequence
 from emssd.simulate.laws import geometric_trace
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace
 from emssd_replay import ReplayConfig

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError
-from emssd.random_weights import counted_on, counting_model
-from emssd.sequence import Batch, Request, Sequence
+from emssd.model.random_weights import counted_on, counting_model
+from emssd.sequences import Batch, Request, Sequence
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
 from emssd.testing.models import tiny_model
 

@@ -12,9 +12,9 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from emssd.console.terminal import steady
+from emssd.data.records import RecordsConfig
 from emssd.errors import ConfigError, exit_on_error
-from emssd.records import RecordsConfig
-from emssd.terminal import steady
 
 __all__ = ["main", "make_parser"]
 

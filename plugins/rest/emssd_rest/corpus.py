@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from emssd.data.prompts import FailedPrompt, encode_text
+from emssd.data.records import RecordsConfig, Words, existing_file, read_records, read_text, to_prompts
 from emssd.errors import ConfigError, PromptError
-from emssd.prompts import FailedPrompt, encode_text
-from emssd.records import RecordsConfig, Words, existing_file, read_records, read_text, to_prompts
 
 __all__ = ["encoded", "load_tokenizer", "read_corpus"]
 
@@ -58,7 +58,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ConfigError: there is none.
     """
-    from emssd import checkpoint
+    from emssd.model import checkpoint
 
     try:
         return checkpoint.load_tokenizer(name)

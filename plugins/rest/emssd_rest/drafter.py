@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from emssd.draft import Draft, Drafter, DrafterContext
+from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.sequence import Batch
+from emssd.sequences import Batch
 from emssd_rest import RestConfig
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Store, fingerprint

@@ -19,9 +19,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from emssd import Engine
-from emssd.draft import Draft, DrafterContext, check_draft
+from emssd.drafting import Draft, DrafterContext
+from emssd.drafting.rules import check_draft
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 

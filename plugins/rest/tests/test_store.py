@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from emssd.demo import model_path
 from emssd.errors import ConfigError, OutputError
-from emssd.sequence import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Sequence
 
 LETTERS = st.integers(0, 2)  # three letters: matches are everywhere
 DOCUMENTS = st.lists(st.lists(LETTERS, max_size=12), min_size=1, max_size=6).filter(any)

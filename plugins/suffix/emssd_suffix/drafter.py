@@ -11,9 +11,9 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.draft import Draft, Drafter, Outcome
+from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, Sequence
+from emssd.sequences import Batch, Sequence
 from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import SuffixAutomaton
 from emssd_suffix.sources import Match, OutputCache

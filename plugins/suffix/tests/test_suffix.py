@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend
-from emssd.draft import Draft, Drafter, Outcome
+from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, FinishReason, Request, Sequence
+from emssd.sequences import Batch, FinishReason, Request, Sequence
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.preemption import decode_in_little_memory, run_with_preemption
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.draft import Drafter, DrafterContext
-from emssd.hookspecs import Spec, hookimpl
+from emssd.drafting import Drafter, DrafterContext
+from emssd.plugins import Spec, hookimpl
 
 __all__ = ["BigramConfig", "emssd_drafters"]
 

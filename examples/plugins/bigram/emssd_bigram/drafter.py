@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from emssd.draft import Draft, Drafter
+from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
-from emssd.sequence import Batch
+from emssd.sequences import Batch
 
 from emssd_bigram import BigramConfig
 

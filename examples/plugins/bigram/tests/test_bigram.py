@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 from emssd import Engine
-from emssd.draft import Drafter, DrafterContext
+from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, Request
-from emssd.sequence import Sequence as Row
+from emssd.sequences import Batch, Request
+from emssd.sequences import Sequence as Row
 from emssd.testing.conformance import DrafterConformance
 from emssd.testing.models import tiny_model
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from emssd.budget import BudgetPolicy
-from emssd.draft import Outcome
+from emssd.drafting import BudgetPolicy, Outcome
 from emssd.errors import ConfigError
-from emssd.sequence import Batch
-from emssd.stats import StepStats
+from emssd.metrics.stats import StepStats
+from emssd.sequences import Batch
 
 from emssd_one_more import OneMoreConfig
 

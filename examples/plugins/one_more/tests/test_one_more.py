@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from emssd import Engine
-from emssd.budget import BudgetPolicy
+from emssd.drafting import BudgetPolicy
 from emssd.errors import ConfigError
-from emssd.sequence import Batch, Request
-from emssd.sequence import Sequence as Row
+from emssd.sequences import Batch, Request
+from emssd.sequences import Sequence as Row
 from emssd.testing.conformance import BudgetPolicyConformance
 from emssd.testing.models import tiny_model
 

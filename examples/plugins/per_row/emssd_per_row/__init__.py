@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.attention import AttentionBackend
-from emssd.hookspecs import Spec, hookimpl
+from emssd.plugins import Spec, hookimpl
 
 __all__ = ["PerRowConfig", "emssd_attention_backends"]
 

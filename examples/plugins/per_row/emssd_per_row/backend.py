@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan, additive_mask, masked_attention
-from emssd.packing import PackedInputs
+from emssd.attention import (
+    AttentionBackend,
+    Kept,
+    KVCacheSpec,
+    KVUsage,
+    PackedInputs,
+    StepPlan,
+    additive_mask,
+    masked_attention,
+)
 
 __all__ = ["PerRowBackend", "PerRowPlan"]
 

@@ -1,0 +1,17 @@
+"""Attention over ragged batches: the `AttentionBackend` interface and what paged backends share."""
+
+from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
+from emssd.attention.masked import additive_mask, masked_attention
+from emssd.attention.packed import PackedInputs
+
+__all__ = [
+    "AttentionBackend",
+    "KVCacheSpec",
+    "KVUsage",
+    "Kept",
+    "LayerSpec",
+    "PackedInputs",
+    "StepPlan",
+    "additive_mask",
+    "masked_attention",
+]

@@ -1,0 +1,71 @@
+"""Dense attention under a mask, for backends that have no kernel of their own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from emssd.attention.interface import LayerSpec
+from emssd.attention.seen import mended
+
+__all__ = ["additive_mask", "masked_attention"]
+
+_SLOW_ALONE = (torch.bfloat16, torch.float16)
+
+
+def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a query sees a key, and minus infinity elsewhere: what attention adds to its scores.
+
+    Args:
+        visible: ``[b, n, m]`` bool; every query sees at least one key.
+        dtype: of the queries.
+    """
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    layer: LayerSpec,
+    *,
+    checked: bool = True,
+) -> torch.Tensor:
+    """Dense attention under a mask, with grouped heads, true scale and soft-cap; any device and dtype.
+
+    Args:
+        query: ``[b, n, num_qo_heads, key_dim]``.
+        key: ``[b, m, num_kv_heads, key_dim]``.
+        value: ``[b, m, num_kv_heads, value_dim]``.
+        mask: ``[b, n, m]`` of the dtype of `query`, see `additive_mask`.
+        checked: see that keys and values which a query does not see reach it in no way, even if they are not finite.
+            On a GPU the host waits for this; see `emssd.attention.seen.StepWatch`.
+
+    Returns:
+        ``[b, n, num_qo_heads, value_dim]``.
+    """
+    out = _attend(query, key, value, mask, layer)
+    return mended(out, query, key, value, mask, layer, _attend) if checked else out
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, layer: LayerSpec
+) -> torch.Tensor:
+    """By PyTorch's kernels, for which a weight of 0 times NaN is NaN."""
+    if query.shape[1] == 1 and query.dtype in _SLOW_ALONE and query.device.type == "cpu":
+        # PyTorch's kernel takes about three times as long for one query as for two (2.13, AVX-512).
+        return _attend(query.repeat(1, 2, 1, 1), key, value, mask.expand(-1, 2, -1), layer)[:, :1]
+    query, key, value, mask = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask.unsqueeze(1)
+    grouped = layer.num_qo_heads != layer.num_kv_heads
+    if layer.softcap is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=layer.scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+    if grouped:
+        groups = layer.num_qo_heads // layer.num_kv_heads
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.matmul(query, key.transpose(2, 3)) * layer.scale
+    scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores + mask, dim=-1, dtype=wide).to(query.dtype)
+    return torch.matmul(weights, value).transpose(1, 2)

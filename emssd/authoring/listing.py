@@ -1,0 +1,25 @@
+"""``emssd-plugins list``: every plugin, where it comes from, and its state."""
+
+from __future__ import annotations
+
+import warnings
+
+from rich.table import Table
+
+from emssd.authoring.watched import LOAD_SECONDS, Notes
+from emssd.console.terminal import plain_console
+from emssd.plugins.registry import Registry
+
+__all__ = ["print_plugins"]
+
+
+def print_plugins(notes: Notes) -> int:
+    """Print a table of all plugins. Returns 1 if one of them failed to load, else 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the table shows the failures
+        registry = Registry(on_load=lambda owner: notes.note(owner, "while it was loaded", LOAD_SECONDS))
+    table = Table("kind", "name", "state", "distribution", "version", "reason", box=None, pad_edge=False)
+    for record in sorted(registry.records, key=lambda record: (record.kind, record.name)):
+        table.add_row(record.kind, record.name, record.state, record.distribution, record.version, record.reason or "–")
+    plain_console().print(table)
+    return int(any(record.state == "failed" for record in registry.records))

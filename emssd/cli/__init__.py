@@ -1,0 +1,1 @@
+"""The command line: Hydra composes the options, and these modules say what went wrong with them."""

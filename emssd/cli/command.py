@@ -1,0 +1,132 @@
+"""The command line: composes the options with Hydra, hands them to `emssd.jobs.job`, and prints errors as sentences."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from emssd.cli.composed import to_options
+from emssd.cli.help_text import register_help
+from emssd.cli.option_names import check_arguments, quoted_prompt
+from emssd.cli.usage import as_config_error
+from emssd.errors import ConfigError, EmssdError, exit_on_error
+from emssd.jobs.config import conf_dir, register_configs
+from emssd.jobs.jobs import Jobs
+from emssd.plugins.registry import Registry
+from emssd.version import __version__
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["main"]
+
+_FULL = "HYDRA_FULL_ERROR"
+
+
+def main() -> None:
+    """Entry point of ``emssd`` and ``python -m emssd``. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # not a line for every attempt to reach the hub
+    warnings.showwarning = lambda message, *_, **__: print(f"emssd: warning: {message}", file=sys.stderr)
+    try:
+        with exit_on_error("emssd"):
+            if "--version" in sys.argv[1:]:  # Hydra has its own
+                print(f"emssd {__version__} (torch {version('torch')}, transformers {version('transformers')})")
+                return
+            registry = Registry()
+            register_configs(registry)
+            register_help()
+            sys.argv[1:] = map(quoted_prompt, sys.argv[1:])
+            check_arguments(sys.argv[1:], registry)
+            with closing(Jobs(registry)) as jobs:
+                _compose_and_run(jobs, registry)
+    except KeyboardInterrupt:
+        _leave("interrupted")
+
+
+def _compose_and_run(jobs: Jobs, registry: Registry) -> None:
+    faults: list[Exception] = []
+
+    @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+    def run(config: DictConfig) -> None:
+        with exit_on_error("emssd"):  # here, because Hydra would say more about it
+            try:
+                _run(config, jobs, registry)
+            except EmssdError:
+                raise
+            except Exception as error:
+                faults.append(error)
+                raise
+
+    try:
+        with _hydra_raises() as wants_traceback:
+            run()
+    except Exception as error:
+        if wants_traceback or error in faults or isinstance(error, (EmssdError, BrokenPipeError)):
+            raise
+        raise as_config_error(error) from error
+    jobs.finish()
+
+
+def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
+    """One run, of a sweep or alone."""
+    hydra_config = HydraConfig.get()
+    is_sweep = hydra_config.mode is RunMode.MULTIRUN
+    overrides = cast("list[str]", OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
+    options = to_options(config, overrides, registry, is_sweep=is_sweep)
+    text, folder = OmegaConf.to_yaml(config), Path(options.output_dir)
+    number = int(hydra_config.job.num) if is_sweep else 0
+    try:
+        if options.experiment is not None:
+            _check_launcher(hydra_config.launcher._target_)
+            jobs.run_of_experiment(options, text, folder, number, overrides)
+        elif is_sweep:
+            jobs.run(options, text, folder / str(number), overrides)
+        else:
+            jobs.run(options, text, folder)
+    except KeyboardInterrupt:
+        again = f"resume=true output_dir={options.output_dir}"
+        _leave(f"interrupted; the rows that were finished are in {folder}/, and {again} goes on from there")
+
+
+def _check_launcher(target: str) -> None:
+    """The rows of an experiment go to one file, and its runs are compared, so they must follow one another.
+
+    Raises:
+        ConfigError: another launcher was chosen.
+    """
+    if not target.endswith(".BasicLauncher"):
+        raise ConfigError(
+            "an experiment compares runs that follow one another in one process, and its launcher is "
+            f"{target.rpartition('.')[2]}; leave hydra/launcher= out, or sweep without experiment="
+        )
+
+
+@contextmanager
+def _hydra_raises() -> Iterator[bool]:
+    """Let Hydra raise its errors, which it would print; gives whether the user asks for the tracebacks of these."""
+    before = os.environ.get(_FULL)
+    os.environ[_FULL] = "1"
+    try:
+        yield before == "1"
+    finally:
+        os.environ.pop(_FULL)
+        if before is not None:
+            os.environ[_FULL] = before
+
+
+def _leave(why: str) -> NoReturn:
+    """End as a program does that Ctrl-C has stopped."""
+    print(f"emssd: {why}", file=sys.stderr)
+    sys.exit(130)

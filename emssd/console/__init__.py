@@ -1,0 +1,1 @@
+"""What all commands print to, and how they end."""

@@ -1,0 +1,97 @@
+"""Conversations as prompts, through the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from emssd.data.prompts import tokenize
+from emssd.errors import ConfigError, PromptError
+
+__all__ = ["check_messages", "encode_chat", "require_template"]
+
+Message = Mapping[str, Any]
+
+
+def encode_chat(messages: Iterable[Message], tokenizer: Any, name: str = "0", system: str | None = None) -> list[int]:
+    """Token ids of a conversation up to where the assistant's answer begins, as `Engine.generate` takes them.
+
+    The template brings all special tokens, BOS too; none is added.
+
+    Args:
+        messages: ``{"role": …, "content": …}`` each.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        name: how errors call the prompt.
+        system: goes in front, unless the conversation begins with a system message.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or one that is no program.
+        PromptError: these are no messages, or the template refuses them, or makes nothing of them.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    require_template(tokenizer)
+    messages = [] if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable) else list(messages)
+    check_messages(messages, name)
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateSyntaxError, SyntaxError, ImportError) as error:  # no conversation could mend that
+        raise ConfigError(_broken_template(_line(error))) from error
+    except Exception as error:  # a template is a program of the model's authors, and raises what they like
+        raise PromptError(
+            f"prompt {name}: the tokenizer's chat template refuses the conversation: {_line(error)}"
+        ) from error
+    if not text:
+        raise PromptError(f"prompt {name}: the tokenizer's chat template makes an empty text of the conversation")
+    return tokenize(text, tokenizer, name, add_special_tokens=False)
+
+
+def require_template(tokenizer: Any) -> None:
+    """Make sure that there is a chat template.
+
+    Raises:
+        ConfigError: there is none, or it is no text.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise ConfigError(
+            "data.chat=true needs a tokenizer with a chat template, and this model's has none, as it is probably no "
+            "instruction-tuned model; leave data.chat out, and write prompts as the model knows them (data.template)"
+        )
+    if isinstance(template, Mapping):  # several by name
+        template = template.get("default")
+        if template is None:
+            raise ConfigError(_broken_template("it has several, and none is named default"))
+    if not isinstance(template, str):
+        raise ConfigError(_broken_template(f"it is {template!r}, and no text"))
+
+
+def check_messages(messages: Any, name: str) -> None:
+    """Make sure that `messages` are a conversation.
+
+    Raises:
+        PromptError: they are not, with the place.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise PromptError(f"prompt {name} is no list of messages")
+    for number, message in enumerate(messages, start=1):
+        for key in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+                raise PromptError(
+                    f"prompt {name}: message {number} has no text {key!r}; "
+                    f'a message is {{"role": "user", "content": "…"}}'
+                )
+
+
+def _broken_template(why: str) -> str:
+    return (
+        f"the tokenizer's chat template cannot be used: {why}; mend it in chat_template.jinja or "
+        f"tokenizer_config.json, or leave data.chat out, and write prompts as the model knows them (data.template)"
+    )
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:200]}…"

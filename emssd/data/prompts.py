@@ -1,0 +1,213 @@
+"""Prompts: what a source yields, how they become token ids, and which are refused before any work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from emssd.errors import ConfigError, PromptError
+
+__all__ = [
+    "FailedPrompt",
+    "Prompt",
+    "SourceConfig",
+    "Truncate",
+    "check_prompt",
+    "encode_prompts",
+    "encode_text",
+    "limit_per_prompt",
+    "tokenize",
+    "truncated",
+    "unescaped",
+]
+
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: an id that outputs and errors name it by, and its text, its conversation or its token ids.
+
+    Attributes:
+        messages: ``{"role": …, "content": …}`` each; with these, `text` is not used. See `emssd.data.chat`.
+        token_ids: of a prompt that is encoded already; with these, neither `text` nor `messages` is used.
+        max_new_tokens: its own limit, in the place of the run's.
+    """
+
+    prompt_id: str
+    text: str = ""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    max_new_tokens: int | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailedPrompt:
+    """A prompt that cannot be used. Sources yield it in the place of a `Prompt`; ``on_error`` says what it does.
+
+    Attributes:
+        error: the whole sentence, with the place.
+    """
+
+    prompt_id: str
+    error: str
+
+
+class Truncate(str, Enum):
+    """Which end of a too long prompt is cut off."""
+
+    none = "none"
+    left = "left"
+    right = "right"
+
+
+@dataclass
+class SourceConfig:
+    """Options that every prompt source has.
+
+    Attributes:
+        limit: use only this many prompts.
+        truncate: shorten prompts of more than `max_prompt_tokens`; ``none`` makes them an error.
+        max_prompt_tokens: ``null`` takes what the model's length leaves beside `max_new_tokens`.
+        chat: make each prompt a user's message in the tokenizer's chat template.
+        system: system message of conversations that have none of their own.
+    """
+
+    limit: int | None = None
+    truncate: Truncate = Truncate.none
+    max_prompt_tokens: int | None = None
+    chat: bool = False
+    system: str | None = None
+
+
+def limit_per_prompt(max_new_tokens: int | Seq[int], num_prompts: int) -> list[int]:
+    """``[num_prompts]`` limits of new tokens, of one for all or of one for each.
+
+    Raises:
+        ConfigError: one below 1, or not one for each.
+    """
+    limits = [max_new_tokens] * num_prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != num_prompts:
+        raise ConfigError(
+            f"max_new_tokens has {len(limits)} limits for {num_prompts} prompts; give one for each, or one number"
+        )
+    for limit in [max_new_tokens] if isinstance(max_new_tokens, int) else limits:
+        if limit < 1:
+            raise ConfigError(f"max_new_tokens is {limit}; it must be at least 1")
+    return limits
+
+
+def encode_prompts(
+    prompts: Iterable[str | Seq[int]],
+    tokenizer: Any,
+    max_model_len: int,
+    vocab_size: int,
+    names: Seq[str] | None = None,
+) -> list[list[int]]:
+    """Encode `prompts`, leaving token ids as they are.
+
+    A text that already starts with the tokenizer's BOS token gets no second one.
+
+    Args:
+        prompts: texts or token ids.
+        tokenizer: a Hugging Face tokenizer, or ``None`` where all prompts are token ids.
+        max_model_len: a prompt must be shorter than this.
+        vocab_size: token ids must be below it.
+        names: how errors call each prompt; the index by default.
+
+    Raises:
+        PromptError: a prompt is empty, leaves no room for a new token, or has ids outside the vocabulary.
+        ConfigError: a text, but no tokenizer; or one string in the place of a list.
+    """
+    if isinstance(prompts, str):
+        raise ConfigError("prompts is one string; give a list of prompts, such as [prompt]")
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        name = names[index] if names is not None else str(index)
+        ids = encode_text(prompt, tokenizer, name) if isinstance(prompt, str) else [int(token) for token in prompt]
+        check_prompt(ids, max_model_len, vocab_size, name)
+        encoded.append(ids)
+    return encoded
+
+
+def encode_text(text: str, tokenizer: Any, name: str) -> list[int]:
+    """Token ids of `text`, which errors call `name`; one that starts with the BOS token gets no second one.
+
+    Raises:
+        PromptError: it is empty.
+        ConfigError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise ConfigError("prompts are texts, but the engine has no tokenizer; pass one, or give token ids")
+    if not text:
+        raise PromptError(f"prompt {name} is empty; there is nothing to continue")
+    has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    return tokenize(text, tokenizer, name, add_special_tokens=not has_bos)
+
+
+def tokenize(text: str, tokenizer: Any, name: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of `text`, which errors call `name`.
+
+    Raises:
+        PromptError: it is no text that UTF-8 could hold, or the tokenizer knows nothing of it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"prompt {name} is no Unicode text: character {error.start + 1} is half of a surrogate pair, "
+            f"{text[error.start]!a}; repair what wrote it"
+        ) from error
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    if not ids:
+        raise PromptError(f"prompt {name} is a text of which the tokenizer makes no token; is it the model's own?")
+    return ids
+
+
+def check_prompt(ids: Seq[int], max_model_len: int, vocab_size: int, name: str) -> None:
+    """Make sure that the model can continue `ids`.
+
+    Raises:
+        PromptError: no ids, no room for a new token, or ids outside the vocabulary.
+    """
+    if not ids:
+        raise PromptError(f"prompt {name} is empty; there is nothing to continue")
+    if len(ids) >= max_model_len:
+        raise PromptError(
+            f"prompt {name} has {len(ids)} tokens, and the model takes {max_model_len} with at least one new one; "
+            f"shorten it or truncate prompts to {max_model_len - 1} tokens or fewer (data.max_prompt_tokens)"
+        )
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise PromptError(f"prompt {name} has token ids outside the model's vocabulary of {vocab_size}")
+
+
+def truncated(ids: list[int], config: SourceConfig, room: int, name: str) -> list[int]:
+    """`ids` of prompt `name` cut to `config.max_prompt_tokens`, or to `room` if that is not set.
+
+    Raises:
+        PromptError: too many tokens, and ``truncate`` is ``none``; or there is no room at all.
+    """
+    limit = room if config.max_prompt_tokens is None else config.max_prompt_tokens
+    if config.truncate is Truncate.none:
+        if config.max_prompt_tokens is not None and len(ids) > limit:
+            raise PromptError(
+                f"prompt {name} has {len(ids)} tokens, and data.max_prompt_tokens is {limit}; "
+                f"raise it, or cut prompts with data.truncate=left or data.truncate=right"
+            )
+        return ids
+    if limit < 1:
+        raise PromptError(
+            f"max_new_tokens leaves {limit} tokens for prompts; lower it by {1 - limit} or more"
+            if config.max_prompt_tokens is None
+            else f"data.max_prompt_tokens is {limit}; it must be at least 1"
+        )
+    return ids[-limit:] if config.truncate is Truncate.left else ids[:limit]
+
+
+def unescaped(text: str) -> str:
+    r"""`text` with ``\n``, ``\t``, ``\r`` and ``\\`` as what they stand for: neither a shell nor Hydra does that."""
+    return re.sub(r"\\([ntr\\])", lambda match: _ESCAPES[match[1]], text)

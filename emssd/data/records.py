@@ -1,0 +1,283 @@
+"""Prompts from records: JSON lines of a local file, or rows of a dataset, by field or by template."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from emssd.data.chat import check_messages
+from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
+from emssd.errors import PromptError
+
+__all__ = [
+    "PROMPT_WORDS",
+    "RecordsConfig",
+    "Words",
+    "existing_file",
+    "read_bytes",
+    "read_json",
+    "read_records",
+    "read_text",
+    "records_in",
+    "text_in",
+    "to_prompts",
+]
+
+
+@dataclass
+class RecordsConfig(SourceConfig):
+    """Options of sources whose prompts are records with fields.
+
+    Attributes:
+        field: the prompt's field; with `chat`, it may hold a list of messages.
+        template: makes the prompt from several fields, as in ``"Question: {question}\\nAnswer:"`` or ``"{turns[0]}"``;
+            stands in for `field`. ``\\n``, ``\\t``, ``\\r`` and ``\\\\`` stand for newline, tab, carriage return and
+            backslash.
+        id_field: names each prompt; its place in the file or dataset by default.
+        max_new_tokens_field: holds a prompt's own limit of new tokens; where it is ``null``, the run's holds.
+        where: keep only records with these values, as in ``data.where.category=math``.
+    """
+
+    field: str = "prompt"
+    template: str | None = None
+    id_field: str | None = None
+    max_new_tokens_field: str | None = None
+    where: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What errors call the things that are read, and the options that choose them; by default those of `data=jsonl`.
+
+    Attributes:
+        things: that records become.
+        path: what stands before the name of a file.
+        option, equals: what stands before the name of an option; between it and its value.
+        lines: says what a file of records is.
+        plain: says how else a file could be read.
+        chat: says how a list of messages could be read.
+    """
+
+    things: str = "prompts"
+    path: str = "data.path="
+    option: str = "data."
+    equals: str = "="
+    lines: str = "data=jsonl wants one JSON object per line"
+    plain: str = ", and data=text reads plain text"
+    chat: str = "; data.chat=true takes a list of messages"
+
+
+PROMPT_WORDS = Words()
+
+
+def existing_file(name: str, words: Words = PROMPT_WORDS) -> Path:
+    """The file of that name.
+
+    Raises:
+        PromptError: there is none.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise PromptError(f"{words.path}{name}: no such file (looked in {Path.cwd()})")
+    return path
+
+
+def read_records(path: Path, words: Words = PROMPT_WORDS) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
+    """Pairs of place and record of a JSONL file, or what is wrong with a line; empty lines are skipped.
+
+    Raises:
+        PromptError: the file cannot be read.
+    """
+    yield from records_in(read_bytes(path), path.name, words)
+
+
+def records_in(
+    content: bytes, name: str, words: Words = PROMPT_WORDS
+) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
+    """The same of what a file, or standard input, of that name held."""
+    for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{name}:{number}"
+        try:
+            record = read_json(line.decode("utf-8"))
+        except json.JSONDecodeError as error:
+            yield FailedPrompt(
+                place,
+                f"{place} is not JSON: {error.msg} at column {error.colno}; {words.lines}{words.plain}",
+            )
+        except UnicodeDecodeError as error:
+            yield FailedPrompt(place, f"{place} is not UTF-8 text ({error.reason} at byte {error.start}); convert it")
+        except ValueError as error:
+            yield FailedPrompt(place, f"{place} is JSON that cannot be read: {error}; repair what wrote it")
+        else:
+            if isinstance(record, dict):
+                yield place, record
+            else:
+                kind = type(record).__name__
+                yield FailedPrompt(place, f"{place} is a {kind}; {words.lines}")
+
+
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON (`json.JSONDecodeError`), or larger or deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # of integers with thousands of digits; the rest of it is for programmers
+        raise ValueError(str(error).partition(";")[0]) from None
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, without the byte order mark that some editors begin it with.
+
+    Raises:
+        PromptError: it cannot be read, or is not UTF-8.
+    """
+    return text_in(read_bytes(path), str(path))
+
+
+def text_in(content: bytes, name: str) -> str:
+    """The text of what a file, or standard input, of that name held.
+
+    Raises:
+        PromptError: it is not UTF-8.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file holds.
+
+    Raises:
+        PromptError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def to_prompts(
+    records: Iterable[tuple[str, dict[str, Any]] | FailedPrompt],
+    config: RecordsConfig,
+    origin: str,
+    words: Words = PROMPT_WORDS,
+) -> list[Prompt | FailedPrompt]:
+    """The prompts of pairs of place and record, which come from `origin`, and what is wrong with the others.
+
+    A record that cannot be read counts towards ``limit``, and no ``where`` leaves it out.
+
+    Raises:
+        PromptError: nothing is left.
+    """
+
+    def wanted(item: tuple[str, dict[str, Any]] | FailedPrompt) -> bool:
+        if isinstance(item, FailedPrompt):
+            return True
+        return all(_said(item[1].get(name)) == value for name, value in config.where.items())
+
+    prompts: list[Prompt | FailedPrompt] = []
+    taken: dict[str, str] = {}  # the place of each id
+    for item in islice(filter(wanted, records), config.limit):
+        if isinstance(item, FailedPrompt):
+            prompts.append(item)
+            continue
+        place, record = item
+        try:
+            prompt = _prompt(place, record, config, words)
+            if prompt.prompt_id in taken:
+                raise PromptError(
+                    f"{place} has the id {prompt.prompt_id!r} of {taken[prompt.prompt_id]}; choose a field that "
+                    f"differs with {words.option}id_field"
+                )
+        except PromptError as error:
+            prompts.append(FailedPrompt(place, str(error)))
+        else:
+            taken[prompt.prompt_id] = place
+            prompts.append(prompt)
+    if not prompts:
+        where = " and ".join(f"{name}={value}" for name, value in config.where.items())
+        raise PromptError(
+            f"no prompt has {where}; change {words.option}where" if where else f"{origin} holds no {words.things}"
+        )
+    return prompts
+
+
+def _prompt(place: str, record: dict[str, Any], config: RecordsConfig, words: Words) -> Prompt:
+    has = f"it has {', '.join(map(repr, record))}"
+    options = {"id_field": config.id_field, "max_new_tokens_field": config.max_new_tokens_field}
+    if config.template is None:
+        options["field"] = config.field
+    for option, name in options.items():
+        if name is not None and name not in record:
+            choice = f" or {words.option}template" if option == "field" else ""
+            raise PromptError(f"{place} has no field {name!r}; {has}. Choose with {words.option}{option}{choice}")
+    prompt_id = _id(place, record, config.id_field) if config.id_field else place
+    limit = _limit(place, record, config.max_new_tokens_field)
+    if config.template is not None:
+        text = _filled(config.template, record, f"{place} does not fit {words.option}template; {has}")
+        return Prompt(prompt_id, text, max_new_tokens=limit)
+    value = record[config.field]
+    if config.chat and isinstance(value, list):
+        check_messages(value, place)
+        return Prompt(prompt_id, messages=tuple(value), max_new_tokens=limit)
+    if not isinstance(value, str):
+        raise PromptError(
+            f"{place}: field {config.field!r} holds a value of type {type(value).__name__}, not text; "
+            f"choose another with {words.option}field, or make text of it with "
+            f"\"{words.option}template{words.equals}'{{{config.field}}}'\""
+            + (words.chat if isinstance(value, list) else "")
+        )
+    return Prompt(prompt_id, value, max_new_tokens=limit)
+
+
+def _id(place: str, record: dict[str, Any], name: str) -> str:
+    value = record[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise PromptError(
+            f"{place}: field {name!r} holds a value of type {type(value).__name__}; an id is a text or a number"
+        )
+    return str(value)
+
+
+def _said(value: object) -> str:
+    """`value` as text, by which ``where`` knows it."""
+    try:
+        return str(value)
+    except RecursionError:  # lists in lists in lists; nobody asks for them
+        return ""
+
+
+def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
+    limit = None if name is None else record[name]
+    if isinstance(limit, float) and limit.is_integer():  # what tables make of whole numbers where some are missing
+        limit = int(limit)
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise PromptError(
+            f"{place}: field {name!r} holds {limit!r}; a limit of new tokens is a whole number of at least 1, or null"
+        )
+    return limit
+
+
+def _filled(template: str, record: dict[str, Any], complaint: str) -> str:
+    try:
+        return unescaped(template).format(**record)
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError) as error:  # what str.format raises
+        raise PromptError(f"{complaint}. {template!r} gives {type(error).__name__}: {error}") from error

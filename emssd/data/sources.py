@@ -1,0 +1,194 @@
+"""Prompt sources: the embedded demo, files, Hugging Face datasets, random tokens."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig
+from emssd.data.records import RecordsConfig, existing_file, read_bytes, read_records, records_in, text_in, to_prompts
+from emssd.errors import ConfigError, PromptError
+
+__all__ = [
+    "DatasetConfig",
+    "DemoConfig",
+    "JSONLConfig",
+    "RandomConfig",
+    "TextConfig",
+    "Unit",
+    "dataset_prompts",
+    "demo_prompts",
+    "jsonl_prompts",
+    "random_prompts",
+    "text_prompts",
+]
+
+
+@dataclass
+class DemoConfig(SourceConfig):
+    """`data=demo`: passages of Python's own documentation, for `model=demo`.
+
+    Attributes:
+        kind: only prompts that ask to ``restate`` a passage, or only those that ask to ``continue`` one.
+    """
+
+    limit: int | None = 32
+    kind: str | None = None
+
+
+class Unit(str, Enum):
+    """What one prompt is in a text file."""
+
+    line = "line"
+    paragraph = "paragraph"
+    file = "file"
+
+
+@dataclass
+class TextConfig(SourceConfig):
+    """`data=text`: prompts from a text file; empty lines are skipped.
+
+    Attributes:
+        path: the file; ``-`` is standard input.
+        unit: each ``line``, each ``paragraph`` (separated by empty lines), or the whole ``file`` is one prompt.
+    """
+
+    path: str = MISSING
+    unit: Unit = Unit.line
+
+
+@dataclass
+class JSONLConfig(RecordsConfig):
+    """`data=jsonl`: one JSON object per line.
+
+    Attributes:
+        path: the file; ``-`` is standard input.
+    """
+
+    path: str = MISSING
+
+
+@dataclass
+class DatasetConfig(RecordsConfig):
+    """`data=hf`: a dataset of the Hugging Face hub, or a local JSONL copy of it.
+
+    Attributes:
+        hub: dataset id; needs the extra ``emssd[datasets]``.
+        subset, split: which part.
+        path: a local JSONL file with the same fields, used in place of the hub.
+    """
+
+    hub: str | None = None
+    subset: str | None = None
+    split: str = "test"
+    path: str | None = None
+
+
+@dataclass
+class RandomConfig(SourceConfig):
+    """`data=random`: prompts of random tokens, for timing.
+
+    Attributes:
+        num_tokens: of each prompt.
+        vocab_size: token ids are drawn below this, and at least 4, since models keep special tokens there.
+        seed: of the draw.
+    """
+
+    limit: int | None = 32
+    num_tokens: int = 128
+    vocab_size: int = 1000
+    seed: int = 0
+
+
+def demo_prompts(config: DemoConfig) -> list[Prompt]:
+    """The prompts of `data=demo`."""
+    from emssd import demo
+
+    prompts = [Prompt(prompt.prompt_id, prompt.text) for prompt in demo.prompts()]
+    kinds = sorted({prompt.prompt_id.rpartition("-")[2] for prompt in prompts})
+    if config.kind is None:
+        return prompts[: config.limit]
+    if config.kind not in kinds:
+        raise ConfigError(f"data.kind is {config.kind!r}; the demo has prompts of the kinds {', '.join(kinds)}")
+    return [prompt for prompt in prompts if prompt.prompt_id.endswith(f"-{config.kind}")][: config.limit]
+
+
+def random_prompts(config: RandomConfig) -> list[Prompt]:
+    """The prompts of `data=random`."""
+    if config.num_tokens < 1 or config.vocab_size < 5:
+        raise ConfigError(
+            f"data.num_tokens is {config.num_tokens} and data.vocab_size {config.vocab_size}; "
+            f"at least 1 and 5 are needed"
+        )
+    if config.limit is None:
+        raise ConfigError("data.limit says how many random prompts to make, and is null; give a number")
+    draw = random.Random(config.seed)
+    return [
+        Prompt(str(i), token_ids=tuple(draw.randrange(4, config.vocab_size) for _ in range(config.num_tokens)))
+        for i in range(config.limit)
+    ]
+
+
+def _content(path: str) -> tuple[str, bytes]:
+    """Name and content of a file, or of standard input."""
+    if path == "-":
+        return "stdin", sys.stdin.buffer.read()
+    file = existing_file(path)
+    return file.name, read_bytes(file)
+
+
+def text_prompts(config: TextConfig) -> list[Prompt]:
+    """The prompts of `data=text`."""
+    name, content = _content(config.path)
+    where = name if config.path == "-" else config.path
+    text = text_in(content, where)
+    if config.unit is Unit.file:
+        pieces = [(1, text)]
+    elif config.unit is Unit.line:
+        pieces = list(enumerate(text.split("\n"), start=1))
+    else:
+        pieces = list(enumerate((piece.strip("\n") for piece in text.split("\n\n")), start=1))
+    prompts = [Prompt(f"{name}:{number}", piece) for number, piece in pieces if piece.strip()]
+    if not prompts:
+        raise PromptError(f"{where} holds no prompts: it is empty")
+    return prompts[: config.limit]
+
+
+def jsonl_prompts(config: JSONLConfig) -> list[Prompt | FailedPrompt]:
+    """The prompts of `data=jsonl`."""
+    name, content = _content(config.path)
+    return to_prompts(records_in(content, name), config, name if config.path == "-" else config.path)
+
+
+def dataset_prompts(config: DatasetConfig) -> list[Prompt | FailedPrompt]:
+    """The prompts of `data=hf`."""
+    if config.path is not None:
+        return to_prompts(read_records(existing_file(config.path)), config, config.path)
+    if config.hub is None:
+        raise ConfigError("data=hf needs data.hub=DATASET (an id of the Hugging Face hub) or data.path=FILE.jsonl")
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"reading {config.hub!r} from the hub needs the package 'datasets': pip install 'emssd[datasets]', "
+            f"or give a local copy with data.path=FILE.jsonl"
+        ) from error
+
+    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+        try:
+            for i, row in enumerate(datasets.load_dataset(config.hub, config.subset, split=config.split)):
+                yield f"{config.hub}[{i}]", row
+        except Exception as error:  # the client raises its own, its HTTP library's, and those of what decodes pictures
+            what = " ".join(str(error).split()).rstrip(".")
+            raise PromptError(
+                f"cannot read dataset {config.hub!r} ({config.subset}, {config.split}): {what}. "
+                f"A local copy works with data.path=FILE.jsonl"
+            ) from error
+
+    return to_prompts(rows(), config, config.hub)

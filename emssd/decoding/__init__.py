@@ -1,0 +1,1 @@
+"""The decode loop: schedule, draft, run, verify, advance."""

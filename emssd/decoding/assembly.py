@@ -1,0 +1,184 @@
+"""Puts an engine together from names and configs; the only place that knows both the registry and the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from emssd.decoding.caches import Caches, make_backend
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
+from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
+from emssd.errors import ConfigError
+from emssd.model import LoadModel, TargetModel, load_model
+from emssd.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["assemble", "eos_token_ids", "from_model", "from_pretrained", "make_backend"]
+
+
+def from_pretrained(
+    path: str = "demo",
+    *,
+    drafter: Any = DEFAULT_DRAFTER,
+    backend: Any = "ragged",
+    budget: Any = "adaptive",
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    compile: bool = False,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Engine:
+    """Load a model and build an engine for it.
+
+    Args:
+        path: local folder, hub id, or ``demo`` for the embedded model.
+        drafter: a name such as ``"llma"``, a plugin's config such as ``LLMAConfig(copy_length=10)``, or a `Drafter`.
+        backend: a name or a plugin's config.
+        budget: a name, a plugin's config, or a `BudgetPolicy`.
+        dtype, device, max_model_len, compile: see `emssd.model.load_model`.
+        trust_remote_code: see there; it holds for draft models too.
+        options: fields of `emssd.decoding.options.EngineOptions`, such as ``batch_size=16``.
+    """
+    chosen, registry = _options(options), Registry()
+    # All names are looked up before the weights are loaded.
+    for kind, choice, ready in (("drafter", drafter, Drafter), ("budget", budget, BudgetPolicy)):
+        if not isinstance(choice, ready):
+            registry.resolve(kind, choice)
+    registry.resolve("backend", backend)
+    load = partial(load_model, trust_remote_code=trust_remote_code)
+    target, tokenizer = load(path, dtype=dtype, device=device, max_model_len=max_model_len, compile=compile)
+    return assemble(
+        target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry, load=load
+    )
+
+
+def from_model(
+    model: PreTrainedModel,
+    tokenizer: Any = None,
+    *,
+    drafter: Any = DEFAULT_DRAFTER,
+    backend: Any = "ragged",
+    budget: Any = "adaptive",
+    max_model_len: int | None = None,
+    compile: bool = False,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Engine:
+    """Build an engine around a model that is already loaded; see `from_pretrained` for the options."""
+    chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code)
+    target = TargetModel(model, max_model_len=max_model_len, compile=compile)
+    return assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
+
+
+def assemble(
+    target: TargetModel,
+    tokenizer: Any,
+    *,
+    drafter: Any,
+    backend: Any,
+    budget: Any = "adaptive",
+    options: EngineOptions | None = None,
+    registry: Registry | None = None,
+    eos: Iterable[int] | None = None,
+    load: LoadModel | None = None,
+) -> Engine:
+    """An engine for `target`; `drafter`, `backend` and `budget` as in `from_pretrained`; `load` is for drafters."""
+    registry, options = registry or Registry(), options or EngineOptions()
+    caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
+    drafter_name = budget_name = None
+    if not isinstance(drafter, Drafter):
+        plugin, config = registry.resolve("drafter", drafter)
+        drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"
+        drafter = registry.build(
+            "drafter", plugin, config, _context(target, tokenizer, options, caches, registry, load)
+        )
+    if not isinstance(budget, BudgetPolicy):
+        plugin, config = registry.resolve("budget", budget)
+        budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
+        budget = registry.build("budget", plugin, config)
+    own = caches.make()
+    caches.allocate()
+    return Engine(
+        target,
+        own,
+        drafter,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else eos,
+        scheduler=caches.scheduler(),
+        budget=budget,
+        drafter_name=drafter_name,
+        budget_name=budget_name,
+        on_drafter_error=options.on_drafter_error,
+    )
+
+
+def _context(
+    target: TargetModel,
+    tokenizer: Any,
+    options: EngineOptions,
+    caches: Caches,
+    registry: Registry,
+    load: LoadModel | None = None,
+) -> DrafterContext:
+    def load_alike(path: str) -> tuple[TargetModel, Any]:
+        dtype, compiled = str(target.dtype).removeprefix("torch."), target.compiled is not None
+        return (load or load_model)(path, dtype=dtype, device=str(target.device), compile=compiled)
+
+    def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:
+        plugin = registry.find("drafter", name)
+        known = [field.name for field in dataclasses.fields(plugin.config)]
+        if unknown := [value for value in values if value not in known]:
+            raise ConfigError(f"drafter {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        drafter: Drafter = registry.build("drafter", plugin, plugin.config(**values), context)
+        return drafter
+
+    context = DrafterContext(
+        vocab_size=target.vocab_size,
+        max_model_len=target.max_model_len,
+        max_batch_size=options.batch_size,
+        device=target.device,
+        dtype=target.dtype,
+        tokenizer=tokenizer,
+        load_model=load_alike,
+        make_backend=caches.make,
+        make_drafter=make_drafter,
+    )
+    return context
+
+
+def _options(given: dict[str, Any]) -> EngineOptions:
+    known = {field.name: field for field in dataclasses.fields(EngineOptions)}
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"unknown option {unknown[0]!r}; an engine takes {', '.join(known)}")
+    for name, kind in (("batching", Batching), ("admission", Admission)):
+        if name in given:
+            try:
+                given = given | {name: kind(given[name])}
+            except ValueError:
+                raise ConfigError(f"{name} is {given[name]!r}; choose {', '.join(kind)}") from None
+    return EngineOptions(**given)
+
+
+def eos_token_ids(target: TargetModel, tokenizer: Any) -> frozenset[int]:
+    """What ends a sequence: the model's generation config, else its config, else its tokenizer; may be empty.
+
+    Raises:
+        ConfigError: these are no token ids.
+    """
+    for source in (getattr(target.model, "generation_config", None), target.model.config, tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None:
+            ids = eos if isinstance(eos, (list, tuple)) else [eos]
+            if not all(type(token) is int for token in ids):
+                raise ConfigError(
+                    f"the model's eos_token_id is {eos!r}; it must be a token id or a list of token ids. Mend it in "
+                    f"generation_config.json, or in config.json if that has none"
+                )
+            return frozenset(ids)
+    return frozenset()

@@ -1,0 +1,144 @@
+"""The KV caches of one engine, the target's and those of its drafters' models, under one limit of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from emssd.attention import AttentionBackend, KVCacheSpec
+from emssd.attention.memory import kv_bytes
+from emssd.decoding.options import Admission, Batching, EngineOptions
+from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
+from emssd.errors import PluginError
+from emssd.plugins.faults import guarded
+from emssd.plugins.registry import Registry
+
+__all__ = ["Caches", "make_backend", "shares"]
+
+_GPU_SHARE = "0.9"  # of the free memory; the rest is for activations
+
+
+def make_backend(spec: KVCacheSpec, choice: Any, registry: Registry) -> AttentionBackend:
+    """A backend allocated for `spec`.
+
+    Raises:
+        PluginError: the backend cannot serve it, with its reasons.
+    """
+    owner, backend = _built(spec, choice, registry)
+    with guarded(owner, "allocate"):
+        backend.allocate(spec)
+    return backend
+
+
+@dataclass(slots=True)
+class Caches:
+    """First every cache is asked for, then the memory is divided, so that all of them hold equally many tokens.
+
+    Args:
+        backend: name or config of the plugin that all of them use.
+        options: of the engine.
+        target: what the target's cache has to hold.
+        registry: the plugins.
+    """
+
+    backend: Any
+    options: EngineOptions
+    target: KVCacheSpec
+    registry: Registry
+    _made: list[tuple[str, AttentionBackend, KVCacheSpec]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.target = dataclasses.replace(self.target, continuous=self._is_continuous())
+
+    def make(self, other: KVCacheSpec | None = None) -> AttentionBackend:
+        """The target's backend, or that of a drafter's model with the cache `other`; of use after `allocate`.
+
+        Raises:
+            PluginError: the backend cannot serve it, with its reasons.
+        """
+        spec = dataclasses.replace(other or self.target, continuous=self.target.continuous)
+        asked = spec if self._limit() is None else dataclasses.replace(spec, max_tokens=1)
+        owner, backend = _built(asked, self.backend, self.registry)
+        self._made.append((owner, backend, spec))
+        return backend
+
+    def allocate(self) -> None:
+        """Divide the memory among all that were made.
+
+        Raises:
+            ConfigError: the user's limit is none.
+        """
+        limit = kv_bytes(self._limit(), self.target.device)
+        costs = []
+        for owner, backend, spec in self._made:
+            with guarded(owner, "bytes_per_token"):
+                costs.append((backend.bytes_per_token(spec), spec.bytes_per_token()))
+        max_tokens = [None] * len(costs) if limit is None else shares(limit, costs)
+        for (owner, backend, spec), most in zip(self._made, max_tokens, strict=True):
+            with guarded(owner, "allocate"):
+                backend.allocate(dataclasses.replace(spec, max_tokens=most))
+
+    def scheduler(self) -> Scheduler:
+        """Who runs when, as far as the backend can."""
+        options = self.options
+        if not self.target.continuous:
+            return StaticScheduler(options.batch_size)
+        worst_case = options.admission is Admission.worst_case
+        return ContinuousScheduler(options.batch_size, options.max_step_tokens, worst_case=worst_case)
+
+    def _limit(self) -> str | None:
+        """What the user asks for; else, on a GPU, most of what is free, if the backend keeps to limits at all."""
+        if self.options.kv_memory is not None or self.target.device.type == "cpu":
+            return self.options.kv_memory
+        limited = dataclasses.replace(self.target, max_tokens=1)
+        return _GPU_SHARE if len(self._reasons(limited)) <= len(self._reasons(self.target)) else None
+
+    def _is_continuous(self) -> bool:
+        """``auto`` asks the backend whether it could; a backend that is told and cannot says so when it is made."""
+        if self.options.batching is not Batching.auto:
+            return self.options.batching is Batching.continuous
+        asked = dataclasses.replace(self.target, continuous=True)
+        return len(self._reasons(asked)) <= len(self._reasons(self.target))
+
+    def _reasons(self, spec: KVCacheSpec) -> list[str]:
+        plugin, config = self.registry.resolve("backend", self.backend)
+        backend: AttentionBackend = self.registry.build("backend", plugin, config)
+        return _unsupported(backend, spec, self.registry.owner("backend", plugin.name))
+
+
+def shares(limit: int, costs: list[tuple[int, int]]) -> list[int]:
+    """The `max_tokens` of caches that together take at most `limit` bytes and all hold equally many tokens.
+
+    Args:
+        limit: in bytes.
+        costs: for each cache the bytes that a token takes in it, and those that `KVCacheSpec.max_tokens` counts for
+            one: the memory of so many tokens is what the cache may take, padding or not.
+    """
+
+    def divided(num_tokens: int) -> list[int]:
+        return [-(-num_tokens * held // counted) for held, counted in costs]
+
+    num_tokens = limit // sum(held for held, _ in costs)
+    if sum(most * counted for most, (_, counted) in zip(divided(num_tokens), costs, strict=True)) > limit:
+        num_tokens -= 1  # rounding up takes less than a token of each
+    return divided(max(num_tokens, 0))
+
+
+def _built(spec: KVCacheSpec, choice: Any, registry: Registry) -> tuple[str, AttentionBackend]:
+    """How errors call the plugin, and its backend."""
+    plugin, config = registry.resolve("backend", choice)
+    owner = registry.owner("backend", plugin.name)
+    backend: AttentionBackend = registry.build("backend", plugin, config)
+    if reasons := _unsupported(backend, spec, owner):
+        other = "" if plugin.name == "ragged" else ". Try backend=ragged."
+        raise PluginError(f"backend {plugin.name!r} cannot serve this model: {'; '.join(reasons)}{other}")
+    return owner, backend
+
+
+def _unsupported(backend: AttentionBackend, spec: KVCacheSpec, owner: str) -> list[str]:
+    with guarded(owner, "unsupported"):
+        reasons = backend.unsupported(spec)
+        if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
+            raise PluginError(f"unsupported of {owner} returned {reasons!r}; give a list of sentences")
+    return reasons

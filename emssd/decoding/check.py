@@ -1,0 +1,109 @@
+"""`check=greedy`: compares a run with plain greedy decoding, token by token, and explains every difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from emssd.attention import AttentionBackend
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
+from emssd.model import TargetModel
+from emssd.sequences import Generation, Request, Sequence
+
+__all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "compare"]
+
+# Two tokens are tied when their logits differ by no more than this times the largest logit: a few units of rounding
+# of the dtype, accumulated over the layers. See docs/exactness.md.
+TIE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where a row departs from greedy decoding.
+
+    Attributes:
+        position: index among the new tokens.
+        token, greedy_token: what the run and what greedy decoding have there (``None`` if it has ended).
+        margin: by how much the target's logits of the two differ after the common prefix.
+        tolerance: up to which margin that is a numerical tie.
+    """
+
+    request_id: str
+    position: int
+    token: int | None
+    greedy_token: int | None
+    margin: float
+    tolerance: float
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the target itself hardly prefers one of the two tokens."""
+        return self.margin <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """Result of a comparison: rows that are equal, and the first difference of each row that is not."""
+
+    num_exact: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def ties(self) -> list[Difference]:
+        """Rows whose first difference is a numerical tie."""
+        return [difference for difference in self.differences if difference.is_tie]
+
+    @property
+    def true_differences(self) -> list[Difference]:
+        """Rows whose first difference is none: a bug."""
+        return [difference for difference in self.differences if not difference.is_tie]
+
+
+def compare(
+    generations: Seq[Generation], greedy: Seq[Generation], target: TargetModel, backend: AttentionBackend
+) -> CheckReport:
+    """Compare `generations` with `greedy`, row by row.
+
+    A difference is judged by one fresh run of the target over the common prefix, on `backend` (which must be idle).
+    """
+    num_exact = 0
+    differences = []
+    for ours, theirs in zip(generations, greedy, strict=True):
+        if ours.token_ids == theirs.token_ids:
+            num_exact += 1
+        else:
+            differences.append(_first_difference(ours, theirs, target, backend))
+    return CheckReport(num_exact, tuple(differences))
+
+
+def _first_difference(
+    ours: Generation, theirs: Generation, target: TargetModel, backend: AttentionBackend
+) -> Difference:
+    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
+    shorter = min(len(ours.token_ids), len(theirs.token_ids))
+    position = next((i for i, (token, greedy) in pairs if token != greedy), shorter)
+    token = ours.token_ids[position] if position < len(ours.token_ids) else None
+    greedy_token = theirs.token_ids[position] if position < len(theirs.token_ids) else None
+    logits = _logits_after((*ours.prompt_ids, *ours.token_ids[:position]), target, backend)
+    tolerance = TIE_TOLERANCE[target.dtype] * float(logits.abs().max())
+    if token is None or greedy_token is None:
+        margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
+    else:
+        margin = float(
+            abs(logits[token] - logits[greedy_token]) + (logits.max() - max(logits[token], logits[greedy_token]))
+        )
+    return Difference(ours.request_id, position, token, greedy_token, margin, tolerance)
+
+
+@torch.inference_mode()
+def _logits_after(tokens: tuple[int, ...], target: TargetModel, backend: AttentionBackend) -> torch.Tensor:
+    """The target's logits after `tokens`, ``[vocab]`` in float64."""
+    sequence = Sequence(Request("emssd.decoding.check", tokens, max_new_tokens=1))
+    packed = pack([sequence], Draft.empty(1), target.device)
+    try:
+        return target(backend.plan(packed), backend)[0].double()
+    finally:
+        backend.release([sequence.request_id])

@@ -1,0 +1,313 @@
+"""The decode loop: `Engine.step` is one step of lossless batched speculative decoding, on one screen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.attention import AttentionBackend, Kept
+from emssd.data.prompts import encode_prompts, limit_per_prompt
+from emssd.decoding.packing import pack
+from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
+from emssd.decoding.verify import Verification, verify_greedy
+from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
+from emssd.drafting.budget import FixedBudget
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.stages import DraftStages
+from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
+from emssd.metrics.stats import RunReport, StepStats, StepTimer
+from emssd.model import TargetModel
+from emssd.sequences import Generation, Request, Sequence, StopStrings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Lossless speculative decoding of a batch: whatever drafts, the tokens are those of the target alone.
+
+    Args:
+        target: the model.
+        backend: attention backend, already allocated for `target`.
+        drafter: the drafter, or several that are asked in turn, each for the rows that those before it had nothing for.
+        tokenizer: a Hugging Face tokenizer; without one, prompts are token ids and generations have no text.
+        batch_size: rows decoded together.
+        eos_token_ids: what ends a sequence.
+        scheduler: who runs when; continuous batches of `batch_size` by default.
+        budget: how much each row drafts; as much as the drafter wants by default.
+        drafter_name, budget_name: how errors call the drafter and the budget policy.
+        on_drafter_error: ``"disable"`` goes on without a drafter that fails, with a warning; ``"fail"`` raises.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        backend: AttentionBackend,
+        drafter: Drafter | Seq[Drafter],
+        *,
+        tokenizer: Any = None,
+        batch_size: int = 8,
+        eos_token_ids: Iterable[int] = (),
+        scheduler: Scheduler | None = None,
+        budget: BudgetPolicy | None = None,
+        drafter_name: str | None = None,
+        budget_name: str | None = None,
+        on_drafter_error: str = "disable",
+    ) -> None:
+        self.target = target
+        self.backend = backend
+        drafters = [drafter] if isinstance(drafter, Drafter) else drafter
+        checked = [
+            CheckedDrafter(each, drafter_name, target.vocab_size, on_error=on_drafter_error) for each in drafters
+        ]
+        self.drafting = DraftStages(checked, budget or FixedBudget(), budget_name)
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.scheduler = scheduler or ContinuousScheduler(batch_size)
+        self.batch_size = self.scheduler.batch_size
+        self.report = RunReport()
+        self._finished: list[Sequence] = []  # to be returned by `step`
+
+    @classmethod
+    def from_pretrained(cls, path: str = "demo", **options: Any) -> Engine:
+        """Load a model by folder or hub id; see `emssd.decoding.assembly.from_pretrained` for the options."""
+        from emssd.decoding import assembly
+
+        return assembly.from_pretrained(path, **options)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> Engine:
+        """Wrap a loaded model; see `emssd.decoding.assembly.from_model` for the options."""
+        from emssd.decoding import assembly
+
+        return assembly.from_model(model, tokenizer, **options)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to decode, or to return."""
+        return self.scheduler.has_work or bool(self._finished)
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """Draft, verify and commit once for the rows that the scheduler selects. Returns those that finished.
+
+        All or nothing: after an exception, the next call goes on from where no step was lost or done in part. If a
+        plugin fails once the tokens are there, the step counts, and the next call returns the rows that it finished.
+        """
+        if not self.scheduler.has_work:
+            return self._handed_over()
+        timer = StepTimer()
+        with timer.phase("schedule"):
+            schedule = self.scheduler.select(self.backend.fits, self.drafting.num_speculative_tokens)
+            self._free(schedule.preempted)
+            batch, num_prefilled = schedule.batch, sum(piece.num_tokens for piece in schedule.prefills)
+        draft = self.drafting.propose(batch, schedule.limits, num_prefilled, timer)
+        with timer.phase("plan"):
+            pieces = [(piece.sequence, piece.num_tokens) for piece in schedule.prefills]
+            packed = pack(batch, draft.within(self.target.vocab_size), self.target.device, pieces)
+            plan = self.backend.plan(packed)
+        with timer.phase("forward"):
+            logits = self.target(plan, self.backend)
+        with timer.phase("verify"):
+            verification = verify_greedy(logits, draft)
+            self.drafting.check_ids(draft, verification.drafted)
+        num_before = sum(len(row.tokens) for row in batch)
+        kv_padding = self._commit(schedule, draft, verification)
+        finished = [row for row in batch if row.finish_reason is not None]
+        self.scheduler.retire(finished)
+        self._finished += finished
+        stats = StepStats(
+            is_prefill=packed.num_tokens > len(batch) + draft.indptr[-1],
+            num_rows=packed.num_rows,
+            num_waiting=self.scheduler.num_waiting,
+            num_tokens=packed.num_tokens,
+            num_kv_tokens=sum(packed.kv_lens),
+            num_new_tokens=sum(len(row.tokens) for row in batch) - num_before,
+            drafted=tuple(draft.lengths),
+            acceptance=tuple(len(tokens) for tokens in verification.new_tokens),
+            input_padding=plan.num_padding,
+            kv_padding=kv_padding,
+            num_preempted=len(schedule.preempted),
+            seconds={},
+            stages=self.drafting.stats,
+        )
+        outcome = Outcome(batch, draft, verification.accepted)
+        with ExitStack() as always:  # also if one of them fails; the last line comes first
+            always.callback(self._count, stats, timer)
+            always.callback(self._free, finished)
+            always.callback(self._learn, outcome, stats, timer)
+            with timer.phase("draft"):
+                self.drafting.observe(outcome)
+        return self._handed_over()
+
+    def stream(
+        self,
+        prompts: Iterable[str | Seq[int]],
+        max_new_tokens: int | Seq[int] = 128,
+        *,
+        stop: Seq[str] = (),
+        ignore_eos: bool = False,
+    ) -> Iterator[Generation]:
+        """Decode `prompts` and yield each `Generation` as its row finishes, in finish order.
+
+        Args:
+            prompts: texts, or token ids of prompts already encoded.
+            max_new_tokens: upper limit of new tokens, EOS included; one for all prompts, or one for each.
+            stop: texts that end a sequence with the token that completes one; see `emssd.sequences.StopStrings`.
+            ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
+
+        Raises:
+            ConfigError: a limit below one, not one limit per prompt, or stop strings that cannot be.
+            PromptError: an empty or too long prompt, before anything runs.
+        """
+        encoded = encode_prompts(prompts, self.tokenizer, self.target.max_model_len, self.target.vocab_size)
+        limits = limit_per_prompt(max_new_tokens, len(encoded))
+        stops = StopStrings(stop, self.tokenizer) if stop else None
+        eos = frozenset[int]() if ignore_eos else self.eos_token_ids
+        pairs = enumerate(zip(encoded, limits, strict=True))
+        return self.run([Request(str(i), tuple(ids), limit, eos, stops) for i, (ids, limit) in pairs])
+
+    def generate(
+        self,
+        prompts: Iterable[str | Seq[int]],
+        max_new_tokens: int | Seq[int] = 128,
+        *,
+        stop: Seq[str] = (),
+        ignore_eos: bool = False,
+    ) -> list[Generation]:
+        """Like `stream`, but returns all generations in the order of the prompts.
+
+        An `EmssdError` raised on the way carries what was finished before it in its attribute ``finished``.
+        """
+        done: dict[str, Generation] = {}
+        try:
+            for generation in self.stream(prompts, max_new_tokens, stop=stop, ignore_eos=ignore_eos):
+                done[generation.request_id] = generation
+        except EmssdError as error:
+            error.finished = list(done.values())
+            raise
+        return [done[str(i)] for i in range(len(done))]
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
+        """Decode requests; yields in finish order. Closing the iterator early frees what still runs.
+
+        Raises:
+            ConfigError: two requests have the same id, or the engine is still busy with other requests.
+            PromptError: a request that the KV cache could not hold even alone, before anything runs.
+        """
+        if self.scheduler.has_work:
+            raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
+        requests = list(requests)
+        if len({request.request_id for request in requests}) < len(requests):
+            raise ConfigError("two requests have the same request_id; make them unique")
+        sequences = [self.sequence(request) for request in requests]
+        self.report = RunReport()
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        try:
+            while self.scheduler.has_work:
+                for sequence in self._step_in_memory():
+                    yield Generation.of(sequence, self.tokenizer)
+        except EmssdError:
+            for sequence in self._handed_over():  # by a step that failed behind its tokens
+                yield Generation.of(sequence, self.tokenizer)
+            raise
+        finally:
+            with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
+                self.clear()
+
+    def add(self, request: Request) -> None:
+        """Queue one more request, also between two calls of `step`; for those who drive the loop themselves.
+
+        Raises:
+            ConfigError: a request of the same id waits or runs.
+            PromptError: see `sequence`.
+        """
+        if self.scheduler.knows(request.request_id):
+            raise ConfigError(f"request {request.request_id!r} is there already; make request ids unique")
+        self.scheduler.add(self.sequence(request))
+
+    def clear(self) -> None:
+        """Drop all requests that wait or run."""
+        self._finished.clear()
+        self._free(self.scheduler.clear())
+
+    def sequence(self, request: Request) -> Sequence:
+        """The sequence of `request` as it will begin.
+
+        Raises:
+            PromptError: its prompt cannot be used, or the KV cache could not hold it even alone.
+            ConfigError: nothing may be generated.
+        """
+        num_prompt, name = len(request.prompt_ids), request.request_id
+        encode_prompts([request.prompt_ids], None, self.target.max_model_len, self.target.vocab_size, [name])
+        if request.max_new_tokens < 1:
+            raise ConfigError(f"request {name!r} has max_new_tokens {request.max_new_tokens}; it must be at least 1")
+        sequence = Sequence(request, max_length=min(num_prompt + request.max_new_tokens, self.target.max_model_len))
+        if not self.backend.fits({request.request_id: sequence.max_length}):
+            raise PromptError(
+                f"request {request.request_id} takes up to {sequence.max_length} tokens of KV cache, {num_prompt} of "
+                f"them for its prompt, and there is no room for so many; raise kv_memory, or lower max_new_tokens"
+            )
+        return sequence
+
+    def _step_in_memory(self) -> list[Sequence]:
+        """`step`, with a word on what to lower when the device has no room left, and no silent end of the process."""
+        try:
+            return self.step()
+        except torch.OutOfMemoryError as error:
+            held = self.backend.kv_usage
+            raise OutOfMemoryError(
+                f"{self.target.device} is out of memory in a step of up to {self.batch_size} rows, with "
+                f"{held.peak_pool / 2**30:.2f} GiB in the KV cache; lower kv_memory, batch_size or max_step_tokens. "
+                f"Rows that were finished are kept"
+            ) from error
+        except SystemExit as error:
+            raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
+
+    def _commit(self, schedule: Schedule, draft: Draft, verification: Verification) -> int:
+        """Advance every row by its own acceptance, or none. Returns the KV slots lost to padding."""
+        batch, pieces = schedule.batch, schedule.prefills
+        taken = [row.taken(tokens) for row, tokens in zip(batch, verification.new_tokens, strict=True)]
+        num_accepted = [len(nodes) for nodes in verification.accepted]
+        kept = [len(row.tokens) + number for row, number in zip(batch, num_accepted, strict=True)]
+        kept += [piece.sequence.num_cached + piece.num_tokens for piece in pieces]
+        names = (*batch.request_ids, *(piece.sequence.request_id for piece in pieces))
+        kv_padding = self.backend.commit(Kept(names, tuple(kept)))
+        for row, drafted, accepted, ending in zip(batch, draft.lengths, num_accepted, taken, strict=True):
+            row.advance(*ending, num_drafted=drafted, num_accepted=accepted)
+        for piece in pieces:
+            piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
+        return kv_padding
+
+    def _learn(self, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
+        """The budget policy hears of the step; what that takes is time of the step, too."""
+        known = dataclasses.replace(stats, seconds=timer.finish())
+        with timer.phase("schedule"):
+            self.drafting.learn(outcome, known)
+
+    def _count(self, stats: StepStats, timer: StepTimer) -> None:
+        self.report.add(dataclasses.replace(stats, seconds=timer.finish()), self.batch_size)
+        self.report.kv_usage = self.backend.kv_usage
+
+    def _handed_over(self) -> list[Sequence]:
+        """Rows that finished and were not returned yet."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @torch.inference_mode()  # an early close comes from outside of `step`, and a backend may write in place
+    def _free(self, sequences: Seq[Sequence]) -> None:
+        """Give back what backend and plugins hold of sequences that ended, or were preempted and will come again."""
+        if sequences:
+            request_ids = [sequence.request_id for sequence in sequences]
+            for sequence in sequences:
+                sequence.set_cached(0)
+            self.backend.release(request_ids)
+            self.drafting.release(request_ids)

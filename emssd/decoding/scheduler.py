@@ -1,0 +1,224 @@
+"""Who runs in the next step: whole batches (`StaticScheduler`) or rows that come and go (`ContinuousScheduler`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import islice
+
+from emssd.errors import ConfigError
+from emssd.sequences import Batch, Sequence
+
+__all__ = ["ContinuousScheduler", "Fits", "Prefill", "Schedule", "Scheduler", "StaticScheduler"]
+
+Fits = Callable[[Mapping[str, int]], bool]
+"""`AttentionBackend.fits`: whether the KV cache can hold these sequences at these lengths, and no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A piece of a long prompt: the next `num_tokens` of a sequence, behind which more of its prompt is to come."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the next step computes.
+
+    Attributes:
+        batch: rows whose tokens are all computed by this step, so that they can be drafted for and verified.
+        limits: ``[B]`` the most tokens that may be drafted for each row of `batch`.
+        prefills: rows that compute a piece of their prompt, and nothing is verified.
+        preempted: rows that lose their KV to others and wait to be computed again.
+    """
+
+    batch: Batch
+    limits: tuple[int, ...]
+    prefills: tuple[Prefill, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+
+
+class Scheduler(ABC):
+    """Holds the waiting and the running sequences.
+
+    Attributes:
+        batch_size: the most rows that run at once.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
+        self.batch_size = batch_size
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @abstractmethod
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        """The next step; it has rows as long as there is work.
+
+        Args:
+            fits: of the target's KV cache. Every sequence fits if it is alone.
+            num_speculative_tokens: the most tokens to draft for a row.
+        """
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self._waiting.append(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._running or self._waiting)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a sequence of this id waits or runs."""
+        return any(row.request_id == request_id for rows in (self._running, self._waiting) for row in rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run."""
+        return len(self._waiting)
+
+    def retire(self, finished: Seq[Sequence]) -> None:
+        """Take finished sequences out."""
+        gone = {sequence.request_id for sequence in finished}
+        self._running = [sequence for sequence in self._running if sequence.request_id not in gone]
+
+    def clear(self) -> list[Sequence]:
+        """Take everything out. Returns what was there, running or not."""
+        everything = [*self._running, *self._waiting]
+        self._running, self._waiting = [], deque()
+        return everything
+
+
+class StaticScheduler(Scheduler):
+    """Fills a batch from the queue and refills it when all of its rows are done, as in the paper's experiments.
+
+    Args:
+        batch_size: rows of a batch, at least one; fewer run if the KV cache may not hold them to their ends.
+    """
+
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        if not self._running:
+            lengths, admitted = dict[str, int](), list[Sequence]()
+            for candidate in islice(self._waiting, self.batch_size):
+                lengths[candidate.request_id] = candidate.max_length
+                if admitted and not fits(lengths):
+                    break
+                admitted.append(candidate)
+            for _ in admitted:  # nothing has changed up to here, where `fits` may fail
+                self._waiting.popleft()
+            self._running = admitted
+        batch = Batch(tuple(self._running))
+        return Schedule(batch, tuple(_draft_limit(row, num_speculative_tokens) for row in batch))
+
+
+class ContinuousScheduler(Scheduler):
+    """Replaces a row in the step after it ends, and mixes pieces of long prompts with decoding rows.
+
+    Rows are admitted in order of arrival. Where the KV cache runs out, the latest row gives its KV up and is computed
+    again later; the earliest never is, so that there is always progress.
+
+    Args:
+        batch_size: the most rows that run at once.
+        max_step_tokens: the most tokens that a step computes, as far as prompts are concerned: decoding rows, at
+            ``1 + num_speculative_tokens`` each, come first, and prompts share what is left, but at least a quarter.
+        worst_case: admit a row only if all rows could grow to their full length, so that none is ever preempted.
+        headroom: else admit a row if it and all running rows could grow by so many tokens.
+    """
+
+    def __init__(
+        self, batch_size: int, max_step_tokens: int = 512, *, worst_case: bool = False, headroom: int = 64
+    ) -> None:
+        super().__init__(batch_size)
+        if max_step_tokens < 1:
+            raise ConfigError(f"max_step_tokens is {max_step_tokens}; it must be at least 1")
+        if headroom < 0:
+            raise ConfigError(f"headroom is {headroom}; it must be at least 0")
+        self._max_step_tokens = max_step_tokens
+        self._worst_case = worst_case
+        self._headroom = headroom
+
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        running, preempted = self._preempt(fits)
+        admitted = [] if preempted else self._admit(running, fits)
+        running = [*running, *admitted]
+        needs = [row.num_uncached for row in running]
+        budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
+        shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
+        complete, pieces = [], []
+        for row, need in zip(running, needs, strict=True):
+            share = shares.pop(0) if need > 1 else 1
+            if share == need:
+                complete.append(row)
+            elif share:
+                pieces.append(Prefill(row, share))
+        limits = _draft_limits(complete, running, num_speculative_tokens, fits)
+        for _ in admitted:  # nothing has changed up to here, where `fits` may fail
+            self._waiting.popleft()
+        self._waiting.extendleft(preempted)
+        self._running = running
+        return Schedule(Batch(tuple(complete)), limits, tuple(pieces), preempted)
+
+    def _preempt(self, fits: Fits) -> tuple[list[Sequence], tuple[Sequence, ...]]:
+        """The running rows that fit, each with all of its tokens, and the latest ones, which are to go."""
+        kept, preempted = list(self._running), list[Sequence]()
+        while len(kept) > 1 and not fits({row.request_id: len(row.tokens) for row in kept}):
+            preempted.append(kept.pop())
+        return kept, tuple(preempted)
+
+    def _admit(self, running: list[Sequence], fits: Fits) -> list[Sequence]:
+        """Which of those that wait come in, in order of arrival."""
+        lengths = {row.request_id: self._length_to_come(row) for row in running}
+        admitted: list[Sequence] = []
+        for candidate in islice(self._waiting, self.batch_size - len(running)):
+            lengths[candidate.request_id] = self._length_to_come(candidate)
+            if (running or admitted) and not fits(lengths):
+                break
+            admitted.append(candidate)
+        return admitted
+
+    def _length_to_come(self, row: Sequence) -> int:
+        return row.max_length if self._worst_case else min(row.max_length, len(row.tokens) + self._headroom)
+
+
+def _draft_limits(
+    rows: list[Sequence], running: list[Sequence], num_speculative_tokens: int, fits: Fits
+) -> tuple[int, ...]:
+    """``[B]`` for `rows`, which are some of those `running`. Where the cache is nearly full they draft less."""
+    while True:
+        limits = tuple(_draft_limit(row, num_speculative_tokens) for row in rows)
+        if not any(limits):
+            return limits
+        lengths = {row.request_id: len(row.tokens) for row in running}
+        lengths |= {row.request_id: len(row.tokens) + limit for row, limit in zip(rows, limits, strict=True)}
+        if fits(lengths):
+            return limits
+        num_speculative_tokens //= 2
+
+
+def _draft_limit(row: Sequence, num_speculative_tokens: int) -> int:
+    """One below what the row may still generate, since every step gives one token of the target's own."""
+    return max(0, min(num_speculative_tokens, row.num_remaining - 1))
+
+
+def _shares(needs: list[int], budget: int) -> list[int]:
+    """How `budget` tokens are shared among prompts, which need `needs`, in order of arrival.
+
+    Half, rounded up, is kept for the first, so that it ends; the other prompts go by length, so that none waits for a
+    longer one; what they leave goes to the first again.
+    """
+    if not needs:
+        return []
+    shares = [0] * len(needs)
+    left = budget - min(needs[0], max((budget + 1) // 2, budget - sum(needs[1:])))
+    shares[0] = budget - left
+    for i in sorted(range(1, len(needs)), key=needs.__getitem__):
+        shares[i] = min(needs[i], left)
+        left -= shares[i]
+    return shares

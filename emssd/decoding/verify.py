@@ -1,0 +1,68 @@
+"""Decides which drafted tokens the target would have produced itself; pure functions (paper Appendix A)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from emssd.attention.transfer import to_host
+from emssd.drafting import Draft
+from emssd.native import loaded_kernels
+
+__all__ = ["Verification", "greedy_tokens", "verify_greedy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The result of verifying a draft.
+
+    Attributes:
+        accepted: ``[B]`` per row the accepted draft nodes in order, ``range(n)`` for a chain.
+        new_tokens: ``[B]`` per row the accepted tokens followed by one token of the target's own: *recovered* where
+            a draft token was rejected, *bonus* where all were accepted. Never empty; its length is the acceptance
+            length τ.
+        drafted: ``[num_draft]`` the drafted token ids, now on the host.
+    """
+
+    accepted: tuple[Seq[int], ...]
+    new_tokens: tuple[list[int], ...]
+    drafted: tuple[int, ...]
+
+
+def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """``[R]`` int64: of each row of ``logits [R, vocab]`` the largest entry, of equal ones the first."""
+    if logits.device.type == "cpu" and logits.dtype is not torch.float16 and (kernels := loaded_kernels()) is not None:
+        best: torch.Tensor = kernels.argmax(logits)  # PyTorch's own takes several times as long on two cores
+        return best
+    return logits.argmax(dim=-1)
+
+
+def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
+    """Accept each row's longest draft prefix that equals the target's own argmax (Equations 4 and 5).
+
+    Args:
+        logits: ``[R, vocab]`` with ``R = B + num_draft``: of each row the logits after its newest token, then
+            after each of its drafted tokens.
+        draft: the chains that were verified.
+    """
+    best = greedy_tokens(logits)
+    # One copy to the host brings everything that the step needs to know, and is the only time that the host waits.
+    if draft.on_host:
+        targets, drafted = to_host(best), draft.token_ids.tolist()
+    else:
+        host = to_host(torch.cat([best, draft.token_ids]))
+        targets, drafted = host[: best.numel()], host[best.numel() :]
+    accepted: list[Seq[int]] = []
+    new_tokens: list[list[int]] = []
+    for row, (start, stop) in enumerate(zip(draft.indptr, draft.indptr[1:], strict=False)):
+        target_row = targets[start + row : stop + row + 1]
+        num_accepted = 0
+        for token, target in zip(drafted[start:stop], target_row, strict=False):
+            if token != target:
+                break
+            num_accepted += 1
+        accepted.append(range(num_accepted))
+        new_tokens.append(target_row[: num_accepted + 1])
+    return Verification(tuple(accepted), tuple(new_tokens), tuple(drafted))

@@ -1,0 +1,42 @@
+"""An untimed start: caches are filled, thread pools started, and a budget policy sees how long steps take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+
+from emssd.decoding.engine import Engine
+from emssd.drafting.budget import HeldBudget
+from emssd.metrics.stats import RunReport
+from emssd.sequences import Request
+
+__all__ = ["NEW_TOKENS", "PROMPT_TOKENS", "warm_up"]
+
+NEW_TOKENS = 8
+PROMPT_TOKENS = 128  # the end of a prompt is enough to see steps of every size
+
+
+def warm_up(engine: Engine, requests: Seq[Request]) -> None:
+    """Run a batch of `requests` for a few tokens, at several lengths of drafts. Leaves an empty report.
+
+    A policy that learns is shown a whole range of steps: no drafts, short ones, and the longest. It keeps what it has
+    learnt; drafters forget it, as outputs would tell them what is about to be timed.
+    """
+    few = [
+        dataclasses.replace(
+            request,
+            prompt_ids=request.prompt_ids[-PROMPT_TOKENS:],
+            max_new_tokens=min(NEW_TOKENS, request.max_new_tokens),
+            eos_token_ids=frozenset(),
+        )
+        for request in requests[: engine.batch_size]
+    ]
+    policy, longest = engine.drafting.policy, engine.drafting.num_speculative_tokens
+    try:
+        for num_tokens in sorted({0, min(2, longest), longest}):
+            engine.drafting.policy = HeldBudget(policy, num_tokens)
+            for _ in engine.run(few):
+                pass
+        engine.drafting.forget()
+    finally:
+        engine.drafting.policy, engine.report = policy, RunReport()

@@ -1,0 +1,42 @@
+"""`DrafterContext`: what a drafter may borrow when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from emssd.attention import AttentionBackend, KVCacheSpec
+from emssd.drafting.drafter import Drafter
+from emssd.model import TargetModel
+
+__all__ = ["DrafterContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter may need to know or to borrow when it is built; handed to the plugin's ``build``.
+
+    Attributes:
+        vocab_size: drafted ids must be below it.
+        max_model_len: no sequence grows beyond it.
+        max_batch_size: largest number of rows of a batch.
+        device, dtype: where and in which precision the target computes.
+        tokenizer: the target's tokenizer, if there is one.
+        load_model: ``load_model(path)`` gives a further model, ready to run, and its tokenizer (or ``None``).
+        make_backend: ``make_backend(spec)`` gives a further attention backend of the kind the target uses. It is
+            allocated once all drafters are built, as they share one limit of memory: use it from `propose` on.
+        make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_batch_size: int
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: Any
+    load_model: Callable[[str], tuple[TargetModel, Any]]
+    make_backend: Callable[[KVCacheSpec], AttentionBackend]
+    make_drafter: Callable[[str, Mapping[str, Any]], Drafter]

@@ -1,0 +1,53 @@
+"""The `Drafter` interface: guesses the next tokens of every sequence of a batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from emssd.drafting.draft import Draft, Outcome
+from emssd.sequences import Batch
+
+__all__ = ["Drafter"]
+
+
+class Drafter(ABC):
+    """Guesses the next tokens of every sequence of a batch. It can change the speed, never the output.
+
+    Attributes:
+        num_speculative_tokens: the most tokens this drafter proposes for one row in one step.
+    """
+
+    num_speculative_tokens: int = 0
+
+    @abstractmethod
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        """Draft for every row of `batch`.
+
+        Args:
+            batch: the rows of this step, which can be read only.
+            budget: ``[B]`` the most tokens to draft for each row; 0 means none. Fewer, or none, is always fine.
+
+        Returns:
+            A `Draft` with one row per row of the batch and ids below the vocabulary size.
+        """
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn what was accepted: roll back an own cache, adapt.
+
+        Called once after every step. A step that fails has none: its rows are proposed for again, as they were.
+        """
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests. Unknown ids are no error.
+
+        A request that comes again was preempted: it begins anew, with the tokens that it had.
+        """
+
+    def forget(self) -> None:
+        """Drop what was learnt across requests, while none runs.
+
+        Called after a warm-up, which decodes the beginning of what is about to be timed. Of use to those only that
+        keep something of a request that was released.
+        """

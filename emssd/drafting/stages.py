@@ -1,0 +1,155 @@
+"""Drafters in turn: each drafts for the rows that those before it had nothing for, within the budget policy's limits.
+
+Retrieval costs nothing and is good on text to copy, a model fills the gaps: the draft is ragged by construction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from itertools import accumulate
+from operator import index
+from typing import Any, TypeVar
+
+import torch
+
+from emssd.attention.transfer import on_device
+from emssd.drafting.budget import BudgetPolicy
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.draft import Draft, Outcome
+from emssd.errors import PluginError
+from emssd.metrics.stats import StageStats, StepStats, StepTimer
+from emssd.sequences import Batch
+
+__all__ = ["DraftStages"]
+
+_T = TypeVar("_T")
+
+
+class DraftStages:
+    """One drafter or several, the first to be asked first.
+
+    Args:
+        drafters: at least one.
+        policy: decides before each drafter what it may draft, and afterwards what of it is verified.
+        policy_name: how messages call the plugin that it comes from.
+    """
+
+    def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
+        self.drafters = tuple(drafters)
+        self.policy = policy
+        self._policy_name = f"budget policy {policy_name or type(policy).__name__}"
+        self.stats: tuple[StageStats, ...] = ()  # of the latest step
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most tokens that any of the drafters proposes for one row in one step."""
+        return max(drafter.num_speculative_tokens for drafter in self.drafters)
+
+    def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int, timer: StepTimer) -> Draft:
+        """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
+        still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
+        for stage, drafter in enumerate(self.drafters):
+            with timer.phase("schedule"):
+                most = drafter.num_speculative_tokens
+                own = tuple(min(limit, most) for limit in still)
+                budget = self._asked(self.policy.allot, own, batch, own, num_other, stage)
+            with timer.phase("draft"):
+                start = time.perf_counter()
+                proposed = drafter.propose(batch, budget)
+                seconds = time.perf_counter() - start
+            with timer.phase("schedule"):
+                whole = tuple(proposed.lengths)
+                part = proposed.cut(self._asked(self.policy.trim, whole, batch, proposed, num_other, stage))
+            parts.append(part)
+            stats.append(StageStats(tuple(budget), tuple(part.lengths), seconds))
+            num_other += part.indptr[-1]
+            still = [0 if length else limit for limit, length in zip(still, part.lengths, strict=True)]
+        self.stats = tuple(stats)
+        return _joined(parts, len(batch))
+
+    def check_ids(self, draft: Draft, drafted: Seq[int]) -> None:
+        """Check the ids of `draft`, ``[num_draft]``, now that they are on the host: each drafter its own."""
+        for drafter, stats in zip(self.drafters, self.stats, strict=True):
+            rows = zip(draft.indptr, draft.indptr[1:], stats.drafted, strict=False)
+            drafter.check_ids([token for start, stop, own in rows if own for token in drafted[start:stop]])
+
+    def _asked(self, decide: Callable[..., Seq[int]], limits: Seq[int], *arguments: Any) -> list[int]:
+        """What the policy decides in `decide`.
+
+        Raises:
+            PluginError: it fails, or gives anything else than one number in ``0..limits[row]`` for each row.
+        """
+        lengths = self._called(lambda *given: [index(length) for length in decide(*given)], decide.__name__, *arguments)
+        if len(lengths) != len(limits) or any(
+            not 0 <= length <= limit for length, limit in zip(lengths, limits, strict=True)
+        ):
+            raise PluginError(
+                f"{self._policy_name} broke its interface: {decide.__name__} gave {lengths}, "
+                f"and the limits of the rows are {list(limits)}; give one number for each row, from 0 to its limit"
+            )
+        return lengths
+
+    def _called(self, method: Callable[..., _T], name: str, *arguments: Any) -> _T:
+        """Call the policy; whatever it raises, `SystemExit` too, becomes an error that names it.
+
+        Raises:
+            PluginError: it fails.
+        """
+        try:
+            return method(*arguments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise PluginError(f"{self._policy_name} failed in {name}: {error!r}") from error
+
+    def observe(self, outcome: Outcome) -> None:
+        """Tell each drafter what became of its own rows; of the others it hears that nothing was drafted.
+
+        Each is told, also if one before it fails.
+        """
+        if len(self.drafters) == 1:
+            self.drafters[0].observe(outcome)
+            return
+        with ExitStack() as everybody:
+            for drafter, stats in reversed(list(zip(self.drafters, self.stats, strict=True))):
+                accepted = tuple(
+                    nodes if length else () for nodes, length in zip(outcome.accepted, stats.drafted, strict=True)
+                )
+                own = Outcome(outcome.batch, outcome.draft.cut(stats.drafted), accepted)
+                everybody.callback(drafter.observe, own)
+
+    def learn(self, outcome: Outcome, stats: StepStats) -> None:
+        """Tell the policy what a step did, and how long it took."""
+        self._called(self.policy.observe, "observe", outcome, stats)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Tell all drafters and the policy to forget these requests; each is told, also if one before it fails."""
+        request_ids = list(request_ids)
+        with ExitStack() as everybody:
+            everybody.callback(self._called, self.policy.release, "release", request_ids)
+            for drafter in reversed(self.drafters):
+                everybody.callback(drafter.release, request_ids)
+
+    def forget(self) -> None:
+        """Tell all drafters to drop what they have learnt across requests."""
+        for drafter in self.drafters:
+            drafter.forget()
+
+
+def _joined(parts: list[Draft], num_rows: int) -> Draft:
+    """One draft of several, of which each row has tokens in one at most."""
+    filled = [part for part in parts if part.token_ids.numel()]
+    if len(filled) < 2:
+        return filled[0] if filled else Draft.empty(num_rows)
+    device = next((part.token_ids.device for part in filled if part.token_ids.device.type != "cpu"), None)
+    offsets = [0, *accumulate(part.token_ids.numel() for part in filled)]
+    nodes, indptr = list[int](), [0]
+    for row in range(num_rows):
+        for part, offset in zip(filled, offsets, strict=False):
+            nodes.extend(range(offset + part.indptr[row], offset + part.indptr[row + 1]))
+        indptr.append(len(nodes))
+    together = torch.cat([part.token_ids.to(device or "cpu", non_blocking=True) for part in filled])
+    return Draft(together[on_device(nodes, together.device)], tuple(indptr))

@@ -1,0 +1,1 @@
+"""Other front doors: `emssd.custom_generate` for Transformers."""

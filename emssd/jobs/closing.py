@@ -1,0 +1,86 @@
+"""What the end of a run says beside its tables: its first texts, and in a sentence each what its figures may hide."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from emssd.data.prompts import Prompt
+from emssd.metrics.busy import BUSY_SHARE
+from emssd.native import fallback_reason
+from emssd.sequences import Generation
+
+__all__ = ["print_texts", "remarks", "short_end", "short_start"]
+
+_SHOWN_TEXTS = 2
+_SHOWN_PROMPT, _SHOWN_TEXT = 120, 400  # characters
+
+
+def print_texts(console: Console, rows: Iterable[tuple[Prompt, Generation]]) -> None:
+    """The first texts, shortened, each behind the end of its prompt; nothing of rows without text."""
+    with_text = ((prompt, row.text) for prompt, row in rows if row.text is not None)
+    for prompt, text in islice(with_text, _SHOWN_TEXTS):
+        console.print(Text(prompt.prompt_id, style="bold"))
+        for label, words in (("prompt", _asked(prompt)), ("text", short_start(text))):
+            console.print(Padding(Text.assemble((f"{label}: ", "dim"), words), (0, 0, 0, 2), expand=False))
+
+
+def _asked(prompt: Prompt) -> str:
+    if prompt.token_ids is not None:
+        return f"{len(prompt.token_ids)} token ids"
+    return short_end(prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"]))
+
+
+def short_end(text: str, length: int = _SHOWN_PROMPT) -> str:
+    """The last characters of `text`, in one paragraph."""
+    words = _one_paragraph(text)
+    return words if len(words) <= length else f"… {words[-length:].lstrip()}"
+
+
+def short_start(text: str, length: int = _SHOWN_TEXT) -> str:
+    """The first characters of `text`, in one paragraph."""
+    words = _one_paragraph(text)
+    return words if len(words) <= length else f"{words[:length].rstrip()} …"
+
+
+def _one_paragraph(text: str) -> str:
+    """`text` without line breaks, and without what could command a terminal."""
+    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text).split())
+
+
+def remarks(metrics: dict[str, Any], *, drafts: bool) -> list[str]:
+    """Sentences on figures that say less than they seem to.
+
+    Args:
+        metrics: of the run, as in ``docs/metrics.md``.
+        drafts: whether it had a drafter.
+    """
+    said = [_without_gain(metrics) if drafts else None, fallback_reason(), _on_a_busy_machine(metrics)]
+    return [sentence for sentence in said if sentence is not None]
+
+
+def _without_gain(metrics: dict[str, Any]) -> str | None:
+    found, tau, speedup = [], f"{metrics['mean_acceptance_length']:.2f}", metrics.get("speedup", 0.0)
+    if tau == "1.00":
+        found.append(f"acceptance length τ {tau}")
+    if 0 < speedup <= 1:
+        found.append(f"{speedup:.2f} times the speed of plain greedy decoding")
+    if not found:
+        return None
+    return (
+        f"nothing was gained ({', '.join(found)}): try another drafter (emssd-plugins lists them), "
+        f"other options of this one, or a smaller batch_size"
+    )
+
+
+def _on_a_busy_machine(metrics: dict[str, Any]) -> str | None:
+    shares = [run.get("other_cpu_share") or 0.0 for run in (metrics, metrics.get("greedy", {}))]
+    if max(shares) <= BUSY_SHARE:
+        return None
+    return f"the machine was busy: other processes used {max(shares):.0%} of its cores, so its times may mislead"

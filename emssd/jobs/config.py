@@ -1,0 +1,240 @@
+"""The run's options as dataclasses, and their place in Hydra's ConfigStore. Defaults live here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # it has no stubs of its own
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from emssd.decoding.options import EngineOptions
+from emssd.errors import ConfigError
+from emssd.plugins import Spec
+from emssd.plugins.faults import told
+from emssd.plugins.registry import KINDS, Registry
+
+__all__ = [
+    "DEFAULT_OUTPUT_DIR",
+    "Check",
+    "ExperimentConfig",
+    "ModelConfig",
+    "OnError",
+    "RunConfig",
+    "Size",
+    "TaskConfig",
+    "changed_options",
+    "conf_dir",
+    "register_configs",
+    "structured",
+]
+
+DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
+_ROW_OPTIONS = ("model", "prompt", "data", "max_new_tokens", "stop", "ignore_eos")
+
+
+class Check(str, Enum):
+    """What the output is compared with."""
+
+    greedy = "greedy"
+
+
+class OnError(str, Enum):
+    """What a prompt that cannot be used does to the run."""
+
+    fail = "fail"
+    skip = "skip"
+
+
+@dataclass
+class ModelConfig:
+    """Options of the target model.
+
+    Attributes:
+        path: local folder, id of the Hugging Face hub, or ``demo`` for the embedded model.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16``, ``float16`` or ``float64``.
+        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``, …
+        max_model_len: longest sequence, prompt and output together; ``null`` takes the model's own limit.
+        compile: run the forward pass as one compiled program, on a CPU. The first run of a model compiles it, for half
+            a minute or more; later ones load it. Worth it for long jobs; a draft model is compiled as well.
+        architecture: for timing without a checkpoint: make a model of this shape, a config of Transformers, with random
+            weights; `path` is then only its name. ``data=random`` gives it prompts.
+        trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
+            Transformers has none for it; that code can do anything.
+    """
+
+    path: str = "demo"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    compile: bool = False
+    architecture: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+
+class Size(str, Enum):
+    """How large an experiment is."""
+
+    toy = "toy"
+    small = "small"
+    paper = "paper"
+    shapes = "shapes"
+
+
+@dataclass
+class ExperimentConfig:
+    """An experiment: a sweep whose runs are kept as rows, to be compared.
+
+    Attributes:
+        name: what the rows and their report call it.
+        title: what it shows, in a line.
+        simulated: the paper's numerical simulation, which decodes nothing.
+        sizes: what the sweep of each size covers; the file of the experiment says how.
+    """
+
+    name: str = MISSING
+    title: str = ""
+    simulated: bool = False
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TaskConfig:
+    """What an experiment decodes.
+
+    Attributes:
+        name: what the rows and their report call it.
+        data: the choice of ``data=`` that belongs to it; with another one, the name would be wrong.
+    """
+
+    name: str = MISSING
+    data: str = MISSING
+
+
+@dataclass
+class RunConfig(EngineOptions):
+    r"""Options of one run of ``python -m emssd``, beside those of `EngineOptions`.
+
+    Attributes:
+        drafter, backend, budget, model, data: config groups; see ``--help`` for what is installed.
+        prompt: decode this text, and nothing else; it is taken as it stands, without Hydra's quotes.
+        speculate: ``false`` decodes plainly whatever the drafter is, to have something to compare with.
+        max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
+        stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
+            stand for newline, tab, carriage return and backslash.
+        ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
+        check: ``greedy`` also decodes plainly and compares every token; this gives the speed-up as well.
+        on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on.
+        output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go.
+        resume: go on with the job whose rows are in `output_dir`; its finished rows are not decoded again.
+        overwrite: replace what an earlier run left in `output_dir`.
+        progress: show a progress bar.
+        num_threads: CPU threads of PyTorch; ``null`` leaves its choice.
+        experiment: config group: sweeps whose runs are compared, such as those of the paper.
+        size: of an experiment: ``toy`` (seconds), ``small`` (minutes on two cores), ``paper`` (a GPU, real weights), or
+            ``shapes`` (the paper's shapes with random weights, and replayed acceptance).
+        method, task: config groups of experiments: what is compared, on what data; they set the options above.
+        repeat: which repetition of an experiment this is.
+    """
+
+    drafter: Any = MISSING
+    backend: Any = MISSING
+    budget: Any = MISSING
+    prompt: str | None = None
+    speculate: bool = True
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: Any = MISSING
+    max_new_tokens: int = 128
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    check: Check | None = None
+    on_error: OnError = OnError.fail
+    output_dir: str = DEFAULT_OUTPUT_DIR
+    resume: bool = False
+    overwrite: bool = False
+    progress: bool = True
+    num_threads: int | None = None
+    experiment: ExperimentConfig | None = None
+    size: Size = Size.small
+    method: str | None = None
+    task: TaskConfig | None = None
+    repeat: int = 1
+
+
+def changed_options(before: str, now: str) -> list[str]:
+    """Names of the options that determine a row's tokens and differ between two ``config.yaml``.
+
+    Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor is
+    ``data.limit``, as it only says how many rows there are.
+
+    Raises:
+        ConfigError: the first is no such text.
+    """
+    try:
+        first, second = OmegaConf.create(before), OmegaConf.create(now)
+        pairs = {name: [OmegaConf.select(config, name) for config in (first, second)] for name in _ROW_OPTIONS}
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"it is no YAML of options: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(first, DictConfig) or "model" not in first:
+        raise ConfigError("it holds no options")
+    changed = []
+    for name, pair in pairs.items():
+        if not all(isinstance(value, DictConfig) for value in pair):
+            changed += [name] if pair[0] != pair[1] else []
+            continue
+        for key in sorted({str(key) for value in pair for key in value}):
+            values = [value.get(key) for value in pair]
+            changed += [f"{name}.{key}"] if values[0] != values[1] and (name, key) != ("data", "limit") else []
+    return changed
+
+
+def conf_dir() -> Path:
+    """The config directory: the packaged one if it exists, else the repository's."""
+    package = Path(__file__).parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def register_configs(registry: Registry) -> None:
+    """Put the options of the run and of every plugin into Hydra's ConfigStore."""
+    store = ConfigStore.instance()
+    store.store(name="run", node=structured(RunConfig))
+    store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
+    for kind in KINDS:
+        for spec in registry.specs(kind):
+            try:
+                node = _options_node(spec)
+            except OmegaConfBaseException as error:  # of its many, all say that a field's type or default cannot be
+                reason = str(error).partition("\n")[0]
+                registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a default that is made may do anything
+                registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {told(error)}")
+            else:
+                store.store(group=kind, name=spec.name, node=node, provider=registry.source(kind, spec.name))
+
+
+def _options_node(spec: Spec) -> DictConfig:
+    """The plugin's own dataclass, and the name by which its node is found again after composition."""
+    return structured(
+        dataclasses.make_dataclass(spec.config.__name__, [("name", str, spec.name)], bases=(spec.config,))
+    )
+
+
+def structured(options: type) -> DictConfig:
+    """The dataclass `options` as OmegaConf's structured config; one of them that is a dictionary takes any key.
+
+    Raises:
+        OmegaConfBaseException: a field's type or default that cannot be.
+    """
+    node: DictConfig = OmegaConf.structured(options)
+    for _, child in node.items_ex(resolve=False):
+        if isinstance(child, DictConfig) and OmegaConf.get_type(child) is dict:
+            OmegaConf.set_struct(child, False)
+    return node

@@ -1,0 +1,157 @@
+"""From prompts to requests: encoded, cut, with their limits; and which of them cannot be run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from emssd.data.chat import encode_chat, require_template
+from emssd.data.prompts import (
+    FailedPrompt,
+    Prompt,
+    SourceConfig,
+    Truncate,
+    check_prompt,
+    encode_text,
+    truncated,
+    unescaped,
+)
+from emssd.decoding.engine import Engine
+from emssd.errors import ConfigError, PromptError
+from emssd.jobs.config import OnError, RunConfig, changed_options
+from emssd.jobs.output import OutputFolder, as_asked
+from emssd.plugins.registry import Registry
+from emssd.sequences import Request, StopStrings
+
+__all__ = ["Failures", "check_options", "prompts_of", "to_requests", "unfinished"]
+
+
+class Failures:
+    """Prompts that failed, in order; the first one ends the run unless `on_error` is ``skip``."""
+
+    def __init__(self, on_error: OnError) -> None:
+        self._on_error = on_error
+        self.prompts: list[FailedPrompt] = []
+
+    def add(self, failed: FailedPrompt) -> None:
+        """Remember one.
+
+        Raises:
+            PromptError: ``on_error`` is ``fail``.
+        """
+        if self._on_error is OnError.fail:
+            raise PromptError(failed.error)
+        self.prompts.append(failed)
+
+    def passed(self, prompts: Iterable[Prompt | FailedPrompt]) -> list[Prompt]:
+        """Those of `prompts` that a source could read; the others are remembered."""
+        good: dict[str, Prompt] = {}
+        for prompt in prompts:
+            name = prompt.prompt_id
+            if isinstance(prompt, FailedPrompt):
+                self.add(prompt)
+            elif name in good:
+                self.add(FailedPrompt(name, f"there are two prompts {name!r}; ids tell rows apart, so give others"))
+            else:
+                good[name] = prompt
+        return list(good.values())
+
+
+def check_options(config: RunConfig) -> None:
+    """Refuse options that no prompt could run with, before anything is loaded.
+
+    Raises:
+        ConfigError: with the option's name.
+    """
+    numbers = {
+        name: getattr(config, name)
+        for name in ("batch_size", "max_new_tokens", "max_step_tokens", "num_threads", "repeat")
+    }
+    if isinstance(config.data, SourceConfig):
+        numbers |= {"data.limit": config.data.limit, "data.max_prompt_tokens": config.data.max_prompt_tokens}
+        if config.data.chat and config.data.truncate is not Truncate.none:
+            raise ConfigError(
+                f"data.truncate={config.data.truncate.value} would cut the chat template of data.chat=true; leave it "
+                f"out, and let on_error=skip pass over conversations that are too long"
+            )
+        if config.data.system is not None and not config.data.chat:
+            raise ConfigError("data.system is a message of a conversation; add data.chat=true, or leave it out")
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} is {number}; it must be at least 1")
+    if config.resume and config.overwrite:
+        raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
+
+
+def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | FailedPrompt]:
+    """What a run decodes: `prompt`, or what its source yields."""
+    if config.prompt is not None:
+        return [Prompt("0", config.prompt)]
+    source = registry.find("data", config.data.name)
+    prompts: Iterable[Prompt | FailedPrompt] = registry.build("data", source, config.data)
+    return prompts
+
+
+def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: str) -> list[Prompt]:
+    """Those of `prompts` whose rows are not among the ones that `output` keeps.
+
+    Raises:
+        ConfigError: those rows were made with other options, or of other prompts, than now.
+    """
+    prompts = list(prompts)
+    if not output.finished:
+        return prompts
+    way_out = f"go on as {output.path}/config.yaml says, or start again with overwrite=true or another output_dir"
+    try:
+        changed = changed_options(output.earlier_config, config)
+    except ConfigError as error:
+        raise output.unreadable_config(str(error)) from error
+    if changed:
+        raise ConfigError(
+            f"resume=true: the rows in {output.path} were made with another value of {', '.join(changed)}; {way_out}"
+        )
+    asked = {prompt.prompt_id: as_asked(prompt) for prompt in prompts}
+    for prompt_id, prompt in output.finished.items():
+        if prompt_id not in asked or asked[prompt_id] != prompt:
+            raise ConfigError(
+                f"resume=true: the row {prompt_id!r} in {output.path} has a prompt that the data no longer holds; "
+                f"bring the old data back, or start again with overwrite=true or another output_dir"
+            )
+    return [prompt for prompt in prompts if prompt.prompt_id not in output.finished]
+
+
+def to_requests(config: RunConfig, engine: Engine, prompts: Iterable[Prompt], failures: Failures) -> list[Request]:
+    """Encode, cut and check all prompts before anything runs; those that cannot run go to `failures`."""
+    if isinstance(config.data, SourceConfig) and config.data.chat:
+        require_template(engine.tokenizer)
+    stop = StopStrings(map(unescaped, config.stop), engine.tokenizer) if config.stop else None
+    eos = frozenset[int]() if config.ignore_eos else engine.eos_token_ids
+    requests = []
+    for prompt in prompts:
+        limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
+        try:
+            ids = _encoded(config, engine, prompt, limit)
+            request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop)
+            engine.sequence(request)  # is there room for it in the KV cache, at least alone?
+        except PromptError as error:
+            failures.add(FailedPrompt(prompt.prompt_id, str(error)))
+        else:
+            requests.append(request)
+    return requests
+
+
+def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> list[int]:
+    target, name, options = engine.target, prompt.prompt_id, config.data
+    if not isinstance(options, SourceConfig):  # a plugin's source may cut its prompts in its own way
+        options = SourceConfig()
+    messages = prompt.messages
+    if messages is None and options.chat and prompt.text:
+        messages = ({"role": "user", "content": prompt.text},)
+    if prompt.token_ids is not None:
+        ids = list(prompt.token_ids)
+    elif messages is None:
+        ids = encode_text(prompt.text, engine.tokenizer, name)
+    else:
+        ids = encode_chat(messages, engine.tokenizer, name, options.system)
+    ids = truncated(ids, options, target.max_model_len - limit, name)
+    check_prompt(ids, target.max_model_len, target.vocab_size, name)
+    return ids

@@ -1,0 +1,285 @@
+"""One run of the command line: load, decode with live figures, write, compare, report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from emssd.console.terminal import plain_console
+from emssd.data.prompts import Prompt
+from emssd.decoding.assembly import assemble, make_backend
+from emssd.decoding.check import CheckReport, compare
+from emssd.decoding.engine import Engine
+from emssd.decoding.warmup import warm_up
+from emssd.errors import PromptError
+from emssd.jobs.closing import print_texts, remarks
+from emssd.jobs.config import ModelConfig, RunConfig
+from emssd.jobs.experiment import label_of, setting_of
+from emssd.jobs.intake import Failures, check_options, prompts_of, to_requests, unfinished
+from emssd.jobs.output import OutputFolder
+from emssd.jobs.progress import LiveFigures, show_messages
+from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
+from emssd.metrics.busy import OtherProcesses
+from emssd.model import TargetModel
+from emssd.model.cache import ModelCache
+from emssd.plugins.registry import Registry
+from emssd.report import print_check, print_failures, print_report
+from emssd.sequences import Generation, Request
+
+__all__ = ["JobResult", "run_job"]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a run leaves behind.
+
+    Attributes:
+        metrics: as in ``metrics.json``; of a job that is resumed with nothing left to do, those that it has.
+        generations: of the rows of this run, in the order of the prompts.
+        engine: that ran; ``None`` if nothing was left to do.
+    """
+
+    metrics: dict[str, Any]
+    generations: Seq[Generation] = ()
+    engine: Engine | None = None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a run has to do: `requests`, which come from `prompts` (by id); some prompts may be among `failures`."""
+
+    engine: Engine
+    requests: list[Request]
+    prompts: dict[str, Prompt]
+    failures: Failures
+
+
+def run_job(
+    config: RunConfig,
+    output_dir: Path,
+    config_text: str,
+    registry: Registry,
+    *,
+    models: ModelCache | None = None,
+    brief: bool = False,
+) -> JobResult:
+    """Run `config`.
+
+    Args:
+        config: the options.
+        output_dir: where its files go.
+        config_text: the options as ``config.yaml`` will have them.
+        registry: the plugins.
+        models: that are loaded already, for runs one after the other.
+        brief: show progress only, and leave the tables to the caller.
+
+    Raises:
+        EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    check_options(config)
+    registry.in_use.clear()  # what earlier runs of a sweep used
+    own_threads = _own_threads()  # read before it is changed
+    torch.set_num_threads(config.num_threads or own_threads)
+    console, models = plain_console(stderr=True), models or ModelCache()
+    show_messages(console)
+    with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
+        work = _prepare(config, config_text, output, plain_console(stderr=True, quiet=brief), registry, models)
+        if work is None:
+            return JobResult(output.read_metrics())
+        output.begin(config_text, work.failures.prompts)
+        warm_up(work.engine, work.requests)
+        num_before, num_here = len(output.finished), len(work.requests)
+        live = LiveFigures(console, "decoding", num_before + num_here, done=num_before, show=config.progress)
+        done, figures = _decode(work, live, output)
+        counts = {"num_prompts": num_before + num_here, "num_resumed_prompts": num_before}
+        counts["num_failed_prompts"] = len(work.failures.prompts)
+        metrics = _describe(config, work.engine, registry) | counts | figures
+        output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
+        report = None
+        if config.check is not None:
+            report, greedy = _compare_with_greedy(config, work, done, console, registry, models)
+            metrics |= _check_metrics(report, metrics, greedy)
+            output.write_metrics(metrics)
+    result = JobResult(metrics, [done[request.request_id] for request in work.requests], work.engine)
+    _print_results(config, work, result, report, output.path, brief=brief)
+    return result
+
+
+def _print_results(
+    config: RunConfig, work: _Work, result: JobResult, report: CheckReport | None, folder: Path, *, brief: bool
+) -> None:
+    """Print to stdout what came out; if `brief`, only what is wrong."""
+    console = plain_console()
+    if brief:
+        if report is not None and report.differences:
+            print_check(console, report)
+        return
+    print_report(console, result.metrics)
+    if config.prompt is None:  # whose text is printed whole
+        print_texts(console, [(work.prompts[row.request_id], row) for row in result.generations])
+    if report is not None:
+        print_check(console, report)
+    drafts = config.speculate and config.drafter.name != "none"
+    for remark in remarks(result.metrics, drafts=drafts):
+        console.print(remark, style="yellow", highlight=False)
+    print_failures(console, work.failures.prompts)
+    errors = ", errors.jsonl" if work.failures.prompts else ""
+    console.print(f"written to {folder}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
+
+
+@cache
+def _own_threads() -> int:
+    """PyTorch's own choice, for the jobs of a sweep that leave it; those before may have set another."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _prepare(
+    config: RunConfig, config_text: str, output: OutputFolder, console: Console, registry: Registry, models: ModelCache
+) -> _Work | None:
+    """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
+    failures = Failures(config.on_error)
+    prompts = failures.passed(prompts_of(config, registry))
+    registry.find("backend", config.backend.name)
+    left = unfinished(prompts, output, config_text)
+    if config.resume:
+        num_done = len(output.finished)
+        there = f"{num_done} of {len(prompts)} rows" if num_done else "no rows, so this is a fresh start"
+        console.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
+    if output.finished and not left:
+        console.print("nothing is left to do")
+        return None
+    console.print(f"loading {config.model.path} …", highlight=False)
+    engine = _engine(config, registry, models)
+    if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
+        console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
+    requests = to_requests(config, engine, left, failures)
+    if requests:
+        return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures)
+    output.write_errors(failures.prompts)
+    print_failures(console, failures.prompts)
+    if output.finished:
+        console.print("nothing else is left to do")
+        return None
+    raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.path}/errors.jsonl says why")
+
+
+def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseline: Engine | None = None) -> Engine:
+    """The engine of `config`, or plain greedy decoding with the target of `baseline`."""
+    if baseline is not None:
+        target, tokenizer = baseline.target, baseline.tokenizer
+    else:
+        target, tokenizer = _target_of(config.model, models)
+        if config.experiment is not None:
+            machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
+    return assemble(
+        target,
+        tokenizer,
+        drafter="none" if baseline is not None or not config.speculate else config.drafter,
+        backend=config.backend,
+        budget=config.budget,
+        options=config,
+        registry=registry,
+        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code),
+    )
+
+
+def _target_of(model: ModelConfig, models: ModelCache) -> tuple[TargetModel, Any]:
+    """The target and its tokenizer."""
+    return models.target(
+        model.path,
+        dtype=model.dtype,
+        device=model.device,
+        max_model_len=model.max_model_len,
+        compile=model.compile,
+        architecture=model.architecture,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _compare_with_greedy(
+    config: RunConfig,
+    work: _Work,
+    done: dict[str, Generation],
+    console: Console,
+    registry: Registry,
+    models: ModelCache,
+) -> tuple[CheckReport, dict[str, Any]]:
+    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's metrics."""
+    target = work.engine.target
+    greedy = dataclasses.replace(work, engine=_engine(config, registry, models, baseline=work.engine))
+    warm_up(greedy.engine, greedy.requests)
+    live = LiveFigures(console, "plain greedy", len(work.requests), show=config.progress)
+    expected, figures = _decode(greedy, live)
+    judge = make_backend(target.kv_cache_spec(1), config.backend, registry)
+    names = [request.request_id for request in work.requests]
+    report = compare([done[name] for name in names], [expected[name] for name in names], target, judge)
+    return report, figures
+
+
+def _decode(
+    work: _Work, live: LiveFigures, output: OutputFolder | None = None
+) -> tuple[dict[str, Generation], dict[str, Any]]:
+    """Decode all requests under live figures; rows are written as they finish. Returns them, and the metrics."""
+    done: dict[str, Generation] = {}
+    with live, OtherProcesses() as others:
+        for generation in work.engine.run(work.requests):
+            done[generation.request_id] = generation
+            if output is not None:
+                output.write_generation(work.prompts[generation.request_id], generation)
+            live.row_done(work.engine.report)
+    return done, work.engine.report.metrics() | {"other_cpu_share": others.share}
+
+
+def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
+    """What ran, on what."""
+    import torch
+
+    target = engine.target
+    cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    made_up = " (random weights)" if config.model.architecture else ""
+    setting = setting_of(config)
+    return {
+        "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
+        f"budget={label_of(config.budget)} · "
+        f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
+        "setting": setting,
+        "versions": versions(),
+        "plugins": plugins(registry),
+        "hardware": hardware(target.device),
+    }
+
+
+def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "greedy": greedy,
+        "check": {
+            "exact": report.num_exact,
+            "ties": len(report.ties),
+            "differences": len(report.true_differences),
+            "details": [
+                {
+                    "id": difference.request_id,
+                    "position": difference.position,
+                    "token": difference.token,
+                    "greedy_token": difference.greedy_token,
+                    "margin": difference.margin,
+                    "tolerance": difference.tolerance,
+                }
+                for difference in report.differences
+            ],
+        },
+        "speedup": metrics["decode_tokens_per_second"] / max(greedy["decode_tokens_per_second"], 1e-9),
+        "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy["tokens_per_second"], 1e-9),
+    }

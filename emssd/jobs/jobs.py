@@ -1,0 +1,174 @@
+"""The runs of one command: a single one, those of a sweep, or those of an experiment, with what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from emssd.console.terminal import plain_console
+from emssd.decoding.options import OnDrafterError
+from emssd.errors import ConfigError
+from emssd.jobs.config import RunConfig
+from emssd.jobs.sweep import SweptRun, print_sweep
+from emssd.plugins.registry import Registry
+
+if TYPE_CHECKING:
+    from emssd.jobs.rows_file import RowsFile
+    from emssd.model.cache import ModelCache
+
+__all__ = ["Jobs"]
+
+
+class Jobs:
+    """Runs one job after the other; models stay loaded, and the rows of an experiment go to one file.
+
+    Args:
+        registry: the plugins.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._cache: ModelCache | None = None
+        self._rows: RowsFile | None = None
+        self._swept: list[SweptRun] = []
+
+    @property
+    def _models(self) -> ModelCache:
+        from emssd.model.cache import ModelCache  # here, because it brings torch, which --help does not need
+
+        self._cache = self._cache or ModelCache()
+        return self._cache
+
+    def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
+        """One run with its own tables; `swept` are the overrides of one in a sweep."""
+        from emssd.jobs.job import run_job
+
+        result = run_job(config, output_dir, config_text, self._registry, models=self._models)
+        if swept is not None:
+            self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
+        for generation in result.generations if config.prompt is not None else ():
+            plain_console().print(f"\n{generation.text}", highlight=False, soft_wrap=True)
+
+    def run_of_experiment(
+        self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str]
+    ) -> None:
+        """Job `number` of the experiment's sweep: a line on the console, and a row.
+
+        Raises:
+            ConfigError: an option that the experiment itself sets; or rows that are kept are of another format.
+        """
+        from emssd.jobs.experiment import row_of, simulated_row
+        from emssd.jobs.intake import check_options
+        from emssd.jobs.job import run_job
+        from emssd.jobs.rows_file import RowsFile
+
+        assert config.experiment is not None
+        console = plain_console(stderr=True)
+        check_options(config)
+        _check_overrides(config, overrides)
+        if self._rows is None:
+            self._rows = RowsFile(folder, resume=config.resume, overwrite=config.overwrite)
+            _check_kept(self._rows)
+            console.print(f"experiment={config.experiment.name} size={config.size.value}: {config.experiment.title}")
+        if self._rows.has(number, overrides):
+            return
+        if config.experiment.simulated:
+            self._rows.append(simulated_row(config, number, overrides))
+            return
+        # Half a run has no figures of its own, and one whose drafter was switched off has those of no drafter.
+        afresh = dataclasses.replace(config, resume=False, overwrite=True, on_drafter_error=OnDrafterError.fail)
+        result = run_job(afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True)
+        assert result.engine is not None
+        row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
+        self._rows.append(row)
+        console.print(f"{number:4d}  {_said(row)}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Let others write to the folder of the experiment."""
+        if self._rows is not None:
+            self._rows.close()
+
+    def finish(self) -> None:
+        """What a sweep or an experiment showed, and how to see more of it."""
+        console = plain_console()
+        if len(self._swept) > 1:
+            print_sweep(console, self._swept)
+        if self._rows is None:
+            return
+        from emssd.report import summary
+
+        rows = self._rows.read()
+        for part in summary(rows):
+            console.print(part)
+        _print_checks(console, rows, self._rows.path.parent)
+        console.print(
+            f"\nrows: {self._rows.path}. A page of them: python -m emssd.report {self._rows.path.parent}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _check_kept(rows: RowsFile) -> None:
+    """Refuse before the first run what could not be shown after the last one."""
+    from emssd.report.rows import parse
+
+    for number, row in enumerate(rows.read(), start=1):
+        try:
+            parse(row, where=f"{rows.path}:{number}")
+        except ConfigError as error:
+            raise ConfigError(
+                f"resume=true: {error}. With overwrite=true all of its jobs run again; if you take that line out, "
+                f"only its own does"
+            ) from None
+
+
+def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:
+    """Refuse what would make the compared cells the same, or a cell something else than it says."""
+    names = [override.partition("=")[0].lstrip("+") for override in overrides]
+    if "on_drafter_error" in names and config.on_drafter_error is not OnDrafterError.fail:
+        raise ConfigError(
+            f"on_drafter_error={config.on_drafter_error.value} would leave rows of a drafter that failed and drafted "
+            f"nothing; an experiment ends there, and goes on with resume=true. Leave on_drafter_error= out"
+        )
+    set_by_method = ("speculate", "budget" if config.method is None else "backend")
+    for name in set_by_method if "method" in names else ():
+        if name in names:
+            raise ConfigError(
+                f"experiment={config.experiment and config.experiment.name} compares methods, and a method sets {name} "
+                f"itself; leave {name}= out, or choose methods with method=…"
+            )
+
+
+def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> None:
+    """What `check=greedy` found in all runs that it compared."""
+    checks = {row["job"]: row["metrics"]["check"] for row in rows if "check" in row.get("metrics", {})}
+    if not checks:
+        return
+    exact, ties, wrong = (sum(check[name] for check in checks.values()) for name in ("exact", "ties", "differences"))
+    jobs = ", ".join(str(job) for job, check in checks.items() if check["differences"])
+    where = f", in jobs {jobs}; {folder}/JOB/metrics.json says where" if wrong else ""
+    console.print(
+        f"\ncheck=greedy: {exact} exact, {ties} numerical ties, {wrong} true differences{where}",
+        style="bold red" if wrong else "bold green",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _said(row: dict[str, Any]) -> str:
+    """One row in a line."""
+    from emssd.metrics.busy import BUSY_SHARE
+
+    drafts = f"{row['drafter_options']}, budget {row['budget']}" if row["speculate"] else "plain greedy"
+    what = f"{row['model']}, {row['data_label'] or row['data']}, batch {row['batch_size']}, {row['method'] or drafts}"
+    metrics, replay = row["metrics"], " (replay)" if row["replay"] else ""
+    others = metrics["other_cpu_share"] or 0.0
+    busy = f"; other processes used {others:.0%} of the cores" if others > BUSY_SHARE else ""
+    return (
+        f"repeat {row['repeat']}, {what}: {metrics['decode_tokens_per_second']:.0f} tokens/s, "
+        f"τ {metrics['mean_acceptance_length']:.2f}{replay}, {metrics['seconds']['total']:.1f} s{busy}"
+    )

@@ -1,0 +1,230 @@
+"""The folder of a run: results as they come, one flushed JSON line per finished row, so that a crash loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from emssd.data.prompts import FailedPrompt, Prompt
+from emssd.data.records import read_json
+from emssd.errors import OutputError
+from emssd.jobs.lines_file import LinesFile
+from emssd.sequences import FinishReason, Generation
+
+__all__ = ["OutputFolder", "as_asked"]
+
+_SYNC_SECONDS = 5.0
+_FINISH_REASONS = [reason.value for reason in FinishReason]
+
+
+class OutputFolder:
+    """``generations.jsonl``, ``errors.jsonl``, ``metrics.json`` and ``config.yaml`` of a run.
+
+    What an earlier run left is read at once, and changed when the first row is ready. Without a row, a folder that is
+    made here goes again.
+
+    Args:
+        path: made if it does not exist.
+        resume: keep the rows that are there.
+        overwrite: replace what is there.
+
+    Attributes:
+        finished: the prompts of the rows that are kept, by id, as in ``generations.jsonl``.
+
+    Raises:
+        OutputError: it cannot be written, at once or later (disk full); another run writes to it; or it holds rows,
+            and neither `resume` nor `overwrite` says what to do with them; or, with `resume`, a line that is no row.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+        self.path = path
+        self.finished: dict[str, Any] = {}
+        self._config: str | None = None
+        self._failed: Sequence[FailedPrompt] = ()
+        try:
+            self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
+        except OutputError:
+            raise
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            if resume:
+                self._read()
+            elif not self._rows.is_empty and not overwrite:
+                raise OutputError(
+                    f"output_dir={path} holds the rows of an earlier run; resume=true goes on with it, "
+                    f"overwrite=true replaces it, or set output_dir to another folder"
+                )
+        except BaseException:
+            self._rows.close()
+            raise
+
+    def __enter__(self) -> OutputFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rows.close()
+
+    @property
+    def earlier_config(self) -> str:
+        """Text of the ``config.yaml`` of the run whose rows are kept.
+
+        Raises:
+            OutputError: there is none.
+        """
+        try:
+            return (self.path / "config.yaml").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise self.unreadable_config(getattr(error, "strerror", None) or "it is no UTF-8 text") from error
+
+    def unreadable_config(self, why: str) -> OutputError:
+        """The error of rows whose ``config.yaml`` does not tell how they were made."""
+        return OutputError(
+            f"resume=true: {self.path} holds rows, but its config.yaml cannot be read ({why}), which "
+            f"tells how they were made; overwrite=true starts again"
+        )
+
+    def begin(self, config: str, failed: Sequence[FailedPrompt]) -> None:
+        """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed."""
+        self._config, self._failed = config, failed
+
+    def write_generation(self, prompt: Prompt, generation: Generation) -> None:
+        """Append one finished row."""
+        record = {
+            "id": prompt.prompt_id,
+            "prompt": as_asked(prompt),
+            "text": generation.text,
+            "token_ids": list(generation.token_ids),
+            "finish_reason": generation.finish_reason.value,
+            "num_prompt_tokens": len(generation.prompt_ids),
+            "num_steps": generation.num_steps,
+            "acceptance_length": generation.acceptance_length,
+        }
+        self._replace_earlier()
+        try:
+            self._rows.append(_line(record))
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {self._rows.path}: {error.strerror}; the rows before are kept. "
+                f"Make room, or set output_dir to another disk"
+            ) from error
+
+    def _replace_earlier(self) -> None:
+        """Cut off what is not kept, drop the metrics, which would not fit the new rows, and write ``config.yaml``."""
+        if self._config is None:
+            return
+        try:
+            self._rows.cut()
+            (self.path / "metrics.json").unlink(missing_ok=True)
+            _replace(self.path / "config.yaml", self._config.encode())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self.write_errors(self._failed)
+        self._config = None
+
+    def write_errors(self, failed: Iterable[FailedPrompt]) -> None:
+        """Write ``errors.jsonl``; without failures there is none."""
+        if lines := [_line({"id": item.prompt_id, "error": item.error}) for item in failed]:
+            self._write("errors.jsonl", b"".join(lines))
+        else:
+            (self.path / "errors.jsonl").unlink(missing_ok=True)
+
+    def read_metrics(self) -> dict[str, Any]:
+        """The ``metrics.json`` that is there; empty if the run was interrupted before it was written."""
+        try:
+            metrics = read_json((self.path / "metrics.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return metrics if isinstance(metrics, dict) else {}
+
+    def write_metrics(self, metrics: dict[str, Any]) -> None:
+        """Write ``metrics.json``."""
+        self._write("metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
+
+    def _write(self, name: str, content: bytes) -> None:
+        try:
+            _replace(self.path / name, content)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {self.path / name}: {error.strerror}; the rows are in {self.path}"
+            ) from error
+
+    def _read(self) -> None:
+        """Keep the rows that are there, and remember their prompts by id."""
+        lines: dict[str, int] = {}
+        for number, line in enumerate(self._rows.keep(), start=1):
+            try:
+                row = read_json(line)
+                wrong = _what_is_wrong(row)
+            except ValueError:
+                wrong = "it is not JSON"
+            where, way_out = f"resume=true: {self._rows.path}:{number}", "or start again with overwrite=true"
+            if wrong:
+                raise OutputError(
+                    f"{where} is no row of a run: {wrong}; take that line out, and its prompt is decoded again, "
+                    f"{way_out}"
+                )
+            if first := lines.get(row["id"]):
+                raise OutputError(
+                    f"{where} is a second row of the prompt {row['id']!r}, after line {first}; take one of the two "
+                    f"out, {way_out}"
+                )
+            lines[row["id"]] = number
+            self.finished[row["id"]] = row["prompt"]
+
+
+def _what_is_wrong(row: Any) -> str | None:
+    """Why `row` cannot be what `OutputFolder.write_generation` writes, in words; ``None`` if it can."""
+    if not isinstance(row, dict):
+        return "it is no JSON object"
+    tokens = row.get("token_ids")
+    fits = {
+        "id": isinstance(row.get("id"), str),
+        "prompt": isinstance(row.get("prompt"), str | list),
+        "text": isinstance(row.get("text", 0), str | None),
+        "token_ids": isinstance(tokens, list) and bool(tokens) and all(type(token) is int for token in tokens),
+        "finish_reason": row.get("finish_reason") in _FINISH_REASONS,  # a list: it may be unhashable
+        "num_prompt_tokens": type(row.get("num_prompt_tokens")) is int,
+        "num_steps": type(row.get("num_steps")) is int,
+        "acceptance_length": isinstance(row.get("acceptance_length"), float | int),
+    }
+    wrong = next((name for name, fit in fits.items() if not fit), None)
+    if wrong is None:
+        return None
+    return f"it has no {wrong}" if wrong not in row else f"its {wrong} cannot be {json.dumps(row[wrong])[:40]}"
+
+
+def as_asked(prompt: Prompt) -> str | list[dict[str, Any]] | list[int]:
+    """The prompt as ``generations.jsonl`` has it: its text, its messages, or its token ids."""
+    if prompt.token_ids is not None:
+        return list(prompt.token_ids)
+    return prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    try:
+        return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
+        return (json.dumps(record) + "\n").encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a whole file or leave it as it was."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot write to output_dir={path}: {error.strerror}; set output_dir to a writable folder")

@@ -1,0 +1,87 @@
+"""Live figures of a run: a bar on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from emssd.metrics.stats import RunReport
+
+__all__ = ["LiveFigures", "show_messages"]
+
+
+def show_messages(console: Console) -> None:
+    """Show on `console` what the package says while it prepares: that it builds or compiles something, say."""
+
+    class _OnConsole(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(record.getMessage(), highlight=False)
+
+    logger = logging.getLogger("emssd")
+    logger.handlers, logger.propagate = [_OnConsole()], False
+    logger.setLevel(logging.INFO)
+
+
+class LiveFigures:
+    """Rows done, tokens per second, τ, and the time that is left.
+
+    Args:
+        title: what is going on.
+        total: rows of the job.
+        done: rows that were done before.
+        show: whether to show anything.
+        log_seconds: how often a line is written where there is no terminal.
+    """
+
+    def __init__(
+        self, console: Console, title: str, total: int, *, done: int = 0, show: bool = True, log_seconds: float = 60.0
+    ) -> None:
+        self._console, self._title, self._total, self._before = console, title, total, done
+        self._log_seconds = log_seconds if show and not console.is_terminal else float("inf")
+        what, figures = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[live]}")
+        columns = (what, BarColumn(), MofNCompleteColumn(), figures, _TimeLeft())
+        to_terminal = sys.stdout is not None and sys.stdout.isatty()  # else what is printed meanwhile goes its own way
+        self._progress = Progress(*columns, console=console, disable=not show, redirect_stdout=to_terminal)
+        self._task = self._progress.add_task(title, total=total, completed=done, live="", before=done)
+        self._done = done
+        self._start = self._logged = time.monotonic()
+
+    def __enter__(self) -> LiveFigures:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def row_done(self, report: RunReport) -> None:
+        """One more row is done, with the figures of `report` by now."""
+        self._done += 1
+        live = f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}"
+        self._progress.update(self._task, completed=self._done, live=live)
+        now = time.monotonic()
+        if now - self._logged >= self._log_seconds:
+            self._logged = now
+            left = _time_left(now - self._start, self._done - self._before, self._total - self._done)
+            self._console.print(f"{self._title} {self._done}/{self._total}, {live}, {left}", highlight=False)
+
+
+class _TimeLeft(ProgressColumn):
+    """By the rows that this run has finished: rich's own column forgets rows that took longer than half a minute."""
+
+    def render(self, task: Task) -> Text:
+        done, left = task.completed - task.fields["before"], (task.total or 0) - task.completed
+        return Text(_time_left(task.elapsed or 0.0, done, left))
+
+
+def _time_left(elapsed: float, done: float, left: float) -> str:
+    """``0:01:30 left``, if rows go on taking as long as the `done` ones took; nothing before the first."""
+    return f"{timedelta(seconds=round(elapsed / done * left))} left" if done else ""

@@ -1,0 +1,1 @@
+"""What a run did: figures of its steps, the floor of a step, the machine, and what else ran on it."""

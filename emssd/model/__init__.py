@@ -1,0 +1,6 @@
+"""The model: loaded, probed, and run on ragged inputs, with its KV in an attention backend."""
+
+from emssd.model.loading import LoadModel, load_model
+from emssd.model.target import TargetModel
+
+__all__ = ["LoadModel", "TargetModel", "load_model"]

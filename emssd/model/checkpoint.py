@@ -1,0 +1,236 @@
+"""What a folder or hub id holds, whole or not at all: config, weights and tokenizer; if not, one sentence on why."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
+from emssd.model.checkpoint_files import check_json, has_vocabulary, tokenizer_fault, weights_fault
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["load_checkpoint", "load_tokenizer"]
+
+_WHAT_TO_GIVE = (
+    "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
+    "model."
+)
+_TRUST = (
+    "it needs code that comes with the checkpoint; model.trust_remote_code=true (trust_remote_code=True in Python) "
+    "runs that code, so set it only if you trust where it comes from"
+)
+_EMBEDDED = {"demo": "target", "demo-draft": "draft"}
+# What older versions of Transformers stored and newer ones compute; the ignore lists of some models lack it.
+_COMPUTED = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_TALKATIVE = ("modeling_utils", "distributed.tensor_parallel")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def load_checkpoint(
+    path: str, *, dtype: torch.dtype | str, max_model_len: int | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Any]:
+    """Load a causal LM, with all of its weights, and its tokenizer.
+
+    Args:
+        path: folder or hub id; ``demo`` and ``demo-draft`` are the embedded pair.
+        dtype: of the weights, or ``auto``.
+        max_model_len: refused, where the model cannot take it, before weights are read.
+        trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
+
+    Raises:
+        ConfigError: it is not there, is damaged, is not whole, or needs code that is not trusted.
+        UnsupportedModelError: its config shows that it cannot be served.
+        OutOfMemoryError: there is no room for its weights.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    from emssd.model import support as model_support
+
+    source = _source(path)
+    with _told(path, "its config.json is none that Transformers can read"):
+        check_json(source)
+        if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+            raise _cannot(path, f"there is no config.json in it. {_WHAT_TO_GIVE}")
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
+            model_support.check_config(config, None)
+        model_support.resolve_max_model_len(config, max_model_len)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    what = "Transformers cannot make the model of its config.json and weights"
+    with _told(path, what, lambda: weights_fault(source)), _report_kept_back():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # judged below, by name
+            output_loading_info=True,
+        )
+    model, info = loaded
+    _check_whole(path, info)
+    return model, tokenizer
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model's folder or hub id.
+
+    Raises:
+        ConfigError: there is none, or it is damaged or needs code that is not trusted.
+    """
+    from transformers import AutoTokenizer
+
+    source = _source(path)
+    missing = (
+        f"its tokenizer is missing: neither tokenizer.json nor a vocabulary of another kind is in {source}; save the "
+        f"model's tokenizer there, with tokenizer.save_pretrained(folder)"
+    )
+
+    def fault() -> str | None:
+        return tokenizer_fault(source) if has_vocabulary(source) else missing
+
+    with _told(path, "its tokenizer is none that Transformers can read", fault):
+        check_json(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        only_special = set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+    if only_special:  # Transformers makes such ones of nothing
+        raise _cannot(path, missing)
+    return tokenizer
+
+
+def _source(path: str) -> str:
+    """The folder of an embedded model, or `path` itself.
+
+    Raises:
+        ConfigError: a folder that is not there.
+    """
+    if path in _EMBEDDED:
+        from emssd.demo import model_path
+
+        return str(model_path(_EMBEDDED[path]))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if folder.exists():
+        raise _cannot(path, f"this is a file. {_WHAT_TO_GIVE}")
+    if path.startswith(("/", ".", "~")):
+        raise _cannot(path, f"there is no such folder. {_WHAT_TO_GIVE}")
+    return path
+
+
+@contextmanager
+def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Whatever is raised inside as one sentence: what `find_fault` says, or `what` happened and what was raised.
+
+    Reading a checkpoint runs code of several libraries on files that may hold anything, and they raise what they like.
+    """
+    try:
+        yield
+    except EmssdError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(f"there is no memory for the model {path!r}; take a smaller one or dtype") from error
+    except Exception as error:
+        said = _sentence(error)
+        if "trust_remote_code" in str(error):
+            why = _TRUST
+        elif fault := find_fault():
+            why = fault
+        elif isinstance(error, ImportError):
+            why = f"it needs a package that is not installed: {said}"
+        elif isinstance(error, OSError):
+            why = f"{said} {_WHAT_TO_GIVE}"
+        else:
+            why = f"{what} ({said.rstrip('.')})"
+        raise _cannot(path, why) from error
+
+
+def _check_whole(path: str, info: Mapping[str, Iterable[Any]]) -> None:
+    """Refuse weights that are not those of the config: Transformers would fill what is missing with random numbers.
+
+    Args:
+        info: what Transformers reports; it knows tied weights, and of many models what may be left out or is left over.
+
+    Raises:
+        ConfigError: with the names.
+    """
+    mismatched = [f"{name} ({_shape(is_)} in place of {_shape(asked)})" for name, is_, asked in info["mismatched_keys"]]
+    unexpected = [name for name in info["unexpected_keys"] if not _COMPUTED.search(name)]
+    faults = [
+        ("are missing", list(info["missing_keys"])),
+        ("have another shape than config.json says", mismatched),
+        ("have no place in the model of config.json", unexpected),
+    ]
+    told = [f"{_names(names)} {what}" for what, names in faults if names]
+    if told:
+        raise _cannot(
+            path,
+            f"its weights are not those of its config.json: {'; '.join(told)}. Bring weights and config from one place "
+            f"again; if you know that it is right so, save what Transformers makes of it with save_pretrained",
+        )
+
+
+def _names(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _cannot(path: str, why: str) -> ConfigError:
+    return ConfigError(f"cannot load the model {path!r}: {why}")
+
+
+def _sentence(error: Exception) -> str:
+    """What `error` says, in one line; its type too, where the text alone would say little."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    text = " ".join(_ANSI.sub("", str(error)).split())
+    if not isinstance(error, (OSError, ValueError, ImportError, StrictDataclassError)):
+        text = f"{type(error).__name__}: {text}"
+    end = re.search(r"\.(?= [A-Z(])", text)  # the first sentence; a dot inside a file's name ends none
+    text = text[: end.start()] if end else text
+    return text[:300].rstrip(" :,.") + "."
+
+
+class _KeepBack(logging.Filter):
+    """Collects messages in the place of those who would print them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.text += record.getMessage()
+        return False
+
+
+@contextmanager
+def _report_kept_back() -> Iterator[None]:
+    """Keep back what Transformers prints of weights that do not fit, and of tensor parallelism that nobody asked for.
+
+    Of tensors that it could not put together, as those of experts, only its report has the names.
+    """
+    keep = _KeepBack()
+    loggers = [logging.getLogger(f"transformers.{name}") for name in _TALKATIVE]
+    for logger in loggers:
+        logger.addFilter(keep)
+    try:
+        yield
+    except RuntimeError as error:
+        names = re.findall(r"^(\S+) *\|.*CONVERSION", keep.text, re.MULTILINE)
+        if not names:
+            raise
+        raise ValueError(f"what {_names(names)} are made of is missing in part, or has other shapes") from error
+    finally:
+        for logger in loggers:
+            logger.removeFilter(keep)

@@ -1,0 +1,212 @@
+"""`model.compile` on a CPU: the model's forward pass as one compiled program, kept on disk for later runs.
+
+Transformers' own forward is traced once by `torch.export`, with attention as an opaque operator and with linear layers
+that share their input joined into one; Inductor compiles the rest ahead of time. The number of tokens stays free.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.errors import CompileError, EmssdError
+from emssd.model import tracing
+from emssd.model.changes import Changes
+from emssd.model.fingerprint import fingerprint, short_pass
+from emssd.model.module_state import named_tensors
+from emssd.model.probe import PROBE_TOLERANCE
+from emssd.native import CacheError, Entry, NativeError, entry, free_weights, load_kernels
+
+if TYPE_CHECKING:
+    from emssd.model.hooked import HookedModel
+    from emssd.model.interface import Attend
+
+__all__ = ["CompileError", "CompiledForward"]
+
+logger = logging.getLogger("emssd")
+
+
+class CompiledForward:
+    """The compiled forward pass of one model.
+
+    Args:
+        target: the model, on a CPU. It is left as it was; its linear weights are copied in the layout of their kernel.
+            Where the model has changed when a sequence begins, it runs as it is from then on, with a warning.
+
+    Attributes:
+        folder: where the program is kept.
+
+    Raises:
+        CompileError: another device, no C++ compiler, a cache that others can write, a model that cannot be traced or
+            that a later run could not recognise, or a program that computes something else.
+    """
+
+    def __init__(self, target: HookedModel) -> None:
+        if target.device.type != "cpu":
+            raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
+        try:
+            self._kernels = load_kernels()
+            _declare_linear()
+            self._layers, self._target = target.layers, weakref.ref(target)
+            self._attend: Attend | None = None
+            self._open(target, *_fingerprint(target))
+        except (NativeError, CacheError) as error:
+            raise CompileError(str(error)) from error
+        except EmssdError:
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            reason = f"{type(error).__name__}: {tracing.first_line(error)}"
+            raise CompileError(f"{type(target.model).__name__} cannot be compiled: {reason}") from error
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attend: Attend,
+        logits_to_keep: torch.Tensor,
+    ) -> torch.Tensor:
+        """Like `HookedModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out."""
+        # Now, and not in every step: beside a sequence's first tokens, looking costs nothing.
+        if int(position_ids.min()) == 0 and (change := self._changes.first()) is not None:
+            return self._without(change)(input_ids, position_ids, attend, logits_to_keep)
+        batch, num_tokens = input_ids.shape
+        if batch > 1:  # the program takes one row of tokens, and only `attend` knows where rows begin
+            starts = torch.arange(0, batch * num_tokens, num_tokens).unsqueeze(1)
+            logits_to_keep = (starts + logits_to_keep).flatten()
+        num_logits, self._num_tokens = logits_to_keep.numel(), batch * num_tokens
+        inputs = [input_ids.view(1, -1), position_ids.view(1, -1), logits_to_keep]
+        if self._few_sizes:
+            inputs = [_filled(each) for each in inputs]
+        self._attend = attend
+        try:
+            (logits,) = self._run([*inputs, self._weights])
+        finally:
+            self._attend = None
+        return logits[:, :num_logits].view(batch, -1, logits.shape[-1])
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What the program calls in the place of attention."""
+        assert self._attend is not None, "attention outside of a step"
+        count, spec = self._num_tokens, self._layers[layer]
+        if query.shape[0] == count:
+            return self._attend(layer, spec, query, key, value)
+        out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+        out[:count] = self._attend(layer, spec, query[:count], key[:count], value[:count])
+        return out
+
+    def _without(self, change: str) -> Callable[..., torch.Tensor]:
+        """The model's own forward, from now on."""
+        target = self._target()
+        assert target is not None, "a program outlives its model"
+        warnings.warn(
+            f"the model runs without model.compile from here on: it has changed since it was compiled ({change}); make "
+            f"the engine again to compile it as it is now",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        target.compiled = None
+        return target.run
+
+    def _open(self, target: HookedModel, key: str, right: torch.Tensor) -> None:
+        """Load the program of that key, once more compiled if what is there is not the model's."""
+
+        def write(folder: Path) -> None:
+            tracing.compile_program(target, folder)
+
+        found = entry("models", key, write)
+        wrong = self._why_wrong(target, found, right)
+        if wrong is not None and not found.new:
+            logger.warning("%s is not the program of this model (%s), and is compiled again", found.folder, wrong)
+            self._free()
+            found = entry("models", key, write, replace=True)
+            wrong = self._why_wrong(target, found, right)
+        if wrong is not None:
+            raise CompileError(f"{found.folder} is not the program of this model, though it was just compiled: {wrong}")
+
+    def _why_wrong(self, target: HookedModel, found: Entry, right: torch.Tensor) -> str | None:
+        """Load what was found, and compare its logits with the model's, `right`."""
+        try:
+            self._load(target.model, found)
+            self._changes = Changes(target.model)
+            got, right = short_pass(target, self).double(), right.double()
+        except Exception as error:  # reading something else raises almost anything
+            return f"{type(error).__name__}: {tracing.first_line(error)}"
+        difference = float((got - right).abs().max() / right.std().clamp_min(1e-12))
+        if difference <= PROBE_TOLERANCE[target.dtype]:
+            return None
+        return f"its logits differ by {difference:.3g} standard deviations"
+
+    def _load(self, model: torch.nn.Module, found: Entry) -> None:
+        """The program, with the weights of `model`."""
+        self.folder = found.folder
+        self._weights: torch.Tensor = self._kernels.new_weights()
+        number = int(self._weights)
+        _FORWARDS[number] = self
+        self._free = weakref.finalize(self, free_weights(), number)
+        self._free.atexit = False
+        tensors = named_tensors(model)
+        self._few_sizes = False  # whether linear layers are slow at sizes that they did not meet before
+        for linear in json.loads(found.files[tracing.LINEARS]):
+            biases = [tensors[name].detach() for name in linear["biases"]]
+            weight = torch.cat([tensors[name].detach() for name in linear["weights"]])
+            bias = torch.cat(biases) if biases else None
+            self._few_sizes |= self._kernels.add_weight(self._weights, weight, bias)
+        program = torch._inductor.aoti_load_package(str(found.folder / tracing.PROGRAM), run_single_threaded=True)
+        known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)
+        known |= {tracing.PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
+        self._constants = {name: known[name] for name in program.get_constant_fqns()}  # not copied: they must stay
+        program.load_constants(self._constants, check_full_update=True, user_managed=True)
+        self._run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = program.loader.boxed_run
+
+
+def _fingerprint(target: HookedModel) -> tuple[str, torch.Tensor]:
+    return fingerprint(target, [Path(file).read_text() for file in (__file__, tracing.__file__)])
+
+
+def _filled(values: torch.Tensor) -> torch.Tensor:
+    """``[..., n]`` integers, with zeros up to one of few sizes: oneDNN makes a program for each size that it meets."""
+    size = values.shape[-1]
+    step = 1 if size <= 8 else 4 if size <= 128 else 32
+    return torch.nn.functional.pad(values, (0, -size % step)) if size % step else values
+
+
+_FORWARDS: weakref.WeakValueDictionary[int, CompiledForward] = weakref.WeakValueDictionary()
+
+_library: Any = torch.library.Library("emssd", "DEF")  # type: ignore[no-untyped-call]  # it has no annotations
+_library.define("attend(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor")
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
+) -> torch.Tensor:
+    out = _FORWARDS[handle.item()].attend(layer, query, key, value)  # type: ignore[index]  # an int64
+    return out.contiguous()  # as the program takes it to be, and does not check
+
+
+def _attend_shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+_library.impl("attend", _attend, "CPU")
+torch.library.register_fake("emssd::attend", _attend_shape, lib=_library)
+
+
+def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
+    return source.new_empty(*source.shape[:-1], out_features)
+
+
+@cache
+def _declare_linear() -> None:
+    """Tell the compiler the shape of a linear layer; its operator is there once the kernels are loaded."""
+    torch.library.register_fake("emssd_native::linear", _linear_shape)

@@ -1,0 +1,124 @@
+"""What a compiled program depends on: all of a model but its weights.
+
+Two views are taken together. The operators of one pass with their arguments are what the model computes, whoever
+changed it and how; what the modules hold and their code tell what a pass of a few tokens does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from emssd.attention import LayerSpec, additive_mask, masked_attention
+from emssd.model.module_state import describe_classes, describe_modules, named_tensors, refuse_hooks
+from emssd.native import kernels_key
+
+if TYPE_CHECKING:
+    from emssd.model.hooked import HookedModel
+
+__all__ = ["fingerprint", "short_pass"]
+
+_LENGTHS = (5, 3)  # of the sequences of a short pass
+
+
+def fingerprint(target: HookedModel, sources: Iterable[str]) -> tuple[str, torch.Tensor]:
+    """A name for what the program of `target` depends on, and the model's logits of a `short_pass`.
+
+    That is the model's code and state, not its weights; versions, machine and threads.
+
+    Args:
+        sources: of what makes the program.
+
+    Raises:
+        CompileError: a program would not run part of the model, or a later run could not recognise it.
+    """
+    import transformers
+
+    model = target.model
+    refuse_hooks(model)
+    tensors = named_tensors(model)
+    trace = _Trace(tensors)
+    with trace:
+        logits = short_pass(target, target.run)
+    parts = chain(
+        [transformers.__version__, sys.version, str(torch.get_num_threads()), kernels_key(), str(target.layers)],
+        sources,
+        (f"{name} {_layout(tensor)}" for name, tensor in tensors.items()),
+        describe_modules(model),
+        describe_classes(model),
+        trace.lines,
+    )
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32], logits
+
+
+def short_pass(target: HookedModel, run: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Logits ``[8, vocab]`` that `run`, like `HookedModel.run`, gives for two short sequences packed into one row."""
+    lengths = [min(length, target.max_model_len) for length in _LENGTHS]
+    rows = torch.tensor([row for row, length in enumerate(lengths) for _ in range(length)])
+    mask = (rows[:, None] == rows[None, :]).tril()
+
+    def attend(
+        layer: int, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        seen = mask if spec.sliding_window is None else mask.triu(1 - spec.sliding_window)
+        bias = additive_mask(seen[None], query.dtype)
+        return masked_attention(query[None], key[None], value[None], bias, spec)[0].contiguous()
+
+    tokens = (torch.arange(len(rows)) * 11 + 3) % target.vocab_size
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.inference_mode():
+        return run(tokens[None], positions[None], attend, torch.arange(len(rows)))[0]
+
+
+class _Trace(TorchDispatchMode):
+    """Writes down each operator with its arguments: tensors by name, by what computed them, or by content."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # it has no annotations
+        self.lines: list[str] = []
+        self._names: dict[int, str] = {}
+        self._alive: list[torch.Tensor] = []  # so that no other tensor gets the id of one
+        for name, tensor in tensors.items():
+            self._name(tensor, name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        line = f"{func} {self._words(args)} {self._words(kwargs or {})}"
+        result = func(*args, **(kwargs or {}))
+        for place, each in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+            if isinstance(each, torch.Tensor):
+                self._name(each, f"%{len(self.lines)}.{place}")
+        self.lines.append(line)
+        return result
+
+    def _name(self, tensor: torch.Tensor, name: str) -> None:
+        self._names.setdefault(id(tensor), name)
+        self._alive.append(tensor)
+
+    def _words(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._names:
+                self._name(value, f"{_layout(value)} {_content(value)}")
+            return self._names[id(value)]
+        if isinstance(value, (tuple, list)):
+            return f"[{', '.join(map(self._words, value))}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key}={self._words(each)}' for key, each in value.items())}}}"
+        return repr(value)
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+
+
+def _content(tensor: torch.Tensor) -> str:
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content.tobytes()).hexdigest()

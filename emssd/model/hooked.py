@@ -1,0 +1,77 @@
+"""`HookedModel`: an unmodified Hugging Face causal LM whose attention goes through one registered function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.model.interface import ATTENTION_NAME, MASKED_NAME, Attend, Visible, implementation, register, with_windows
+from emssd.model.support import check_config, resolve_max_model_len
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["HookedModel"]
+
+
+class HookedModel:
+    """A causal LM that is called with another attention. Between two calls the model is left as it was.
+
+    Args:
+        model: any `PreTrainedModel` that speaks the attention interface.
+        max_model_len: longest sequence to allow; ``None`` takes the model's own limit.
+
+    Attributes:
+        layers: shape and rules of each attention layer, once they are known.
+        compiled: what runs in the place of `run`, a compiled program, or ``None``.
+
+    Raises:
+        UnsupportedModelError: its config says that it cannot be served.
+        ConfigError: `max_model_len` beyond the model's limit.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
+        register()
+        self.model: Any = model  # Transformers' own annotations do not describe how its models are called
+        model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
+        check_config(model.config, type(model))
+        self.max_model_len = resolve_max_model_len(model.config, max_model_len)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
+        self.layers: tuple[LayerSpec, ...] = ()
+        self.compiled: Any = None
+
+    def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
+        """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
+        return KVCacheSpec(self.layers, self.dtype, self.device, max_batch_size, self.max_model_len)
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attend: Attend,
+        logits_to_keep: torch.Tensor | int = 0,
+        *,
+        masks: dict[int, Visible] | None = None,
+    ) -> torch.Tensor:
+        """Call the model with `attend` in the place of its attention. Returns logits ``[b, m, vocab]``.
+
+        Given `masks`, the model makes its masks too, and it is filled with the function behind that of each layer.
+        """
+        keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
+        if masks is not None:
+            keywords["emssd_masks"] = masks
+        with implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME):
+            output = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+                **keywords,
+            )
+        logits: torch.Tensor = output.logits
+        return logits

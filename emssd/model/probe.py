@@ -1,0 +1,181 @@
+"""A model is run before it is served: its layers' shapes and rules are learnt, and that it can be packed is proved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from emssd.attention import LayerSpec, additive_mask, masked_attention
+from emssd.errors import UnsupportedModelError
+from emssd.model.interface import Attend, implementation
+
+if TYPE_CHECKING:
+    from emssd.model.hooked import HookedModel
+
+__all__ = ["PROBE_TOLERANCE", "probe_layers", "running"]
+
+# Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
+# feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
+# compute softmax or norms in float32 whatever their dtype, so float64 has room for that.
+PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
+_LENGTHS = (5, 8)  # of the rows of the probe; their sum is no size that models have
+
+
+def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
+    """Run two short sequences packed into one and learn, and prove, how the model attends.
+
+    The packed run records every layer's shapes and rules; its logits must be those that the model's own eager
+    attention gives for each sequence alone. That catches what no config tells: layers that keep a state, positions
+    that are not taken from ``position_ids``, features that never reach the attention function. The sequences' tokens
+    alternate, so that their places in the pack have nothing in common with their positions; and the positions of the
+    second go up to the longest sequence, beyond any threshold that a sequence can pass.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    model, name = target.model, type(target.model).__name__
+    rows = _Rows(target)
+    layers: dict[int, LayerSpec] = {}
+
+    def attend(
+        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        if layer in layers:
+            raise UnsupportedModelError(f"{name} runs attention layer {layer} twice in a pass")
+        layers[layer] = seen
+        return rows.attend(layer, seen, query, key, value)
+
+    with running(target):
+        with _Aranges(rows.num_tokens) as aranges:
+            packed = rows.run_packed(target, attend)
+        with implementation(model, "eager"):
+            alone = rows.run_alone(model)
+    expected = model.config.get_text_config().num_hidden_layers
+    if sorted(layers) != list(range(expected)):
+        raise UnsupportedModelError(
+            f"{name} sends {len(layers)} of its {expected} layers through the attention interface; "
+            f"the others keep a state of their own, which cannot be rolled back"
+        )
+    _compare(name, packed, alone, target.dtype)
+    if aranges.num_calls:
+        _refuse_counted_positions(target, rows, packed)
+    return tuple(layers[layer] for layer in range(expected))
+
+
+def _refuse_counted_positions(target: HookedModel, rows: _Rows, packed: torch.Tensor) -> None:
+    """Refuse a model whose logits change where `torch.arange` gives it the positions that its tokens really have.
+
+    Such a model counts the tokens of a call. What it does with the numbers may only show far beyond a short probe.
+    """
+    with running(target):
+        with _Aranges(rows.num_tokens, rows.positions):
+            moved = rows.run_packed(target, rows.attend)
+        if torch.equal(moved, packed):
+            return
+        again = rows.run_packed(target, rows.attend)  # some kernels of GPUs add up in another order each time
+    noise, change = ((each - packed).abs().max() for each in (again, moved))
+    if not change <= 4 * noise:
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} counts the tokens of a call where it needs their positions, which matters "
+            f"in sequences of {target.max_model_len} tokens"
+        )
+
+
+@contextmanager
+def running(target: HookedModel) -> Iterator[None]:
+    """What a model cannot do is no traceback: no kernel for this dtype or device, inputs beyond tokens, no memory."""
+    try:
+        with torch.inference_mode():
+            yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # code of models raises anything
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} does not run in {target.dtype} on {target.device} from token ids and "
+            f"positions: {error}"
+        ) from error
+
+
+class _Rows:
+    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the last."""
+
+    def __init__(self, target: HookedModel) -> None:
+        longest, device = target.max_model_len, target.device
+        lengths = [min(length, longest) for length in _LENGTHS]
+        # Half of each row is one token, so that it goes to the same experts wherever routing is by token.
+        self.rows = [
+            [(11 * max(i - length // 2, 0) + 5 * row + 3) % target.vocab_size for i in range(length)]
+            for row, length in enumerate(lengths)
+        ]
+        far = [max(i, round(longest ** (i / (lengths[1] - 1))) - 1) for i in range(lengths[1])]
+        places = sorted((i, row) for row, length in enumerate(lengths) for i in range(length))
+        self.num_tokens = len(places)
+        self.tokens = torch.tensor([self.rows[row][i] for i, row in places], device=device)
+        self.positions = torch.tensor([far[i] if row else i for i, row in places], device=device)
+        self.kept = torch.arange(len(places), device=device)  # all, in the form in which a step asks
+        self.index = torch.tensor([i for i, _ in places], device=device)
+        self.owner = torch.tensor([row for _, row in places], device=device)
+
+    def attend(
+        self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row's attention, in the pack."""
+        mask = (self.owner[:, None] == self.owner[None, :]).tril()
+        if seen.sliding_window is not None:
+            mask &= self.index[:, None] - self.index[None, :] < seen.sliding_window
+        mask = mask.to(query.device)
+        out = masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), seen)
+        return out[0].contiguous()
+
+    def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
+        """Logits ``[n, vocab]`` of the first row, and then of the second."""
+        logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
+        return torch.cat([logits[self.owner == row] for row in range(2)])
+
+    def run_alone(self, model: Any) -> torch.Tensor:
+        """The same from the model itself: the first row as anybody would call it, the second with its positions."""
+        first, second = (self.tokens[self.owner == row].unsqueeze(0) for row in range(2))
+        positions = self.positions[self.owner == 1].unsqueeze(0)
+        # The mask hides nothing; without one, Transformers takes steps of several positions for other sequences.
+        mask = torch.ones_like(second)
+        return torch.cat(
+            [
+                model(first, use_cache=False).logits[0],
+                model(second, position_ids=positions, attention_mask=mask, use_cache=False).logits[0],
+            ]
+        )
+
+
+class _Aranges(TorchFunctionMode):
+    """Counts calls of `torch.arange` for `count` numbers, which models take for the positions of `count` tokens.
+
+    Args:
+        count: how many.
+        instead: what they get; their own without.
+    """
+
+    def __init__(self, count: int, instead: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self._count, self._instead = count, instead
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.arange or result.numel() != self._count:
+            return result
+        self.num_calls += 1
+        return result if self._instead is None else self._instead.to(result)
+
+
+def _compare(name: str, packed: torch.Tensor, alone: torch.Tensor, dtype: torch.dtype) -> None:
+    packed, alone = packed.double(), alone.double()
+    difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
+    if not difference <= PROBE_TOLERANCE[dtype]:
+        raise UnsupportedModelError(
+            f"{name} gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
+            f"deviations): it has a feature that does not go through its attention function"
+        )

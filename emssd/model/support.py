@@ -1,0 +1,98 @@
+"""Which models can be served at all, and at which lengths, as their config tells; `probe` tells the rest."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from emssd.errors import ConfigError, UnsupportedModelError
+
+__all__ = ["check_config", "resolve_max_model_len"]
+
+_SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
+
+
+def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
+    """The longest sequence to allow.
+
+    Raises:
+        ConfigError: none is known and none is given, or it is not in the model's range.
+        UnsupportedModelError: the model computes positions otherwise in sequences of that length.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    limit = int(limit) if limit is not None and limit > 0 else None
+    if max_model_len is None:
+        if limit is None:
+            raise ConfigError(f"{config.model_type} has no length limit in its config; set model.max_model_len")
+        max_model_len = limit
+    elif max_model_len < 2 or (limit is not None and max_model_len > limit):
+        raise ConfigError(f"max_model_len is {max_model_len}; this model takes 2 to {limit or 'any number of'} tokens")
+    _check_rotary(text, config.model_type, max_model_len)
+    _check_chunks(text, config.model_type, max_model_len)
+    return max_model_len
+
+
+def check_config(config: Any, model_class: type | None) -> None:
+    """Refuse, before any weights are loaded, what the config shows cannot be served at any length.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise _refused(name, "it is an encoder-decoder model, and emssd decodes decoder-only language models")
+    text = config.get_text_config()
+    if model_class is None:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise _refused(name, "Transformers has no causal language model for it")
+        model_class = cast("type", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if getattr(text, "alibi", False) or name in {"bloom", "mpt"}:
+        raise _refused(name, "it encodes positions with ALiBi biases, which reach no attention function")
+    layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    foreign = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
+    if foreign:
+        raise _refused(
+            name,
+            f"it has layers of type {', '.join(foreign)}; emssd serves full and sliding attention, whose cache can be "
+            f"rolled back by any number of tokens",
+        )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise _refused(
+            name,
+            "its code does not use Transformers' attention interface (recurrent and older architectures), so its "
+            "KV cache cannot be managed from outside",
+        )
+
+
+def _check_rotary(text: Any, name: str, max_model_len: int) -> None:
+    """Refuse rotary frequencies that change with the longest sequence of the batch.
+
+    Those of type ``dynamic`` change only beyond ``max_position_embeddings``, where no sequence gets.
+    """
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Models whose layers differ have one set of parameters for each type of layer.
+    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        original = values.get("original_max_position_embeddings") or 0
+        if values.get("rope_type") == "longrope" and max_model_len > original:
+            raise _refused(
+                name,
+                "its longrope rotary frequencies depend on the longest sequence of the batch; "
+                + (f"model.max_model_len={original} or less works" if original else "no length avoids that"),
+            )
+
+
+def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
+    """Refuse layers that attend in chunks, where a sequence can be longer than one; within one they see everything."""
+    chunk = getattr(text, "attention_chunk_size", None) or 0
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()) and max_model_len > chunk:
+        raise _refused(
+            name,
+            f"it has layers of type chunked_attention; model.max_model_len={chunk} or less works, where a sequence is "
+            f"one chunk",
+        )
+
+
+def _refused(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name} cannot be served: {reason}")

@@ -1,0 +1,49 @@
+"""What emssd offers without further packages: `budget=fixed` and the prompt sources. A plugin like any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from emssd.data import sources
+from emssd.plugins.hookspecs import Spec, hookimpl
+
+if TYPE_CHECKING:
+    from emssd.drafting import BudgetPolicy
+
+__all__ = ["FixedBudgetConfig", "emssd_budget_policies", "emssd_prompt_sources"]
+
+
+@dataclass
+class FixedBudgetConfig:
+    """Options of `budget=fixed`.
+
+    Attributes:
+        num_tokens: per row and step; ``null`` lets the drafter draft as much as it wants.
+    """
+
+    num_tokens: int | None = None
+
+
+@hookimpl
+def emssd_budget_policies() -> list[Spec]:
+    """Offer the simplest policy."""
+    return [Spec("fixed", FixedBudgetConfig, _fixed)]
+
+
+@hookimpl
+def emssd_prompt_sources() -> list[Spec]:
+    """Offer the built-in sources."""
+    return [
+        Spec("demo", sources.DemoConfig, sources.demo_prompts),
+        Spec("text", sources.TextConfig, sources.text_prompts),
+        Spec("jsonl", sources.JSONLConfig, sources.jsonl_prompts),
+        Spec("hf", sources.DatasetConfig, sources.dataset_prompts),
+        Spec("random", sources.RandomConfig, sources.random_prompts),
+    ]
+
+
+def _fixed(config: FixedBudgetConfig) -> BudgetPolicy:
+    from emssd.drafting.budget import FixedBudget
+
+    return FixedBudget(config.num_tokens)

@@ -1,0 +1,216 @@
+"""Finds installed plugins, one entry point at a time, and resolves what they offer by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
+from emssd.plugins import hookspecs
+from emssd.plugins.faults import guarded, named_if_slow, told
+from emssd.plugins.hookspecs import Spec
+from emssd.plugins.offers import check_spec, held, specs_of
+from emssd.plugins.requirements import unmet_requirement
+
+__all__ = ["KINDS", "PluginRecord", "Registry"]
+
+KINDS = {
+    "drafter": "emssd_drafters",
+    "backend": "emssd_attention_backends",
+    "budget": "emssd_budget_policies",
+    "data": "emssd_prompt_sources",
+}
+_SKIP = "EMSSD_SKIP_PLUGINS"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """What became of one entry point, or of one thing it offers.
+
+    Attributes:
+        kind: ``drafter``, ``backend``, ``budget``, ``data``, or ``plugin`` where nothing was offered.
+        name: of what is offered, or of the entry point.
+        distribution, version: the installed package.
+        state: ``ready``, ``unavailable`` (cannot run on this machine), ``failed``, or ``skipped`` (the user said so).
+        reason: why it is not ready.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    state: str
+    reason: str = ""
+
+
+class Registry:
+    """All plugins of entry point group ``emssd``; those of emssd itself come first, so that nobody takes their names.
+
+    Args:
+        group: entry points to load; the installed ones by default.
+        on_load: called with the name, as messages have it, of each plugin from elsewhere before it is loaded.
+
+    Attributes:
+        in_use: what `build` has built, by kind and name, until somebody clears it.
+
+    A plugin that fails is recorded and warned of, and does not stop the rest; with ``EMSSD_STRICT=1`` it raises. One
+    that hangs, or ends the process, is named on stderr in time, and is left out if ``EMSSD_SKIP_PLUGINS`` names it
+    or its distribution.
+    """
+
+    def __init__(
+        self, group: Iterable[EntryPoint] | None = None, on_load: Callable[[str], None] = lambda owner: None
+    ) -> None:
+        self.records: list[PluginRecord] = []
+        self.in_use: dict[tuple[str, str], PluginRecord] = {}
+        self._offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
+        points = entry_points(group="emssd") if group is None else group
+        for point in sorted(points, key=lambda point: (not _is_ours(point), point.name)):
+            self._take(point, on_load)
+
+    def names(self, kind: str) -> list[str]:
+        """Names of what is offered, sorted."""
+        return sorted(name for known, name in self._offers if known == kind)
+
+    def specs(self, kind: str) -> list[Spec]:
+        """What is offered, sorted by name."""
+        return [self._offers[kind, name][0] for name in self.names(kind)]
+
+    def source(self, kind: str, name: str) -> str:
+        """Distribution and version behind a name."""
+        record = self._offers[kind, name][1]
+        return f"{record.distribution} {record.version}"
+
+    def find(self, kind: str, name: str, presets: Iterable[str] = ()) -> Spec:
+        """What is offered as `name`.
+
+        Args:
+            presets: names of presets that the caller knows beside the plugins, for the message.
+
+        Raises:
+            PluginError: no such name (with what there is), its plugin failed, or it cannot run here.
+        """
+        if (kind, name) not in self._offers:
+            there = sorted({*self.names(kind), *presets})
+            guess = did_you_mean(name, there) or ";"
+            message = f"unknown {kind} {name!r}{guess} choose one of {', '.join(there)}"
+            absent = (record for record in self.records if record.state in ("failed", "skipped"))
+            raise PluginError(". ".join([message, *map(_failure, absent)]))
+        spec, record = self._offers[kind, name]
+        if record.state == "unavailable":
+            raise PluginError(f"{kind} {name!r} is not available: {record.reason}.")
+        return spec
+
+    def withdraw(self, kind: str, name: str, reason: str) -> None:
+        """Offer `name` no longer, because of a fault found after loading; reported as if loading had failed."""
+        _, record = self._offers.pop((kind, name))
+        self.records.remove(record)
+        self._report(dataclasses.replace(record, state="failed", reason=reason))
+
+    def resolve(self, kind: str, choice: Any) -> tuple[Spec, Any]:
+        """The spec and config of `choice`: a name, or an instance of a plugin's config dataclass.
+
+        Raises:
+            PluginError: see `find`. ConfigError: `choice` is neither.
+        """
+        if isinstance(choice, str):
+            spec = self.find(kind, choice)
+            with guarded(self.owner(kind, choice), "making its options"):
+                return spec, spec.config()
+        for spec in self.specs(kind):
+            if isinstance(choice, spec.config):
+                return self.find(kind, spec.name), choice
+        raise ConfigError(
+            f"{kind} is a {type(choice).__name__}; give a name ({', '.join(self.names(kind))}) or a plugin's config"
+        )
+
+    def build(self, kind: str, spec: Spec, config: Any, *arguments: Any) -> Any:
+        """What `spec` builds of `config` and `arguments`, held to its interface, and noted as in use.
+
+        Raises:
+            PluginError: it raises, or builds something else. EmssdError: it says itself what is wrong.
+        """
+        owner = self.owner(kind, spec.name)
+        with guarded(owner, "build"):
+            made = held(spec.build(config, *arguments), kind, owner)
+        self.in_use[kind, spec.name] = self._offers[kind, spec.name][1]
+        return made
+
+    def owner(self, kind: str, name: str) -> str:
+        """How messages call what is offered as `name`."""
+        return f"{kind} {name!r} ({self.source(kind, name)})"
+
+    def _take(self, point: EntryPoint, on_load: Callable[[str], None]) -> None:
+        """Load one entry point and keep what it offers, or what went wrong."""
+        distribution = (point.dist and point.dist.name) or "?"  # metadata may be missing, or tell neither
+        version = (point.dist and point.dist.version) or "?"
+        whole = PluginRecord("plugin", point.name, distribution, version, "failed")
+        owner = f"plugin {point.name!r} of {distribution} {version}"
+        watch = nullcontext() if _is_ours(point) else named_if_slow(owner, f"{_SKIP}={distribution} runs without it")
+        if not _is_ours(point):
+            if {point.name, distribution} & {*os.environ.get(_SKIP, "").replace(",", " ").split()}:
+                self.records.append(dataclasses.replace(whole, state="skipped", reason=f"{_SKIP} names it"))
+                return
+            on_load(owner)
+        try:
+            with watch:
+                offers = self._load(point, distribution, version)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever a stranger's module does must not take the others down
+            self._report(dataclasses.replace(whole, reason=told(error)))
+        else:
+            self._offers |= offers
+            self.records.extend(record for _, record in offers.values())
+
+    def _report(self, record: PluginRecord) -> None:
+        self.records.append(record)
+        if os.environ.get("EMSSD_STRICT") == "1":
+            raise PluginError(_failure(record))
+        warnings.warn(_failure(record), PluginWarning, stacklevel=2)
+
+    def _load(
+        self, point: EntryPoint, distribution: str, version: str
+    ) -> dict[tuple[str, str], tuple[Spec, PluginRecord]]:
+        """All that one entry point offers; all or nothing."""
+        if reason := unmet_requirement(distribution):
+            raise PluginError(reason)
+        manager = pluggy.PluginManager("emssd")
+        manager.add_hookspecs(hookspecs)
+        manager.register(point.load(), name=point.name)
+        try:
+            manager.check_pending()  # a misspelt hook is an error, not silence
+        except pluggy.PluginValidationError as error:
+            raise PluginError(f"{error}; the hooks are {', '.join(KINDS.values())}") from None
+        offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
+        for kind, hook in KINDS.items():
+            called = getattr(manager.hook, hook).get_hookimpls()  # one by one, as pluggy passes over a None
+            for spec in [spec for each in called for spec in specs_of(each.function(), hook)]:
+                check_spec(spec, kind)
+                if known := offers.get((kind, spec.name)) or self._offers.get((kind, spec.name)):
+                    raise PluginError(f"{kind} {spec.name!r} is already offered by {known[1].distribution}")
+                reason = spec.unavailable() if spec.unavailable else None
+                if reason is not None and not isinstance(reason, str):
+                    raise PluginError(f"unavailable of {kind} {spec.name!r} returned {reason!r}; give a reason or None")
+                state = "unavailable" if reason else "ready"
+                record = PluginRecord(kind, spec.name, distribution, version, state, reason or "")
+                offers[kind, spec.name] = spec, record
+        if not offers:
+            raise PluginError(f"none of the hooks {', '.join(KINDS.values())} returns anything")
+        return offers
+
+
+def _is_ours(point: EntryPoint) -> bool:
+    return point.dist is not None and point.dist.name == "emssd"
+
+
+def _failure(record: PluginRecord) -> str:
+    return f"{record.kind} {record.name!r} of {record.distribution} {record.version} is not loaded: {record.reason}"

@@ -1,0 +1,59 @@
+"""What comes out: a `Generation` for every finished request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from emssd.sequences.sequence import FinishReason, Sequence
+
+__all__ = ["Generation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished request.
+
+    Attributes:
+        request_id: for prompts given to `Engine.generate`, the prompt's index as text.
+        token_ids: the new tokens; an EOS, and the token that completed a stop string, included.
+        text: the new tokens decoded without special tokens, up to where a stop string begins; ``None`` if the engine
+            has no tokenizer.
+        num_steps, num_drafted, num_accepted: verification steps, tokens drafted, and drafted tokens accepted.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean acceptance length τ of this request, the target's own token included."""
+        return 1.0 + self.num_accepted / self.num_steps
+
+    @classmethod
+    def of(cls, sequence: Sequence, tokenizer: Any) -> Generation:
+        """What became of a finished sequence; without a `tokenizer` there is no text."""
+        assert sequence.finish_reason is not None
+        output = tuple(sequence.output_ids)
+        stop = sequence.request.stop
+        text = None
+        if stop is not None and sequence.finish_reason is FinishReason.STOP:
+            text = stop.text_before(output)
+        elif tokenizer is not None:
+            text = tokenizer.decode(output, skip_special_tokens=True)
+        return cls(
+            request_id=sequence.request_id,
+            prompt_ids=sequence.request.prompt_ids,
+            token_ids=output,
+            text=text,
+            finish_reason=sequence.finish_reason,
+            num_steps=sequence.num_steps,
+            num_drafted=sequence.num_drafted,
+            num_accepted=sequence.num_accepted,
+        )
