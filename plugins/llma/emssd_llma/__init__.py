@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from emssd.drafting import Drafter, DrafterContext
+from emssd.drafting import Drafter, DrafterContext, Occurrence
 from emssd.plugins import Spec, hookimpl
 
 __all__ = ["LLMAConfig", "Occurrence", "Search", "emssd_drafters"]
@@ -16,13 +16,6 @@ class Search(str, Enum):
 
     prompt = "prompt"
     prompt_and_output = "prompt_and_output"
-
-
-class Occurrence(str, Enum):
-    """Which of several matches is copied from."""
-
-    first = "first"
-    last = "last"
 
 
 @dataclass

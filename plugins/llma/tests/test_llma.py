@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 from emssd_llma import LLMAConfig, Occurrence, Search
-from emssd_llma.drafter import LLMADrafter, NGramIndex
+from emssd_llma.drafter import LLMADrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,26 +73,6 @@ def test_the_growing_index_gives_what_a_search_from_scratch_gives(
             for row, prompt, limit in zip(rows, prompts, limits, strict=True)
         ]
         assert chains(drafter, rows, limits) == expected
-
-
-@settings(deadline=None)
-@given(config=CONFIGS, text=st.lists(TOKENS, max_size=40), cuts=st.lists(st.integers(0, 40), max_size=6))
-def test_each_position_is_indexed_once_however_the_text_grows(
-    config: LLMAConfig, text: list[int], cuts: list[int]
-) -> None:
-    read: Counter[int] = Counter()
-
-    class Watched(list[int]):
-        def __getitem__(self, key: Any) -> Any:
-            read[key.start if isinstance(key, slice) else key] += 1
-            return super().__getitem__(key)
-
-    index = NGramIndex(config)
-    for cut in [*sorted(cut for cut in cuts if cut <= len(text)), len(text), len(text)]:
-        index.extend(Watched(text[:cut]), cut)
-    needed = config.copy_length if config.require_full_copy else 1
-    num_grams = max(0, len(text) - config.match_length - needed + 1)
-    assert read == Counter(range(num_grams))
 
 
 def test_the_defaults_are_the_papers_setting_prompt_only_last_match_and_a_full_copy() -> None:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-from emssd.drafting import Drafter, DrafterContext
+from emssd.drafting import Drafter, DrafterContext, Occurrence
 from emssd.plugins import Spec, hookimpl
 
 __all__ = ["Occurrence", "PLDConfig", "emssd_drafters"]
-
-
-class Occurrence(str, Enum):
-    """Which of several matches of one length is copied from."""
-
-    first = "first"
-    last = "last"
 
 
 @dataclass

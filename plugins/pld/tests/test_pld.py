@@ -180,10 +180,14 @@ class PLDMachine(EngineMachine):
 class AsDefined(PLDDrafter):
     """Compares each of its drafts with the definition."""
 
+    def __init__(self, config: PLDConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         draft = super().propose(batch, budget)
         assert split(draft) == [
-            by_definition(self._config, row.tokens, limit) for row, limit in zip(batch, budget, strict=True)
+            by_definition(self.config, row.tokens, limit) for row, limit in zip(batch, budget, strict=True)
         ]
         return draft
 
