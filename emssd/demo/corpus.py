@@ -1,11 +1,10 @@
-"""Turns the topics of Python's own documentation into documents, the texts to train on, and prompts."""
+"""Turns the topics of Python's own documentation into documents, passages and prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import textwrap
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -13,7 +12,16 @@ from random import Random
 
 from emssd.errors import PromptError
 
-__all__ = ["DemoPrompt", "Document", "digest", "documents", "make_prompts", "training_texts"]
+__all__ = [
+    "RESTATE_LENGTH",
+    "DemoPrompt",
+    "Document",
+    "digest",
+    "documents",
+    "make_prompts",
+    "passage_of",
+    "restate_prompt",
+]
 
 # A title and its underline; documents begin there.
 _HEADING = re.compile(r"""^(?=\S[^\n]*\n([*=~^"#-])\1{2,}\n)""", re.MULTILINE)
@@ -32,7 +40,7 @@ _MIN_DOCUMENT = 150  # characters
 _PROSE = range(100, 420)  # characters of a paragraph that can be restated
 _FULL_LINE = 45  # characters; prose is wrapped at about 70, code and tables have shorter lines
 _CONTINUE_LENGTH = range(130, 750)  # characters of a prompt; about 3.2 are a token
-_RESTATE_LENGTH = range(200, 420)
+RESTATE_LENGTH = range(200, 420)  # characters of a passage to restate
 _MIN_REST = 80  # characters that a passage leaves to continue with
 
 
@@ -50,6 +58,23 @@ class Document:
 
     name: str
     paragraphs: tuple[str, ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """Paragraphs that a passage may begin with: those that are not a part of what stands before them."""
+        return [index for index, text in enumerate(self.paragraphs) if index == 0 or not text[0].isspace()]
+
+    @property
+    def prose(self) -> list[str]:
+        """The paragraphs that are plain sentences, without their indentation."""
+        found = []
+        for paragraph in self.paragraphs:
+            text = textwrap.dedent(paragraph)
+            *full, last = text.split("\n")
+            plain = text[0].isupper() and text[-1] == "." and not any(line[0].isspace() for line in (*full, last))
+            if plain and len(text) in _PROSE and min(map(len, full), default=_FULL_LINE) >= _FULL_LINE:
+                found.append(text)
+        return found
 
 
 def documents() -> list[Document]:
@@ -87,29 +112,6 @@ def digest(docs: Seq[Document]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def training_texts(docs: Seq[Document], rng: Random) -> Iterator[str]:
-    """Texts without end: the rest of a document from some paragraph on, or a passage and its restatement."""
-    starts = [_starts(doc) for doc in docs]
-    sizes = [len(doc.paragraphs) for doc in docs]
-    prose = [found for doc in docs if len(found := _prose(doc)) >= 2]
-    pool = sorted({paragraph for found in prose for paragraph in found})
-    while True:
-        if rng.random() < 0.5:
-            (chosen,) = rng.choices(range(len(docs)), sizes)
-            # Beginnings would be rare otherwise: one start of a document shows them, but many show its end.
-            start = 0 if rng.random() < 0.3 else rng.choice(starts[chosen])
-            yield "\n\n".join(docs[chosen].paragraphs[start:])
-            continue
-        size = rng.choice(_RESTATE_LENGTH)
-        if rng.random() < 0.7:
-            paragraphs = rng.choice(prose)
-            passage = _passage(paragraphs, rng.randrange(len(paragraphs) - 1), size)
-        else:
-            # Paragraphs that do not belong together: what comes next has to be read off the passage.
-            passage = _passage(rng.sample(pool, 8), 0, size)
-        yield "\n\n".join((_restate_prompt(passage), *passage))
-
-
 def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
     """Two prompts of each document that has enough text: to continue a passage, and to restate one.
 
@@ -122,10 +124,10 @@ def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
         to_continue = _continue_prompt(doc, rng)
         if to_continue is not None:
             kinds[0].append(DemoPrompt(f"{doc.name}-continue", to_continue))
-        paragraphs = _prose(doc)
+        paragraphs = doc.prose
         if len(paragraphs) >= 2:
-            passage = _passage(paragraphs, rng.randrange(len(paragraphs) - 1), rng.choice(_RESTATE_LENGTH))
-            kinds[1].append(DemoPrompt(f"{doc.name}-restate", _restate_prompt(passage)))
+            passage = passage_of(paragraphs, rng.randrange(len(paragraphs) - 1), rng.choice(RESTATE_LENGTH))
+            kinds[1].append(DemoPrompt(f"{doc.name}-restate", restate_prompt(passage)))
     return list(chain.from_iterable(kind[start : start + 8] for start in range(0, 512, 8) for kind in reversed(kinds)))
 
 
@@ -134,34 +136,17 @@ def _sections(text: str) -> list[str]:
     return [text[begin:end] for begin, end in pairwise(cuts)]
 
 
-def _starts(doc: Document) -> list[int]:
-    """Paragraphs that a passage may begin with: those that are not a part of what stands before them."""
-    return [index for index, text in enumerate(doc.paragraphs) if index == 0 or not text[0].isspace()]
-
-
 def _continue_prompt(doc: Document, rng: Random) -> str | None:
     """The beginning of a passage, up to the end of some word; ``None`` if the document is too short."""
     size = rng.choice(_CONTINUE_LENGTH)
-    passages = ["\n\n".join(doc.paragraphs[start:]) for start in _starts(doc)]
+    passages = ["\n\n".join(doc.paragraphs[start:]) for start in doc.starts]
     passages = [passage for passage in passages if len(passage) >= size + _MIN_REST]
     if not passages:
         return None
     return rng.choice(passages)[:size].rsplit(maxsplit=1)[0].rstrip()
 
 
-def _prose(doc: Document) -> list[str]:
-    """The paragraphs that are plain sentences, without their indentation."""
-    found = []
-    for paragraph in doc.paragraphs:
-        text = textwrap.dedent(paragraph)
-        *full, last = text.split("\n")
-        plain = text[0].isupper() and text[-1] == "." and not any(line[0].isspace() for line in (*full, last))
-        if plain and len(text) in _PROSE and min(map(len, full), default=_FULL_LINE) >= _FULL_LINE:
-            found.append(text)
-    return found
-
-
-def _passage(paragraphs: Seq[str], start: int, size: int) -> list[str]:
+def passage_of(paragraphs: Seq[str], start: int, size: int) -> list[str]:
     """Paragraphs from `start` on, at least two, and more while they stay within `size` characters."""
     passage = list(paragraphs[start : start + 2])
     for paragraph in paragraphs[start + 2 :]:
@@ -171,5 +156,6 @@ def _passage(paragraphs: Seq[str], start: int, size: int) -> list[str]:
     return passage
 
 
-def _restate_prompt(passage: Seq[str]) -> str:
+def restate_prompt(passage: Seq[str]) -> str:
+    """The paragraphs of `passage`, and the marker that asks for them once more."""
     return "\n\n".join((*passage, _MARKER))

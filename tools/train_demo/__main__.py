@@ -1,4 +1,4 @@
-"""Trains the embedded pair anew: ``python -m emssd.demo.train --out DIR``.
+"""Trains the embedded pair anew: ``python -m tools.train_demo --out DIR``.
 
 The text is the documentation that the running Python carries, so the same weights come only from the same
 seed, Python version, library versions and number of threads; TRAINING.json says which they were.
@@ -15,8 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from emssd.demo.corpus import Document, digest, documents, training_texts
-from emssd.demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
+from emssd.demo.corpus import Document, digest, documents
+from tools.train_demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
+from tools.train_demo.texts import training_texts
 
 if TYPE_CHECKING:
     from transformers import OPTForCausalLM, PreTrainedTokenizerFast
@@ -62,7 +63,7 @@ def main(argv: Seq[str] | None = None) -> None:
 
 def _arguments(argv: Seq[str] | None) -> Any:
     description = "Train the embedded pair from Python's own documentation."
-    parser = argparse.ArgumentParser(prog="python -m emssd.demo.train", description=description)
+    parser = argparse.ArgumentParser(prog="python -m tools.train_demo", description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder for the models and TRAINING.json")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1100, help="for the target (default: %(default)s)")

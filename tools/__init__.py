@@ -1,0 +1,1 @@
+"""Programs that make what the checkout holds; no part of the installed package."""
