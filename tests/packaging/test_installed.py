@@ -56,6 +56,7 @@ def test_the_wheel_holds_the_marker_the_presets_and_the_demo(wheel: Path) -> Non
         assert f"emssd/demo/weights/{model}/tokenizer.json" in names
     ours = [name for name in names if not name.startswith("emssd/authoring/templates/")]  # a new plugin has tests
     assert ours != names
+    assert not [name for name in names if name.startswith("tools") or "muon" in name]  # the demo's trainer
     assert not [name for name in ours if name.startswith("tests") or "/tests/" in name or name.endswith(".pyc")]
 
 

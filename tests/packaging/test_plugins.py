@@ -1,0 +1,35 @@
+"""No first-party plugin is forgotten in the four places of pyproject.toml that name it; other settings find it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = sorted(path for path in ROOT.glob("plugins/*") if path.is_dir() and not path.name.startswith((".", "_")))
+NAMES = [f"emssd_{path.name}" for path in PACKAGES]
+
+
+def test_every_plugin_is_one_package_named_after_its_folder() -> None:
+    found = {path.name: sorted(package.name for package in path.glob("emssd_*")) for path in PACKAGES}
+    assert found == {path.name: [name] for path, name in zip(PACKAGES, NAMES, strict=True)}
+    assert len(NAMES) >= 12
+
+
+def test_every_plugin_has_an_entry_point() -> None:
+    points = PROJECT["project"]["entry-points"]["emssd"]
+    assert points == {"builtin": "emssd.plugins.builtin"} | {name.removeprefix("emssd_"): name for name in NAMES}
+
+
+def test_the_wheel_holds_every_plugin() -> None:
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert packages == ["emssd", *(f"plugins/{path.name}/emssd_{path.name}" for path in PACKAGES)]
+
+
+def test_walls_stand_around_every_plugin() -> None:
+    linter = PROJECT["tool"]["importlinter"]
+    assert linter["root_packages"] == ["emssd", *NAMES]
+    assert [" | ".join(NAMES), "emssd"] in [
+        contract["layers"] for contract in linter["contracts"] if "layers" in contract
+    ]
