@@ -25,7 +25,7 @@ from emssd.drafting import BudgetPolicy
 from emssd.drafting.budget import FixedBudget
 from emssd.metrics.stats import StepStats
 from emssd.model import load_model
-from emssd.simulate import FittedCurve, Simulator, summarize, warm_up
+from emssd.simulate import FittedCurve, Simulator, warm_up
 from emssd.simulate.commands import make_budget
 from emssd.simulate.recording import logged_steps, record_trace
 
@@ -76,7 +76,7 @@ def main() -> None:
                 rates = {}
                 for name, policy in policies.items():
                     warm_up(policy, part, make, curve)
-                    rates[name] = summarize(Simulator(part, make(), policy, curve).run(), name).tokens_per_second
+                    rates[name] = Simulator(part, make(), policy, curve).run().report.tokens_per_second
                 ratios = {name: rate / rates["greedy"] for name, rate in rates.items()}
                 rows.append({"prompts": kind, "drafter": drafter, "batch_size": batch_size, "ratios": ratios})
                 best = max((name for name in ratios if name.startswith("fixed")), key=ratios.__getitem__)

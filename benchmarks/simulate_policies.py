@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from emssd.decoding.scheduler import ContinuousScheduler
@@ -23,7 +24,6 @@ from emssd.drafting import BudgetPolicy
 from emssd.drafting.budget import FixedBudget
 from emssd.simulate import PRESETS, Simulator, geometric_trace, summarize, summary_table, warm_up
 from emssd.simulate.commands import make_budget
-from emssd.simulate.figures import draw_policies
 
 SETTINGS = {"free drafts (retrieval)": "70b-8xh100", "drafts of a 1B model": "70b-8xh100-draft-1b"}
 BATCH_SIZES = (1, 8, 32, 128, 512, 2048)  # rows
@@ -61,8 +61,8 @@ def main() -> None:
                 warm_up(policy, trace, make, PRESETS[preset])
                 run = Simulator(trace, make(), policy, PRESETS[preset]).run()
                 summaries.append(summarize(run, name))
-                policies.setdefault(name, []).append((batch_size, summaries[-1].tokens_per_second))
-                rows.append({"setting": setting, "batch_size": batch_size} | summaries[-1].as_dict())
+                policies.setdefault(name, []).append((batch_size, float(summaries[-1]["tokens_per_second"])))
+                rows.append({"setting": setting, "batch_size": batch_size} | summaries[-1])
             table = summary_table(summaries)
             table.caption = f"{setting}, {batch_size} rows; simulated in {time.perf_counter() - start:.1f} s"
             Console(width=120).print(table)
@@ -74,7 +74,32 @@ def main() -> None:
             "Simulated, not measured: 70B in bfloat16 on 8 H100 (roofline), continuous batching, "
             f"p of each request from Beta({MEAN_P * CONCENTRATION:g}, {(1 - MEAN_P) * CONCENTRATION:g})"
         )
-        draw_policies(rates, arguments.plot, title=title, baseline="greedy")
+        draw(rates, arguments.plot, title)
+
+
+def draw(rates: dict[str, dict[str, list[tuple[int, float]]]], path: Path, title: str) -> None:
+    """Throughput by batch size as a ratio to greedy, one panel per setting; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(rates), 4.2), dpi=110, layout="constrained")
+    panels = np.ravel(figure.subplots(1, len(rates)))
+    for panel, (setting, policies) in zip(panels, rates.items(), strict=True):
+        base = dict(policies["greedy"])
+        for color, (policy, pairs) in enumerate(policies.items()):
+            sizes, ratios = zip(*((size, rate / base[size]) for size, rate in pairs), strict=True)
+            style: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "ms": 3.5, "color": f"C{color}"}
+            if policy == "adaptive":
+                style = {"linewidth": 2.4, "marker": "s", "ms": 5, "color": "black"}
+            panel.plot(sizes, ratios, label=policy, **style)
+        panel.set(title=setting, xlabel="batch size / rows", ylabel="simulated tokens/s, ratio to greedy")
+        panel.set_xscale("log", base=2)
+        ticks = sorted(base)
+        panel.set_xticks(ticks, [str(size) for size in ticks], rotation=45)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[-1].legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ Example:
     8192
 """
 
-from emssd.simulate.closed_forms import Expected, acceptance_pmf, expected, max_pmf, mixed_acceptance_pmf
+from emssd.simulate.closed_forms import Expected, acceptance_pmf, expected, max_pmf
 from emssd.simulate.curves import FittedCurve, Roofline, StepCurve, load_curve
 from emssd.simulate.laws import geometric_trace
 from emssd.simulate.presets import PRESETS, roofline
 from emssd.simulate.simulator import Simulation, Simulator
-from emssd.simulate.summary import Summary, summarize, summary_table
+from emssd.simulate.summary import summarize, summary_table
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace, save_trace
 from emssd.simulate.warming import warm_up
 
@@ -29,7 +29,6 @@ __all__ = [
     "Simulator",
     "StageTrace",
     "StepCurve",
-    "Summary",
     "Trace",
     "acceptance_pmf",
     "expected",
@@ -37,7 +36,6 @@ __all__ = [
     "load_curve",
     "load_trace",
     "max_pmf",
-    "mixed_acceptance_pmf",
     "roofline",
     "save_trace",
     "summarize",

@@ -21,7 +21,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="COMMAND --help tells the options of a command.",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (commands.add_run, commands.add_record, commands.add_appendix):
+    for add in (commands.add_run, commands.add_record):
         add(subparsers)
     return parser
 

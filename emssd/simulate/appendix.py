@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-from rich.table import Table
 
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.drafting.budget import FixedBudget
@@ -16,7 +15,7 @@ from emssd.simulate.curves import Roofline
 from emssd.simulate.laws import geometric_trace
 from emssd.simulate.simulator import Simulator
 
-__all__ = ["QUANTITIES", "Estimate", "Point", "appendix_point", "appendix_points", "appendix_table"]
+__all__ = ["QUANTITIES", "Estimate", "Point", "appendix_point", "appendix_points"]
 
 QUANTITIES = ("tau_max", "padding_length", "padding_ratio")
 """Of `Expected`, what the three panels of the paper's figure show."""
@@ -89,16 +88,3 @@ def appendix_points(
         appendix_point(p, batch_size, max_acceptance=max_acceptance, num_steps=num_steps, seed=seed + i)
         for i, (p, batch_size) in enumerate(pairs)
     ]
-
-
-def appendix_table(points: Iterable[Point]) -> Table:
-    """Closed form | simulated ± standard error."""
-    title = "closed form | simulated ± standard error"
-    table = Table("p", "b", "E(τmax)", "E(δ̄)", "E(r̄)", "E(δ̄)/E(τmax)", title=title, box=None, pad_edge=False)
-    for point in points:
-        cells = []
-        for name in QUANTITIES:
-            estimate = point.simulated[name]
-            cells.append(f"{getattr(point.exact, name):.3f}|{estimate.mean:.3f}±{estimate.error:.3f}")
-        table.add_row(f"{point.p:g}", str(point.batch_size), *cells, f"{point.exact.ratio_of_means:.3f}")
-    return table

@@ -7,14 +7,13 @@ distribution of τ that is the same for all rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, lgamma
 
 import numpy as np
 import numpy.typing as npt
 
 from emssd.errors import ConfigError
 
-__all__ = ["Expected", "acceptance_pmf", "expected", "max_pmf", "mixed_acceptance_pmf"]
+__all__ = ["Expected", "acceptance_pmf", "expected", "max_pmf"]
 
 _Array = npt.NDArray[np.float64]
 
@@ -52,27 +51,6 @@ def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
         raise ConfigError(f"p is {p} and max_acceptance is {max_acceptance}; give p in 0..1 and a length of at least 1")
     at_least = float(p) ** np.arange(max_acceptance)
     pmf: _Array = at_least - np.append(at_least[1:], 0.0)
-    return pmf
-
-
-def mixed_acceptance_pmf(p: float, concentration: float, max_acceptance: int) -> _Array:
-    """As `acceptance_pmf`, for rows whose own p is drawn from a Beta distribution of mean `p`.
-
-    Args:
-        concentration: the sum of the Beta distribution's parameters; the larger, the more alike the rows are.
-        p, max_acceptance: see `acceptance_pmf`; p must lie between 0 and 1.
-
-    Raises:
-        ConfigError: `p` is 0 or 1 or outside, or a value is not positive.
-    """
-    if not 0 < p < 1 or concentration <= 0 or max_acceptance < 1:
-        raise ConfigError(
-            f"p is {p}, concentration {concentration} and max_acceptance {max_acceptance}; "
-            f"p must lie between 0 and 1, and the others above 0"
-        )
-    a, total = p * concentration, concentration
-    moments = [exp(lgamma(a + j) - lgamma(a) + lgamma(total) - lgamma(total + j)) for j in range(max_acceptance)]
-    pmf: _Array = np.asarray(moments) - np.append(moments[1:], 0.0)
     return pmf
 
 

@@ -15,7 +15,6 @@ from emssd.drafting import BudgetPolicy
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.plugins.registry import Registry
-from emssd.simulate.appendix import appendix_points, appendix_table
 from emssd.simulate.curves import FittedCurve, StepCurve, load_curve
 from emssd.simulate.laws import geometric_trace
 from emssd.simulate.presets import PRESETS
@@ -27,7 +26,7 @@ from emssd.simulate.warming import warm_up
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_appendix", "add_record", "add_run", "make_budget"]
+__all__ = ["add_record", "add_run", "make_budget"]
 
 
 def add_run(subparsers: Subparsers) -> None:
@@ -70,7 +69,7 @@ def _run(options: argparse.Namespace) -> None:
     summary = summarize(simulator.run(options.max_steps), f"{options.budget}, batch size {options.batch_size}")
     plain_console().print(summary_table([summary]))
     if options.json is not None:
-        _write(options.json, json.dumps(summary.as_dict(), indent=1, ensure_ascii=False) + "\n")
+        _write(options.json, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
 
 
 def add_record(subparsers: Subparsers) -> None:
@@ -108,29 +107,6 @@ def _record(options: argparse.Namespace) -> None:
             steps += log
         FittedCurve.fit(steps).save(options.curve)
         plain_console().print(f"step-time curve of {len(steps)} steps: {options.curve}")
-
-
-def add_appendix(subparsers: Subparsers) -> None:
-    """``appendix``: the paper's three figures."""
-    parser = _command(subparsers, "appendix", _appendix, "E(τmax), E(δ̄), E(r̄) by p and batch size, as in the paper")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help='draw them (.png, .svg, .pdf; needs "emssd[plots]")')
-    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="simulated steps per mark (default: 2000)")
-    parser.add_argument("--longest", type=int, default=8, metavar="N", help="the longest τ in tokens (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the simulation (default: 0)")
-
-
-def _appendix(options: argparse.Namespace) -> None:
-    if options.steps < 2 or options.longest < 1:
-        raise ConfigError(f"--steps is {options.steps} and --longest {options.longest}; at least 2 and 1 are needed")
-    chances = [tenth / 10 for tenth in range(1, 10)]
-    points = appendix_points(
-        chances, [1, 2, 4, 8, 16, 32], max_acceptance=options.longest, num_steps=options.steps, seed=options.seed
-    )
-    plain_console().print(appendix_table(points))
-    if options.plot is not None:
-        from emssd.simulate.figures import draw_appendix
-
-        draw_appendix(points, options.plot, max_acceptance=options.longest)
 
 
 def make_budget(name: str, options: list[str]) -> BudgetPolicy:

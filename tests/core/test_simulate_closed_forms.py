@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.errors import ConfigError
-from emssd.simulate import acceptance_pmf, expected, geometric_trace, max_pmf, mixed_acceptance_pmf
+from emssd.simulate import acceptance_pmf, expected, geometric_trace, max_pmf
 from emssd.simulate.appendix import QUANTITIES, Point, appendix_point, appendix_points
 
 # Rounding of sums of at most 5^4 products, each of a few factors, in float64.
@@ -41,15 +41,6 @@ def test_without_a_cap_they_are_the_papers_equations(p: float) -> None:
     for b in (1, 3, 24):
         printed = np.where(k > 1, (1 - p**k) ** b - (1 - p ** (k - 1)) ** b, (1 - p) ** b)  # Equation 11
         np.testing.assert_allclose(max_pmf(pmf, b)[:50], printed, atol=ROUNDING)
-
-
-def test_rows_of_uniformly_drawn_p_have_the_moments_of_the_uniform_distribution() -> None:
-    at_least = 1 / np.arange(1, 9)  # P(τ ≥ j) = E(p^(j-1)) = 1/j for Beta(1, 1)
-    np.testing.assert_allclose(mixed_acceptance_pmf(0.5, 2.0, 8), at_least - np.append(at_least[1:], 0), atol=ROUNDING)
-
-
-def test_rows_of_one_p_are_the_limit_of_mixed_ones() -> None:
-    np.testing.assert_allclose(mixed_acceptance_pmf(0.6, 1e9, 8), acceptance_pmf(0.6, 8), atol=1e-6)
 
 
 def test_what_the_paper_reads_off_its_figure_holds_where_it_holds() -> None:
@@ -116,8 +107,6 @@ def test_rows_with_a_concentration_differ_in_p() -> None:
     [
         lambda: acceptance_pmf(1.1, 8),
         lambda: acceptance_pmf(0.5, 0),
-        lambda: mixed_acceptance_pmf(1.0, 2.0, 8),
-        lambda: mixed_acceptance_pmf(0.5, 0.0, 8),
         lambda: max_pmf(acceptance_pmf(0.5, 8), 0),
         lambda: geometric_trace(-0.1, 1, num_speculative_tokens=1),
         lambda: geometric_trace(1.0, 1, num_speculative_tokens=1, concentration=1.0),

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from emssd.simulate import (
 )
 from emssd.simulate.__main__ import main, make_parser
 from emssd.simulate.commands import make_budget
-from emssd.simulate.figures import draw_policies
 
 STAGE = StageTrace((2, 0, 1), (1, 0, 0), ((0.5, 0.25), (), (1.0,)))
 REQUEST = RequestTrace("a", 3, 9, (STAGE, dataclasses.replace(STAGE, confidence=None)))
@@ -164,11 +162,11 @@ def test_a_summary_holds_the_figures_of_the_report() -> None:
     trace = geometric_trace(0.7, 9, num_speculative_tokens=3, max_new_tokens=30)
     report = (run := Simulator(trace, ContinuousScheduler(4), FixedBudget(), PRESETS["8b-1xh100"]).run()).report
     summary = summarize(run, "label")
-    assert summary.tokens_per_step == report.num_new_tokens / report.num_steps == 270 / len(run.steps)
-    assert summary.tokens_per_second == pytest.approx(270 / summary.seconds)
+    assert summary["tokens_per_step"] == report.num_new_tokens / report.num_steps == 270 / len(run.steps)
+    assert summary["tokens_per_second"] == pytest.approx(270 / report.total_seconds)
     metrics = report.metrics()
     for name in ("mean_acceptance_length", "padding_ratio", "batch_fill", "num_preempted", "mean_draft_length"):
-        assert summary.as_dict()[name] == metrics[name]
+        assert summary[name] == metrics[name]
 
 
 def test_record_then_run_gives_the_tokens_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,30 +188,6 @@ def test_run_makes_up_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert "120" in capsys.readouterr().out
 
 
-def test_appendix_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot = tmp_path / "appendix.svg"
-    main(["appendix", "--steps", "8", "--longest", "4", "--plot", str(plot)])
-    out = capsys.readouterr().out
-    assert "0.287" not in out, "that is the ratio for a longest τ of 8"
-    assert "E(τmax)" in out
-    drawn = plot.read_text(encoding="utf-8")
-    assert drawn.count('id="axes_') == 3
-
-
-def test_policies_are_drawn_as_ratios(tmp_path: Path) -> None:
-    rates = {"setting": {"greedy": [(1, 10.0), (8, 20.0)], "adaptive": [(1, 15.0), (8, 20.0)]}}
-    draw_policies(rates, tmp_path / "plot.svg", title="title", baseline="greedy")
-    assert (tmp_path / "plot.svg").read_text(encoding="utf-8").count('id="axes_') == 1
-    with pytest.raises(ConfigError, match=r"cannot be written .* name a .png"):
-        draw_policies(rates, tmp_path / "plot.nonsense", title="title", baseline="greedy")
-
-
-def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r'pip install "emssd\[plots\]"'):
-        draw_policies({"setting": {"greedy": [(1, 1.0)]}}, tmp_path / "a.png", title="", baseline="greedy")
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -227,7 +201,6 @@ def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch: pytest.Monk
         (["run", "--max-steps", "0"], "max_steps is 0"),
         (["run", "--requests", "1", "--new", "1", "--json", "/nowhere/a.json"], "cannot be written"),
         (["record", "out", "--prompts", "nothing"], "--prompts nothing: no such file"),
-        (["appendix", "--steps", "1"], "--steps is 1"),
     ],
 )
 def test_wrong_input_ends_with_a_sentence(
@@ -255,7 +228,7 @@ def test_the_commands_in_the_docs_work() -> None:
     """Those that simulate are run; the others take long, or need a model, and are parsed."""
     text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python -m emssd\.simulate (.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
-    assert {shlex.split(command)[0] for command in commands} == {"run", "record", "appendix"}
+    assert {shlex.split(command)[0] for command in commands} == {"run", "record"}
     for command in commands:
         parsed = make_parser().parse_args(shlex.split(command))
         if parsed.command == "run" and parsed.trace is None:

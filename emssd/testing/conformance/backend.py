@@ -194,13 +194,7 @@ class AttentionBackendConformance(Suite):
             raise found from error
 
     def _backend(self) -> WatchedBackend:
-        with named("backend.build", "building it"):
-            made, other = self.make_backend(), self.make_backend()
-        if not isinstance(made, AttentionBackend):
-            broken("backend.build", f"it built a {type(made).__name__}; give an emssd.attention.AttentionBackend")
-        if made is other:
-            broken("backend.build", f"a second build gave the same {type(made).__name__} again; make a new one")
-        return WatchedBackend(made)
+        return WatchedBackend(self._built(self.make_backend, AttentionBackend))
 
     def _spec(self, layers: tuple[LayerSpec, ...]) -> KVCacheSpec:
         return KVCacheSpec(layers, self.dtype, self.device, 4, 96)

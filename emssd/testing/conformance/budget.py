@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import ClassVar
@@ -16,7 +16,7 @@ from emssd.sequences import Request, Sequence, TokenIds
 from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.policy_watch import Decided, WatchedPolicy
 from emssd.testing.conformance.policy_world import PolicyWorld
-from emssd.testing.conformance.rules import BrokenRule, broken, named
+from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.suite import Suite
 from emssd.testing.conformance.world import Decision, Life, decision
@@ -130,7 +130,7 @@ class BudgetPolicyConformance(Suite):
 
     def _limits(self) -> None:
         nothing, none_drafted = Decision(0, 0, 0, 1), Decision(9, 0, 0, 1)
-        with _renamed("budget.limits", unless=lambda: self._few_steps(1, [AGREEABLE])):
+        with renamed("budget.limits", unless=lambda: self._few_steps(1, [AGREEABLE])):
             for script in ([nothing], [none_drafted], [AGREEABLE, nothing], [none_drafted, AGREEABLE]):
                 self._few_steps(1, script)
             for num_stages in (2, 3):
@@ -147,7 +147,7 @@ class BudgetPolicyConformance(Suite):
         return world
 
     def _unknown_ids(self) -> None:
-        with _renamed("budget.release", unless=self._limits):
+        with renamed("budget.release", unless=self._limits):
             world = self._world()
             world.release(["never seen", "nor this"])
             row = _row("a", 9)
@@ -176,7 +176,7 @@ class BudgetPolicyConformance(Suite):
             tokens = list(first.request.prompt_ids) if num_steps is None or not running else list(first.tokens)
             again = Sequence(dataclasses.replace(first.request, request_id=name, max_new_tokens=40), TokenIds(tokens))
             begun = len(world.watched.decisions)
-            with _renamed(rule, unless=self._limits):
+            with renamed(rule, unless=self._limits):
                 for _ in range(3):
                     world.step([again], [AGREEABLE])
             decisions.append(world.watched.decisions[begun:])
@@ -210,25 +210,7 @@ class BudgetPolicyConformance(Suite):
         return PolicyWorld(self._policy(), num_stages)
 
     def _policy(self) -> WatchedPolicy:
-        with named("budget.build", "building it"):
-            made, other = self.make_policy(), self.make_policy()
-        if not isinstance(made, BudgetPolicy):
-            broken("budget.build", f"it built {type(made).__name__}; give an emssd.drafting.BudgetPolicy")
-        if made is other:
-            broken("budget.build", f"a second build gave the same {type(made).__name__} again; make a new one")
-        return WatchedPolicy(made)
-
-
-@contextmanager
-def _renamed(rule: str, unless: Callable[[], object]) -> Iterator[None]:
-    """A call that raises breaks `rule`, and not the general one, unless `unless` raises and so has another reason."""
-    try:
-        yield
-    except BrokenRule as error:
-        if error.rule != "budget.raises":
-            raise
-        unless()
-        raise BrokenRule(rule, error.message) from error.__cause__
+        return WatchedPolicy(self._built(self.make_policy, BudgetPolicy))
 
 
 def _row(name: str, num_tokens: int) -> Sequence:

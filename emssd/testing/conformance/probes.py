@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from emssd.sequences import Request, Sequence, TokenIds
 from emssd.testing.conformance.lives import AGREEABLE
-from emssd.testing.conformance.rules import BrokenRule, broken
+from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.world import Decision, Life, World, decision, live
 
 __all__ = ["LEARNS", "VOCAB_SIZE", "Probes"]
@@ -51,7 +51,7 @@ class Probes:
     def zero_budget(self) -> None:
         """Budgets of 0 for all rows of a step, for some, and at first."""
         none, some = Decision(0, 0, 0, 1), Decision(4, 4, 1, 2)
-        with _renamed("drafter.zero_budget", unless=lambda: self._few_steps([some], [some])):
+        with renamed("drafter.zero_budget", unless=lambda: self._few_steps([some], [some])):
             self._few_steps([none], [none])
             self._few_steps([none, some], [some, none])
             self._few_steps([some], [none])
@@ -65,7 +65,7 @@ class Probes:
             for prompt in [(1,), (1, 2) * 6, tuple(range(VOCAB_SIZE)) * 2]
             for num_tokens, eos in [(1, never), (2, never), (12, never), (12, all_ends), (12, one_ends)]
         ]
-        with _renamed("drafter.limits", unless=self.zero_budget):  # which rows meet at their ends as well
+        with renamed("drafter.limits", unless=self.zero_budget):  # which rows meet at their ends as well
             for request in requests:
                 for script in (unseen, agreeable):
                     live(self._make_world, [Life(request, (script,)), Life(Request("b", (2, 1, 2), 9), (agreeable,))])
@@ -89,7 +89,7 @@ class Probes:
     def release(self) -> None:
         """Ids that nobody knows, one that ended, the same once more, and its id with another prompt."""
         first, second = Sequence(Request("a", (3, 1, 2, 3, 1), 6)), Sequence(Request("a", (1, 2, 1), 9))
-        with _renamed("drafter.release", unless=self.limits):
+        with renamed("drafter.release", unless=self.limits):
             world = self._make_world()
             world.release(["never seen", "nor this"])
             while world.step([first], [AGREEABLE]):
@@ -146,7 +146,7 @@ class Probes:
         with self.explained(drawn):
             world = make_world()
             new = steps(self._make_world())
-            with _renamed(rule):  # the new one has just made these steps, so its past is the reason
+            with renamed(rule):  # the new one has just made these steps, so its past is the reason
                 past = steps(world)
             if self._comparable(past):
                 _compare(rule, again, past, new, "after its release", _NEW)
@@ -156,18 +156,6 @@ class Probes:
         reason = _PROBS if world.may_be_random else LEARNS if has_past and self._learns else ""
         self.not_compared = reason or self.not_compared
         return not reason
-
-
-@contextmanager
-def _renamed(rule: str, unless: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A call that raises breaks `rule`, and not the general one, unless `unless` raises and so has another reason."""
-    try:
-        yield
-    except BrokenRule as error:
-        if error.rule != "drafter.raises":
-            raise
-        unless()
-        raise BrokenRule(rule, error.message) from error.__cause__
 
 
 def _compare(rule: str, life: Life, one: World, other: World, here: str, there: str) -> None:

@@ -5,14 +5,14 @@ Imports nothing heavy: the pytest plugin and the command line read it to tell wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
 from emssd.plugins.faults import told
 
-__all__ = ["RULES", "BrokenRule", "Rule", "broken", "broken_rule", "named", "rules_of"]
+__all__ = ["RULES", "BrokenRule", "Rule", "broken", "broken_rule", "named", "renamed", "rules_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +139,15 @@ def named(rule: str, what: str) -> Iterator[None]:
         if (inner := broken_rule(error)) is not None:
             raise inner from None
         broken(rule, f"{what} raised {told(error)}")
+
+
+@contextmanager
+def renamed(rule: str, unless: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """A call that raises breaks `rule`, and not the general one, unless `unless` raises and so has another reason."""
+    try:
+        yield
+    except BrokenRule as error:
+        if error.rule != f"{RULES[rule].kind}.raises":
+            raise
+        unless()
+        raise BrokenRule(rule, error.message) from error.__cause__

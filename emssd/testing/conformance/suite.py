@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,6 +20,8 @@ from emssd.testing.conformance import options
 from emssd.testing.conformance.rules import broken, named
 
 __all__ = ["Suite"]
+
+_T = TypeVar("_T")
 
 
 class Suite:
@@ -91,6 +93,18 @@ class Suite:
         if "name" in {field.name for field in dataclasses.fields(config)}:
             broken(f"{self.kind}.options", "the config has a field 'name', which is taken by the plugin's own name")
         self._survives(config, "the way through Hydra's YAML", options.round_trip, f"{self.kind}.options")
+
+    def _built(self, make: Callable[[], _T], interface: type[Any]) -> _T:
+        """What `make` gives, which must be an `interface`, and another one each time."""
+        rule = f"{self.kind}.build"
+        with named(rule, "building it"):
+            made, other = make(), make()
+        if not isinstance(made, interface):
+            room = ".".join(interface.__module__.split(".")[:2])
+            broken(rule, f"it built {type(made).__name__}; give an {room}.{interface.__name__}")
+        if made is other:
+            broken(rule, f"a second build gave the same {type(made).__name__} again; make a new one")
+        return made
 
     def _survives(self, config: Any, name: str, road: Callable[[Any], Any], rule: str) -> None:
         with named(rule, f"{name} of {config!r}"):
