@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
@@ -15,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
-from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
+from emssd.drafting import BudgetPolicy, Drafter, Outcome
 from emssd.errors import PromptError
 from emssd.metrics.stats import StepStats
 from emssd.model import TargetModel
-from emssd.sequences import Batch, FinishReason, Request, Sequence
+from emssd.sequences import FinishReason, Request, Sequence
+from emssd.simulate.recording import StepLog
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, References
 from emssd.testing.strategies import drafters, policies
@@ -179,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
         before = len(first.tokens), first.num_cached
         cached = {row.request_id: row.num_cached for row in self._scheduler.rows.values()}
         finished = self.engine.step()
-        schedule, stats = self._scheduler.schedules[-1], self._policy.stats[-1]
+        schedule, stats = self._scheduler.schedules[-1], self._policy.steps[-1]
         type(self).num_preempted += stats.num_preempted
         type(self).num_pieces += len(schedule.prefills)
         for row in finished:
@@ -218,25 +218,11 @@ class _WatchedScheduler(ContinuousScheduler):
         return self.schedules[-1]
 
 
-class _WatchedPolicy(BudgetPolicy):
+class _WatchedPolicy(StepLog):
     """Another policy, whose clock is made up from numbers of tokens: it does the same whenever a run is repeated."""
 
-    def __init__(self, inner: BudgetPolicy) -> None:
-        self._inner = inner
-        self.stats: list[StepStats] = []
-
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return self._inner.allot(batch, limits, num_other_tokens, stage)
-
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
-        return self._inner.trim(batch, draft, num_other_tokens, stage)
-
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        self.stats.append(stats)
         forward, draft = 1.0 + 0.2 * max(0, stats.num_tokens - 6), 0.1 * sum(stats.drafted)
         seconds = dict.fromkeys(stats.seconds, 0.0) | {"forward": forward, "draft": draft}
         stages = tuple(dataclasses.replace(stage, seconds=0.1 * sum(stage.budget)) for stage in stats.stages)
-        self._inner.observe(outcome, dataclasses.replace(stats, seconds=seconds, stages=stages))
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self._inner.release(request_ids)
+        super().observe(outcome, dataclasses.replace(stats, seconds=seconds, stages=stages))

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, StepPlan
 from emssd.decoding.packing import pack, pack_one
 from emssd.drafting import Draft
+from emssd.testing.conformance.rules import assertions, broken
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import kv_layers
 from emssd.testing.waves import Waves
@@ -34,7 +35,8 @@ class BackendMachine(RuleBasedStateMachine):
     """Random histories: prompts, ragged drafts, rollbacks, several steps before a rollback, releases, abandoned steps.
 
     Each forward pass of each layer is compared with `DenseBackend` for every real token; what the plan feeds the model,
-    positions, padding and the choice of logits are checked too. Inherit, say how to make the backend, and run it::
+    positions, padding and the choice of logits are checked too. A failure names the broken rule, one of
+    `emssd.testing.conformance.rules`. Inherit, say how to make the backend, and run it::
 
         class MyMachine(BackendMachine):
             def make_backend(self):
@@ -137,10 +139,11 @@ class BackendMachine(RuleBasedStateMachine):
     def memory(self) -> None:
         """What is held covers the tokens there are, nothing is held for nothing, and peaks never fall."""
         now, exact = self.backend.kv_usage, self.dense.kv_usage
-        assert exact.held <= now.held <= now.peak_held <= now.peak_pool, f"{now} for {exact.held} bytes of KV"
-        assert now.peak_held >= self._peak.peak_held, f"the peak fell from {self._peak} to {now}"
-        assert now.peak_pool >= self._peak.peak_pool, f"the peak fell from {self._peak} to {now}"
-        assert exact.held or not now.held, f"{now.held} bytes are held for no sequence"
+        with assertions("backend.memory"):
+            assert exact.held <= now.held <= now.peak_held <= now.peak_pool, f"{now} for {exact.held} bytes of KV"
+            assert now.peak_held >= self._peak.peak_held, f"the peak fell from {self._peak} to {now}"
+            assert now.peak_pool >= self._peak.peak_pool, f"the peak fell from {self._peak} to {now}"
+            assert exact.held or not now.held, f"{now.held} bytes are held for no sequence"
         self._peak = now
 
     def teardown(self) -> None:
@@ -161,18 +164,22 @@ class BackendMachine(RuleBasedStateMachine):
     def _step(self, packed: PackedInputs) -> None:
         """Plan and run all layers in both backends, and compare."""
         plan, expected = self.backend.plan(packed), self.dense.plan(packed)
-        places = _check_plan(plan, packed)
+        with assertions("backend.plan"):
+            places = _check_plan(plan, packed)
         ids, dense_ids = plan.input_ids.flatten(), expected.input_ids.flatten()
         for layer, spec in enumerate(self.spec.layers):
             out = self.backend.forward(plan, layer, *self._waves.qkv(ids, layer))
             right = self.dense.forward(expected, layer, *self._waves.qkv(dense_ids, layer))
-            assert out.shape == (len(ids), spec.num_qo_heads, spec.value_dim)
-            assert bool(out.isfinite().all()), "an output, if only of a padding token, is not finite"
+            with assertions("backend.output"):
+                assert out.shape == (len(ids), spec.num_qo_heads, spec.value_dim)
+                assert bool(out.isfinite().all()), "an output, if only of a padding token, is not finite"
             for token, candidates in enumerate(places):
                 errors = (out[candidates] - right[token]).abs().flatten(1).amax(dim=1)
-                assert float(errors.min()) <= self.atol, (
-                    f"layer {layer} ({spec}) is off by {float(errors.min()):.3g} for token {token} of {packed}"
-                )
+                if not float(errors.min()) <= self.atol:
+                    broken(
+                        "backend.attention",
+                        f"layer {layer} ({spec}) is off by {float(errors.min()):.3g} for token {token} of {packed}",
+                    )
 
     def _commit(self, rows: Seq[_Row]) -> None:
         kept = Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows))
@@ -184,6 +191,8 @@ class BackendMachine(RuleBasedStateMachine):
         for backend in (self.backend, self.dense):
             backend.release([*request_ids, "never seen"])
         self._rows = [row for row in self._rows if row.request_id not in request_ids]
+        if (held := self.backend.kv_usage.held) and not self.dense.kv_usage.held:
+            broken("backend.release", f"{held} bytes are held after the last sequence was released")
 
     def _new_ids(self, count: int) -> list[int]:
         self._num_ids += count

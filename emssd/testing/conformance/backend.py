@@ -18,10 +18,11 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
 from emssd.testing.conformance.histories import Play, check_same, histories, play
-from emssd.testing.conformance.machine import RuledMachine, WatchedBackend
+from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, broken_rule, named
 from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.suite import Suite
+from emssd.testing.machines import BackendMachine
 from emssd.testing.strategies import drafters, kv_layers
 
 __all__ = ["AttentionBackendConformance"]
@@ -91,7 +92,7 @@ class AttentionBackendConformance(Suite):
         }  # fmt: skip
         options = self._settings(20, stateful_step_count=12)
         with self._possible():
-            run_state_machine_as_test(type("Machine", (RuledMachine,), given), settings=options)
+            run_state_machine_as_test(type("Machine", (BackendMachine,), given), settings=options)
 
     @_rule("backend.isolation")
     def test_no_query_sees_what_is_not_its_own(self) -> None:

@@ -1,18 +1,16 @@
-"""A backend under observation, and the state machine that drives it, so that each failure names the rule it breaks."""
+"""A backend under observation: every call is held to the rules of the interface, and a failure names its rule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import torch
-from hypothesis.stateful import invariant
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
 from emssd.testing import machines
-from emssd.testing.conformance.rules import BrokenRule, broken, named
+from emssd.testing.conformance.rules import assertions, broken, named
 
-__all__ = ["RuledMachine", "WatchedBackend"]
+__all__ = ["WatchedBackend"]
 
 
 class WatchedBackend(AttentionBackend):
@@ -46,7 +44,7 @@ class WatchedBackend(AttentionBackend):
     def plan(self, packed: PackedInputs) -> StepPlan:
         with named("backend.raises", f"plan of {packed}"):
             plan = self.backend.plan(packed)
-        with _assertions("backend.plan"):
+        with assertions("backend.plan"):
             machines._check_plan(plan, packed)
         return plan
 
@@ -80,33 +78,3 @@ class WatchedBackend(AttentionBackend):
         """Memory taken now and at most."""
         with named("backend.memory", "kv_usage"):
             return self.backend.kv_usage
-
-
-class RuledMachine(machines.BackendMachine):
-    """`BackendMachine`, whose assertions are put under the rules that they stand for."""
-
-    def _step(self, packed: PackedInputs) -> None:
-        with _assertions("backend.attention"):
-            super()._step(packed)
-
-    @invariant()
-    def memory(self) -> None:
-        """See `BackendMachine.memory`."""
-        with _assertions("backend.memory"):
-            super().memory()
-
-    def _release(self, rows: Iterable[machines._Row]) -> None:
-        super()._release(rows)
-        exact, held = self.dense.kv_usage.held, self.backend.kv_usage.held
-        if held and not exact:
-            broken("backend.release", f"{held} bytes are held after the last sequence was released")
-
-
-@contextmanager
-def _assertions(rule: str) -> Iterator[None]:
-    try:
-        yield
-    except BrokenRule:
-        raise
-    except AssertionError as error:
-        raise BrokenRule(rule, str(error)) from error

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from emssd.plugins.faults import told
 
-__all__ = ["RULES", "BrokenRule", "Rule", "broken", "broken_rule", "named", "renamed", "rules_of"]
+__all__ = ["RULES", "BrokenRule", "Rule", "assertions", "broken", "broken_rule", "named", "renamed", "rules_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,17 @@ def named(rule: str, what: str) -> Iterator[None]:
         if (inner := broken_rule(error)) is not None:
             raise inner from None
         broken(rule, f"{what} raised {told(error)}")
+
+
+@contextmanager
+def assertions(rule: str) -> Iterator[None]:
+    """An assertion that fails in the body breaks `rule`."""
+    try:
+        yield
+    except BrokenRule:
+        raise
+    except AssertionError as error:
+        raise BrokenRule(rule, str(error)) from error
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from emssd.errors import OutputError
+from emssd.errors import ConfigError, OutputError
 from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Header, fingerprint, join_documents
-from emssd_rest.suffix_array import load_sorter, suffix_array
 
-__all__ = ["build_store"]
+__all__ = ["build_store", "suffix_array"]
 
 
 def build_store(
@@ -39,7 +39,7 @@ def build_store(
         OutputError: `folder` exists or cannot be written.
     """
     target = Path(folder).expanduser()
-    load_sorter()  # before any work
+    _sorter()  # before any work
     with _complete_or_absent(target) as unfinished:
         tokens, header = join_documents(documents)
         header = replace(header, sources=tuple(sources))
@@ -49,6 +49,31 @@ def build_store(
         np.save(unfinished / SUFFIXES, suffix_array(tokens))
         (unfinished / HEADER).write_text(header.to_json(), encoding="utf-8")
     return header
+
+
+def suffix_array(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Places of `tokens` in the order of the suffixes that begin there; a suffix comes before those that it begins.
+
+    Args:
+        tokens: ``[n]`` unsigned integers.
+
+    Returns:
+        ``[n]`` int32, or int64 where that is needed.
+    """
+    order: npt.NDArray[Any] = _sorter()(tokens.astype(tokens.dtype.newbyteorder("=")))
+    return order.astype(np.int32 if len(tokens) <= np.iinfo(np.int32).max else np.int64, copy=False)
+
+
+def _sorter() -> Any:
+    """The function that sorts suffixes, of a library that is needed for nothing else."""
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError as error:
+        raise ConfigError(
+            f"building a store needs the package 'pydivsufsort' ({error}): pip install 'emssd[rest]'. "
+            f"A store that is already built is used without it"
+        ) from error
+    return divsufsort
 
 
 @contextmanager

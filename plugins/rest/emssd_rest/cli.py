@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 
 from emssd.console.terminal import steady
 from emssd.data.records import RecordsConfig
@@ -75,7 +75,7 @@ def _build(arguments: argparse.Namespace) -> None:
     config = RecordsConfig(field=arguments.field, template=arguments.template, limit=arguments.limit)
     tokenizer = load_tokenizer(arguments.tokenizer)
     texts = read_corpus(arguments.corpus, config)
-    documents = encoded(_with_progress(texts, len(texts)), tokenizer)
+    documents = encoded(_with_progress(texts), tokenizer)
     sources = [Path(name).name for name in arguments.corpus]
     header = build_store(arguments.store, documents, tokenizer=tokenizer, sources=sources)
     print(
@@ -98,15 +98,10 @@ def _info(arguments: argparse.Namespace) -> None:
     print(f"size       {store.num_bytes} bytes")
 
 
-def _with_progress(items: Iterable[_T], total: int) -> Iterator[_T]:
-    """`items`, with a bar on a terminal; then a word of what is next, as the library that sorts tells nothing."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+def _with_progress(texts: list[_T]) -> Iterator[_T]:
+    """`texts`, with a bar on a terminal; then a word of what is next, as the library that sorts tells nothing."""
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("encoding", total=total)
-        for item in items:
-            yield item
-            progress.advance(task)
+    yield from track(texts, "encoding", console=console, disable=not console.is_terminal, transient=True)
     if console.is_terminal:
         console.print("sorting", highlight=False)
 

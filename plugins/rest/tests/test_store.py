@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from emssd_rest import RestConfig, search
-from emssd_rest.build import build_store
+from emssd_rest.build import build_store, suffix_array
 from emssd_rest.drafter import RestDrafter
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import END, Header, Store, fingerprint
-from emssd_rest.suffix_array import suffix_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
