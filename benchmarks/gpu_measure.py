@@ -12,6 +12,8 @@ import torch
 from emssd_flashinfer import FlashInferConfig
 from emssd_flashinfer.backend import FlashInferBackend
 from emssd_padded import PaddedConfig
+from emssd_replay import ReplayConfig
+from emssd_replay.drafter import ReplayDrafter
 from gpu_models import continuation
 
 from emssd.attention import AttentionBackend, Kept
@@ -24,7 +26,7 @@ from emssd.metrics.costs import Costs
 from emssd.model import TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request, Sequence
-from emssd.testing.drafters import RandomDrafter, ReplayDrafter
+from emssd.testing.drafters import RandomDrafter
 from emssd.testing.paged import ReferenceKernels, rerun
 
 __all__ = ["DRAFTED", "decode", "hf_decode", "make_backend", "prompts", "rates", "verify_step"]
@@ -135,7 +137,7 @@ def decode(
         engine = Engine(
             target,
             backend,
-            _drafter(target, expected, acceptance_length),
+            _drafter(target, acceptance_length),
             batch_size=batch,
             scheduler=StaticScheduler(batch),
         )
@@ -152,11 +154,21 @@ def decode(
     }
 
 
-def _drafter(target: TargetModel, expected: list[tuple[int, ...]], acceptance_length: float | None) -> Drafter:
+def _drafter(target: TargetModel, acceptance_length: float | None) -> Drafter:
     if acceptance_length is None:
         return RandomDrafter(target.vocab_size, 0)
-    known = {str(i): tokens for i, tokens in enumerate(expected)}
-    return ReplayDrafter(target.vocab_size, DRAFTED, known, acceptance_length=acceptance_length)
+    config = ReplayConfig(p=_probability(acceptance_length), num_speculative_tokens=DRAFTED)
+    return ReplayDrafter(config, target.vocab_size)
+
+
+def _probability(acceptance_length: float) -> float:
+    """``p`` with ``1 + p + … + p^DRAFTED = τ``, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        reached = sum(middle**power for power in range(DRAFTED + 1))
+        low, high = (middle, high) if reached < acceptance_length else (low, middle)
+    return high
 
 
 def hf_decode(target: TargetModel, cache: str, batch: int, context: int, new: int) -> dict[str, Any]:

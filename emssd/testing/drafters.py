@@ -16,7 +16,6 @@ __all__ = [
     "EosDrafter",
     "PerfectDrafter",
     "RandomDrafter",
-    "ReplayDrafter",
     "ScriptedDrafter",
     "WrongDrafter",
 ]
@@ -117,53 +116,6 @@ class EosDrafter(RandomDrafter):
         if chain:
             chain[self._random.randrange(len(chain))] = self._random.choice(self._eos_token_ids)
         return chain
-
-
-class ReplayDrafter(ChainDrafter):
-    """Knows what comes and spoils it, so that speed can be measured at a given acceptance without a real drafter.
-
-    Each drafted token is right with one probability until the first wrong one, as in the paper's Appendix A; so the
-    acceptance length of a step follows a geometric distribution, cut off at a full draft. A result obtained with it is
-    a replay and has to be called one.
-
-    Args:
-        vocab_size, num_speculative_tokens, references: see `ChainDrafter`.
-        acceptance_length: mean τ of a full draft, the target's own token included: 1 to ``num_speculative_tokens + 1``.
-        seed: of everything random.
-    """
-
-    def __init__(
-        self,
-        vocab_size: int,
-        num_speculative_tokens: int,
-        references: Mapping[Any, Seq[int]],
-        *,
-        acceptance_length: float,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(vocab_size, num_speculative_tokens, references)
-        self.probability = _probability(acceptance_length, num_speculative_tokens)
-        self._random = random.Random(seed)
-
-    def chain(self, row: Sequence, limit: int) -> list[int]:
-        chain = self.upcoming(row)[:limit]
-        for place, token in enumerate(chain):
-            if self._random.random() >= self.probability:
-                chain[place] = (token + 1) % self.vocab_size
-                break
-        return chain
-
-
-def _probability(acceptance_length: float, num_speculative_tokens: int) -> float:
-    """``p`` with ``1 + p + … + p^k = τ``, by bisection."""
-    if not 1 <= acceptance_length <= num_speculative_tokens + 1:
-        raise ValueError(f"an acceptance length of {acceptance_length} is not in 1..{num_speculative_tokens + 1}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        reached = sum(middle**power for power in range(num_speculative_tokens + 1))
-        low, high = (middle, high) if reached < acceptance_length else (low, middle)
-    return high
 
 
 class ScriptedDrafter(ChainDrafter):

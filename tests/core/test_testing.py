@@ -17,7 +17,6 @@ from emssd.testing.drafters import (
     EosDrafter,
     PerfectDrafter,
     RandomDrafter,
-    ReplayDrafter,
     ScriptedDrafter,
     WrongDrafter,
 )
@@ -45,28 +44,6 @@ def test_perfect_drafter_goes_on_where_the_sequence_is(references: Any) -> None:
     assert chain(drafter, row(3, 1, 4), 2) == [1, 5]
     assert chain(drafter, row(*REFERENCE[:7]), 4) == [5]
     assert chain(drafter, row(*REFERENCE), 4) == []
-
-
-@pytest.mark.parametrize("tau", [1.0, 2.5, 4.0, 8.0])
-def test_replay_drafter_reaches_its_acceptance_length_and_draws_the_same_again(tau: float) -> None:
-    reference = {"a": tuple(range(7)) * 2}
-    first, second = (ReplayDrafter(9, 7, reference, acceptance_length=tau, seed=5) for _ in range(2))
-    assert sum(first.probability**power for power in range(8)) == pytest.approx(tau)
-    lengths = []
-    for _ in range(2000):
-        drafted = chain(first, row(), 7)
-        assert drafted == chain(second, row(), 7)
-        assert len(drafted) == 7
-        wrong = [place for place, token in enumerate(drafted) if token != place]
-        assert len(wrong) <= 1, "behind the first wrong token the drafter has no more to decide"
-        lengths.append(1 + (wrong or [7])[0])
-    assert sum(lengths) / len(lengths) == pytest.approx(tau, rel=0.03)
-
-
-@pytest.mark.parametrize("tau", [0.9, 8.1])
-def test_replay_drafter_refuses_what_no_draft_of_its_length_can_reach(tau: float) -> None:
-    with pytest.raises(ValueError, match=r"is not in 1\.\.8"):
-        ReplayDrafter(9, 7, {}, acceptance_length=tau)
 
 
 @given(st.integers(0, 7), st.integers(1, 5))
