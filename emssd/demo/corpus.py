@@ -61,7 +61,7 @@ class Document:
 
     @property
     def starts(self) -> list[int]:
-        """Paragraphs that a passage may begin with: those that are not a part of what stands before them."""
+        """Indices of the paragraphs that a passage may begin with: an indented one belongs to the one before."""
         return [index for index, text in enumerate(self.paragraphs) if index == 0 or not text[0].isspace()]
 
     @property
@@ -115,8 +115,8 @@ def digest(docs: Seq[Document]) -> str:
 def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
     """Two prompts of each document that has enough text: to continue a passage, and to restate one.
 
-    They come in an order that mixes topics, eight of one kind and eight of the other by turns, as the rows of a static
-    batch should be alike: a batch takes as many steps as its slowest row.
+    The order mixes topics, and takes eight prompts of each kind by turns: a static batch takes as many steps as its
+    slowest row, so its rows should be alike.
     """
     kinds: list[list[DemoPrompt]] = [[], []]
     for doc in sorted(docs, key=lambda doc: digest([doc])):

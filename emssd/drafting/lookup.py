@@ -36,7 +36,7 @@ class NGramIndex:
         self._next = size  # where the next n-gram to enter ends
 
     def extend(self, tokens: Seq[int], end: int) -> None:
-        """Index what is new in ``tokens[:end]``, which begins with that of the call before.
+        """Index what is new in ``tokens[:end]``; the text of the call before is its beginning.
 
         Each n-gram is read once in a sequence's life: when enough tokens follow it.
         """

@@ -38,7 +38,7 @@ class Expected:
 
 
 def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
-    """``[max_acceptance]`` P(τ = 1), P(τ = 2), …: geometric (Equation 6), and whatever is longer counts as the longest.
+    """``[max_acceptance]`` P(τ = 1), P(τ = 2), …: geometric (Equation 6), cut off at `max_acceptance`.
 
     Args:
         p: probability that a drafted token is right, given that those before it are.

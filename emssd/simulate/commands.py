@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def add_record(subparsers: Subparsers) -> None:
-    """``record``: a trace, and on request a curve, of a model."""
+    """``record``: the trace of a model, and on request its step-time curve."""
     parser = _command(subparsers, "record", _record, "record a trace of a model and drafter, prompts one a line")
     parser.add_argument("out", type=Path, metavar="TRACE", help="file to write the trace to")
     parser.add_argument("--model", default="demo", help="folder, hub id, or demo (default: demo)")

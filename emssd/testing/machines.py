@@ -85,7 +85,7 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._rows)
     @rule(data=st.data(), num_steps=st.integers(1, 4))
     def verify(self, data: st.DataObject, num_steps: int) -> None:
-        """Engine steps for some rows in any order: ragged drafts, of which each row accepts its own number."""
+        """Engine steps for some rows in any order: drafts are ragged, and each row accepts its own number of tokens."""
         rows = self._pick(data)
         for _ in range(num_steps):
             self._verify([row for row in rows if self._room(row) > 0], data)
@@ -127,7 +127,7 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._rows)
     @rule(data=st.data(), planned=st.booleans())
     def release(self, data: st.DataObject, planned: bool) -> None:
-        """Rows leave: finished ones, or, after an error, those of a step that was `planned` and never ran."""
+        """Rows leave: they are finished, or an error kept the step from running for which they were `planned`."""
         rows = self._pick(data)
         if planned:
             packed = pack(rows, Draft.empty(len(rows)), self.device)
@@ -153,12 +153,12 @@ class BackendMachine(RuleBasedStateMachine):
             self.memory()
 
     def _pick(self, data: st.DataObject) -> list[_Row]:
-        """Some rows, at least one, in any order."""
+        """At least one row, in any order."""
         rows = data.draw(st.permutations(self._rows), label="rows")
         return rows[: data.draw(st.integers(1, len(rows)), label="number of rows")]
 
     def _room(self, row: _Row) -> int:
-        """Tokens that may be drafted for a row, and two of the target's own behind them fit; a full row waits."""
+        """How many tokens may be drafted for a row, so that two of the target's own still fit. A full row waits."""
         return self.max_model_len - len(row.tokens) - 2
 
     def _step(self, packed: PackedInputs) -> None:
@@ -202,8 +202,8 @@ class BackendMachine(RuleBasedStateMachine):
 def _check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
     """Check what the model is fed. Returns for each packed token its possible places in the flattened input.
 
-    Tokens whose logits are wanted have exactly one, as the plan tells; a prompt's others may have been repeated as
-    padding, and nothing in the interface says which of the copies is the real one.
+    Tokens whose logits are wanted have exactly one, as the plan tells; other tokens of a prompt may have been
+    repeated as padding, and nothing in the interface says which copy is the real one.
     """
     assert plan.input_ids.shape == plan.position_ids.shape
     rows, columns = plan.input_ids.shape

@@ -96,7 +96,7 @@ class AttentionBackendConformance(Suite):
 
     @_rule("backend.isolation")
     def test_no_query_sees_what_is_not_its_own(self) -> None:
-        """Keys and values of other rows, of rejected tokens, and of rows that were there before, may be NaN."""
+        """The keys and values of other rows, of rejected tokens and of earlier rows may be NaN."""
         bad = st.sampled_from([float("nan"), float("inf"), float("-inf")])
         self._twice("backend.isolation", bad.map(lambda value: Play(bad=value)))
 
@@ -123,7 +123,7 @@ class AttentionBackendConformance(Suite):
 
     @_rule("backend.lossless")
     def test_tokens_equal_plain_greedy(self) -> None:
-        """Any batch and model of Hypothesis' choice, with any drafter."""
+        """Hypothesis chooses the batch, the model and the drafter."""
 
         def check(data: st.DataObject) -> None:
             run = data.draw(runs(self.models), label="run")
@@ -137,7 +137,7 @@ class AttentionBackendConformance(Suite):
         self._examples(12, check)
 
     def _twice(self, rule: str, additions: st.SearchStrategy[Play]) -> None:
-        """Play any history as it is, and with what must change nothing."""
+        """Play any history twice, the second time with an addition that must change nothing."""
 
         def check(data: st.DataObject) -> None:
             spec = self._spec(data.draw(self.layers, label="layers"))
@@ -184,7 +184,7 @@ class AttentionBackendConformance(Suite):
 
     @contextmanager
     def _possible(self) -> Iterator[None]:
-        """Skip where nothing of what was drawn is supported; name what was broken where Hypothesis met several."""
+        """Skip if no drawn layer is supported. If Hypothesis met several failures, name the broken rule."""
         try:
             yield
         except Unsatisfiable:

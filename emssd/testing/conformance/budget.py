@@ -45,7 +45,7 @@ class BudgetPolicyConformance(Suite):
     Each failure names the rule that was broken; docs/reference/budget_rules.md explains them.
 
     Attributes:
-        decides_at_random: the policy means to. Then its decisions are not compared with those of another.
+        decides_at_random: the policy draws at random on purpose. Then its decisions are not compared with another's.
     """
 
     kind = "budget"
@@ -92,7 +92,7 @@ class BudgetPolicyConformance(Suite):
 
     @_rule("budget.release")
     def test_released_requests_are_forgotten(self) -> None:
-        """The id of a request that ended comes again, and is met as one that was never seen."""
+        """The id of a request that ended comes again, and is treated as a new one."""
         self._skip_if_random()
         self._unknown_ids()
 
@@ -105,7 +105,7 @@ class BudgetPolicyConformance(Suite):
 
     @_rule("budget.preemption")
     def test_preempted_requests_begin_anew(self) -> None:
-        """Released in the middle, and there again with the tokens that it had."""
+        """A request is released in the middle and comes again with the tokens that it had."""
         self._skip_if_random()
 
         def check(data: st.DataObject) -> None:
@@ -117,7 +117,7 @@ class BudgetPolicyConformance(Suite):
 
     @_rule("budget.lossless")
     def test_tokens_equal_plain_greedy(self) -> None:
-        """Any batch, drafters and model of Hypothesis' choice, preempted or not."""
+        """Hypothesis chooses the batch, the drafters, the model, and whether rows are preempted."""
 
         def check(data: st.DataObject) -> None:
             run = data.draw(runs(self.models), label="run")
@@ -186,7 +186,7 @@ class BudgetPolicyConformance(Suite):
 
     @contextmanager
     def _explained(self, drawn: Seq[Life] = _OTHERS) -> Iterator[None]:
-        """Name a rule that is simpler than the broken one where it explains why."""
+        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
         try:
             yield
         except BrokenRule as error:

@@ -1,4 +1,4 @@
-"""Fixed and drawn calls to a drafter, each of which breaks one rule only: so that a failure gets its right name."""
+"""Fixed and drawn calls to a drafter. Each can break one rule only, so that a failure gets its right name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Probes:
             self._few_steps([some], [none])
 
     def limits(self) -> None:
-        """Prompts of one token, one token left, an EOS inside a draft, drafts of which nothing is verified."""
+        """Prompts of one token, one token left, an EOS inside a draft, drafts that are not verified at all."""
         unseen, agreeable = Decision(9, 0, 0, 1), Decision(9, 9, 2, 1)
         never, all_ends, one_ends = frozenset[int](), frozenset(range(VOCAB_SIZE)), frozenset([1])
         requests = [
@@ -87,7 +87,7 @@ class Probes:
                 _compare("drafter.deterministic", life, first, second, "at first", "from another new drafter")
 
     def release(self) -> None:
-        """Ids that nobody knows, one that ended, the same once more, and its id with another prompt."""
+        """Unknown ids, the id of a request that ended, the same once more, and that id with another prompt."""
         first, second = Sequence(Request("a", (3, 1, 2, 3, 1), 6)), Sequence(Request("a", (1, 2, 1), 9))
         with renamed("drafter.release", unless=self.limits):
             world = self._make_world()
@@ -110,7 +110,7 @@ class Probes:
 
     @contextmanager
     def explained(self, drawn: Seq[Life] = _ALIKE) -> Iterator[None]:
-        """Name a rule that is simpler than the broken one where it explains why: so the reason is named, and once."""
+        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
         try:
             yield
         except BrokenRule as error:

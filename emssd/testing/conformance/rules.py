@@ -127,7 +127,7 @@ def broken_rule(error: BaseException | None) -> BrokenRule | None:
 
 @contextmanager
 def named(rule: str, what: str) -> Iterator[None]:
-    """Whatever the body raises breaks `rule`, unless it is a broken rule already. `what` names the call."""
+    """Whatever the body raises breaks `rule`, unless it is a `BrokenRule` already. `what` names the call."""
     try:
         yield
     except BaseException as error:  # a plugin may exit, too
@@ -154,7 +154,7 @@ def assertions(rule: str) -> Iterator[None]:
 
 @contextmanager
 def renamed(rule: str, unless: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """A call that raises breaks `rule`, and not the general one, unless `unless` raises and so has another reason."""
+    """A call that raises breaks `rule` instead of ``KIND.raises``, unless `unless` raises too: then that is why."""
     try:
         yield
     except BrokenRule as error:

@@ -33,8 +33,8 @@ class Suite:
         config: the config dataclass, where no `plugin` is named. Without one the tests of options are left out.
         models: architectures of the tiny targets, keys of `emssd.testing.models.ARCHITECTURES`. The option
             ``--emssd-models`` of pytest comes before it.
-        num_examples: how many examples Hypothesis draws for each test, in the place of its own number. The option
-            ``--emssd-examples`` of pytest comes before it.
+        num_examples: how many examples Hypothesis draws for each test; each test has a default. The pytest option
+            ``--emssd-examples`` overrides it.
         derandomize: whether Hypothesis draws the same examples in every run.
     """
 
@@ -121,7 +121,7 @@ class Suite:
         return self.make_config()
 
     def _settings(self, num_examples: int, **changes: Any) -> settings:
-        """The user's profile of Hypothesis, as far as the suite leaves it to him."""
+        """The user's profile of Hypothesis, with what the suite needs."""
         users = settings()
         return settings(
             users,
@@ -137,7 +137,7 @@ class Suite:
     def _examples(self, default: int, check: Callable[[st.DataObject], None]) -> None:
         """Run `check` on `default` examples, or as many as the user wants.
 
-        It is made a test of Hypothesis here, as one that is inherited would run under several classes.
+        It becomes a test of Hypothesis here: Hypothesis refuses an inherited test that runs under several classes.
         """
         self._settings(default)(given(st.data())(check))()
 

@@ -27,8 +27,8 @@ def build_store(
     Args:
         folder: must not exist.
         documents: token ids of each document; no draft runs from one into the next. Empty ones are left out.
-        tokenizer: what made the ids. Targets with another one refuse the store; without it, all take it whose
-            vocabulary is large enough.
+        tokenizer: what made the ids. A target with another tokenizer refuses the store. Without it, every target
+            with a large enough vocabulary takes the store.
         sources: names, for the record.
 
     Returns:
@@ -65,7 +65,7 @@ def suffix_array(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _sorter() -> Any:
-    """The function that sorts suffixes, of a library that is needed for nothing else."""
+    """The function that sorts suffixes. Nothing else needs its library."""
     try:
         from pydivsufsort import divsufsort
     except ImportError as error:
@@ -78,7 +78,7 @@ def _sorter() -> Any:
 
 @contextmanager
 def _complete_or_absent(target: Path) -> Iterator[Path]:
-    """A new folder that becomes `target` if all goes well, and is removed if anything does not."""
+    """A new folder. It becomes `target` if all goes well, and is removed otherwise."""
     if target.exists():
         raise OutputError(f"{target} exists already; remove it, or give the store another name")
     try:

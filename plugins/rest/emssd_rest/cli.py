@@ -99,7 +99,7 @@ def _info(arguments: argparse.Namespace) -> None:
 
 
 def _with_progress(texts: list[_T]) -> Iterator[_T]:
-    """`texts`, with a bar on a terminal; then a word of what is next, as the library that sorts tells nothing."""
+    """`texts`, with a bar on a terminal; then the next step is named, as the library that sorts says nothing."""
     console = Console(stderr=True)
     yield from track(texts, "encoding", console=console, disable=not console.is_terminal, transient=True)
     if console.is_terminal:
