@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from emssd import Engine, demo
 from emssd.demo.corpus import Document, documents, make_prompts
 from emssd.errors import ConfigError, PromptError
-from tools.train_demo.__main__ import main as train
 
 MEGABYTE = 10**6
 
@@ -76,7 +76,10 @@ def test_both_drafters_are_accepted_and_change_nothing(drafter: str, longest: in
     assert 1.5 < engine.report.mean_acceptance_length < longest - 1
 
 
-def test_the_models_can_be_trained_anew_and_the_seed_decides(tmp_path: Path) -> None:
+def test_the_models_can_be_trained_anew_and_the_seed_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "tools")
+    train = importlib.import_module("train_demo.__main__").main
+
     def weights(folder: str, seed: int) -> bytes:
         out = tmp_path / folder
         train(["--out", str(out), "--steps", "2", "--draft-steps", "1", "--rows", "1", "--seed", str(seed)])

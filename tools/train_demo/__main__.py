@@ -16,8 +16,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from emssd.demo.corpus import Document, digest, documents
-from tools.train_demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
-from tools.train_demo.texts import training_texts
+
+from .fit import Shape, build_model, fit, token_rows, train_tokenizer
+from .texts import training_texts
 
 if TYPE_CHECKING:
     from transformers import OPTForCausalLM, PreTrainedTokenizerFast

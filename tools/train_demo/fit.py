@@ -140,7 +140,7 @@ def _optimizers(model: OPTForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and vectors."""
     import torch
 
-    from tools.train_demo.muon import Muon
+    from .muon import Muon
 
     params = dict(model.named_parameters())
     hidden = [name for name, param in params.items() if param.dim() == 2 and "embed" not in name]

@@ -1,1 +1,0 @@
-"""Programs that make what the checkout holds; no part of the installed package."""
