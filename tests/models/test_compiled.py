@@ -24,12 +24,12 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from emssd.attention import LayerSpec
 from emssd.decoding import assembly
-from emssd.decoding.assembly import make_backend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.drafting import Drafter
-from emssd.model import TargetModel, tracing
+from emssd.model import CausalLMRunner, TargetModel, tracing
 from emssd.model.fingerprint import fingerprint
 from emssd.native import cache_dir, load_kernels
 from emssd.plugins.registry import Registry
@@ -146,7 +146,7 @@ def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, Target
 def same_weights_drafter(target: TargetModel, backend: Any) -> Drafter:
     """A compiled draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
     cache = make_backend(target.kv_cache_spec(len(PROMPTS)), backend, Registry())
-    return DraftModelDrafter(target, cache, VOCAB_SIZE, num_speculative_tokens=4)
+    return DraftModelDrafter(CausalLMRunner(target, cache), VOCAB_SIZE, num_speculative_tokens=4)
 
 
 def engine_of(target: TargetModel, drafter: str, backend: Any) -> Engine:
