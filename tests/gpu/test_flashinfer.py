@@ -182,7 +182,7 @@ def test_tokens_equal_hf_generate_or_differ_at_a_tie(
         PROMPTS, 24, ignore_eos=True
     )
     judge = make_backend(target.kv_cache_spec(1), "ragged", Registry())
-    report = compare(outputs, as_generations(expected), target, judge)
+    report = compare(outputs, as_generations(expected), CausalLMRunner(target, judge))
     assert not report.true_differences, report.true_differences
 
 

@@ -88,7 +88,7 @@ def assert_equal_to_hugging_face(architecture: str, dtype: str, engine: Engine, 
         assert [generation.token_ids for generation in done] == list(expected)
         return
     greedy = [dataclasses.replace(ours, token_ids=theirs) for ours, theirs in zip(done, expected, strict=True)]
-    report = compare(done, greedy, engine.target, engine.runner.backend)
+    report = compare(done, greedy, engine.runner)
     assert report.true_differences == []
     assert report.num_exact + len(report.ties) == len(PROMPTS)
 

@@ -21,7 +21,7 @@ def engine() -> Engine:
 
 
 def judge(engine: Engine, ours: list[Generation], greedy: list[Generation]) -> CheckReport:
-    return compare(ours, greedy, engine.target, engine.runner.backend)
+    return compare(ours, greedy, engine.runner)
 
 
 def logits_after(engine: Engine, tokens: list[int]) -> torch.Tensor:

@@ -23,7 +23,6 @@ from filelock import FileLock
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from emssd.attention import LayerSpec
-from emssd.decoding import assembly
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
@@ -152,7 +151,7 @@ def same_weights_drafter(target: TargetModel, backend: Any) -> Drafter:
 def engine_of(target: TargetModel, drafter: str, backend: Any) -> Engine:
     chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(target, backend)
     options = EngineOptions(batch_size=len(PROMPTS))
-    return assembly.assemble(target, None, drafter=chosen, backend=backend, budget="fixed", options=options, eos=())
+    return Engine.assemble(target, None, drafter=chosen, backend=backend, budget="fixed", options=options, eos=())
 
 
 @pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])
@@ -171,7 +170,7 @@ def test_tokens_are_those_of_greedy_decoding(
         return
     plain = TargetModel(make(name))
     greedy = engine_of(plain, "none", BACKENDS["torch"])
-    report = compare(done, greedy.generate(PROMPTS, 24), plain, greedy.backend)
+    report = compare(done, greedy.generate(PROMPTS, 24), greedy.runner)
     assert report.true_differences == []
 
 
@@ -320,11 +319,14 @@ def test_a_model_without_source_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_drafters_model_is_compiled_if_the_target_is(
-    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+    targets: dict[str, TargetModel],
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(assembly, "load_model", lambda path, **options: asked.append(options["compile"]))
-    caches: Any = type("Caches", (), {"make": None})
+
+    def load(path: str, **options: Any) -> tuple[TargetModel, None]:
+        asked.append(options["compile"])
+        return target, None
+
     for target in (targets["opt-float32"], TargetModel(make("opt-float32"))):
-        assembly._context(target, None, EngineOptions(), caches, Registry()).load_model("small")
+        Engine.assemble(target, None, drafter="draft_model", backend="ragged", load=load)
     assert asked == [True, False]

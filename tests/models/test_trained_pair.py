@@ -60,7 +60,7 @@ def test_no_token_differs_from_plain_greedy_but_for_ties_and_drafts_are_accepted
     backend, greedy = plain
     chosen = DraftModelConfig(str(shared / "models" / DRAFT)) if drafter == "draft_model" else drafter
     engine, done = run(target, prompts, chosen, backend)
-    report = compare(done, greedy, engine.target, engine.runner.backend)
+    report = compare(done, greedy, engine.runner)
     assert report.true_differences == []
     assert engine.report.mean_acceptance_length > least
     assert all(generation.text for generation in done)
