@@ -48,6 +48,16 @@ def test_all_drafters_and_backends_are_named() -> None:
         assert [name for name in ours if f"`{name}`" not in text] == []
 
 
+def test_every_link_leads_to_a_file_and_a_heading_of_it() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#([\w-]+))?\)", (ROOT / "README.md").read_text())
+    assert len(links) > 20
+    for path, anchor in links:
+        assert (ROOT / path).exists(), path
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], anchor
+
+
 @pytest.mark.slow
 def test_the_library_example_prints_each_prompts_text() -> None:
     assert sorted(re.findall(r"^([01]) .*?\(τ \d\.\d\d\)$", run(ROOT / "examples" / "library.py"), re.M | re.S)) == [
