@@ -14,7 +14,8 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)  # tiny tensors; two test processes with two threads each are slower than four with one
+_NUM_THREADS = 1  # tiny tensors; two test processes with two threads each are slower than four with one
+torch.set_num_threads(_NUM_THREADS)
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("default", max_examples=30, **_COMMON)
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker("no_cover")
+
+
+def pytest_runtest_setup() -> None:
+    """No test, and no fixture, inherits the threads of one before it."""
+    torch.set_num_threads(_NUM_THREADS)
 
 
 @pytest.hookimpl(wrapper=True)
