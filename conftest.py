@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,6 +49,36 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         if item.get_closest_marker("slow"):
             os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
         return (yield)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` without the tracer of coverage, under which Python 3.11 runs all bytecode slowly, also unmeasured."""
+
+    @wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return function(*args, **options)
+        finally:
+            sys.settrace(tracer)
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_are_not_traced() -> Iterator[None]:
+    """What takes long and calls nothing of ours: Hydra composes options, Matplotlib draws."""
+    if sys.gettrace() is None:  # then they need not be here
+        yield
+        return
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from matplotlib.figure import Figure
+
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in ((ConfigLoaderImpl, "load_configuration"), (Figure, "savefig"), (Figure, "subplots")):
+            patched.setattr(owner, name, untraced(getattr(owner, name)))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

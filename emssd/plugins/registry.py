@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
 
 import pluggy
@@ -72,10 +72,10 @@ class Registry:
         self.records: list[PluginRecord] = []
         self.in_use: dict[tuple[str, str], PluginRecord] = {}
         self._offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
-        points = entry_points(group="emssd") if group is None else group
-        known = [(point, *_origin(point)) for point in points]  # read once, as each look parses all of the metadata
-        for point, distribution, version in sorted(known, key=lambda each: (each[1] != "emssd", each[0].name)):
-            self._take(point, distribution, version, on_load)
+        points = list(entry_points(group="emssd") if group is None else group)
+        origins = {dist: _origin(dist) for dist in {point.dist for point in points}}  # each look parses all metadata
+        for point in sorted(points, key=lambda point: (origins[point.dist][0] != "emssd", point.name)):
+            self._take(point, *origins[point.dist], on_load)
 
     def names(self, kind: str) -> list[str]:
         """Names of what is offered, sorted."""
@@ -208,9 +208,9 @@ class Registry:
         return offers
 
 
-def _origin(point: EntryPoint) -> tuple[str, str]:
-    """Distribution and version; metadata may be missing, or tell neither."""
-    return (point.dist and point.dist.name) or "?", (point.dist and point.dist.version) or "?"
+def _origin(dist: Distribution | None) -> tuple[str, str]:
+    """Name and version; metadata may be missing, or tell neither."""
+    return (dist and dist.name) or "?", (dist and dist.version) or "?"
 
 
 def _failure(record: PluginRecord) -> str:
