@@ -37,6 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("no_cover")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Test processes are measured by pytest-cov alone.
+
+    With this variable coverage would measure them too, from their start, and go on where pytest-cov pauses.
+    """
+    os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
+
 def pytest_runtest_setup() -> None:
     """No test, and no fixture, inherits the threads of one before it."""
     torch.set_num_threads(_NUM_THREADS)

@@ -47,7 +47,8 @@ def imports(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests that need no GPU, with branch coverage; at least 95 % of it."""
     limit = ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
-    session.run(BIN / "pytest", "-n", "2", "-m", "not gpu", *limit, "--cov", "--cov-branch", *session.posargs)
+    spread = ["-n", "2", "--dist", "worksteal", "--durations", "10"]  # a file's tests stay together, and its fixtures
+    session.run(BIN / "pytest", *spread, "-m", "not gpu", *limit, "--cov", "--cov-branch", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -108,7 +109,8 @@ def wheel(session: nox.Session) -> None:
     away = Path(session.create_tmp()).resolve()
     session.run(BIN / "python", "-m", "build", "--outdir", away, ROOT, silent=True)
     (built,) = away.glob("*.whl")
-    session.install("-c", ROOT / "constraints.txt", f"emssd[testing] @ {built.as_uri()}")
+    wanted = f"emssd[testing] @ {built.as_uri()}"
+    session.install("--no-compile", "-c", ROOT / "constraints.txt", wanted)  # torch's files, and few of them are used
     with session.chdir(away):
         session.run("pytest", ROOT / "tests" / "packaging", env={"EMSSD_WHEEL": str(built)})
 

@@ -49,3 +49,8 @@ def test_a_library_is_not_traced_and_its_caller_is_before_and_after(fails: bool,
     assert "inside" not in named
     assert named.index("caller") < named.index("after")
     assert ("caller", "return") in seen
+
+
+@pytest.mark.slow
+def test_a_slow_test_is_not_traced() -> None:
+    assert sys.gettrace() is None
