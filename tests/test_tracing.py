@@ -53,4 +53,4 @@ def test_a_library_is_not_traced_and_its_caller_is_before_and_after(fails: bool,
 
 @pytest.mark.slow
 def test_a_slow_test_is_not_traced() -> None:
-    assert sys.gettrace() is None
+    assert not type(sys.gettrace()).__module__.startswith("coverage")  # a debugger may
