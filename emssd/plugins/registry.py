@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
 
 import pluggy
@@ -72,9 +72,10 @@ class Registry:
         self.records: list[PluginRecord] = []
         self.in_use: dict[tuple[str, str], PluginRecord] = {}
         self._offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
-        points = entry_points(group="emssd") if group is None else group
-        for point in sorted(points, key=lambda point: (not _is_ours(point), point.name)):
-            self._take(point, on_load)
+        points = list(entry_points(group="emssd") if group is None else group)
+        origins = {dist: _origin(dist) for dist in {point.dist for point in points}}  # each look parses all metadata
+        for point in sorted(points, key=lambda point: (origins[point.dist][0] != "emssd", point.name)):
+            self._take(point, *origins[point.dist], on_load)
 
     def names(self, kind: str) -> list[str]:
         """Names of what is offered, sorted."""
@@ -148,14 +149,13 @@ class Registry:
         """How messages call what is offered as `name`."""
         return f"{kind} {name!r} ({self.source(kind, name)})"
 
-    def _take(self, point: EntryPoint, on_load: Callable[[str], None]) -> None:
+    def _take(self, point: EntryPoint, distribution: str, version: str, on_load: Callable[[str], None]) -> None:
         """Load one entry point and keep what it offers, or what went wrong."""
-        distribution = (point.dist and point.dist.name) or "?"  # metadata may be missing, or tell neither
-        version = (point.dist and point.dist.version) or "?"
+        ours = distribution == "emssd"
         whole = PluginRecord("plugin", point.name, distribution, version, "failed")
         owner = f"plugin {point.name!r} of {distribution} {version}"
-        watch = nullcontext() if _is_ours(point) else named_if_slow(owner, f"{_SKIP}={distribution} runs without it")
-        if not _is_ours(point):
+        watch = nullcontext() if ours else named_if_slow(owner, f"{_SKIP}={distribution} runs without it")
+        if not ours:
             if {point.name, distribution} & {*os.environ.get(_SKIP, "").replace(",", " ").split()}:
                 self.records.append(dataclasses.replace(whole, state="skipped", reason=f"{_SKIP} names it"))
                 return
@@ -181,7 +181,7 @@ class Registry:
         self, point: EntryPoint, distribution: str, version: str
     ) -> dict[tuple[str, str], tuple[Spec, PluginRecord]]:
         """All that one entry point offers; all or nothing."""
-        if reason := unmet_requirement(distribution):
+        if distribution != "emssd" and (reason := unmet_requirement(distribution)):
             raise PluginError(reason)
         manager = pluggy.PluginManager("emssd")
         manager.add_hookspecs(hookspecs)
@@ -208,8 +208,9 @@ class Registry:
         return offers
 
 
-def _is_ours(point: EntryPoint) -> bool:
-    return point.dist is not None and point.dist.name == "emssd"
+def _origin(dist: Distribution | None) -> tuple[str, str]:
+    """Name and version; metadata may be missing, or tell neither."""
+    return (dist and dist.name) or "?", (dist and dist.version) or "?"
 
 
 def _failure(record: PluginRecord) -> str:
