@@ -177,7 +177,8 @@ class Cell:
         """The speed-up, and in how many repeats there is a baseline if not in all."""
         spread, number = self.speedup, len(self.rows)
         if spread is None:
-            return "no baseline" if self.line.speculate else ""
+            wanted = self.line.speculate and self.rows[0].experiment not in WITHOUT_BASELINE
+            return "no baseline" if wanted else ""
         return spread.text() + (f", baseline in {spread.count} of {number} repeats" if spread.count < number else "")
 
 

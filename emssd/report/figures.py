@@ -95,7 +95,7 @@ def curves(
 
 def speed_chart(title: str, lines: Iterable[Curve], mark: str = "") -> str:
     """Speed-ups by batch size."""
-    return curves(title, "batch size / rows", "speed-up (plain greedy decoding = 1)", lines, mark=mark, level=1.0)
+    return curves(title, "batch size / rows", "speed-up over plain greedy", lines, mark=mark, level=1.0)
 
 
 def _draw(axes: Axes, line: Curve, marker: str) -> None:

@@ -101,6 +101,13 @@ def test_repeats_without_a_baseline_are_counted_and_the_others_show() -> None:
     assert cell.speedup_text() == "2.00, baseline in 1 of 2 repeats"
 
 
+@pytest.mark.parametrize("experiment", ["padding_ratio", "acceptance", "step_time"])
+def test_experiments_that_run_no_plain_decoding_lack_no_baseline(experiment: str) -> None:
+    cell = _only([row(experiment, "vanilla")]).get("vanilla", 2)
+    assert cell is not None
+    assert cell.speedup_text() == ""
+
+
 def test_a_baseline_has_no_speedup_and_is_not_said_to_lack_one() -> None:
     cell = _only(_rows([(10, 20, 1)])).get("greedy", 2)
     assert cell is not None

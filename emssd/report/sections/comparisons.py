@@ -68,23 +68,17 @@ def comparison(material: Material, about: Comparison, name: str = "") -> Section
     section = begin(name, about.title, about.claim, rows)
     if name == "datasets":
         _datasets(section, found)
-    for index, grid in enumerate(found):
+    for grid in found:
         model = grid.setting.model if grid.setting.model in about.models else about.models[0]
         data = _data(grid) if name == "datasets" else paper.CNN_DAILYMAIL
         printed, called = paper.SPEEDUPS.get((about.drafter, model, data), {}), f"{paper.label(model)}, {data}"
         theirs = {m: printed[m] for m in printed if any(cell.line.method == m for cell in grid.cells)}
         section.head(grid)
         section.table(speed_table(grid, theirs, called, _PADDED if name == "ablation" else {}))
-        curves, dashed = speedup_curves(grid), _dashed(theirs)
-        alt = f"Speed-up by batch size: {grid.title}" + (f"; dashed, the paper's {called}" if theirs else "")
-        if name != "ablation":
-            section.draw(alt, speed_chart(grid.title, [*curves, *dashed], grid.mark))
-            continue
-        _balance(section, grid, printed)
-        section.draw(alt.partition(";")[0], speed_chart(grid.title, curves, grid.mark))
-        if index == 0:  # so many curves that the paper's have a plot of their own
-            title = f"The paper: {called}"
-            section.draw(title, speed_chart(title, dashed))
+        if name == "ablation":
+            _balance(section, grid, printed)
+        title = f"Speed-up by batch size: {grid.title}" + (f"; dashed, the paper's {called}" if theirs else "")
+        section.draw(title, speed_chart(grid.title, [*speedup_curves(grid), *_dashed(theirs)], grid.mark))
     return section
 
 
