@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 from math import log2
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from emssd.report.cells import Spread, grids
 from emssd.report.figures import Curve, _draw
 from emssd.report.floor import Floor
-from emssd.report.sections.acceptance import accepted_by_position, least_of_batches
+from emssd.report.sections.acceptance import acceptance, accepted_by_position, least_of_batches
 from emssd.report.sections.crossover import crossing_at, crossings
+from emssd.report.sources import read
 
-from .conftest import row
+from .conftest import row, value, write
 
 
 def test_the_floor_of_a_step_done_by_hand() -> None:
@@ -107,9 +109,9 @@ ROW_STEPS = st.lists(
 
 @given(ROW_STEPS)
 def test_acceptance_by_place_is_what_counting_row_steps_gives(row_steps: list[tuple[int, int]]) -> None:
-    acceptance = Counter(str(accepted + 1) for _, accepted in row_steps)
+    accepted_counts = Counter(str(accepted + 1) for _, accepted in row_steps)
     drafted = Counter(str(length) for length, _ in row_steps)
-    found = accepted_by_position(acceptance, drafted)
+    found = accepted_by_position(accepted_counts, drafted)
     assert list(found) == list(range(1, max(length for length, _ in row_steps) + 1))
     for place, share in found.items():
         reached = [accepted for length, accepted in row_steps if length >= place]
@@ -129,3 +131,13 @@ def test_the_least_of_a_batch_falls_as_batches_are_joined(taus: list[float]) -> 
 
 def test_the_least_of_batches_by_hand() -> None:
     assert least_of_batches([3.0, 2.0, 5.0, 4.0, 1.0]) == {1: 3.0, 2: 3.0, 4: 2.0}
+
+
+def test_without_drafts_nothing_is_said_of_places_in_them(tmp_path: Path) -> None:
+    drafted = value("acceptance", "ragged")
+    nothing = value("acceptance", "ragged", metrics_draft_length_histogram={"0": 20})
+    for row_of_it, heads in ((drafted, 1), (nothing, 0)):
+        write(tmp_path, [row_of_it])
+        section = acceptance(read([tmp_path]))
+        assert section is not None
+        assert section.markdown().count("### By place in the draft") == heads

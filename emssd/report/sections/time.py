@@ -9,7 +9,7 @@ from emssd.report.cells import WITHOUT_BASELINE, Cell, grids
 from emssd.report.figures import stacked
 from emssd.report.floor import Floor
 from emssd.report.rows import Row, per
-from emssd.report.sections.common import CELL, Section, begin
+from emssd.report.sections.common import CELL, Section
 from emssd.report.sources import Material
 from emssd.report.tables import grouped, table_of
 
@@ -27,7 +27,7 @@ def time_of_steps(material: Material) -> Section | None:
         "floor is the larger of two times: reading the weights and the rows' KV once at the measured bandwidth, and "
         "computing all tokens at the measured rate of a large product; a draft model's work is not in it."
     )
-    section = begin("time", "Where the time of a step goes, and its floor", claim, rows)
+    section = Section("time", "Where the time of a step goes, and its floor", [claim])
     by_experiment = grouped(rows, lambda row: row.experiment)
     for experiment, grid in ((name, grid) for name, mine in by_experiment.items() for grid in grids(mine)):
         section.head(grid, f"{experiment}: ")
