@@ -50,9 +50,7 @@ def acceptance(material: Material) -> Section | None:
     }
     if any(shares.values()):
         section.say("### By place in the draft")
-        section.say(
-            "The share of drafts with a j-th token in which tokens 1 to j were all accepted (chains)."
-        )
+        section.say("The share of drafts with a j-th token in which tokens 1 to j were all accepted (chains).")
         section.table(table_of(by_name, {"model, drafter, data": str} | _columns(shares, "{}", ".0%")))
         title, ylabel = "Accepted, by place in the draft", "share of drafts that reach j"
         section.draw(title, curves(title, "place j", ylabel, _curves(shares), mark=mark, log=False))

@@ -111,12 +111,12 @@ def speed_table(
         return "" if ratio is None else f"{ratio:.2f}"
 
     columns: dict[str, Callable[[Cell], str]] = {
-        "tokens/s (min–max)": lambda cell: cell.spread("decode_tokens_per_second").text(",.0f"),
-        "speed-up (min–max)": Cell.speedup_text,
-        "÷ vanilla (min–max)": over_vanilla,
+        "tokens/s": lambda cell: cell.spread("decode_tokens_per_second").text(",.0f"),
+        "speed-up": Cell.speedup_text,
+        "÷ vanilla": over_vanilla,
         f"paper's speed-up, {called}": printed,
         "τ": lambda cell: cell.median("mean_acceptance_length"),
-        "padding / new token": lambda cell: cell.median("padding_per_new_token", ".0%"),
+        "padding/new": lambda cell: cell.median("padding_per_new_token", ".0%"),
         **(more or {}),
         "repeats": lambda cell: str(len(cell.rows)),
     }

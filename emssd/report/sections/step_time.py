@@ -28,7 +28,7 @@ def step_time(material: Material) -> Section | None:
     claim = (
         f"In the paper a step of OPT-6.7b with {_QUOTED_SIZE} rows behind 512 tokens takes {paper.STEP_MS[1]} ms for "
         f"one token per row and {paper.STEP_MS[_QUOTED]} ms for {_QUOTED}; with 4 rows both take essentially as long. "
-        "Here: median ms of a step by tokens per row, and below it the floor."
+        "Here: median ms of a step by batch size and tokens per row."
     )
     section = begin("step_time", "Time of a step by tokens per sample", claim, rows)
     for grid in found:
@@ -70,22 +70,18 @@ def steps_of(rows: Iterable[Row]) -> list[Grid]:
 
 
 def step_table(grid: Grid) -> Table:
-    """Milliseconds by batch size and tokens per sample with their floor, and how much longer several tokens take."""
-    counts = sorted({_tokens(row) for row in grid.rows})
-    several = min(counts, key=lambda count: (count == 1, abs(count - _QUOTED), count))
+    """Milliseconds by batch size and tokens per sample, how much longer several tokens take than one, and the floor."""
+    quoted = f"{paper.STEP_MS[_QUOTED] / paper.STEP_MS[1]:.2f}"
     lines = []
     for cell in grid.cells:
         by_tokens = grouped(cell.rows, _tokens)
-        ratio = Spread.within_repeats(by_tokens.get(several, ()), by_tokens.get(1, ()), _ms)
-        quoted = (several, cell.batch_size) == (_QUOTED, _QUOTED_SIZE)
-        compared = [ratio.text() if ratio else "", f"{paper.STEP_MS[_QUOTED] / paper.STEP_MS[1]:.2f}" if quoted else ""]
-        times = [Spread.of(map(_ms, by_tokens[n])).text() if n in by_tokens else "" for n in counts]
-        lowest = [Floor.of(by_tokens[n][0], n) if n in by_tokens else None for n in counts]
-        lines.append([f"batch {cell.batch_size}", *times, *compared])
-        lines.append(
-            ["floor", *(f"{1e3 * each.seconds:.2f} ({each.bound})" if each else "" for each in lowest), "", ""]
-        )
-    return Table(["", *map(str, counts), f"{several} ÷ 1", "in the paper"], lines)
+        for count, rows in sorted(by_tokens.items()):
+            ratio = Spread.within_repeats(rows, by_tokens.get(1, ()), _ms) if count > 1 else None
+            printed = quoted if (cell.batch_size, count) == (_QUOTED_SIZE, _QUOTED) else ""
+            floor = Floor.of(rows[0], count)
+            figures = [Spread.of(map(_ms, rows)).text(), ratio.text() if ratio else "", printed]
+            lines.append([str(cell.batch_size), str(count), *figures, f"{1e3 * floor.seconds:.2f} ({floor.bound})"])
+    return Table(["batch", "tokens", "ms / step", "÷ 1 token", "paper", "floor, ms"], lines, left=2)
 
 
 def _tokens(row: Row) -> int:
