@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "--learns-across-requests", action="store_true", help="the drafter means to, so its drafts may depend on others"
     )
     check.add_argument(
-        "--decides-at-random", action="store_true", help="the budget policy means to, so its decisions are not compared"
+        "--decides-at-random", action="store_true", help="the plugin means to, so what it decides is not compared"
     )
     new = commands.add_parser("new", help="write a new plugin, complete with tests")
     new.add_argument("kind", choices=["drafter", "budget"], help="what it offers")

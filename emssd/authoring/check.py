@@ -61,7 +61,7 @@ def check(
         kind: ``drafter``, ``backend`` or ``budget``; needed only where several have this name.
         num_examples: of each test; each test's own number by default.
         learns_across_requests: the drafter means to, so its drafts are not compared with those of one without a past.
-        decides_at_random: the budget policy means to, so its decisions are not compared.
+        decides_at_random: the drafter or the budget policy means to, so what it decides is not compared.
         timeout, notes: the seconds that one test may take, and where it is noted, for `emssd.authoring.watched`.
 
     Returns:
@@ -70,7 +70,7 @@ def check(
     Raises:
         PluginError: there is no such plugin, it cannot run here, or pytest and Hypothesis are missing.
         ConfigError: an option that is no ``OPTION=VALUE``, that the plugin does not have, or that it needs; or a
-            backend that is to learn, or what is no budget policy and is to draw.
+            flag for another kind of plugin.
     """
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise PluginError(
@@ -85,8 +85,8 @@ def check(
     spec = registry.find(kind, name)
     if learns_across_requests and kind != "drafter":
         raise ConfigError(f"--learns-across-requests is for drafters, and {name!r} is a {kind}; leave it out")
-    if decides_at_random and kind != "budget":
-        raise ConfigError(f"--decides-at-random is for budget policies, and {name!r} is a {kind}; leave it out")
+    if decides_at_random and kind == "backend":
+        raise ConfigError(f"--decides-at-random is for drafters and policies, and {name!r} is a {kind}; leave it out")
     owner = registry.owner(kind, name)
     notes.note(owner, "before its tests")
     with guarded(owner, "making its options"):

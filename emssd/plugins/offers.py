@@ -8,10 +8,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from emssd.errors import PluginError
-from emssd.plugins.hookspecs import Spec
+from emssd.plugins.hookspecs import BackendSpec, BudgetSpec, DrafterSpec, PromptSourceSpec, Spec
 
 __all__ = ["check_spec", "held", "specs_of"]
 
+_RECORDS: dict[str, type[Spec]] = {
+    "emssd_drafters": DrafterSpec,
+    "emssd_attention_backends": BackendSpec,
+    "emssd_budget_policies": BudgetSpec,
+    "emssd_prompt_sources": PromptSourceSpec,
+}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
@@ -19,10 +25,17 @@ def specs_of(result: Any, hook: str) -> list[Spec]:
     """What a hook returned.
 
     Raises:
-        PluginError: no list of specs.
+        PluginError: no list of the hook's own records.
     """
-    if not isinstance(result, list) or not all(isinstance(spec, Spec) for spec in result):
-        raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.plugins.Spec")
+    record = _RECORDS[hook]
+    for other, stranger in _RECORDS.items():
+        if other != hook and isinstance(result, list) and any(isinstance(spec, stranger) for spec in result):
+            raise PluginError(
+                f"hook {hook} returned a {stranger.__name__}, and takes {record.__name__} only; return a "
+                f"{stranger.__name__} from {other}"
+            )
+    if not isinstance(result, list) or not all(isinstance(spec, record) for spec in result):
+        raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.plugins.{record.__name__}")
     return result
 
 

@@ -26,15 +26,11 @@ class TraceDrafter(Drafter):
         self._traces = {request.request_id: request.stages[stage] for request in trace}
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        tokens, indptr, confidence = list[int](), [0], list[float]()
+        tokens, indptr = list[int](), [0]
         for row, limit in zip(batch, budget, strict=True):
             trace, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
             length = min(limit, trace.drafted[position])
             num_right = min(length, trace.right[position])
             tokens += [RIGHT] * num_right + [WRONG] * (length - num_right)
             indptr.append(len(tokens))
-            if trace.confidence is not None:
-                confidence += trace.confidence[position][:length]
-        known = len(confidence) == len(tokens) > 0
-        token_ids = torch.tensor(tokens, dtype=torch.int64)
-        return Draft(token_ids, tuple(indptr), confidence=tuple(confidence) if known else None)
+        return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(indptr))

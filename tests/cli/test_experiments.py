@@ -256,7 +256,7 @@ def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
 MORTAL = """
 from dataclasses import dataclass
 from emssd.drafting import Draft, Drafter
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 @dataclass
 class Config:
@@ -274,7 +274,7 @@ class Mortal(Drafter):
 
 @hookimpl
 def emssd_drafters():
-    return [Spec("mortal", Config, lambda config, context: Mortal())]
+    return [DrafterSpec("mortal", Config, lambda config, context: Mortal())]
 """
 
 

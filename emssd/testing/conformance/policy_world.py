@@ -37,15 +37,12 @@ class PolicyWorld:
         self._drafters = [_AsTold(stage if num_stages > 1 else None) for stage in range(num_stages)]
         checked = [CheckedDrafter(each, None, _VOCAB_SIZE, on_error="fail") for each in self._drafters]
         self._stages = DraftStages(checked, watched)
-        self._num_steps = 0
 
     def step(self, rows: Seq[Sequence], decisions: Seq[Decision], num_prefill: int = 0) -> list[Sequence]:
         """Draft, verify as told, tell the policy; `num_prefill` tokens are of other prompts. Returns who goes on."""
         batch = Batch(tuple(rows))
         for drafter in self._drafters:
             drafter.told = {row.request_id: each.keep for row, each in zip(rows, decisions, strict=True)}
-            drafter.is_sure = self._num_steps % 2 == 1
-        self._num_steps += 1
         limits = [max(0, min(each.limit, row.num_remaining - 1)) for row, each in zip(rows, decisions, strict=True)]
         num_uncached = sum(row.num_uncached for row in rows)
         with named("budget.raises", "a step"):
@@ -111,11 +108,9 @@ class _AsTold(Drafter):
 
     def __init__(self, stage: int | None) -> None:
         self.told: dict[str, int] = {}
-        self.is_sure = False
         self._stage = stage
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         told = [self.told[row.request_id] for row in batch]
         wanted = [0 if self._stage == 0 and length % 2 else length for length in told]
-        draft = Draft.from_chains([1] * min(length, limit) for length, limit in zip(wanted, budget, strict=True))
-        return replace(draft, confidence=(0.5,) * draft.indptr[-1]) if self.is_sure else draft
+        return Draft.from_chains([1] * min(length, limit) for length, limit in zip(wanted, budget, strict=True))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.metrics.stats import StepTimer
@@ -79,11 +79,6 @@ class World:
         """See above."""
         return self._policy.drafts
 
-    @property
-    def may_be_random(self) -> bool:
-        """Whether a drafter gave probabilities, and so may draw from them."""
-        return any(each.has_probs for each in self.watched)
-
     def propose(self, rows: Seq[Sequence], decisions: Seq[Decision]) -> Draft:
         """The first half of a step."""
         most = self._stages.num_speculative_tokens
@@ -111,7 +106,7 @@ class World:
         return [row for row in rows if row.finish_reason is None]
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Tell the drafter to forget, if there is anything to forget."""
+        """Tell the drafter that these requests are gone, if there are any."""
         if names := list(request_ids):
             with named("drafter.raises", "a step"):
                 self._stages.release(names)
@@ -124,12 +119,12 @@ class _KeepAsTold(BudgetPolicy):
         self.keep: list[int] = []
         self.drafts: dict[str, list[list[int]]] = {}
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return list(limits)
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        return step.limits
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> list[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         tokens = draft.token_ids.tolist()
-        for name, start, stop in zip(batch.request_ids, draft.indptr, draft.indptr[1:], strict=False):
+        for name, start, stop in zip(step.batch.request_ids, draft.indptr, draft.indptr[1:], strict=False):
             self.drafts.setdefault(name, []).append(tokens[start:stop])
         return [min(length, keep) for length, keep in zip(draft.lengths, self.keep, strict=True)]
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.attention import AttentionBackend
-from emssd.drafting import BudgetPolicy, Draft, Drafter, DrafterContext, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
@@ -131,13 +131,13 @@ class Counting(FixedBudget):
         super().__init__()
         self.calls: list[tuple[str, int, int, list[int]]] = []
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        self.calls.append(("allot", stage, num_other_tokens, list(limits)))
-        return super().allot(batch, limits, num_other_tokens, stage)
+    def allot(self, step: BudgetStep) -> list[int]:
+        self.calls.append(("allot", step.stage, step.num_other_tokens, list(step.limits)))
+        return super().allot(step)
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
-        self.calls.append(("trim", stage, num_other_tokens, draft.lengths))
-        return super().trim(batch, draft, num_other_tokens, stage)
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        self.calls.append(("trim", step.stage, step.num_other_tokens, draft.lengths))
+        return super().trim(step, draft)
 
 
 def test_the_policy_decides_before_and_behind_each_stage_and_knows_what_earlier_ones_drafted() -> None:
