@@ -30,7 +30,7 @@ _SUITES = {
     "budget": "BudgetPolicyConformance",
 }
 
-_TEST_FILE = """from emssd.testing.conformance import {suite}
+_TEST_FILE = """from emssd.testing import {suite}
 
 
 class TestPlugin({suite}):

@@ -140,10 +140,7 @@ def _context(
 
     context = DrafterContext(
         vocab_size=target.vocab_size,
-        max_model_len=target.max_model_len,
         max_batch_size=options.batch_size,
-        device=target.device,
-        dtype=target.dtype,
         tokenizer=tokenizer,
         load_model=load_alike,
         make_backend=caches.make,

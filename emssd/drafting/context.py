@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting.drafter import Drafter
 from emssd.model import TargetModel
@@ -21,9 +19,7 @@ class DrafterContext:
 
     Attributes:
         vocab_size: drafted ids must be below it.
-        max_model_len: no sequence grows beyond it.
         max_batch_size: largest number of rows of a batch.
-        device, dtype: where and in which precision the target computes.
         tokenizer: the target's tokenizer, if there is one.
         load_model: ``load_model(path)`` gives a further model, ready to run, and its tokenizer (or ``None``).
         make_backend: ``make_backend(spec)`` gives a further attention backend of the kind the target uses. It is
@@ -32,10 +28,7 @@ class DrafterContext:
     """
 
     vocab_size: int
-    max_model_len: int
     max_batch_size: int
-    device: torch.device
-    dtype: torch.dtype
     tokenizer: Any
     load_model: Callable[[str], tuple[TargetModel, Any]]
     make_backend: Callable[[KVCacheSpec], AttentionBackend]

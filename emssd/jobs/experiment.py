@@ -162,6 +162,6 @@ def _task_of(config: RunConfig, overrides: Seq[str]) -> str | None:
 def _seeds(config: RunConfig) -> dict[str, int]:
     """Of everything random in the run; greedy decoding has none of its own."""
     groups = {"drafter": config.drafter, "data": config.data, "budget": config.budget}
-    found = {name: getattr(group, "seed", None) for name, group in groups.items()}  # see `emssd.plugins.hookspecs.Spec`
+    found = {name: getattr(group, "seed", None) for name, group in groups.items()}  # as `Spec.config` says
     seeds = {name: seed for name, seed in found.items() if isinstance(seed, int)}
     return seeds | ({"weights": 0} if config.model.architecture else {})

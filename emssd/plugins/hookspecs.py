@@ -10,7 +10,7 @@ import pluggy
 
 if TYPE_CHECKING:  # a plugin module is imported at every start, so nothing here brings torch
     from emssd.attention import AttentionBackend
-    from emssd.data.prompts import FailedPrompt, Prompt
+    from emssd.data import FailedPrompt, Prompt
     from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 
 __all__ = [
@@ -36,7 +36,8 @@ class Spec:
 
     Attributes:
         name: what the user selects, as in ``drafter=NAME``.
-        config: a dataclass whose fields, all with defaults (or ``MISSING``), are the options ``drafter.FIELD=…``.
+        config: a dataclass whose fields, all with defaults (or ``MISSING``), are the options ``drafter.FIELD=…``. An
+            integer field ``seed`` is noted in the rows of experiments.
         build: makes what is offered from an instance of `config`; may import what is heavy.
         unavailable: ``unavailable()`` gives the reason why it cannot run on this machine, or ``None``.
     """

@@ -88,12 +88,12 @@ def held(made: Any, kind: str, owner: str) -> Any:
 def _wanted(kind: str) -> tuple[tuple[type, ...], str]:
     """The classes that `kind` is built of, and in words; imported here, because these bring torch."""
     from emssd.attention import AttentionBackend
-    from emssd.data.prompts import FailedPrompt, Prompt
+    from emssd.data import FailedPrompt, Prompt
     from emssd.drafting import BudgetPolicy, Drafter
 
     return {
         "drafter": ((Drafter,), "an emssd.drafting.Drafter, or a list of them"),
         "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
         "budget": ((BudgetPolicy,), "an emssd.drafting.BudgetPolicy"),
-        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.prompts.Prompt"),
+        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.Prompt"),
     }[kind]

@@ -60,7 +60,7 @@ def emssd_budget_policies():
 BACKEND = """
 from dataclasses import dataclass
 from emssd.plugins import BackendSpec, hookimpl
-from emssd.testing.oracle import DenseBackend
+from emssd.testing import DenseBackend
 
 @dataclass
 class Config:
@@ -108,7 +108,7 @@ ENDS = {
     "build exits": ("drafter", GOOD.replace("context: Mine()", "context: __import__('sys').exit(0)")),
     "length": ("drafter", GOOD.replace("num_speculative_tokens = 2", "num_speculative_tokens = 2.5")),
     "policy raises": ("budget", POLICY.format("raise KeyError('lost')")),
-    "policy overruns": ("budget", POLICY.format("return [limit + 1 for limit in limits]")),
+    "policy overruns": ("budget", POLICY.format("return [limit + 1 for limit in step.limits]")),
     "backend cannot": ("backend", BACKEND.format("unsupported(self, spec): return ['it has no sliding windows']")),
     "backend raises": ("backend", BACKEND.format("plan(self, packed): raise RuntimeError('no kernel')")),
 }

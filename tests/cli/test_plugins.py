@@ -149,7 +149,7 @@ def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) 
     [
         ("backend", "emssd_attention_backends", "an emssd.attention.AttentionBackend"),
         ("budget", "emssd_budget_policies", "an emssd.drafting.BudgetPolicy"),
-        ("data", "emssd_prompt_sources", "an iterable of emssd.data.prompts.Prompt"),
+        ("data", "emssd_prompt_sources", "an iterable of emssd.data.Prompt"),
     ],
 )
 def test_other_kinds_that_build_something_else_are_named(kind: str, hook: str, wanted: str, install: Callable) -> None:
@@ -310,7 +310,7 @@ def test_a_prompt_source_of_a_plugin_needs_no_options_of_ours(install: Callable,
         "source",
         """
 from dataclasses import dataclass
-from emssd.data.prompts import Prompt
+from emssd.data import Prompt
 from emssd.plugins import PromptSourceSpec, hookimpl
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
-from emssd.testing.conformance import BudgetPolicyConformance
+from emssd.testing import BudgetPolicyConformance
 from emssd.testing.conformance.rules import rules_of
 
 

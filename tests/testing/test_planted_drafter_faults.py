@@ -13,7 +13,7 @@ import pytest
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Sequence
-from emssd.testing.conformance import DrafterConformance
+from emssd.testing import DrafterConformance
 from emssd.testing.conformance.rules import rules_of
 from emssd.testing.conformance.suite import Suite
 

@@ -357,10 +357,8 @@ def test_a_row_that_takes_long_to_catch_up_with_is_left_alone(seconds: float, ga
     # A level's time is no reason here: where drafts of other rows pay, catching up with this one decides.
     policy._time, policy._stages = KnownTime([1.0] * 9), [KnownRecord([[gain] * 2, [1.0, 1.0]], 0.0, 0.0, [seconds, 0])]
     batch = Batch(tuple(Sequence(Request(str(i), (1,) * 10, 50), num_cached=9) for i in range(2)))
-    assert policy.allot(BudgetStep(batch, (2, 2))) == [
-        2 if gain > 2 * seconds else 0,
-        2,
-    ]  # 2 tokens per second without it
+    expected = [2 if gain > 2 * seconds else 0, 2]  # 2 tokens per second without it
+    assert policy.allot(BudgetStep(batch, (2, 2))) == expected
 
 
 def test_nothing_is_known_at_first_and_everything_is_drafted() -> None:

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from emssd_cascade import CascadeConfig, emssd_drafters
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
@@ -204,10 +203,7 @@ def make_context(made: list[tuple[str, Mapping[str, Any]]]) -> DrafterContext:
 
     return DrafterContext(
         vocab_size=11,
-        max_model_len=64,
         max_batch_size=4,
-        device=torch.device("cpu"),
-        dtype=torch.float64,
         tokenizer=None,
         load_model=lambda path: pytest.fail("a cascade loads no model itself"),
         make_backend=lambda spec: pytest.fail("a cascade needs no backend itself"),

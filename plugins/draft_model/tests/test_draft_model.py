@@ -46,10 +46,7 @@ def make_drafter(
 def make_context(model: TargetModel, tokenizer: Any = None, target_tokenizer: Any = None) -> DrafterContext:
     return DrafterContext(
         vocab_size=VOCAB_SIZE,
-        max_model_len=128,
         max_batch_size=4,
-        device=torch.device("cpu"),
-        dtype=torch.float64,
         tokenizer=target_tokenizer,
         load_model=lambda path: (model, tokenizer),
         make_backend=lambda spec: make_backend(spec, "ragged", Registry()),

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
@@ -54,9 +53,7 @@ def make_context(tokenizer: Any = None, vocab_size: int = VOCAB_SIZE) -> Drafter
     def unwanted(*_: object) -> Any:
         pytest.fail("this drafter borrows nothing")
 
-    return DrafterContext(
-        vocab_size, 128, 4, torch.device("cpu"), torch.float64, tokenizer, unwanted, unwanted, unwanted
-    )
+    return DrafterContext(vocab_size, 4, tokenizer, unwanted, unwanted, unwanted)
 
 
 def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
