@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +135,9 @@ def _run_pytest(source: str, num_examples: int | None, results: _Results) -> int
 
     from emssd.testing import pytest_plugin
 
-    with tempfile.TemporaryDirectory(prefix="emssd-check-") as folder, _plain_environment():
+    with tempfile.TemporaryDirectory(prefix="emssd-check-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        patch.setenv("PYTEST_ADDOPTS", "")
         path = Path(folder) / f"test_{Path(folder).name.replace('-', '_')}.py"  # pytest knows modules by name
         path.write_text(source, encoding="utf-8")
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
@@ -146,21 +146,6 @@ def _run_pytest(source: str, num_examples: int | None, results: _Results) -> int
         if num_examples is not None:
             arguments.append(f"--emssd-examples={num_examples}")
         return int(pytest.main(arguments, plugins=[pytest_plugin, results]))
-
-
-@contextmanager
-def _plain_environment() -> Iterator[None]:
-    names = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class _Results:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a plugin module is imported at every start, so nothing here
     from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 
 __all__ = [
+    "KINDS",
     "BackendSpec",
     "BudgetSpec",
     "DrafterSpec",
@@ -90,6 +91,15 @@ class PromptSourceSpec(Spec):
     """
 
     build: Callable[[Any], Iterable[Prompt | FailedPrompt]]
+
+
+KINDS: dict[str, tuple[str, type[Spec]]] = {
+    "drafter": ("emssd_drafters", DrafterSpec),
+    "backend": ("emssd_attention_backends", BackendSpec),
+    "budget": ("emssd_budget_policies", BudgetSpec),
+    "data": ("emssd_prompt_sources", PromptSourceSpec),
+}
+"""What a plugin may offer, as the user chooses it: the hook, and its record."""
 
 
 @hookspec

@@ -8,35 +8,27 @@ from collections.abc import Iterable
 from typing import Any
 
 from emssd.errors import PluginError
-from emssd.plugins.hookspecs import BackendSpec, BudgetSpec, DrafterSpec, PromptSourceSpec, Spec
+from emssd.plugins.hookspecs import KINDS, Spec
 
 __all__ = ["check_spec", "held", "specs_of"]
 
-_RECORDS: dict[str, type[Spec]] = {
-    "emssd_drafters": DrafterSpec,
-    "emssd_attention_backends": BackendSpec,
-    "emssd_budget_policies": BudgetSpec,
-    "emssd_prompt_sources": PromptSourceSpec,
-}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
-def specs_of(result: Any, hook: str) -> list[Spec]:
-    """What a hook returned.
+def specs_of(result: Any, kind: str) -> list[Spec]:
+    """What the hook of `kind` returned.
 
     Raises:
         PluginError: no list of the hook's own records.
     """
-    record = _RECORDS[hook]
-    for other, stranger in _RECORDS.items():
-        if other != hook and isinstance(result, list) and any(isinstance(spec, stranger) for spec in result):
-            raise PluginError(
-                f"hook {hook} returned a {stranger.__name__}, and takes {record.__name__} only; return a "
-                f"{stranger.__name__} from {other}"
-            )
-    if not isinstance(result, list) or not all(isinstance(spec, record) for spec in result):
-        raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.plugins.{record.__name__}")
-    return result
+    hook, record = KINDS[kind]
+    if isinstance(result, list) and all(isinstance(spec, record) for spec in result):
+        return result
+    for other, stranger in KINDS.values():
+        if isinstance(result, list) and stranger is not record and any(isinstance(spec, stranger) for spec in result):
+            name = stranger.__name__
+            raise PluginError(f"hook {hook} returned a {name}, not a {record.__name__}; return a {name} from {other}")
+    raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.plugins.{record.__name__}")
 
 
 def check_spec(spec: Spec, kind: str) -> None:

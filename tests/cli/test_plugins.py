@@ -75,8 +75,7 @@ BROKEN = {
     ),
     "other_record": (
         drafter().replace("DrafterSpec", "BudgetSpec"),
-        "hook emssd_drafters returned a BudgetSpec, and takes DrafterSpec only; return a BudgetSpec from "
-        "emssd_budget_policies",
+        "hook emssd_drafters returned a BudgetSpec, not a DrafterSpec; return a BudgetSpec from emssd_budget_policies",
     ),
     "a_duplicate": (  # names of emssd itself are never taken, in whatever order entry points come
         drafter(name="llma"), "drafter 'llma' is already offered by emssd"),
