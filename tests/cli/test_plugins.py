@@ -13,7 +13,7 @@ from emssd import authoring
 from emssd.console.terminal import plain_console
 from emssd.decoding.check import CheckReport, Difference
 from emssd.errors import PluginError, PluginWarning
-from emssd.plugins.registry import Registry
+from emssd.plugins.registry import KINDS, Registry
 from emssd.report.console import print_check, print_report
 
 from .conftest import drafter
@@ -144,15 +144,17 @@ def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "hook", "wanted"),
+    ("kind", "wanted"),
     [
-        ("backend", "emssd_attention_backends", "an emssd.attention.AttentionBackend"),
-        ("budget", "emssd_budget_policies", "an emssd.drafting.BudgetPolicy"),
-        ("data", "emssd_prompt_sources", "an iterable of emssd.data.Prompt"),
+        ("backend", "an emssd.attention.AttentionBackend"),
+        ("budget", "an emssd.drafting.BudgetPolicy"),
+        ("data", "an iterable of emssd.data.Prompt"),
     ],
 )
-def test_other_kinds_that_build_something_else_are_named(kind: str, hook: str, wanted: str, install: Callable) -> None:
-    install("odd", drafter().replace("emssd_drafters", hook).replace("config, context: Third()", "config: 5"))
+def test_other_kinds_that_build_something_else_are_named(kind: str, wanted: str, install: Callable) -> None:
+    hook, record = KINDS[kind]
+    source = drafter().replace("emssd_drafters", hook).replace("DrafterSpec", record.__name__)
+    install("odd", source.replace("config, context: Third()", "config: 5"))
     registry = Registry()
     with pytest.raises(PluginError) as caught:
         registry.build(kind, *registry.resolve(kind, "third"))
