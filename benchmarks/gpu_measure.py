@@ -20,8 +20,8 @@ from emssd.decoding.packing import pack
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.decoding.verify import verify_greedy
 from emssd.drafting import Draft, Drafter
-from emssd.metrics.costs import Costs
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.costs import Costs
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter, ReplayDrafter
@@ -133,8 +133,7 @@ def decode(
     backend = make_backend(name, target, batch)
     for _ in range(2):  # the same steps twice, so that the second run finds every graph recorded
         engine = Engine(
-            target,
-            backend,
+            CausalLMRunner(target, backend),
             _drafter(target, expected, acceptance_length),
             batch_size=batch,
             scheduler=StaticScheduler(batch),

@@ -12,7 +12,7 @@ import time
 import torch
 
 from emssd.attention import Kept
-from emssd.decoding.assembly import make_backend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import load_model

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
-from emssd import attention, data, drafting, plugins, sequences
+from emssd import attention, data, drafting, model, plugins, sequences
 from emssd.cli import docstrings
 
 __all__ = ["CLASSES", "MODULES", "page", "public"]
@@ -19,6 +19,7 @@ MODULES = (
     "emssd.drafting",
     "emssd.attention",
     "emssd.sequences",
+    "emssd.model",
     "emssd.data",
     "emssd.errors",
     "emssd.testing",
@@ -36,6 +37,7 @@ CLASSES: dict[str, list[type]] = {
         attention.Kept,
         attention.KVUsage,
     ],
+    "Models": [model.ModelRunner, model.ModelOutput],
     "Budgets": [drafting.BudgetPolicy, drafting.BudgetStep, drafting.StepStats, drafting.StageStats],
     "Prompts": [data.Prompt, data.FailedPrompt],
 }

@@ -113,11 +113,13 @@ class KVUsage:
         held: what the sequences hold now, in the backend's unit of allocation (pages, padded rows).
         peak_held: the largest `held` so far.
         peak_pool: the largest allocation so far.
+        padding: slots that the latest `commit` lost to padding; 0 where KV is not padded.
     """
 
     held: int = 0
     peak_held: int = 0
     peak_pool: int = 0
+    padding: int = 0
 
 
 class AttentionBackend(ABC):

@@ -53,7 +53,7 @@ def make_context(tokenizer: Any = None, vocab_size: int = VOCAB_SIZE) -> Drafter
     def unwanted(*_: object) -> Any:
         pytest.fail("this drafter borrows nothing")
 
-    return DrafterContext(vocab_size, 4, tokenizer, unwanted, unwanted, unwanted)
+    return DrafterContext(vocab_size, tokenizer, unwanted, unwanted)
 
 
 def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
