@@ -13,7 +13,8 @@ from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineO
 from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, LoadModel, ModelRunner, TargetModel, load_model
+from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
+from emssd.model.loading import LoadModel
 from emssd.plugins.registry import Registry
 
 if TYPE_CHECKING:
