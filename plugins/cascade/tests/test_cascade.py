@@ -262,7 +262,7 @@ class AsFresh(DraftModelDrafter):
     def make(cls, num_tokens: int) -> AsFresh:
         backend = RaggedBackend(4)
         backend.allocate(draft_model().kv_cache_spec(5))
-        return cls(draft_model(), backend, 11, num_tokens)
+        return cls(CausalLMRunner(draft_model(), backend), 11, num_tokens)
 
 
 class DraftModelMachine(EngineMachine):
@@ -281,7 +281,7 @@ class DraftModelMachine(EngineMachine):
     def teardown(self) -> None:
         super().teardown()
         if self.own is not None:
-            assert self.own._backend.kv_usage.held == 0, "the draft model holds KV of nobody"
+            assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
 
 
 class CascadeMachine(DraftModelMachine):
