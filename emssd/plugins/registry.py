@@ -16,19 +16,14 @@ import pluggy
 from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
 from emssd.plugins import hookspecs
 from emssd.plugins.faults import guarded, named_if_slow, told
-from emssd.plugins.hookspecs import Spec
+from emssd.plugins.hookspecs import KINDS, Spec
 from emssd.plugins.offers import check_spec, held, specs_of
 from emssd.plugins.requirements import unmet_requirement
 
 __all__ = ["KINDS", "PluginRecord", "Registry"]
 
-KINDS = {
-    "drafter": "emssd_drafters",
-    "backend": "emssd_attention_backends",
-    "budget": "emssd_budget_policies",
-    "data": "emssd_prompt_sources",
-}
 _SKIP = "EMSSD_SKIP_PLUGINS"
+_HOOKS = ", ".join(hook for hook, _ in KINDS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +184,11 @@ class Registry:
         try:
             manager.check_pending()  # a misspelt hook is an error, not silence
         except pluggy.PluginValidationError as error:
-            raise PluginError(f"{error}; the hooks are {', '.join(KINDS.values())}") from None
+            raise PluginError(f"{error}; the hooks are {_HOOKS}") from None
         offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
-        for kind, hook in KINDS.items():
+        for kind, (hook, _) in KINDS.items():
             called = getattr(manager.hook, hook).get_hookimpls()  # one by one, as pluggy passes over a None
-            for spec in [spec for each in called for spec in specs_of(each.function(), hook)]:
+            for spec in [spec for each in called for spec in specs_of(each.function(), kind)]:
                 check_spec(spec, kind)
                 if known := offers.get((kind, spec.name)) or self._offers.get((kind, spec.name)):
                     raise PluginError(f"{kind} {spec.name!r} is already offered by {known[1].distribution}")
@@ -204,7 +199,7 @@ class Registry:
                 record = PluginRecord(kind, spec.name, distribution, version, state, reason or "")
                 offers[kind, spec.name] = spec, record
         if not offers:
-            raise PluginError(f"none of the hooks {', '.join(KINDS.values())} returns anything")
+            raise PluginError(f"none of the hooks {_HOOKS} returns anything")
         return offers
 
 

@@ -216,7 +216,7 @@ def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 _DRAFTER = """
 from dataclasses import dataclass, field
 from emssd.drafting import Draft, Drafter
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 @dataclass
 class Config:
@@ -230,7 +230,7 @@ class Third(Drafter):
 
 @hookimpl
 def emssd_drafters():
-    return [Spec("{name}", Config, lambda config, context: Third())]
+    return [DrafterSpec("{name}", Config, lambda config, context: Third())]
 """
 
 
