@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
-from emssd.drafting import BudgetPolicy, Drafter, Outcome
+from emssd.drafting import BudgetPolicy, Drafter, Outcome, StepStats
 from emssd.errors import PromptError
-from emssd.metrics.stats import StepStats
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import FinishReason, Request, Sequence
 from emssd.simulate.recording import StepLog

@@ -19,11 +19,11 @@ from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import kv_layers
 from emssd.testing.waves import Waves
 
-__all__ = ["BackendMachine"]
+__all__ = ["BackendMachine", "MachineRow", "check_plan"]
 
 
 @dataclass(slots=True)
-class _Row:
+class MachineRow:
     """A sequence of tokens that are all different, so that every key ever written can be told from every other."""
 
     request_id: str
@@ -70,7 +70,7 @@ class BackendMachine(RuleBasedStateMachine):
         assume(not self.backend.unsupported(self.spec))
         self.backend.allocate(self.spec)
         self.dense.allocate(self.spec)
-        self._rows: list[_Row] = []
+        self._rows: list[MachineRow] = []
         self._num_ids = self._num_requests = 0
         self._peak = KVUsage()
         self._waves = Waves(self.spec, seed)
@@ -80,7 +80,7 @@ class BackendMachine(RuleBasedStateMachine):
     def admit(self, length: int) -> None:
         """A new sequence with a prompt."""
         self._num_requests += 1
-        self._rows.append(_Row(f"request-{self._num_requests}", self._new_ids(length)))
+        self._rows.append(MachineRow(f"request-{self._num_requests}", self._new_ids(length)))
 
     @precondition(lambda self: self._rows)
     @rule(data=st.data(), num_steps=st.integers(1, 4))
@@ -90,7 +90,7 @@ class BackendMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             self._verify([row for row in rows if self._room(row) > 0], data)
 
-    def _verify(self, rows: list[_Row], data: st.DataObject) -> None:
+    def _verify(self, rows: list[MachineRow], data: st.DataObject) -> None:
         if not rows:
             return
         lengths = [data.draw(st.integers(0, min(7, self._room(row))), label="drafted") for row in rows]
@@ -152,12 +152,12 @@ class BackendMachine(RuleBasedStateMachine):
             self._release(self._rows)
             self.memory()
 
-    def _pick(self, data: st.DataObject) -> list[_Row]:
+    def _pick(self, data: st.DataObject) -> list[MachineRow]:
         """At least one row, in any order."""
         rows = data.draw(st.permutations(self._rows), label="rows")
         return rows[: data.draw(st.integers(1, len(rows)), label="number of rows")]
 
-    def _room(self, row: _Row) -> int:
+    def _room(self, row: MachineRow) -> int:
         """How many tokens may be drafted for a row, so that two of the target's own still fit. A full row waits."""
         return self.max_model_len - len(row.tokens) - 2
 
@@ -165,7 +165,7 @@ class BackendMachine(RuleBasedStateMachine):
         """Plan and run all layers in both backends, and compare."""
         plan, expected = self.backend.plan(packed), self.dense.plan(packed)
         with assertions("backend.plan"):
-            places = _check_plan(plan, packed)
+            places = check_plan(plan, packed)
         ids, dense_ids = plan.input_ids.flatten(), expected.input_ids.flatten()
         for layer, spec in enumerate(self.spec.layers):
             out = self.backend.forward(plan, layer, *self._waves.qkv(ids, layer))
@@ -181,12 +181,12 @@ class BackendMachine(RuleBasedStateMachine):
                         f"layer {layer} ({spec}) is off by {float(errors.min()):.3g} for token {token} of {packed}",
                     )
 
-    def _commit(self, rows: Seq[_Row]) -> None:
+    def _commit(self, rows: Seq[MachineRow]) -> None:
         kept = Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows))
         assert self.backend.commit(kept) >= 0
         self.dense.commit(kept)
 
-    def _release(self, rows: Iterable[_Row]) -> None:
+    def _release(self, rows: Iterable[MachineRow]) -> None:
         request_ids = [row.request_id for row in rows]
         for backend in (self.backend, self.dense):
             backend.release([*request_ids, "never seen"])
@@ -199,7 +199,7 @@ class BackendMachine(RuleBasedStateMachine):
         return list(range(self._num_ids - count, self._num_ids))
 
 
-def _check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
+def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
     """Check what the model is fed. Returns for each packed token its possible places in the flattened input.
 
     Tokens whose logits are wanted have exactly one, as the plan tells; other tokens of a prompt may have been

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
-from emssd.testing import machines
 from emssd.testing.conformance.rules import assertions, broken, named
+from emssd.testing.machines import check_plan
 
 __all__ = ["WatchedBackend"]
 
@@ -45,7 +45,7 @@ class WatchedBackend(AttentionBackend):
         with named("backend.raises", f"plan of {packed}"):
             plan = self.backend.plan(packed)
         with assertions("backend.plan"):
-            machines._check_plan(plan, packed)
+            check_plan(plan, packed)
         return plan
 
     def forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext, Occurrence
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["Occurrence", "PLDConfig", "emssd_drafters"]
 
@@ -40,6 +40,6 @@ def _build(config: PLDConfig, context: DrafterContext) -> Drafter:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("pld", PLDConfig, _build)]
+    return [DrafterSpec("pld", PLDConfig, _build)]
