@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from emssd_flashinfer import FlashInferConfig
-from emssd_flashinfer.backend import FlashInferBackend
 from emssd_padded import PaddedConfig
 from gpu_models import continuation
 
-from emssd.attention import AttentionBackend, Kept
+from emssd.attention import AttentionBackend, Kept, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.decoding.scheduler import StaticScheduler
@@ -70,7 +69,8 @@ def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend
     """
     backend: AttentionBackend
     if name.startswith("flashinfer") and target.device.type != "cuda":
-        backend = FlashInferBackend(ReferenceKernels(), capture=rerun if name == "flashinfer" else None)
+        kernels = ReferenceKernels(capture=rerun if name == "flashinfer" else None)
+        backend = PagedBackend(kernels, memory_fraction=0.8)
     elif name.startswith("flashinfer"):
         config = FlashInferConfig(cuda_graphs=name == "flashinfer")
         backend = Registry().find("backend", "flashinfer").build(config)

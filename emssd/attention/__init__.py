@@ -3,6 +3,7 @@
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.attention.masked import additive_mask, masked_attention
 from emssd.attention.packed import PackedInputs
+from emssd.attention.paged import PagedBackend, PagedKernels
 
 __all__ = [
     "AttentionBackend",
@@ -11,6 +12,8 @@ __all__ = [
     "Kept",
     "LayerSpec",
     "PackedInputs",
+    "PagedBackend",
+    "PagedKernels",
     "StepPlan",
     "additive_mask",
     "masked_attention",

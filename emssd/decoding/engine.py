@@ -132,7 +132,7 @@ class Engine:
             num_new_tokens=sum(len(row.tokens) for row in batch) - num_before,
             drafted=tuple(draft.lengths),
             acceptance=tuple(len(tokens) for tokens in verification.new_tokens),
-            input_padding=plan.num_padding,
+            input_padding=plan.input_ids.numel() - packed.num_tokens,
             kv_padding=kv_padding,
             num_preempted=len(schedule.preempted),
             seconds={},
@@ -280,12 +280,12 @@ class Engine:
         kept = [len(row.tokens) + number for row, number in zip(batch, num_accepted, strict=True)]
         kept += [piece.sequence.num_cached + piece.num_tokens for piece in pieces]
         names = (*batch.request_ids, *(piece.sequence.request_id for piece in pieces))
-        kv_padding = self.backend.commit(Kept(names, tuple(kept)))
+        self.backend.commit(Kept(names, tuple(kept)))
         for row, drafted, accepted, ending in zip(batch, draft.lengths, num_accepted, taken, strict=True):
             row.advance(*ending, num_drafted=drafted, num_accepted=accepted)
         for piece in pieces:
             piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
-        return kv_padding
+        return self.backend.kv_usage.padding
 
     def _learn(self, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
         """The budget policy hears of the step; what that takes is time of the step, too."""
