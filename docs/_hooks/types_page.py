@@ -26,6 +26,8 @@ CLASSES: dict[str, list[type]] = {
         attention.StepPlan,
         attention.Kept,
         attention.KVUsage,
+        attention.PagedBackend,
+        attention.PagedKernels,
     ],
     "Budgets": [drafting.BudgetPolicy, stats.StepStats],
     "Prompts": [prompts.Prompt, prompts.FailedPrompt],
