@@ -140,7 +140,6 @@ class BackendMachine(RuleBasedStateMachine):
         assert exact.held <= now.held <= now.peak_held <= now.peak_pool, f"{now} for {exact.held} bytes of KV"
         assert now.peak_held >= self._peak.peak_held, f"the peak fell from {self._peak} to {now}"
         assert now.peak_pool >= self._peak.peak_pool, f"the peak fell from {self._peak} to {now}"
-        assert now.padding >= 0, f"{now.padding} slots were lost to padding"
         assert exact.held or not now.held, f"{now.held} bytes are held for no sequence"
         self._peak = now
 
@@ -178,6 +177,7 @@ class BackendMachine(RuleBasedStateMachine):
     def _commit(self, rows: Seq[_Row]) -> None:
         kept = Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows))
         self.backend.commit(kept)
+        assert self.backend.kv_usage.padding >= 0
         self.dense.commit(kept)
 
     def _release(self, rows: Iterable[_Row]) -> None:
