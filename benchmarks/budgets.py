@@ -23,7 +23,7 @@ from rich.table import Table
 
 from emssd.data.prompts import encode_prompts
 from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
-from emssd.decoding.assembly import assemble, eos_token_ids
+from emssd.decoding.assembly import eos_token_ids
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.decoding.warmup import warm_up
@@ -37,7 +37,7 @@ TEMPLATES = {"copy-heavy": "<s>Question: {question}\nRestated:", "plain": "<s>Qu
 
 def requests_of(path: str, template: str, limit: int, new: int, target: TargetModel, tokenizer: Any) -> list[Request]:
     prompts = to_prompts(read_records(existing_file(path)), RecordsConfig(template=template, limit=limit), path)
-    encoded = encode_prompts([prompt.text for prompt in prompts], tokenizer, target.max_model_len, target.vocab_size)
+    encoded = encode_prompts([prompt.text for prompt in prompts], tokenizer)
     eos = eos_token_ids(target, tokenizer)
     return [Request(str(i), tuple(ids), new, eos) for i, ids in enumerate(encoded)]
 
@@ -54,7 +54,7 @@ def engines_of(
     budgets: dict[str, Any] = {"greedy": FixedBudgetConfig(0)}
     budgets |= {f"fixed {length}": FixedBudgetConfig(length) for length in lengths} | {"adaptive": AdaptiveConfig()}
     return {
-        name: assemble(
+        name: Engine.assemble(
             target,
             tokenizer,
             drafter="none" if name == "greedy" else drafters[drafter],

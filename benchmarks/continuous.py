@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from emssd.decoding.assembly import assemble
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import Admission, Batching, EngineOptions
 from emssd.decoding.warmup import warm_up
@@ -38,7 +37,7 @@ def mixed(kinds: list[list[Request]]) -> list[Request]:
 def engines_of(target: Any, tokenizer: Any, batch_size: int, drafters: list[str], tight: str) -> dict[str, Engine]:
     def engine(drafter: str, **options: Any) -> Engine:
         chosen = EngineOptions(batch_size=batch_size, **options)
-        return assemble(target, tokenizer, drafter=drafter, backend="ragged", budget="adaptive", options=chosen)
+        return Engine.assemble(target, tokenizer, drafter=drafter, backend="ragged", budget="adaptive", options=chosen)
 
     made = {}
     for drafter in drafters:

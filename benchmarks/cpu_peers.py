@@ -30,7 +30,7 @@ from peers.workers import PEERS, PeerError, Setting, interpreter_of
 from rich.console import Console
 from rich.progress import Progress
 
-from emssd.data.prompts import FailedPrompt, encode_prompts
+from emssd.data.prompts import FailedPrompt, check_prompt, encode_prompts
 from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
 from emssd.errors import EmssdError, PromptError
 
@@ -50,7 +50,9 @@ def request_of(arguments: argparse.Namespace) -> Request:
         if isinstance(prompt, FailedPrompt):
             raise PromptError(prompt.error)
         texts.append(prompt.text)
-    ids = encode_prompts(texts, tokenizer, longest, config.vocab_size)
+    ids = encode_prompts(texts, tokenizer)
+    for number, prompt_ids in enumerate(ids):
+        check_prompt(prompt_ids, longest, config.vocab_size, str(number))
     eos = config.eos_token_id
     if (Path(arguments.model) / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(arguments.model).eos_token_id or eos

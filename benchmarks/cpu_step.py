@@ -31,7 +31,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from emssd.decoding.assembly import assemble
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.model import TargetModel
@@ -98,8 +97,8 @@ def measure(shape: str, batch_sizes: list[int], repeats: int, context: int, cons
         prompts = torch.randint(4, 50000, (batch_size, context)).tolist()
         options = EngineOptions(batch_size=batch_size)
         engines = {
-            "emssd, model.compile": assemble(compiled, None, drafter="none", backend="ragged", options=options),
-            "emssd": assemble(eager, None, drafter="none", backend="ragged", options=options),
+            "emssd, model.compile": Engine.assemble(compiled, None, drafter="none", backend="ragged", options=options),
+            "emssd": Engine.assemble(eager, None, drafter="none", backend="ragged", options=options),
         }
         times: dict[str, list[float]] = {name: [] for name in [*engines, "Hugging Face generate"]}
         ids = torch.tensor(prompts)

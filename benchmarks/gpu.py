@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from emssd.errors import OutOfMemoryError
-from emssd.metrics.costs import Costs
 from emssd.model import TargetModel
+from emssd.model.costs import Costs
 
 Piece = tuple[str, Callable[[], dict[str, Any]]]
 

@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -13,16 +14,15 @@ from emssd_flashinfer import FlashInferConfig
 from emssd_padded import PaddedConfig
 from gpu_models import continuation
 
-from emssd.attention import AttentionBackend, Kept, PagedBackend
+from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
-from emssd.decoding.packing import pack
-from emssd.decoding.scheduler import StaticScheduler
-from emssd.decoding.verify import verify_greedy
+from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import Draft, Drafter
-from emssd.metrics.costs import Costs
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.costs import Costs
 from emssd.plugins.registry import Registry
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Batch, Request
+from emssd.simulate.recording import logged_steps
 from emssd.testing.drafters import RandomDrafter, ReplayDrafter
 from emssd.testing.paged import ReferenceKernels, rerun
 
@@ -92,36 +92,41 @@ def prompts(batch: int, context: int, vocab_size: int) -> list[list[int]]:
     return torch.randint(3, vocab_size, (batch, context), generator=generator).tolist()  # type: ignore[no-any-return]
 
 
-@torch.inference_mode()
 def verify_step(
     target: TargetModel, name: str, batch: int, tokens: int, context: int, repeats: int
 ) -> dict[str, float]:
-    """Seconds of one step that verifies ``tokens - 1`` drafted tokens per row, all of it: pack to accepted tokens."""
-    backend, costs = make_backend(name, target, batch), Costs.of(target)
-    rows = [
-        Sequence(Request(str(i), tuple(ids), 1)) for i, ids in enumerate(prompts(batch, context, target.vocab_size))
-    ]
-    for row in rows:  # one by one, so that the logits and activations of long prompts stay small
-        target(backend.plan(pack([row], Draft.empty(1), target.device)), backend)
-        row.advance([3], None, num_drafted=0, num_accepted=0)
-    draft = Draft.from_chains([[5] * (tokens - 1)] * batch)
-    parts: dict[str, list[float]] = {"plan": [], "forward": [], "verify": []}
+    """Seconds of one step that verifies ``tokens - 1`` drafted tokens per row, from scheduling to learning.
 
-    def step() -> None:
-        times = [time.perf_counter()]
-        plan = backend.plan(pack(rows, draft, target.device))
-        times.append(time.perf_counter())
-        logits = target(plan, backend)
-        times.append(time.perf_counter())
-        verify_greedy(logits, draft)
-        times.append(time.perf_counter())
-        backend.commit(Kept(tuple(row.request_id for row in rows), (context,) * batch))
-        for part, start, stop in zip(parts, times, times[1:], strict=False):
-            parts[part].append(stop - start)
+    A model with random weights accepts hardly any of them, so the rows grow by a token in each step, up to `context`.
+    """
+    engine = Engine(
+        CausalLMRunner(target, make_backend(name, target, batch)),
+        _Fives(tokens - 1),
+        scheduler=ContinuousScheduler(batch, max_step_tokens=context),
+    )
+    begin = max(1, context - repeats - 4)
+    for i, ids in enumerate(prompts(batch, begin, target.vocab_size)):
+        engine.add(Request(str(i), tuple(ids), target.max_model_len - begin))
+    with logged_steps(engine) as steps:
+        while not steps or steps[-1].is_prefill:
+            engine.step()
+        seconds = median_seconds(engine.step, target.device, repeats)
+    engine.clear()
+    medians = {
+        f"{part}_seconds": statistics.median(step.seconds[part] for step in steps[-repeats:])
+        for part in ("plan", "forward", "verify")
+    }
+    return {"seconds": seconds, **medians, **dataclasses.asdict(Costs.of(target))}
 
-    seconds = median_seconds(step, target.device, repeats)
-    medians = {f"{part}_seconds": statistics.median(values[3:]) for part, values in parts.items()}
-    return {"seconds": seconds, **medians, **dataclasses.asdict(costs)}
+
+class _Fives(Drafter):
+    """Drafts the same token over and over."""
+
+    def __init__(self, length: int) -> None:
+        self.num_speculative_tokens = length
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.from_chains([5] * limit for limit in budget)
 
 
 def decode(
@@ -133,8 +138,7 @@ def decode(
     backend = make_backend(name, target, batch)
     for _ in range(2):  # the same steps twice, so that the second run finds every graph recorded
         engine = Engine(
-            target,
-            backend,
+            CausalLMRunner(target, backend),
             _drafter(target, expected, acceptance_length),
             batch_size=batch,
             scheduler=StaticScheduler(batch),

@@ -26,7 +26,6 @@ from rich.table import Table
 
 from emssd.data.prompts import encode_prompts
 from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
-from emssd.decoding.assembly import assemble
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.demo import prompts as demo_prompts
@@ -82,7 +81,7 @@ def load_prompts(arguments: argparse.Namespace, target: TargetModel, tokenizer: 
         config = RecordsConfig(template=arguments.template, limit=arguments.limit)
         records = read_records(existing_file(arguments.data))
         texts = [prompt.text for prompt in to_prompts(records, config, arguments.data)]
-    return encode_prompts(texts, tokenizer, target.max_model_len, target.vocab_size)
+    return encode_prompts(texts, tokenizer)
 
 
 def compare(
@@ -135,7 +134,7 @@ def main() -> None:
     rows = []
     for batch_size in arguments.batch_sizes:
         engines = {
-            f"emssd {drafter}": assemble(
+            f"emssd {drafter}": Engine.assemble(
                 target, tokenizer, drafter=drafter, backend="ragged", options=EngineOptions(batch_size=batch_size)
             )
             for drafter in arguments.drafters

@@ -12,10 +12,10 @@ import time
 import torch
 
 from emssd.attention import Kept
-from emssd.decoding.assembly import make_backend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.model import load_model
+from emssd.model import CausalLMRunner, load_model
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request, Sequence
 
@@ -30,18 +30,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25)
     arguments = parser.parse_args()
     target, _ = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
-    backend = make_backend(target.kv_cache_spec(arguments.rows), "ragged", Registry())
+    runner = CausalLMRunner(target, make_backend(target.kv_cache_spec(arguments.rows), "ragged", Registry()))
     lengths = [arguments.shortest + 20 * i for i in range(arguments.rows)]
     rows = [Sequence(Request(str(i), tuple(5 + j % 50 for j in range(n)), 99)) for i, n in enumerate(lengths)]
 
     def step(drafted: int) -> float:
         start = time.perf_counter()
         draft = Draft.from_chains([[7] * drafted] * len(rows))
-        target(backend.plan(pack(rows, draft, target.device)), backend)
+        runner.run(pack(rows, draft, target.device))
         seconds = time.perf_counter() - start
         for row in rows:
             row.set_cached(len(row.tokens) - 1)
-        backend.commit(Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows)))
+        runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows)))
         return seconds
 
     with torch.inference_mode():

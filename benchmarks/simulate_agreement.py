@@ -23,7 +23,6 @@ from rich.table import Table
 
 from emssd.data.prompts import encode_prompts
 from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
-from emssd.decoding.assembly import assemble
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import Batching, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler
@@ -104,7 +103,7 @@ def _prompts(arguments: argparse.Namespace, template: str | None, target: Target
     else:
         config = RecordsConfig(template=template, limit=arguments.limit)
         texts = [prompt.text for prompt in to_prompts(read_records(existing_file(arguments.data)), config, "--data")]
-    return encode_prompts(texts, tokenizer, target.max_model_len, target.vocab_size)
+    return encode_prompts(texts, tokenizer)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -150,7 +149,7 @@ def main() -> None:
             trace = None
             for batch_size in arguments.batch_sizes:
                 options = EngineOptions(batch_size=batch_size, batching=Batching.continuous)
-                engine = assemble(target, tokenizer, drafter=choice, backend="ragged", options=options)
+                engine = Engine.assemble(target, tokenizer, drafter=choice, backend="ragged", options=options)
                 trace = trace or record_trace(engine, prompts, max_new_tokens=limits)
                 setting = {"prompts": "demo" if template is None else template.split("\n")[-1], "drafter": drafter}
                 rows += [setting | row for row in compare(engine, trace, prompts, limits, options)]

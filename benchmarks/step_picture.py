@@ -32,7 +32,7 @@ def record(num_prompts: int, batch_size: int, max_step_tokens: int, num_steps: i
         "demo", drafter="llma", budget="fixed", batch_size=batch_size, max_step_tokens=max_step_tokens, device="cpu"
     )
     steps: list[dict[str, dict[str, int]]] = []
-    plan, observe = engine.backend.plan, engine.drafting.observe
+    plan, observe = engine.runner.backend.plan, engine.drafting.observe
 
     def planned(packed: PackedInputs) -> object:
         steps.append({name: {"total": count} for name, count in zip(packed.request_ids, packed.lengths, strict=True)})
@@ -43,7 +43,7 @@ def record(num_prompts: int, batch_size: int, max_step_tokens: int, num_steps: i
             steps[-1][row.request_id] |= {"drafted": length, "accepted": len(kept)}
         observe(outcome)
 
-    engine.backend.plan, engine.drafting.observe = planned, observed
+    engine.runner.backend.plan, engine.drafting.observe = planned, observed
     texts = [prompt.text for prompt in prompts(32)]
     chosen = (texts[:num_prompts:2] + texts[8 : 8 + num_prompts : 2])[:num_prompts]
     limits = [12 + 9 * (i % 4) for i in range(num_prompts)]

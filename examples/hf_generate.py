@@ -7,5 +7,5 @@ path = str(model_path("target"))  # or any folder or hub id
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
 model = AutoModelForCausalLM.from_pretrained(path)
 inputs = tokenizer(["The for statement", "Lambda expressions are"], padding=True, return_tensors="pt")
-output = model.generate(**inputs, max_new_tokens=40, custom_generate=emssd.custom_generate, drafter="llma")
+output = model.generate(**inputs, max_new_tokens=40, custom_generate=emssd.custom_generate, drafter="suffix")
 print(tokenizer.batch_decode(output, skip_special_tokens=True))

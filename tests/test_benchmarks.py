@@ -60,3 +60,18 @@ def test_a_benchmark_runs_and_its_outputs_are_equal(script: str, options: str, t
     assert counts == {8 if script == "budgets.py" else 6 if script == "continuous.py" else 4}, (
         "in float32 all are equal"
     )
+
+
+@pytest.mark.slow
+def test_the_plot_of_the_demo_is_measured_and_drawn(tmp_path: Path) -> None:
+    given = ["--out", str(tmp_path / "plot.svg"), "--drafters", "suffix,llma", "--batch-sizes", "2,4", "--repeats", "2"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "demo_plot.py"), *given, "data.limit=2", "max_new_tokens=4"]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    measured = json.loads((tmp_path / "plot.json").read_text())
+    runs = [(run["repeat"], run["batch_size"], run["drafter"]) for run in measured["runs"]]
+    assert runs == [
+        (repeat, size, drafter) for repeat in (1, 2) for size in (2, 4) for drafter in ("none", "suffix", "llma")
+    ], "repeats are not the outermost loop"
+    assert "data.limit=2" in measured["provenance"]["command"]
+    plot = (tmp_path / "plot.svg").read_text()
+    assert [plot.count(f"drafter={name}<") for name in ("suffix", "llma", "none")] == [1, 1, 0]

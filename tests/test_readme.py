@@ -1,7 +1,8 @@
-"""The README's code is code that runs: each block equals a file, and the files are run here or by a nox session."""
+"""The README's code is code that runs: each block is of a file, and the files are run here or by a nox session."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from emssd.plugins.registry import Registry
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return [text for name, text in fences if name == language]
 
 
 def run(path: Path) -> str:
@@ -24,16 +28,34 @@ def run(path: Path) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=200).stdout
 
 
-def test_each_python_block_is_a_file_of_the_examples() -> None:
-    library, generate, plugin = blocks("python")
+def test_each_python_block_is_of_a_file_of_the_examples() -> None:
+    library, generate, drafter = blocks("python")
     assert library == (ROOT / "examples" / "library.py").read_text()
-    assert generate == (ROOT / "examples" / "hf_generate.py").read_text()
-    assert plugin == (EXAMPLE / "emssd_example_repeat.py").read_text()  # run by nox -s example_plugin
+    source = (ROOT / "examples" / "hf_generate.py").read_text()
+    assert generate in source.splitlines(keepends=True)
+    assert "model.generate(" in generate
+    plugin = (EXAMPLE / "emssd_example_repeat.py").read_text()  # run by nox -s example_plugin
+    (whole,) = [node for node in ast.parse(plugin).body if getattr(node, "name", "") == "RepeatDrafter"]
+    assert drafter == f"{ast.get_source_segment(plugin, whole)}\n"
 
 
-def test_the_entry_point_in_the_readme_is_that_of_the_example() -> None:
-    (entry,) = blocks("toml")
-    assert entry in (EXAMPLE / "pyproject.toml").read_text()
+def test_all_drafters_and_backends_are_named() -> None:
+    text = (ROOT / "README.md").read_text()
+    registry = Registry()
+    for kind in ("drafter", "backend"):
+        ours = [spec.name for spec in registry.specs(kind) if registry.source(kind, spec.name).startswith("emssd ")]
+        assert ours
+        assert [name for name in ours if f"`{name}`" not in text] == []
+
+
+def test_every_link_leads_to_a_file_and_a_heading_of_it() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#([\w-]+))?\)", (ROOT / "README.md").read_text())
+    assert len(links) > 20
+    for path, anchor in links:
+        assert (ROOT / path).exists(), path
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], anchor
 
 
 @pytest.mark.slow

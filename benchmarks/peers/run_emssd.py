@@ -20,7 +20,7 @@ def load(arguments: argparse.Namespace) -> Build:
     import torch
     from omegaconf import OmegaConf
 
-    from emssd.decoding.assembly import from_pretrained
+    from emssd.decoding.engine import Engine as Decoder
     from emssd.decoding.warmup import warm_up
     from emssd.plugins.registry import Registry
     from emssd.sequences import Request as Row
@@ -44,7 +44,7 @@ def load(arguments: argparse.Namespace) -> Build:
     def build(request: Request) -> Engine:
         # A drafter that is called for a draft model is given one, whatever its name.
         fixed = {"path": arguments.draft_model} if plain[request.mode] == "draft_model" else {}
-        engine = from_pretrained(
+        engine = Decoder.from_pretrained(
             arguments.model,
             drafter=part("drafter", request.mode, **fixed),
             backend=part("backend", "backend"),

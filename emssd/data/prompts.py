@@ -101,37 +101,25 @@ def limit_per_prompt(max_new_tokens: int | Seq[int], num_prompts: int) -> list[i
     return limits
 
 
-def encode_prompts(
-    prompts: Iterable[str | Seq[int]],
-    tokenizer: Any,
-    max_model_len: int,
-    vocab_size: int,
-    names: Seq[str] | None = None,
-) -> list[list[int]]:
-    """Encode `prompts`, leaving token ids as they are.
+def encode_prompts(prompts: Iterable[str | Seq[int]], tokenizer: Any) -> list[list[int]]:
+    """Encode `prompts`, leaving token ids as they are; errors call each prompt by its index.
 
     A text that already starts with the tokenizer's BOS token gets no second one.
 
     Args:
         prompts: texts or token ids.
         tokenizer: a Hugging Face tokenizer, or ``None`` where all prompts are token ids.
-        max_model_len: a prompt must be shorter than this.
-        vocab_size: token ids must be below it.
-        names: how errors call each prompt; the index by default.
 
     Raises:
-        PromptError: a prompt is empty, leaves no room for a new token, or has ids outside the vocabulary.
+        PromptError: a text is empty, or none.
         ConfigError: a text, but no tokenizer; or one string in the place of a list.
     """
     if isinstance(prompts, str):
         raise ConfigError("prompts is one string; give a list of prompts, such as [prompt]")
-    encoded = []
-    for index, prompt in enumerate(prompts):
-        name = names[index] if names is not None else str(index)
-        ids = encode_text(prompt, tokenizer, name) if isinstance(prompt, str) else [int(token) for token in prompt]
-        check_prompt(ids, max_model_len, vocab_size, name)
-        encoded.append(ids)
-    return encoded
+    return [
+        encode_text(prompt, tokenizer, str(index)) if isinstance(prompt, str) else [int(token) for token in prompt]
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def encode_text(text: str, tokenizer: Any, name: str) -> list[int]:

@@ -1,27 +1,43 @@
-"""Puts an engine together from names and configs; the only place that knows both the registry and the engine."""
+"""Puts the parts of an engine together from names and configs; knows the registry, so that the engine need not."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from emssd.decoding.caches import Caches, make_backend
-from emssd.decoding.engine import Engine
+from emssd.decoding.caches import Caches
 from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
+from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import LoadModel, TargetModel, load_model
+from emssd.model import CausalLMRunner, LoadModel, ModelRunner, TargetModel, load_model
 from emssd.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["assemble", "eos_token_ids", "from_model", "from_pretrained", "make_backend"]
+__all__ = ["Parts", "eos_token_ids", "load_parts", "make_parts", "parts_around"]
 
 
-def from_pretrained(
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of; see `emssd.decoding.engine.Engine` for each."""
+
+    runner: ModelRunner
+    drafter: Drafter | list[Drafter]
+    tokenizer: Any
+    scheduler: Scheduler
+    budget: BudgetPolicy
+    eos_token_ids: frozenset[int]
+    drafter_name: str | None
+    budget_name: str | None
+    on_drafter_error: str
+
+
+def load_parts(
     path: str = "demo",
     *,
     drafter: Any = DEFAULT_DRAFTER,
@@ -33,8 +49,8 @@ def from_pretrained(
     compile: bool = False,
     trust_remote_code: bool = False,
     **options: Any,
-) -> Engine:
-    """Load a model and build an engine for it.
+) -> Parts:
+    """Load a model and make the parts of an engine for it.
 
     Args:
         path: local folder, hub id, or ``demo`` for the embedded model.
@@ -53,12 +69,12 @@ def from_pretrained(
     registry.resolve("backend", backend)
     load = partial(load_model, trust_remote_code=trust_remote_code)
     target, tokenizer = load(path, dtype=dtype, device=device, max_model_len=max_model_len, compile=compile)
-    return assemble(
+    return make_parts(
         target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry, load=load
     )
 
 
-def from_model(
+def parts_around(
     model: PreTrainedModel,
     tokenizer: Any = None,
     *,
@@ -69,14 +85,14 @@ def from_model(
     compile: bool = False,
     trust_remote_code: bool = False,
     **options: Any,
-) -> Engine:
-    """Build an engine around a model that is already loaded; see `from_pretrained` for the options."""
+) -> Parts:
+    """The parts of an engine for a model that is already loaded; see `load_parts` for the options."""
     chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code)
     target = TargetModel(model, max_model_len=max_model_len, compile=compile)
-    return assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
+    return make_parts(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
 
 
-def assemble(
+def make_parts(
     target: TargetModel,
     tokenizer: Any,
     *,
@@ -87,8 +103,8 @@ def assemble(
     registry: Registry | None = None,
     eos: Iterable[int] | None = None,
     load: LoadModel | None = None,
-) -> Engine:
-    """An engine for `target`; `drafter`, `backend` and `budget` as in `from_pretrained`; `load` is for drafters."""
+) -> Parts:
+    """The parts of an engine for `target`; choices as in `load_parts`; `load` is for the models of drafters."""
     registry, options = registry or Registry(), options or EngineOptions()
     caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
     drafter_name = budget_name = None
@@ -102,16 +118,15 @@ def assemble(
         plugin, config = registry.resolve("budget", budget)
         budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
         budget = registry.build("budget", plugin, config)
-    own = caches.make()
+    runner = CausalLMRunner(target, caches.make())
     caches.allocate()
-    return Engine(
-        target,
-        own,
+    return Parts(
+        runner,
         drafter,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else eos,
+        tokenizer,
         scheduler=caches.scheduler(),
         budget=budget,
+        eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else frozenset(eos),
         drafter_name=drafter_name,
         budget_name=budget_name,
         on_drafter_error=options.on_drafter_error,
@@ -126,9 +141,11 @@ def _context(
     registry: Registry,
     load: LoadModel | None = None,
 ) -> DrafterContext:
-    def load_alike(path: str) -> tuple[TargetModel, Any]:
+    def load_runner(path: str) -> tuple[ModelRunner, Any]:
         dtype, compiled = str(target.dtype).removeprefix("torch."), target.compiled is not None
-        return (load or load_model)(path, dtype=dtype, device=str(target.device), compile=compiled)
+        model, own_tokenizer = (load or load_model)(path, dtype=dtype, device=str(target.device), compile=compiled)
+        cache = caches.make(model.kv_cache_spec(options.batch_size))
+        return CausalLMRunner(model, cache), own_tokenizer
 
     def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:
         plugin = registry.find("drafter", name)
@@ -145,8 +162,7 @@ def _context(
         device=target.device,
         dtype=target.dtype,
         tokenizer=tokenizer,
-        load_model=load_alike,
-        make_backend=caches.make,
+        load_runner=load_runner,
         make_drafter=make_drafter,
     )
     return context

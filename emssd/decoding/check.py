@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.attention import AttentionBackend
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.model import TargetModel
+from emssd.model import ModelRunner
 from emssd.sequences import Generation, Request, Sequence
 
 __all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "compare"]
@@ -62,12 +61,10 @@ class CheckReport:
         return [difference for difference in self.differences if not difference.is_tie]
 
 
-def compare(
-    generations: Seq[Generation], greedy: Seq[Generation], target: TargetModel, backend: AttentionBackend
-) -> CheckReport:
+def compare(generations: Seq[Generation], greedy: Seq[Generation], runner: ModelRunner) -> CheckReport:
     """Compare `generations` with `greedy`, row by row.
 
-    A difference is judged by one fresh run of the target over the common prefix, on `backend` (which must be idle).
+    A difference is judged by one fresh run of the target over the common prefix, by `runner`, which must be idle.
     """
     num_exact = 0
     differences = []
@@ -75,20 +72,18 @@ def compare(
         if ours.token_ids == theirs.token_ids:
             num_exact += 1
         else:
-            differences.append(_first_difference(ours, theirs, target, backend))
+            differences.append(_first_difference(ours, theirs, runner))
     return CheckReport(num_exact, tuple(differences))
 
 
-def _first_difference(
-    ours: Generation, theirs: Generation, target: TargetModel, backend: AttentionBackend
-) -> Difference:
+def _first_difference(ours: Generation, theirs: Generation, runner: ModelRunner) -> Difference:
     pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
     shorter = min(len(ours.token_ids), len(theirs.token_ids))
     position = next((i for i, (token, greedy) in pairs if token != greedy), shorter)
     token = ours.token_ids[position] if position < len(ours.token_ids) else None
     greedy_token = theirs.token_ids[position] if position < len(theirs.token_ids) else None
-    logits = _logits_after((*ours.prompt_ids, *ours.token_ids[:position]), target, backend)
-    tolerance = TIE_TOLERANCE[target.dtype] * float(logits.abs().max())
+    logits = _logits_after((*ours.prompt_ids, *ours.token_ids[:position]), runner)
+    tolerance = TIE_TOLERANCE[runner.dtype] * float(logits.abs().max())
     if token is None or greedy_token is None:
         margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
     else:
@@ -99,11 +94,11 @@ def _first_difference(
 
 
 @torch.inference_mode()
-def _logits_after(tokens: tuple[int, ...], target: TargetModel, backend: AttentionBackend) -> torch.Tensor:
+def _logits_after(tokens: tuple[int, ...], runner: ModelRunner) -> torch.Tensor:
     """The target's logits after `tokens`, ``[vocab]`` in float64."""
     sequence = Sequence(Request("emssd.decoding.check", tokens, max_new_tokens=1))
-    packed = pack([sequence], Draft.empty(1), target.device)
+    packed = pack([sequence], Draft.empty(1), runner.device)
     try:
-        return target(backend.plan(packed), backend)[0].double()
+        return runner.run(packed).logits[0].double()
     finally:
-        backend.release([sequence.request_id])
+        runner.release([sequence.request_id])

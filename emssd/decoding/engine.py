@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept
-from emssd.data.prompts import encode_prompts, limit_per_prompt
+from emssd.attention import Kept, PackedInputs
+from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
+from emssd.decoding.assembly import Parts, load_parts, make_parts, parts_around
 from emssd.decoding.packing import pack
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
+from emssd.decoding.step_stats import step_stats
 from emssd.decoding.verify import Verification, verify_greedy
 from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
-from emssd.metrics.stats import RunReport, StepStats, StepTimer
-from emssd.model import TargetModel
+from emssd.metrics.stats import RunReport, StepStats
+from emssd.metrics.timing import StepTimer, phase
+from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
 from emssd.sequences import Generation, Request, Sequence, StopStrings
 
 if TYPE_CHECKING:
@@ -34,9 +36,8 @@ class Engine:
     """Lossless speculative decoding of a batch: whatever drafts, the tokens are those of the target alone.
 
     Args:
-        target: the model.
-        backend: attention backend, already allocated for `target`.
-        drafter: the drafter, or several that are asked in turn, each for the rows that those before it had nothing for.
+        runner: the target with its KV cache.
+        drafter: the drafter, or several in turn, each for the rows that those before it had nothing for.
         tokenizer: a Hugging Face tokenizer; without one, prompts are token ids and generations have no text.
         batch_size: rows decoded together.
         eos_token_ids: what ends a sequence.
@@ -44,12 +45,12 @@ class Engine:
         budget: how much each row drafts; as much as the drafter wants by default.
         drafter_name, budget_name: how errors call the drafter and the budget policy.
         on_drafter_error: ``"disable"`` goes on without a drafter that fails, with a warning; ``"fail"`` raises.
+        make_timer: makes what times a step.
     """
 
     def __init__(
         self,
-        target: TargetModel,
-        backend: AttentionBackend,
+        runner: ModelRunner,
         drafter: Drafter | Seq[Drafter],
         *,
         tokenizer: Any = None,
@@ -60,12 +61,12 @@ class Engine:
         drafter_name: str | None = None,
         budget_name: str | None = None,
         on_drafter_error: str = "disable",
+        make_timer: Callable[[], StepTimer] = StepTimer,
     ) -> None:
-        self.target = target
-        self.backend = backend
+        self.runner = runner
         drafters = [drafter] if isinstance(drafter, Drafter) else drafter
         checked = [
-            CheckedDrafter(each, drafter_name, target.vocab_size, on_error=on_drafter_error) for each in drafters
+            CheckedDrafter(each, drafter_name, runner.vocab_size, on_error=on_drafter_error) for each in drafters
         ]
         self.drafting = DraftStages(checked, budget or FixedBudget(), budget_name)
         self.tokenizer = tokenizer
@@ -73,21 +74,43 @@ class Engine:
         self.scheduler = scheduler or ContinuousScheduler(batch_size)
         self.batch_size = self.scheduler.batch_size
         self.report = RunReport()
+        self._make_timer = make_timer
         self._finished: list[Sequence] = []  # to be returned by `step`
 
     @classmethod
     def from_pretrained(cls, path: str = "demo", **options: Any) -> Engine:
-        """Load a model by folder or hub id; see `emssd.decoding.assembly.from_pretrained` for the options."""
-        from emssd.decoding import assembly
-
-        return assembly.from_pretrained(path, **options)
+        """Load a model by folder or hub id; see `emssd.decoding.assembly.load_parts` for the options."""
+        return cls._of(load_parts(path, **options))
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> Engine:
-        """Wrap a loaded model; see `emssd.decoding.assembly.from_model` for the options."""
-        from emssd.decoding import assembly
+        """Wrap a loaded model; see `emssd.decoding.assembly.load_parts` for the options."""
+        return cls._of(parts_around(model, tokenizer, **options))
 
-        return assembly.from_model(model, tokenizer, **options)
+    @classmethod
+    def assemble(cls, target: TargetModel, tokenizer: Any, **choices: Any) -> Engine:
+        """Build an engine for a model that is ready; see `emssd.decoding.assembly.make_parts` for the choices."""
+        return cls._of(make_parts(target, tokenizer, **choices))
+
+    @classmethod
+    def _of(cls, parts: Parts) -> Engine:
+        return cls(
+            parts.runner,
+            parts.drafter,
+            tokenizer=parts.tokenizer,
+            eos_token_ids=parts.eos_token_ids,
+            scheduler=parts.scheduler,
+            budget=parts.budget,
+            drafter_name=parts.drafter_name,
+            budget_name=parts.budget_name,
+            on_drafter_error=parts.on_drafter_error,
+        )
+
+    @property
+    def target(self) -> TargetModel:
+        """The model that decodes, where the runner has one in this process."""
+        assert isinstance(self.runner, CausalLMRunner), f"a {type(self.runner).__name__} has no model in this process"
+        return self.runner.model
 
     @property
     def has_work(self) -> bool:
@@ -103,48 +126,17 @@ class Engine:
         """
         if not self.scheduler.has_work:
             return self._handed_over()
-        timer = StepTimer()
-        with timer.phase("schedule"):
-            schedule = self.scheduler.select(self.backend.fits, self.drafting.num_speculative_tokens)
-            self._free(schedule.preempted)
-            batch, num_prefilled = schedule.batch, sum(piece.num_tokens for piece in schedule.prefills)
-        draft = self.drafting.propose(batch, schedule.limits, num_prefilled, timer)
-        with timer.phase("plan"):
-            pieces = [(piece.sequence, piece.num_tokens) for piece in schedule.prefills]
-            packed = pack(batch, draft.within(self.target.vocab_size), self.target.device, pieces)
-            plan = self.backend.plan(packed)
-        with timer.phase("forward"):
-            logits = self.target(plan, self.backend)
-        with timer.phase("verify"):
-            verification = verify_greedy(logits, draft)
+        with self._make_timer() as timer:
+            schedule = self._schedule()
+            draft = self.drafting.propose(schedule.batch, schedule.limits, schedule.num_prefill_tokens)
+            known = draft.within(self.runner.vocab_size)
+            packed = pack(schedule.batch, known, self.runner.device, schedule.prefills)
+            output = self.runner.run(packed)
+            verification = verify_greedy(output.logits, draft)
             self.drafting.check_ids(draft, verification.drafted)
-        num_before = sum(len(row.tokens) for row in batch)
-        kv_padding = self._commit(schedule, draft, verification)
-        finished = [row for row in batch if row.finish_reason is not None]
-        self.scheduler.retire(finished)
-        self._finished += finished
-        stats = StepStats(
-            is_prefill=packed.num_tokens > len(batch) + draft.indptr[-1],
-            num_rows=packed.num_rows,
-            num_waiting=self.scheduler.num_waiting,
-            num_tokens=packed.num_tokens,
-            num_kv_tokens=sum(packed.kv_lens),
-            num_new_tokens=sum(len(row.tokens) for row in batch) - num_before,
-            drafted=tuple(draft.lengths),
-            acceptance=tuple(len(tokens) for tokens in verification.new_tokens),
-            input_padding=plan.input_ids.numel() - packed.num_tokens,
-            kv_padding=kv_padding,
-            num_preempted=len(schedule.preempted),
-            seconds={},
-            stages=self.drafting.stats,
-        )
-        outcome = Outcome(batch, draft, verification.accepted)
-        with ExitStack() as always:  # also if one of them fails; the last line comes first
-            always.callback(self._count, stats, timer)
-            always.callback(self._free, finished)
-            always.callback(self._learn, outcome, stats, timer)
-            with timer.phase("draft"):
-                self.drafting.observe(outcome)
+            self._advance(schedule, draft, verification)
+            outcome = Outcome(schedule.batch, draft, verification.accepted)
+            self._conclude(outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 
     def stream(
@@ -167,7 +159,7 @@ class Engine:
             ConfigError: a limit below one, not one limit per prompt, or stop strings that cannot be.
             PromptError: an empty or too long prompt, before anything runs.
         """
-        encoded = encode_prompts(prompts, self.tokenizer, self.target.max_model_len, self.target.vocab_size)
+        encoded = encode_prompts(prompts, self.tokenizer)
         limits = limit_per_prompt(max_new_tokens, len(encoded))
         stops = StopStrings(stop, self.tokenizer) if stop else None
         eos = frozenset[int]() if ignore_eos else self.eos_token_ids
@@ -202,12 +194,14 @@ class Engine:
             ConfigError: two requests have the same id, or the engine is still busy with other requests.
             PromptError: a request that the KV cache could not hold even alone, before anything runs.
         """
-        if self.scheduler.has_work:
-            raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
         requests = list(requests)
         if len({request.request_id for request in requests}) < len(requests):
             raise ConfigError("two requests have the same request_id; make them unique")
-        sequences = [self.sequence(request) for request in requests]
+        return self._decode([self.sequence(request) for request in requests])
+
+    def _decode(self, sequences: Seq[Sequence]) -> Iterator[Generation]:
+        if self.scheduler.has_work:
+            raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
         self.report = RunReport()
         for sequence in sequences:
             self.scheduler.add(sequence)
@@ -247,11 +241,11 @@ class Engine:
             ConfigError: nothing may be generated.
         """
         num_prompt, name = len(request.prompt_ids), request.request_id
-        encode_prompts([request.prompt_ids], None, self.target.max_model_len, self.target.vocab_size, [name])
+        check_prompt(request.prompt_ids, self.runner.max_model_len, self.runner.vocab_size, name)
         if request.max_new_tokens < 1:
             raise ConfigError(f"request {name!r} has max_new_tokens {request.max_new_tokens}; it must be at least 1")
-        sequence = Sequence(request, max_length=min(num_prompt + request.max_new_tokens, self.target.max_model_len))
-        if not self.backend.fits({request.request_id: sequence.max_length}):
+        sequence = Sequence(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))
+        if not self.runner.fits({request.request_id: sequence.max_length}):
             raise PromptError(
                 f"request {request.request_id} takes up to {sequence.max_length} tokens of KV cache, {num_prompt} of "
                 f"them for its prompt, and there is no room for so many; raise kv_memory, or lower max_new_tokens"
@@ -263,39 +257,61 @@ class Engine:
         try:
             return self.step()
         except torch.OutOfMemoryError as error:
-            held = self.backend.kv_usage
+            held = self.runner.usage
             raise OutOfMemoryError(
-                f"{self.target.device} is out of memory in a step of up to {self.batch_size} rows, with "
+                f"{self.runner.device} is out of memory in a step of up to {self.batch_size} rows, with "
                 f"{held.peak_pool / 2**30:.2f} GiB in the KV cache; lower kv_memory, batch_size or max_step_tokens. "
                 f"Rows that were finished are kept"
             ) from error
         except SystemExit as error:
             raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
 
-    def _commit(self, schedule: Schedule, draft: Draft, verification: Verification) -> int:
-        """Advance every row by its own acceptance, or none. Returns the KV slots lost to padding."""
+    @phase("schedule")
+    def _schedule(self) -> Schedule:
+        """What this step computes; rows that lose their KV to others give it back."""
+        schedule = self.scheduler.select(self.runner.fits, self.drafting.num_speculative_tokens)
+        self._free(schedule.preempted)
+        return schedule
+
+    def _advance(self, schedule: Schedule, draft: Draft, verification: Verification) -> None:
+        """Advance every row by its own acceptance, or none."""
         batch, pieces = schedule.batch, schedule.prefills
         taken = [row.taken(tokens) for row, tokens in zip(batch, verification.new_tokens, strict=True)]
         num_accepted = [len(nodes) for nodes in verification.accepted]
         kept = [len(row.tokens) + number for row, number in zip(batch, num_accepted, strict=True)]
         kept += [piece.sequence.num_cached + piece.num_tokens for piece in pieces]
         names = (*batch.request_ids, *(piece.sequence.request_id for piece in pieces))
-        self.backend.commit(Kept(names, tuple(kept)))
+        self.runner.commit(Kept(names, tuple(kept)))
         for row, drafted, accepted, ending in zip(batch, draft.lengths, num_accepted, taken, strict=True):
             row.advance(*ending, num_drafted=drafted, num_accepted=accepted)
         for piece in pieces:
             piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
-        return self.backend.kv_usage.padding
+        finished = [row for row in batch if row.finish_reason is not None]
+        self.scheduler.retire(finished)
+        self._finished += finished
 
+    def _stats(self, schedule: Schedule, packed: PackedInputs, output: ModelOutput, outcome: Outcome) -> StepStats:
+        usage, num_waiting = self.runner.usage, self.scheduler.num_waiting
+        return step_stats(schedule, packed, output, outcome, usage, self.drafting.stats, num_waiting)
+
+    def _conclude(self, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
+        """Tell drafters and policy of a step, free the rows that it finished, and count it; all, even if one fails."""
+        finished = [row for row in outcome.batch if row.finish_reason is not None]
+        with ExitStack() as always:  # the last line comes first
+            always.callback(self._count, stats, timer)
+            always.callback(self._free, finished)
+            always.callback(self._learn, outcome, stats, timer)
+            with phase("draft"):
+                self.drafting.observe(outcome)
+
+    @phase("schedule")
     def _learn(self, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
         """The budget policy hears of the step; what that takes is time of the step, too."""
-        known = dataclasses.replace(stats, seconds=timer.finish())
-        with timer.phase("schedule"):
-            self.drafting.learn(outcome, known)
+        self.drafting.learn(outcome, timer.timed(stats))
 
     def _count(self, stats: StepStats, timer: StepTimer) -> None:
-        self.report.add(dataclasses.replace(stats, seconds=timer.finish()), self.batch_size)
-        self.report.kv_usage = self.backend.kv_usage
+        self.report.add(timer.timed(stats), self.batch_size)
+        self.report.kv_usage = self.runner.usage
 
     def _handed_over(self) -> list[Sequence]:
         """Rows that finished and were not returned yet."""
@@ -309,5 +325,5 @@ class Engine:
             request_ids = [sequence.request_id for sequence in sequences]
             for sequence in sequences:
                 sequence.set_cached(0)
-            self.backend.release(request_ids)
+            self.runner.release(request_ids)
             self.drafting.release(request_ids)

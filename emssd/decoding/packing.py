@@ -11,6 +11,7 @@ import torch
 from emssd.attention import PackedInputs
 from emssd.attention.transfer import on_device
 from emssd.drafting import Draft
+from emssd.metrics.timing import phase
 
 __all__ = ["Row", "pack", "pack_one"]
 
@@ -26,6 +27,7 @@ class Row(Protocol):
     def num_cached(self) -> int: ...
 
 
+@phase("plan")
 def pack(
     rows: Iterable[Row], draft: Draft, device: torch.device, prefills: Iterable[tuple[Row, int]] = ()
 ) -> PackedInputs:

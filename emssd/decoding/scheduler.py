@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Sequence
@@ -18,8 +19,7 @@ Fits = Callable[[Mapping[str, int]], bool]
 """`AttentionBackend.fits`: whether the KV cache can hold these sequences at these lengths, and no others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(NamedTuple):
     """A piece of a long prompt: the next `num_tokens` of a sequence, behind which more of its prompt is to come."""
 
     sequence: Sequence
@@ -41,6 +41,11 @@ class Schedule:
     limits: tuple[int, ...]
     prefills: tuple[Prefill, ...] = ()
     preempted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of all pieces together."""
+        return sum(piece.num_tokens for piece in self.prefills)
 
 
 class Scheduler(ABC):

@@ -9,6 +9,7 @@ import torch
 
 from emssd.attention.transfer import to_host
 from emssd.drafting import Draft
+from emssd.metrics.timing import phase
 from emssd.native import loaded_kernels
 
 __all__ = ["Verification", "greedy_tokens", "verify_greedy"]
@@ -39,6 +40,7 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
+@phase("verify")
 def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
     """Accept each row's longest draft prefix that equals the target's own argmax (Equations 4 and 5).
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting.drafter import Drafter
-from emssd.model import TargetModel
+from emssd.model import ModelRunner
 
 __all__ = ["DrafterContext"]
 
@@ -25,9 +24,8 @@ class DrafterContext:
         max_batch_size: largest number of rows of a batch.
         device, dtype: where and in which precision the target computes.
         tokenizer: the target's tokenizer, if there is one.
-        load_model: ``load_model(path)`` gives a further model, ready to run, and its tokenizer (or ``None``).
-        make_backend: ``make_backend(spec)`` gives a further attention backend of the kind the target uses. It is
-            allocated once all drafters are built, as they share one limit of memory: use it from `propose` on.
+        load_runner: ``load_runner(path)`` gives a further model with a KV cache of its own, and its tokenizer (or
+            ``None``). The memory of all caches is divided once all drafters are built: run it from `propose` on.
         make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
     """
 
@@ -37,6 +35,5 @@ class DrafterContext:
     device: torch.device
     dtype: torch.dtype
     tokenizer: Any
-    load_model: Callable[[str], tuple[TargetModel, Any]]
-    make_backend: Callable[[KVCacheSpec], AttentionBackend]
+    load_runner: Callable[[str], tuple[ModelRunner, Any]]
     make_drafter: Callable[[str, Mapping[str, Any]], Drafter]

@@ -20,7 +20,8 @@ from emssd.drafting.budget import BudgetPolicy
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import PluginError
-from emssd.metrics.stats import StageStats, StepStats, StepTimer
+from emssd.metrics.stats import StageStats, StepStats
+from emssd.metrics.timing import phase
 from emssd.sequences import Batch
 
 __all__ = ["DraftStages"]
@@ -48,19 +49,19 @@ class DraftStages:
         """The most tokens that any of the drafters proposes for one row in one step."""
         return max(drafter.num_speculative_tokens for drafter in self.drafters)
 
-    def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int, timer: StepTimer) -> Draft:
+    def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
         """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
         for stage, drafter in enumerate(self.drafters):
-            with timer.phase("schedule"):
+            with phase("schedule"):
                 most = drafter.num_speculative_tokens
                 own = tuple(min(limit, most) for limit in still)
                 budget = self._asked(self.policy.allot, own, batch, own, num_other, stage)
-            with timer.phase("draft"):
+            with phase("draft"):
                 start = time.perf_counter()
                 proposed = drafter.propose(batch, budget)
                 seconds = time.perf_counter() - start
-            with timer.phase("schedule"):
+            with phase("schedule"):
                 whole = tuple(proposed.lengths)
                 part = proposed.cut(self._asked(self.policy.trim, whole, batch, proposed, num_other, stage))
             parts.append(part)

@@ -65,7 +65,7 @@ def custom_generate(
         stopping_criteria: at EOS, at a maximum length, at stop strings, and at a time: then each row ends with the next
             token that it gets.
         generation_config: must ask for greedy decoding.
-        drafter: as in `emssd.decoding.assembly.from_model`; pass it to ``generate`` beside ``custom_generate``.
+        drafter: as in `Engine.from_model`; pass it to ``generate`` beside ``custom_generate``.
         backend, budget: as `drafter`.
         draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies, and for `stop_strings`.
         stop_strings: texts that end a row. They need `draft_tokenizer`, as Transformers keeps its own ``tokenizer``

@@ -13,7 +13,7 @@ from emssd.decoding.engine import Engine
 from emssd.jobs.config import RunConfig
 from emssd.jobs.provenance import provenance
 from emssd.jobs.rows_file import AROUND
-from emssd.metrics.costs import Costs
+from emssd.model.costs import Costs
 from emssd.sequences import Generation
 
 __all__ = ["label_of", "row_of", "setting_of", "simulated_row"]

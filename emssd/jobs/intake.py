@@ -10,7 +10,6 @@ from emssd.data.prompts import (
     Prompt,
     SourceConfig,
     Truncate,
-    check_prompt,
     encode_text,
     truncated,
     unescaped,
@@ -131,7 +130,7 @@ def to_requests(config: RunConfig, engine: Engine, prompts: Iterable[Prompt], fa
         try:
             ids = _encoded(config, engine, prompt, limit)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop)
-            engine.sequence(request)  # is there room for it in the KV cache, at least alone?
+            engine.sequence(request)  # can the model go on from it, and is there room for it alone?
         except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
         else:
@@ -140,7 +139,7 @@ def to_requests(config: RunConfig, engine: Engine, prompts: Iterable[Prompt], fa
 
 
 def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> list[int]:
-    target, name, options = engine.target, prompt.prompt_id, config.data
+    name, options = prompt.prompt_id, config.data
     if not isinstance(options, SourceConfig):  # a plugin's source may cut its prompts in its own way
         options = SourceConfig()
     messages = prompt.messages
@@ -152,6 +151,4 @@ def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> l
         ids = encode_text(prompt.text, engine.tokenizer, name)
     else:
         ids = encode_chat(messages, engine.tokenizer, name, options.system)
-    ids = truncated(ids, options, target.max_model_len - limit, name)
-    check_prompt(ids, target.max_model_len, target.vocab_size, name)
-    return ids
+    return truncated(ids, options, engine.runner.max_model_len - limit, name)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from emssd.console.terminal import plain_console
 from emssd.data.prompts import Prompt
-from emssd.decoding.assembly import assemble, make_backend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
@@ -26,7 +26,7 @@ from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
 from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
 from emssd.metrics.busy import OtherProcesses
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.cache import ModelCache
 from emssd.plugins.registry import Registry
 from emssd.report import print_check, print_failures, print_report
@@ -183,7 +183,7 @@ def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseli
         target, tokenizer = _target_of(config.model, models)
         if config.experiment is not None:
             machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
-    return assemble(
+    return Engine.assemble(
         target,
         tokenizer,
         drafter="none" if baseline is not None or not config.speculate else config.drafter,
@@ -222,9 +222,9 @@ def _compare_with_greedy(
     warm_up(greedy.engine, greedy.requests)
     live = LiveFigures(console, "plain greedy", len(work.requests), show=config.progress)
     expected, figures = _decode(greedy, live)
-    judge = make_backend(target.kv_cache_spec(1), config.backend, registry)
+    judge = CausalLMRunner(target, make_backend(target.kv_cache_spec(1), config.backend, registry))
     names = [request.request_id for request in work.requests]
-    report = compare([done[name] for name in names], [expected[name] for name in names], target, judge)
+    report = compare([done[name] for name in names], [expected[name] for name in names], judge)
     return report, figures
 
 

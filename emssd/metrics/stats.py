@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from emssd.attention import KVUsage
 
-__all__ = ["NUM_TIMED_STEPS", "PHASES", "RunReport", "StageStats", "StepStats", "StepTimer"]
+__all__ = ["NUM_TIMED_STEPS", "PHASES", "RunReport", "StageStats", "StepStats"]
 
 PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
 
@@ -44,7 +41,7 @@ class StepStats:
         drafted, acceptance: ``[B]`` tokens drafted, and acceptance length τ (accepted + 1), of each row.
         input_padding, kv_padding: padding tokens among the inputs; KV slots lost to padding.
         num_preempted: rows that lost their KV in this step.
-        seconds: of each phase in `PHASES`.
+        seconds: of each phase in `PHASES`; empty until the step is timed.
         stages: of each drafter that was asked.
     """
 
@@ -59,31 +56,8 @@ class StepStats:
     input_padding: int
     kv_padding: int
     num_preempted: int
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
     stages: tuple[StageStats, ...] = ()
-
-
-class StepTimer:
-    """Splits the time of one step into phases; what lies in none of them is ``other``."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body as phase `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start
-
-    def finish(self) -> dict[str, float]:
-        """Seconds of each phase up to now."""
-        elapsed = time.perf_counter() - self._start
-        self._seconds["other"] += elapsed - sum(self._seconds.values())
-        return dict(self._seconds)
 
 
 NUM_TIMED_STEPS = 1 << 16

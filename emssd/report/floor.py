@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from emssd.metrics.costs import Costs
+from emssd.model.costs import Costs
 from emssd.report.rows import Row
 
 __all__ = ["Floor", "arithmetic_from"]

@@ -8,13 +8,13 @@ import torch
 
 from emssd.drafting import Draft, Drafter
 from emssd.sequences import Batch
-from emssd.simulate.traces import RIGHT, WRONG, Trace
+from emssd.simulate.traces import WRONG, Trace
 
 __all__ = ["TraceDrafter"]
 
 
 class TraceDrafter(Drafter):
-    """Drafts `RIGHT` as often as the recorded drafter was right, and `WRONG` behind it.
+    """Drafts as many right tokens as the recorded drafter did, and `WRONG` behind them.
 
     Args:
         trace: of the requests that will come.
@@ -23,15 +23,17 @@ class TraceDrafter(Drafter):
 
     def __init__(self, trace: Trace, stage: int = 0) -> None:
         self.num_speculative_tokens = trace.num_speculative_tokens[stage]
-        self._traces = {request.request_id: request.stages[stage] for request in trace}
+        self._traces = {request.request_id: request for request in trace}
+        self._stage = stage
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         tokens, indptr, confidence = list[int](), [0], list[float]()
         for row, limit in zip(batch, budget, strict=True):
-            trace, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
+            request, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
+            trace = request.stages[self._stage]
             length = min(limit, trace.drafted[position])
             num_right = min(length, trace.right[position])
-            tokens += [RIGHT] * num_right + [WRONG] * (length - num_right)
+            tokens += request.tokens(position, num_right) + [WRONG] * (length - num_right)
             indptr.append(len(tokens))
             if trace.confidence is not None:
                 confidence += trace.confidence[position][:length]

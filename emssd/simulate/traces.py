@@ -13,11 +13,12 @@ from typing import Any
 from emssd.errors import ConfigError
 from emssd.sequences import Request, Sequence
 
-__all__ = ["RIGHT", "WRONG", "RequestTrace", "StageTrace", "Trace", "load_trace", "save_trace"]
+__all__ = ["RIGHT", "VOCAB_SIZE", "WRONG", "RequestTrace", "StageTrace", "Trace", "load_trace", "save_trace"]
 
 # Tokens of simulated sequences. Nobody reads which they are, but for drafted ones that the target would not generate,
 # and for the one that ends a sequence.
 RIGHT, WRONG, _EOS = 0, 1, 2
+VOCAB_SIZE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,10 @@ class RequestTrace:
 
     def tokens(self, position: int, count: int) -> list[int]:
         """`count` tokens of the target from `position` on; where the output ended before its limit, an EOS ends it."""
-        length = self.output_length
-        if length == self.max_new_tokens or position + count < length:
-            return [RIGHT] * count
-        return [RIGHT] * (length - position - 1) + [_EOS]
+        tokens, last = [RIGHT] * count, self.output_length - 1 - position
+        if self.output_length < self.max_new_tokens and 0 <= last < count:
+            tokens[last] = _EOS
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
 from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
 from emssd.errors import PromptError
 from emssd.metrics.stats import StepStats
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, FinishReason, Request, Sequence
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, References
@@ -105,8 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
             batch_size, max_step_tokens, worst_case=headroom is None, headroom=headroom or 0
         )
         self.engine = Engine(
-            target,
-            backend,
+            CausalLMRunner(target, backend),
             data.draw(self.drafters(), label="drafter"),
             scheduler=self._scheduler,
             budget=self._policy,
@@ -143,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def memory(self) -> None:
         """Never more KV than the limit, and none for nobody."""
-        usage, limit = self.engine.backend.kv_usage, self._max_bytes
+        usage, limit = self.engine.runner.usage, self._max_bytes
         assert limit is None or max(usage.held, usage.peak_held, usage.peak_pool) <= limit, f"{usage} of {limit} bytes"
         assert self._open or not usage.held, f"{usage.held} bytes are held for no request"
         assert self.engine.scheduler.has_work == bool(self._open)
@@ -165,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_new = self.max_new_tokens - fewer
             self._num_requests += 1
             request = Request(f"r{self._num_requests}", tuple(text[:length]), num_new, eos)
-            fits = self.engine.backend.fits({request.request_id: length + num_new})
+            fits = self.engine.runner.fits({request.request_id: length + num_new})
             try:
                 self.engine.add(request)
             except PromptError:

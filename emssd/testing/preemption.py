@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.decoding.assembly import assemble
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter
@@ -68,7 +67,7 @@ def decode_in_little_memory(drafter: Drafter, backend: Any, num_kv_tokens: int |
     target = references.target
     limit = None if num_kv_tokens is None else str(num_kv_tokens * target.kv_cache_spec(1).bytes_per_token())
     options = EngineOptions(batch_size=3, max_step_tokens=16, kv_memory=limit, on_drafter_error=OnDrafterError.fail)
-    engine = assemble(target, None, drafter=drafter, backend=backend, budget="fixed", options=options)
+    engine = Engine.assemble(target, None, drafter=drafter, backend=backend, budget="fixed", options=options)
     prompts, new_tokens = [[1, 2, 3], [5, 6], [7, 8, 9], [1, 2, 3, 4, 1, 2]], [120, 115, 110, 30]
     done = engine.generate(prompts, new_tokens, ignore_eos=True)
     for prompt, most, generation in zip(prompts, new_tokens, done, strict=True):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from emssd.decoding.assembly import assemble
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 
 from .drafters import HurtfulDrafter
 from .oracle import Oracle
-from .worlds import Watch, WatchedBackend, WatchedTarget, World
+from .worlds import Watch, World, watched_runner
 
 __all__ = ["PlainOracle", "bits_are_promised", "judged_by_plain"]
 
@@ -34,11 +33,12 @@ class PlainOracle(Oracle):
         self.eager = world.oracle
         watch = Watch()
         drafter = HurtfulDrafter(lambda request_id: [], world.vocab_size, depth=0, moods=("none",))
-        made = assemble(world.target, None, drafter=drafter, backend=backend, options=EngineOptions(batch_size=1))
+        made = Engine.assemble(
+            world.target, None, drafter=drafter, backend=backend, options=EngineOptions(batch_size=1)
+        )
         self._watch = watch
         self._engine = Engine(
-            WatchedTarget(world.target, watch),  # type: ignore[arg-type]  # it passes everything on
-            WatchedBackend(made.backend, watch),
+            watched_runner(world.target, made.runner.backend, watch),
             drafter,
             batch_size=1,
             scheduler=made.scheduler,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from emssd.decoding.assembly import assemble
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import Admission, Batching, EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
@@ -26,7 +25,7 @@ from .drafters import HurtfulDrafter
 from .histories import BACKENDS, History
 from .judge import Account, Judge
 from .policies import POLICIES
-from .worlds import Planted, Watch, WatchedBackend, WatchedTarget, World
+from .worlds import Planted, Watch, World, watched_runner
 
 __all__ = ["Account", "run_history", "safely"]
 
@@ -108,7 +107,7 @@ class _Run:
             self.result.num_preempted += self.engine.report.num_preempted
             with suppress(EmssdError):  # a drafter that fails when it is told to forget
                 self.engine.clear()
-            if held := self.engine.backend.kv_usage.held:
+            if held := self.engine.runner.usage.held:
                 self.judge.wrong(f"{held} bytes of KV are held by nobody")
             if ended:
                 break
@@ -139,7 +138,7 @@ class _Run:
                 admission=Admission(history.admission),
                 on_drafter_error=OnDrafterError(history.on_error),
             )
-            made = assemble(
+            made = Engine.assemble(
                 target,
                 None,
                 drafter=self.drafters[0],
@@ -147,7 +146,7 @@ class _Run:
                 budget=policy,
                 options=options,
             )
-            if room is None or made.backend.fits({"longest": longest}):
+            if room is None or made.runner.fits({"longest": longest}):
                 break
             room += 16
         scheduler = made.scheduler
@@ -159,8 +158,7 @@ class _Run:
                 headroom=history.headroom,
             )
         return Engine(
-            WatchedTarget(target, self.watch),  # type: ignore[arg-type]  # it passes everything on
-            WatchedBackend(made.backend, self.watch),
+            watched_runner(target, made.runner.backend, self.watch),
             self.drafters,
             tokenizer=self.world.speller.tokenizer if self.world.speller else None,
             eos_token_ids=history.asks[0].eos,

@@ -12,7 +12,7 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
 from emssd.errors import UnsupportedModelError
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 
 from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller
@@ -213,3 +213,9 @@ class WatchedTarget:
         self._watch.said.append((self._watch.packed, logits.clone()))
         self._watch.faults("after forward")
         return logits
+
+
+def watched_runner(target: TargetModel, backend: AttentionBackend, watch: Watch) -> CausalLMRunner:
+    """`target` on `backend`, both watched."""
+    seen: Any = WatchedTarget(target, watch)  # it passes everything on
+    return CausalLMRunner(seen, WatchedBackend(backend, watch))

@@ -20,7 +20,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
@@ -105,7 +105,9 @@ def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str) ->
     capture = Counting()
     backend = PagedBackend(ReferenceKernels(capture=capture, max_graph_tokens=16), page_size=4, memory_fraction=1.0)
     backend.allocate(target.kv_cache_spec(3))
-    engine = Engine(target, backend, RandomDrafter(target.vocab_size, 4, expected, seed=1), batch_size=3)
+    engine = Engine(
+        CausalLMRunner(target, backend), RandomDrafter(target.vocab_size, 4, expected, seed=1), batch_size=3
+    )
     outputs = engine.generate(prompts, 12, ignore_eos=True)
     assert [list(output.token_ids) for output in outputs] == list(expected.values())
     assert 0 < capture.recorded <= len(ladder(16))

@@ -25,7 +25,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.machines import BackendMachine
@@ -72,7 +72,7 @@ def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str, mo
     expected = {str(i): greedy_reference(model, prompt, 10) for i, prompt in enumerate(prompts)}
     made = backend(capture=rerun, max_graph_tokens=16)
     made.allocate(target.kv_cache_spec(3))
-    engine = Engine(target, made, RandomDrafter(target.vocab_size, 4, expected, seed=1), batch_size=3)
+    engine = Engine(CausalLMRunner(target, made), RandomDrafter(target.vocab_size, 4, expected, seed=1), batch_size=3)
     outputs = engine.generate(prompts, 10, ignore_eos=True)
     assert [list(output.token_ids) for output in outputs] == list(expected.values())
 

@@ -20,7 +20,7 @@ from emssd.attention import AttentionBackend, LayerSpec, PagedBackend, additive_
 from emssd.attention.seen import StepWatch
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Generation, Request, Sequence
 from emssd.testing.drafters import ChainDrafter
 from emssd.testing.models import tiny_model
@@ -72,7 +72,7 @@ def decode(
     if backend.unsupported(continuous):
         continuous, scheduler = spec, StaticScheduler(3)
     backend.allocate(continuous)
-    engine = Engine(target, backend, drafter, scheduler=scheduler, on_drafter_error="fail")
+    engine = Engine(CausalLMRunner(target, backend), drafter, scheduler=scheduler, on_drafter_error="fail")
     done = {each.request_id: each for each in engine.run(
         [Request(str(number), tuple(prompt), NEW_TOKENS) for number, prompt in enumerate(prompts)]
     )}  # fmt: skip

@@ -19,7 +19,7 @@ from .conftest import drafter
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What happened, in order: a measurement is quick here, and takes as many seconds as there are threads."""
     happened: list[str] = []
-    assemble = job.assemble
+    assemble = job.Engine.assemble
 
     def best_seconds(*_: Any) -> float:
         happened.append("measured")
@@ -30,7 +30,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return assemble(*arguments, **options)
 
     monkeypatch.setattr(provenance, "_best_seconds", best_seconds)
-    monkeypatch.setattr(job, "assemble", assembled)
+    monkeypatch.setattr(job.Engine, "assemble", assembled)
     provenance._measured_rates.cache_clear()
     yield happened
     provenance._measured_rates.cache_clear()

@@ -17,7 +17,7 @@ from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, greedy_reference
@@ -158,7 +158,7 @@ def build() -> Callable[..., Engine]:
             spec = continuous
         backend.allocate(spec)
         options.setdefault("on_drafter_error", "fail")
-        return Engine(oracle.target, backend, drafter, batch_size=batch_size, **options)
+        return Engine(CausalLMRunner(oracle.target, backend), drafter, batch_size=batch_size, **options)
 
     return build_engine
 

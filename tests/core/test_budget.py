@@ -111,7 +111,7 @@ def nodes(draft: Draft) -> list[list[tuple[int, float]]]:
 
 def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, late = time.perf_counter, [0.0]
-    monkeypatch.setattr("emssd.metrics.stats.time.perf_counter", lambda: clock() + late[0])
+    monkeypatch.setattr("emssd.metrics.timing.time.perf_counter", lambda: clock() + late[0])
 
     class Ponders(FixedBudget):
         def observe(self, outcome: Outcome, stats: StepStats) -> None:
@@ -175,4 +175,4 @@ def test_a_policy_that_breaks_its_interface_is_named(
     engine = build(oracle, make_ragged, RandomDrafter(11, 3), budget=Broken(**{where: fault}))
     with pytest.raises(PluginError, match=f"budget policy Broken {message}"):
         engine.generate(prompts, 6)
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0

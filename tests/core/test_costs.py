@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.metrics.costs import Costs
 from emssd.model import TargetModel
+from emssd.model.costs import Costs
 from emssd.testing.models import tiny_model
 
 COSTS = Costs(weight_bytes=1000, kv_bytes_per_token=8, matmul_parameters=500, attention_flops_per_kv_token=6)

@@ -126,7 +126,7 @@ def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_t
     assert [generation.token_ids for generation in again] == [oracle.reference(ids, 9) for ids in prompts]
     assert engine.report.num_drafted == 0
     assert (drafter.num_proposed, drafter.num_observed) == calls, "it is asked no more"
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -138,7 +138,7 @@ def test_or_it_ends_the_run_by_option(
         engine.generate(prompts, 9)
     assert f"drafter {NAME} " in str(caught.value)
     assert not engine.scheduler.has_work
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 CHANGES: dict[str, Callable[[Sequence], Any]] = {
@@ -194,7 +194,7 @@ def test_a_row_changed_by_the_decode_loops_own_methods_ends_the_run(
     engine = build(oracle, make_ragged, drafter, on_drafter_error=on_error, drafter_name=NAME)
     with pytest.raises(DraftError, match=r"drafter 'bad' .* it changed the batch, which it may only read"):
         engine.generate([[1, 2, 3]], 4)
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 class Rewriting(Drafter):
@@ -215,13 +215,13 @@ def test_a_draft_that_is_rewritten_after_packing_is_verified_as_it_was(
 ) -> None:
     drafter = Rewriting()
     engine = build(oracle, make_ragged, drafter, batch_size=2)
-    forward = engine.backend.forward
+    forward = engine.runner.backend.forward
 
     def rewrite_and_forward(*arguments: Any) -> torch.Tensor:
         drafter.given.copy_(torch.randint(0, 5, drafter.given.shape))
         return forward(*arguments)
 
-    monkeypatch.setattr(engine.backend, "forward", rewrite_and_forward)
+    monkeypatch.setattr(engine.runner.backend, "forward", rewrite_and_forward)
     torch.manual_seed(0)
     done = engine.generate(prompts, 12)
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 12) for ids in prompts]

@@ -53,7 +53,7 @@ def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(
         assert generation.prompt_ids == request.prompt_ids
         assert generation.finish_reason is (FinishReason.EOS if expected[-1] in eos else FinishReason.LENGTH)
     _check_accounting(engine, list(done.values()))
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 def _check_accounting(engine: Engine, done: list[Generation]) -> None:
@@ -128,9 +128,9 @@ def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
     engine = build(oracle, make_backend, drafter, batch_size=2)
     stream = engine.stream(prompts, [2, 8, 8, 8, 8])
     next(stream)
-    assert engine.backend.kv_usage.held > 0
+    assert engine.runner.usage.held > 0
     stream.close()
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
     assert not engine.scheduler.has_work
     assert sorted(drafter.released) == ["0", "1", "2", "3", "4"]
     done = engine.generate(prompts, 8)
@@ -202,7 +202,7 @@ def test_a_faulty_drafter_is_named_its_memory_is_freed_and_finished_work_is_kept
     assert "drafter 'bad' (x 1) " in str(caught.value)
     finished = caught.value.finished
     assert sorted(finished, key=lambda generation: generation.request_id) == first
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
     assert not engine.scheduler.has_work
     done = engine.generate(prompts, 7)
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 7) for ids in prompts]
@@ -212,17 +212,17 @@ def test_an_error_inside_the_backend_frees_everything_too(
     oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(oracle, make_backend, RandomDrafter(11, 4), batch_size=2)
-    forward, calls = engine.backend.forward, iter(range(1000))
+    forward, calls = engine.runner.backend.forward, iter(range(1000))
 
     def failing(plan: StepPlan, layer: int, *qkv: torch.Tensor) -> torch.Tensor:
         if next(calls) == 5:  # in the second layer of the third step
             raise MemoryError("no room")
         return forward(plan, layer, *qkv)
 
-    monkeypatch.setattr(engine.backend, "forward", failing)
+    monkeypatch.setattr(engine.runner.backend, "forward", failing)
     with pytest.raises(MemoryError, match="no room"):
         engine.generate(prompts, 8)
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
     done = engine.generate(prompts, 8)
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 8) for ids in prompts]
 
@@ -231,19 +231,19 @@ def test_a_device_without_room_says_what_to_lower_and_keeps_what_was_finished(
     oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
-    forward = engine.backend.forward
+    forward = engine.runner.backend.forward
 
     def full(plan: StepPlan, layer: int, *qkv: torch.Tensor) -> torch.Tensor:
         if engine.report.num_steps == 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(plan, layer, *qkv)
 
-    monkeypatch.setattr(engine.backend, "forward", full)
+    monkeypatch.setattr(engine.runner.backend, "forward", full)
     with pytest.raises(OutOfMemoryError, match="GiB in the KV cache; lower kv_memory, batch_size or") as caught:
         engine.generate(prompts, [2, 9, 9, 9, 9])
     finished = caught.value.finished
     assert [generation.token_ids for generation in finished] == [oracle.reference(prompts[0], 2)]
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 @pytest.mark.parametrize(("kernels", "page_size", "value_dim"), [("torch", 1, 8), ("torch", 16, 8), ("fused", 16, 16)])
@@ -375,7 +375,7 @@ def test_what_is_no_draft_and_what_cannot_be_released_is_named(
     with pytest.raises(PluginError, match=message):
         engine.generate([[1], [2]], 2)
     assert not engine.scheduler.has_work
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 def test_without_work_a_step_does_nothing(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:

@@ -73,7 +73,7 @@ class FaultyPolicy(BudgetPolicy):
 
 def break_backend(engine: Engine, faults: Faults) -> None:
     """Before a call reaches the backend, or, for the last layer, behind it."""
-    backend = engine.backend
+    backend = engine.runner.backend
 
     def failing(name: str) -> Any:
         real = getattr(backend, name)
@@ -137,7 +137,7 @@ def test_after_any_error_the_next_step_goes_on(
     done = step_on(engine, faults)
     for name, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
         assert tuple(done[str(name)].output_ids) == oracle.reference(ids, limit, frozenset(eos)), f"request {name}"
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 class FailsBehindTheLastStep(Drafter):
@@ -159,7 +159,7 @@ def test_rows_that_finish_in_a_step_that_fails_behind_its_tokens_are_not_lost(
         engine.generate(prompts[:2], [4, 9])
     assert [each.token_ids for each in caught.value.finished] == [oracle.reference(prompts[0], 4)]
     assert not engine.has_work
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 def test_a_model_that_exits_does_not_end_the_process(
@@ -170,6 +170,6 @@ def test_a_model_that_exits_does_not_end_the_process(
     def leave(*arguments: Any) -> None:
         raise SystemExit(0)
 
-    monkeypatch.setattr(engine.backend, "plan", leave)
+    monkeypatch.setattr(engine.runner.backend, "plan", leave)
     with pytest.raises(PluginError, match=r"the model or the backend called sys.exit\(0\) in a step"):
         engine.generate([[1, 2]], 3)

@@ -112,7 +112,7 @@ def test_a_request_that_cannot_fit_even_alone_is_refused_before_anything_runs() 
         engine.generate([[3], [4] * 9, [5]], [5, 40, 5])
     assert engine.report.num_steps == 0
     assert not engine.scheduler.has_work
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
     assert len(engine.generate([[4] * 8], 40, ignore_eos=True)[0].token_ids) == 40
     assert engine.report.kv_usage.peak_pool <= 48 * TOKEN_BYTES
 

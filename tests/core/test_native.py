@@ -15,7 +15,7 @@ import pytest
 import torch
 from emssd_ragged import Kernels, RaggedConfig
 
-from emssd.decoding.assembly import from_model
+from emssd.decoding.engine import Engine
 from emssd.errors import PluginError
 from emssd.model import TargetModel
 from emssd.native import (
@@ -82,19 +82,19 @@ class TestWithoutACompiler:
     def test_the_backend_says_so_and_decodes_in_pytorch(self) -> None:
         model = tiny_model("llama", vocab_size=11)
         with pytest.warns(RuntimeWarning, match=f"attention runs in PyTorch, .*{NO_COMPILER}.*backend.kernels=torch"):
-            engine = from_model(model, drafter="llma", backend="ragged")
+            engine = Engine.from_model(model, drafter="llma", backend="ragged")
         (done,) = engine.generate([PROMPT], 20)
         assert list(done.token_ids) == greedy_reference(model, PROMPT, 20, [2])
 
     @pytest.mark.filterwarnings("error::RuntimeWarning")
     @pytest.mark.parametrize("config", [RaggedConfig(kernels=Kernels.torch), RaggedConfig(page_size=4)], ids=str)
     def test_who_does_not_ask_for_them_hears_nothing(self, config: RaggedConfig) -> None:
-        from_model(tiny_model("llama", vocab_size=11), drafter="none", backend=config)
+        Engine.from_model(tiny_model("llama", vocab_size=11), drafter="none", backend=config)
 
     def test_who_insists_on_them_is_refused(self) -> None:
         refusal = f"backend 'ragged' cannot serve this model: {NO_COMPILER}; kernels=torch serves it"
         with pytest.raises(PluginError, match=refusal):
-            from_model(tiny_model("llama"), drafter="none", backend=RaggedConfig(kernels=Kernels.fused))
+            Engine.from_model(tiny_model("llama"), drafter="none", backend=RaggedConfig(kernels=Kernels.fused))
 
     def test_a_model_to_be_compiled_runs_as_it_is(self) -> None:
         model = tiny_model("llama", vocab_size=11)

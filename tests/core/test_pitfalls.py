@@ -23,7 +23,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import FinishReason, Request, Sequence
 from emssd.testing.drafters import EosDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.models import tiny_model
@@ -41,11 +41,11 @@ def test_1_positions_are_those_of_the_real_tokens_and_not_of_padded_ones(
 ) -> None:
     drafter = RandomDrafter(11, 5, oracle.references(prompts, 12), seed=1)
     engine = build(oracle, make_backend, drafter, batch_size=5)
-    plan, begun = engine.backend.plan, set[str]()
+    plan, begun = engine.runner.backend.plan, set[str]()
 
     def checked(packed: PackedInputs) -> StepPlan:
         planned = plan(packed)
-        rows = {row.request_id: row for row in engine.scheduler.select(engine.backend.fits, 0).batch}
+        rows = {row.request_id: row for row in engine.scheduler.select(engine.runner.backend.fits, 0).batch}
         expected = []
         for name, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
             first = len(rows[name].tokens) - 1 if name in begun else 0  # the first step computes the prompt
@@ -60,7 +60,7 @@ def test_1_positions_are_those_of_the_real_tokens_and_not_of_padded_ones(
             assert rectangle == expected, "padding repeats a position of its row"
         return planned
 
-    monkeypatch.setattr(engine.backend, "plan", checked)
+    monkeypatch.setattr(engine.runner.backend, "plan", checked)
     together = outputs(engine, prompts, 12)
     alone = build(oracle, make_backend, NoneDrafter(), batch_size=1)
     assert together == outputs(alone, prompts, 12)
@@ -76,14 +76,14 @@ def test_2_after_each_step_the_cache_equals_a_fresh_prefill(
     num_checked = 0
     while True:
         engine.step()
-        rows = list(engine.scheduler.select(engine.backend.fits, 0).batch)
+        rows = list(engine.scheduler.select(engine.runner.backend.fits, 0).batch)
         if not any(row.num_steps for row in rows):
             break
         with torch.inference_mode():
             for row in rows:
                 assert row.num_cached == len(row.tokens) - 1
             # A copy, so that looking at the cache does not write to it; the probe reads all of it, through attention.
-            used, fresh = copy.deepcopy(engine.backend), make_backend()
+            used, fresh = copy.deepcopy(engine.runner.backend), make_backend()
             fresh.allocate(oracle.target.kv_cache_spec(5))
             probe = Draft.from_chains([[1, 2, 3]] * len(rows))
             from_cache = oracle.target(used.plan(pack(rows, probe, oracle.target.device)), used)
@@ -127,7 +127,7 @@ def test_4_with_the_target_as_draft_model_everything_is_accepted(
         return plan(packed)
 
     monkeypatch.setattr(draft_backend, "plan", counted)
-    drafter = DraftModelDrafter(oracle.target, draft_backend, 11, k)
+    drafter = DraftModelDrafter(CausalLMRunner(oracle.target, draft_backend), 11, k)
     engine = build(oracle, make_backend, drafter, batch_size=5)
     n = 4 * (k + 1)
     done = engine.generate(prompts, n)
@@ -144,7 +144,7 @@ def test_4_a_draft_model_of_the_same_weights_is_never_rejected_whatever_the_budg
 ) -> None:
     draft_backend = make_backend()
     draft_backend.allocate(oracle.target.kv_cache_spec(3))
-    drafter = spy(DraftModelDrafter(oracle.target, draft_backend, 11, 3))
+    drafter = spy(DraftModelDrafter(CausalLMRunner(oracle.target, draft_backend), 11, 3))
     engine = build(oracle, make_backend, drafter, batch_size=3)
     limits = [13, 6, 9, 2, 1]
     requests = [Request(str(i), tuple(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
@@ -207,13 +207,13 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
     for order in range(4):
         drafter = spy(RandomDrafter(11, 4, oracle.references(prompts, 14), seed=order))
         engine = build(oracle, make_backend, drafter, batch_size=5)
-        plan, finished, planned = engine.backend.plan, set[str](), list[tuple[str, ...]]()
+        plan, finished, planned = engine.runner.backend.plan, set[str](), list[tuple[str, ...]]()
 
         def watched(packed: PackedInputs, plan: Any = plan, planned: Any = planned) -> StepPlan:
             planned.append(packed.request_ids)
             return plan(packed)
 
-        monkeypatch.setattr(engine.backend, "plan", watched)
+        monkeypatch.setattr(engine.runner.backend, "plan", watched)
         for generation in engine.run(requests):
             assert generation.token_ids == expected[generation.request_id]
             finished.add(generation.request_id)
@@ -279,7 +279,7 @@ def test_9_where_precision_is_low_the_first_difference_is_a_tie(
     drafter = RandomDrafter(61, 4, references) if drafting else NoneDrafter()
     backend = make_backend()
     backend.allocate(target.kv_cache_spec(5))
-    done = Engine(target, backend, drafter, batch_size=5).generate(prompts, 12)
+    done = Engine(CausalLMRunner(target, backend), drafter, batch_size=5).generate(prompts, 12)
     for generation in done:
         reference = references[generation.request_id]
         agreed = 0

@@ -19,6 +19,7 @@ from emssd.drafting import BudgetPolicy, Draft
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
+from emssd.model import CausalLMRunner
 from emssd.sequences import Batch, Request, Sequence
 from emssd.simulate import PRESETS, Simulation, Simulator, Trace, geometric_trace, warm_up
 from emssd.simulate.commands import make_budget
@@ -113,7 +114,11 @@ def test_every_step_is_the_engines(
         for plan, depth, confident in stages
     ]
     engine = Engine(
-        oracle.target, backend, drafters, scheduler=make_scheduler(), eos_token_ids=eos, on_drafter_error="fail"
+        CausalLMRunner(oracle.target, backend),
+        drafters,
+        scheduler=make_scheduler(),
+        eos_token_ids=eos,
+        on_drafter_error="fail",
     )
     trace = record_trace(engine, prompts, max_new_tokens=limits)
     assert [stage.drafter for stage in engine.drafting.drafters] == drafters

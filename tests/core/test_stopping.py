@@ -246,7 +246,7 @@ def test_the_engine_stops_where_greedy_decoding_would_for_any_drafter(
         else:
             assert generation.finish_reason is (FinishReason.EOS if ends_with_eos else FinishReason.LENGTH)
             assert (generation.token_ids, generation.text) == (tokens, text)
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0
 
 
 def test_ignore_eos_leaves_limits_and_stop_strings(

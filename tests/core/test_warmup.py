@@ -15,6 +15,7 @@ from emssd.drafting import Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import PluginError, PluginWarning
 from emssd.metrics.stats import RunReport
+from emssd.model import CausalLMRunner
 from emssd.sequences import Request
 from emssd.testing.drafters import RandomDrafter
 
@@ -25,7 +26,11 @@ def engine_of(oracle: Any, *drafters: Drafter, on_drafter_error: str = "fail") -
     backend = ragged_backend()
     backend.allocate(oracle.target.kv_cache_spec(2))
     return Engine(
-        oracle.target, backend, list(drafters), batch_size=2, budget=FixedBudget(), on_drafter_error=on_drafter_error
+        CausalLMRunner(oracle.target, backend),
+        list(drafters),
+        batch_size=2,
+        budget=FixedBudget(),
+        on_drafter_error=on_drafter_error,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -26,8 +27,8 @@ BIGRAM = ROOT / "examples" / "plugins" / "bigram"
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch):
     """``module(name)`` imports a hook of the site, or the script of a picture."""
-    for folder in ("_hooks", "images"):
-        monkeypatch.syspath_prepend(str(DOCS / folder))
+    for folder in (DOCS / "_hooks", DOCS / "images", ROOT / "benchmarks"):
+        monkeypatch.syspath_prepend(str(folder))
 
     def load(name: str) -> ModuleType:
         return importlib.import_module(name)
@@ -116,9 +117,22 @@ def test_links_that_leave_the_docs_become_text_and_dead_ones_are_warned_of(
     ]
 
 
-@pytest.mark.parametrize("name", ["when_it_pays", "padding"])
-def test_a_picture_is_what_its_script_draws(name: str, module) -> None:
-    assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == module(name).picture()
+def test_the_picture_of_padding_is_what_its_script_draws(module) -> None:
+    assert (DOCS / "images" / "padding.svg").read_text(encoding="utf-8") == module("padding").picture()
+
+
+def test_the_plot_of_the_readme_is_drawn_from_the_figures_beside_it(module) -> None:
+    measured = json.loads((DOCS / "results" / "demo_speedup.json").read_text())
+    assert (DOCS / "results" / "demo_speedup.svg").read_text(encoding="utf-8") == module("demo_plot").picture(measured)
+
+
+def test_a_speed_up_is_a_ratio_within_one_repeat(module) -> None:
+    runs = [
+        {"drafter": drafter, "batch_size": 4, "repeat": repeat, "tokens_per_second": speed}
+        for repeat, speeds in enumerate(({"none": 100.0, "llma": 150.0}, {"none": 50.0, "llma": 100.0}))
+        for drafter, speed in speeds.items()
+    ]
+    assert module("demo_plot").speedups({"runs": runs}) == {"llma": {4: [1.5, 2.0]}}
 
 
 def test_the_table_of_padding_is_that_of_the_closed_forms() -> None:

@@ -7,9 +7,9 @@ import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_padded import PaddedConfig
 
-from emssd.decoding.assembly import make_backend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -38,14 +38,13 @@ def test_tokens_on_cuda_equal_greedy_decoding_on_the_cpu(architecture: str, draf
     if drafter == "draft_model":
         twin = TargetModel(tiny_model(architecture).to("cuda"))
         chosen = DraftModelDrafter(
-            twin, make_backend(twin.kv_cache_spec(3), BACKENDS[backend], registry), twin.vocab_size, 4
+            CausalLMRunner(twin, make_backend(twin.kv_cache_spec(3), BACKENDS[backend], registry)), twin.vocab_size, 4
         )
     else:
         chosen = registry.find("drafter", drafter)
         chosen = chosen.build(chosen.config(), None)
     engine = Engine(
-        target,
-        make_backend(target.kv_cache_spec(3), BACKENDS[backend], registry),
+        CausalLMRunner(target, make_backend(target.kv_cache_spec(3), BACKENDS[backend], registry)),
         chosen,
         batch_size=3,
         eos_token_ids={2},

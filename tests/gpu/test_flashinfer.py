@@ -23,13 +23,13 @@ from emssd.attention.memory import free_bytes
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool
 from emssd.attention.tables import page_metadata, tree_mask
-from emssd.decoding.assembly import make_backend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft, Drafter
 from emssd.errors import OutOfMemoryError
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import FinishReason, Generation, Request, Sequence
 from emssd.testing.conformance import AttentionBackendConformance
@@ -102,7 +102,7 @@ def drafter_of(name: str, target: TargetModel, expected: list[tuple[int, ...]], 
             return drafter
         case "draft_model":
             backend = make_backend(target.kv_cache_spec(3), config, Registry())
-            return DraftModelDrafter(target, backend, vocabulary, 4)
+            return DraftModelDrafter(CausalLMRunner(target, backend), vocabulary, 4)
         case "perfect":
             return PerfectDrafter(vocabulary, 5, known)
         case "wrong":
@@ -116,7 +116,8 @@ def engine_of(
     target: TargetModel, drafter: Drafter, config: Any = EAGER, batch_size: int = 3, **options: Any
 ) -> Engine:
     spec = target.kv_cache_spec(batch_size)
-    return Engine(target, make_backend(spec, config, Registry()), drafter, batch_size=batch_size, **options)
+    runner = CausalLMRunner(target, make_backend(spec, config, Registry()))
+    return Engine(runner, drafter, batch_size=batch_size, **options)
 
 
 def hf_generate(target: TargetModel, prompt: list[int], count: int) -> tuple[int, ...]:
@@ -183,7 +184,7 @@ def test_tokens_equal_hf_generate_or_differ_at_a_tie(
         PROMPTS, 24, ignore_eos=True
     )
     judge = make_backend(target.kv_cache_spec(1), "ragged", Registry())
-    report = compare(outputs, as_generations(expected), target, judge)
+    report = compare(outputs, as_generations(expected), CausalLMRunner(target, judge))
     assert not report.true_differences, report.true_differences
 
 

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from emssd import Engine, Generation
-from emssd.decoding.assembly import make_backend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.drafting import Drafter
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 
@@ -70,9 +70,8 @@ def generate_row(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, 
 def same_weights_drafter(model: PreTrainedModel, backend: Any, batch_size: int) -> Drafter:
     """A draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
     draft = TargetModel(model)
-    return DraftModelDrafter(
-        draft, make_backend(draft.kv_cache_spec(batch_size), backend, Registry()), VOCAB_SIZE, num_speculative_tokens=4
-    )
+    cache = make_backend(draft.kv_cache_spec(batch_size), backend, Registry())
+    return DraftModelDrafter(CausalLMRunner(draft, cache), VOCAB_SIZE, num_speculative_tokens=4)
 
 
 def generate(
@@ -89,7 +88,7 @@ def assert_equal_to_hugging_face(architecture: str, dtype: str, engine: Engine, 
         assert [generation.token_ids for generation in done] == list(expected)
         return
     greedy = [dataclasses.replace(ours, token_ids=theirs) for ours, theirs in zip(done, expected, strict=True)]
-    report = compare(done, greedy, engine.target, engine.backend)
+    report = compare(done, greedy, engine.runner)
     assert report.true_differences == []
     assert report.num_exact + len(report.ties) == len(PROMPTS)
 

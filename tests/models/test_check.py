@@ -21,7 +21,7 @@ def engine() -> Engine:
 
 
 def judge(engine: Engine, ours: list[Generation], greedy: list[Generation]) -> CheckReport:
-    return compare(ours, greedy, engine.target, engine.backend)
+    return compare(ours, greedy, engine.runner)
 
 
 def logits_after(engine: Engine, tokens: list[int]) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_the_backend_is_idle_again_after_a_comparison(engine: Engine) -> None:
     wrong = with_token(greedy[0], 4, another_than(greedy[0].token_ids[4]))
     for _ in range(2):
         judge(engine, [wrong, *greedy[1:]], greedy)
-        assert engine.backend.kv_usage.held == 0
+        assert engine.runner.usage.held == 0
     assert engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True) == greedy
 
 

@@ -23,13 +23,12 @@ from filelock import FileLock
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from emssd.attention import LayerSpec
-from emssd.decoding import assembly
-from emssd.decoding.assembly import make_backend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.drafting import Drafter
-from emssd.model import TargetModel, tracing
+from emssd.model import CausalLMRunner, TargetModel, tracing
 from emssd.model.fingerprint import fingerprint
 from emssd.native import cache_dir, load_kernels
 from emssd.plugins.registry import Registry
@@ -146,13 +145,13 @@ def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, Target
 def same_weights_drafter(target: TargetModel, backend: Any) -> Drafter:
     """A compiled draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
     cache = make_backend(target.kv_cache_spec(len(PROMPTS)), backend, Registry())
-    return DraftModelDrafter(target, cache, VOCAB_SIZE, num_speculative_tokens=4)
+    return DraftModelDrafter(CausalLMRunner(target, cache), VOCAB_SIZE, num_speculative_tokens=4)
 
 
 def engine_of(target: TargetModel, drafter: str, backend: Any) -> Engine:
     chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(target, backend)
     options = EngineOptions(batch_size=len(PROMPTS))
-    return assembly.assemble(target, None, drafter=chosen, backend=backend, budget="fixed", options=options, eos=())
+    return Engine.assemble(target, None, drafter=chosen, backend=backend, budget="fixed", options=options, eos=())
 
 
 @pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])
@@ -171,7 +170,7 @@ def test_tokens_are_those_of_greedy_decoding(
         return
     plain = TargetModel(make(name))
     greedy = engine_of(plain, "none", BACKENDS["torch"])
-    report = compare(done, greedy.generate(PROMPTS, 24), plain, greedy.backend)
+    report = compare(done, greedy.generate(PROMPTS, 24), greedy.runner)
     assert report.true_differences == []
 
 
@@ -320,11 +319,14 @@ def test_a_model_without_source_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_drafters_model_is_compiled_if_the_target_is(
-    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+    targets: dict[str, TargetModel],
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(assembly, "load_model", lambda path, **options: asked.append(options["compile"]))
-    caches: Any = type("Caches", (), {"make": None})
+
+    def load(path: str, **options: Any) -> tuple[TargetModel, None]:
+        asked.append(options["compile"])
+        return target, None
+
     for target in (targets["opt-float32"], TargetModel(make("opt-float32"))):
-        assembly._context(target, None, EngineOptions(), caches, Registry()).load_model("small")
+        Engine.assemble(target, None, drafter="draft_model", backend="ragged", load=load)
     assert asked == [True, False]

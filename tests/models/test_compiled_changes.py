@@ -17,7 +17,7 @@ from filelock import FileLock
 from torch import nn
 from transformers import PreTrainedModel
 
-from emssd.decoding.assembly import assemble
+from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.errors import CompileError
 from emssd.model import TargetModel, tracing
@@ -65,7 +65,7 @@ def asked_to_compile(target: TargetModel, folder: Path) -> None:
 
 def tokens(target: TargetModel) -> list[int]:
     options = EngineOptions(batch_size=1)
-    engine = assemble(target, None, drafter="none", backend="ragged", budget="fixed", options=options, eos=())
+    engine = Engine.assemble(target, None, drafter="none", backend="ragged", budget="fixed", options=options, eos=())
     return list(engine.generate([PROMPT], 12)[0].token_ids)
 
 

@@ -9,7 +9,6 @@ import pytest
 from emssd_draft_model import DraftModelConfig
 
 from emssd import Engine, Generation
-from emssd.decoding.assembly import assemble
 from emssd.decoding.check import compare
 from emssd.decoding.options import EngineOptions
 from emssd.model import TargetModel, load_model
@@ -33,7 +32,7 @@ def prompts(shared: Path) -> list[str]:
 def run(
     target: tuple[TargetModel, object], prompts: list[str], drafter: object, backend: str
 ) -> tuple[Engine, list[Generation]]:
-    engine = assemble(
+    engine = Engine.assemble(
         *target, drafter=drafter, backend=backend, budget="fixed", options=EngineOptions(batch_size=len(prompts))
     )
     return engine, engine.generate(prompts, NEW_TOKENS)
@@ -61,7 +60,7 @@ def test_no_token_differs_from_plain_greedy_but_for_ties_and_drafts_are_accepted
     backend, greedy = plain
     chosen = DraftModelConfig(str(shared / "models" / DRAFT)) if drafter == "draft_model" else drafter
     engine, done = run(target, prompts, chosen, backend)
-    report = compare(done, greedy, engine.target, engine.backend)
+    report = compare(done, greedy, engine.runner)
     assert report.true_differences == []
     assert engine.report.mean_acceptance_length > least
     assert all(generation.text for generation in done)

@@ -18,8 +18,8 @@ from emssd.testing.conformance.policy_watch import Decided, WatchedPolicy
 from emssd.testing.conformance.policy_world import PolicyWorld
 from emssd.testing.conformance.rules import BrokenRule, broken, named
 from emssd.testing.conformance.runs import decode, runs
+from emssd.testing.conformance.scripted import Decision, Life, decision
 from emssd.testing.conformance.suite import Suite
-from emssd.testing.conformance.world import Decision, Life, decision
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import drafters
 

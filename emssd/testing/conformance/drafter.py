@@ -16,10 +16,11 @@ from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.runs import decode, runs
+from emssd.testing.conformance.scripted import Decision, Life, decision
 from emssd.testing.conformance.setting import BATCH_SIZE, MODEL_LEN, drafters_of, setting
 from emssd.testing.conformance.suite import Suite
 from emssd.testing.conformance.watch import WatchedDrafter
-from emssd.testing.conformance.world import Decision, Life, World, decision, live
+from emssd.testing.conformance.world import World, live
 from emssd.testing.oracle import DenseBackend
 
 __all__ = ["DrafterConformance"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from emssd.sequences import Request
+from emssd.testing.conformance.scripted import Decision, Life
 from emssd.testing.conformance.setting import BATCH_SIZE
-from emssd.testing.conformance.world import Decision, Life
 
 __all__ = ["AGREEABLE", "decisions", "lives"]
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from emssd.sequences import Request, Sequence, TokenIds
 from emssd.testing.conformance.lives import AGREEABLE
 from emssd.testing.conformance.rules import BrokenRule, broken
-from emssd.testing.conformance.world import Decision, Life, World, decision, live
+from emssd.testing.conformance.scripted import Decision, Life, decision
+from emssd.testing.conformance.world import World, live
 
 __all__ = ["LEARNS", "VOCAB_SIZE", "Probes"]
 

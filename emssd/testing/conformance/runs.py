@@ -13,6 +13,7 @@ from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.drafting import BudgetPolicy, Drafter
+from emssd.model import CausalLMRunner
 from emssd.sequences import Request
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.setting import BATCH_SIZE, NEW_TOKENS, Setting, setting, texts
@@ -100,8 +101,7 @@ def decode(
     with named(f"{rule.partition('.')[0]}.raises", "a run of the engine"):
         backend, spec = run.allocate(make_backend)
         engine = Engine(
-            run.setting.target,
-            backend,
+            CausalLMRunner(run.setting.target, backend),
             drafter,
             scheduler=run.scheduler(continuous=spec.continuous),
             budget=run.policy,

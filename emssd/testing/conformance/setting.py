@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, ModelRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import DenseBackend, References
@@ -57,9 +56,9 @@ class Setting:
 def setting(architecture: str, vocab_size: int) -> Setting:
     """A random target of a few tokens' vocabulary, in float64, made once.
 
-    Its context gives drafters a tokenizer of one word per token. ``load_model`` gives, whatever the path, a copy of the
-    target with noise in its weights, so that it is right often and not always. ``make_backend`` gives the dense
-    reference, and ``make_drafter`` the installed drafters.
+    Its context gives drafters a tokenizer of one word per token. ``load_runner`` gives, whatever the path, a copy of
+    the target with noise in its weights, on the dense reference: it is right often and not always. ``make_drafter``
+    gives the installed drafters.
 
     Raises:
         ConfigError: no such architecture.
@@ -78,10 +77,10 @@ def setting(architecture: str, vocab_size: int) -> Setting:
                 parameter += _NOISE * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         return TargetModel(model)
 
-    def make_backend(spec: KVCacheSpec) -> AttentionBackend:
-        backend = DenseBackend()
-        backend.allocate(spec)
-        return backend
+    def load_runner(path: str) -> tuple[ModelRunner, Any]:
+        model, cache = noisy(), DenseBackend()
+        cache.allocate(model.kv_cache_spec(BATCH_SIZE))
+        return CausalLMRunner(model, cache), tokenizer
 
     def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:
         plugin = _registry().find("drafter", name)
@@ -95,8 +94,7 @@ def setting(architecture: str, vocab_size: int) -> Setting:
         device=target.device,
         dtype=target.dtype,
         tokenizer=tokenizer,
-        load_model=lambda path: (noisy(), tokenizer),
-        make_backend=make_backend,
+        load_runner=load_runner,
         make_drafter=make_drafter,
     )
     return Setting(f"{architecture}, {vocab_size} tokens", References(target, NEW_TOKENS), context)

@@ -28,8 +28,7 @@ from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, PluginError, PluginWarning
-from emssd.metrics.stats import StepTimer
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.engine_machine import EngineMachine
@@ -79,7 +78,7 @@ def test_each_row_is_served_by_the_first_drafter_that_has_something() -> None:
     third = Told(3, dict.fromkeys("abcd", 1))
     cascade = stages(first, second, third)
     assert cascade.num_speculative_tokens == 6
-    draft = cascade.propose(rows("a", "b", "c", "d", "e"), [6, 6, 6, 6, 0], 0, StepTimer())
+    draft = cascade.propose(rows("a", "b", "c", "d", "e"), [6, 6, 6, 6, 0], 0)
     assert chains(draft) == [[1, 1], [2, 2, 2], [3], [1, 1, 1, 1], []]
     assert first.budgets == [[4, 4, 4, 4, 0]]
     assert second.budgets == [[0, 6, 6, 0, 0]]
@@ -90,7 +89,7 @@ def test_each_drafter_hears_of_its_own_rows_and_that_nothing_was_drafted_for_oth
     first, second = Told(1, {"a": 3}), Told(2, {"b": 4})
     cascade = stages(first, second, policy=ScriptedBudget([(4, 2), (4, 3), (4, 0)]))
     batch = rows("a", "b", "c")
-    draft = cascade.propose(batch, [4, 4, 4], 0, StepTimer())
+    draft = cascade.propose(batch, [4, 4, 4], 0)
     assert chains(draft) == [[1, 1], [2, 2, 2], []]
     cascade.observe(Outcome(batch, draft, (range(2), range(1), range(0))))
     (ours,), (theirs,) = first.outcomes, second.outcomes
@@ -105,7 +104,7 @@ def test_a_row_whose_draft_is_trimmed_away_is_offered_to_the_next_drafter() -> N
     first, second = Told(1, {"a": 3, "b": 3}), Told(2, {"a": 3, "b": 3})
     cascade = stages(first, second, policy=ScriptedBudget([(4, 0), (4, 3), (4, 2), (4, 2)]))
     batch = rows("a", "b")
-    draft = cascade.propose(batch, [4, 4], 0, StepTimer())
+    draft = cascade.propose(batch, [4, 4], 0)
     assert chains(draft) == [[2, 2], [1, 1, 1]]
     cascade.observe(Outcome(batch, draft, (range(1), range(2))))
     assert chains(first.outcomes[0].draft) == [[], [1, 1, 1]]
@@ -116,10 +115,10 @@ def test_who_served_a_row_is_forgotten_with_the_step() -> None:
     first, second = Told(1, {"a": 2}), Told(2, {"a": 3})
     cascade = stages(first, second)
     batch = rows("a")
-    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0, StepTimer()), (range(1),)))
+    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0), (range(1),)))
     first.lengths = {}
-    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0, StepTimer()), (range(3),)))
-    cascade.observe(Outcome(batch, cascade.propose(batch, [0], 0, StepTimer()), (range(0),)))
+    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0), (range(3),)))
+    cascade.observe(Outcome(batch, cascade.propose(batch, [0], 0), (range(0),)))
     assert [outcome.draft.lengths for outcome in first.outcomes] == [[2], [0], [0]]
     assert [outcome.draft.lengths for outcome in second.outcomes] == [[0], [3], [0]]
 
@@ -143,7 +142,7 @@ class Counting(FixedBudget):
 def test_the_policy_decides_before_and_behind_each_stage_and_knows_what_earlier_ones_drafted() -> None:
     policy = Counting()
     cascade = stages(Told(1, {"a": 2}), Told(2, {"b": 3}, most=6), policy=policy)
-    cascade.propose(rows("a", "b"), [6, 5], 7, StepTimer())
+    cascade.propose(rows("a", "b"), [6, 5], 7)
     assert policy.calls == [
         ("allot", 0, 7, [4, 4]),
         ("trim", 0, 7, [2, 0]),
@@ -159,7 +158,7 @@ def test_the_policy_decides_before_and_behind_each_stage_and_knows_what_earlier_
 )
 def test_the_joined_draft_is_what_the_first_with_something_drafts(lengths: list[list[int]], budget: list[int]) -> None:
     told = [Told(i + 1, dict(zip("abc", some, strict=True))) for i, some in enumerate(lengths)]
-    draft = stages(*told).propose(rows("a", "b", "c"), budget, 0, StepTimer())
+    draft = stages(*told).propose(rows("a", "b", "c"), budget, 0)
     expected: list[list[int]] = [[], [], []]
     for row, limit in enumerate(budget):
         for i, some in enumerate(lengths):
@@ -190,8 +189,8 @@ def test_a_drafter_that_fails_takes_no_other_with_it() -> None:
     cascade = DraftStages([CheckedDrafter(bad, None, 11), CheckedDrafter(told, None, 11)], FixedBudget())
     batch = rows("a")
     with pytest.warns(PluginWarning, match="drafter Raising failed in propose"):
-        assert chains(cascade.propose(batch, [4], 0, StepTimer())) == [[2, 2, 2]]
-    assert chains(cascade.propose(batch, [4], 0, StepTimer())) == [[2, 2, 2]]
+        assert chains(cascade.propose(batch, [4], 0)) == [[2, 2, 2]]
+    assert chains(cascade.propose(batch, [4], 0)) == [[2, 2, 2]]
     assert cascade.num_speculative_tokens == 4
     cascade.release(["a"])
     assert bad.released == told.released == ["a"]
@@ -209,8 +208,7 @@ def make_context(made: list[tuple[str, Mapping[str, Any]]]) -> DrafterContext:
         device=torch.device("cpu"),
         dtype=torch.float64,
         tokenizer=None,
-        load_model=lambda path: pytest.fail("a cascade loads no model itself"),
-        make_backend=lambda spec: pytest.fail("a cascade needs no backend itself"),
+        load_runner=lambda path: pytest.fail("a cascade loads no model itself"),
         make_drafter=make_drafter,
     )
 
@@ -252,7 +250,7 @@ def draft_model() -> TargetModel:
 def make_draft_model(num_tokens: int = 4) -> DraftModelDrafter:
     backend = ragged_backend(4)
     backend.allocate(draft_model().kv_cache_spec(5))
-    return DraftModelDrafter(draft_model(), backend, 11, num_tokens)
+    return DraftModelDrafter(CausalLMRunner(draft_model(), backend), 11, num_tokens)
 
 
 class AsFresh(DraftModelDrafter):
@@ -341,4 +339,4 @@ def test_under_one_memory_limit_target_and_draft_model_preempt_and_stay_exact(
     assert [generation.token_ids for generation in done] == [references[tuple(ids)] for ids in prompts]
     assert engine.report.num_preempted > 0
     assert engine.report.kv_usage.peak_pool <= num_tokens * target_bytes
-    assert engine.backend.kv_usage.held == 0
+    assert engine.runner.usage.held == 0

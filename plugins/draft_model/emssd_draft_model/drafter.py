@@ -1,4 +1,4 @@
-"""Drafts with a smaller model for the whole batch at once, through the target's own model and backend code.
+"""Drafts with a smaller model for the whole batch at once, through a runner like the target's.
 
 Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", greedy; batched as in the EMS-SD
 paper, §4.3.
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept
+from emssd.attention import Kept
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack, pack_one
 from emssd.decoding.verify import greedy_tokens
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.errors import ConfigError
-from emssd.model import TargetModel
+from emssd.model import ModelRunner
 from emssd.sequences import Batch, Sequence
 from emssd_draft_model import DraftModelConfig
 
@@ -42,20 +42,16 @@ class DraftModelDrafter(Drafter):
     or two after a fully accepted draft, whose last token the draft model never saw. So the caches cannot drift apart.
 
     Args:
-        model: the draft model.
-        backend: allocated for it.
+        runner: the draft model with its KV cache.
         vocab_size: the target's; ids beyond it are never drafted.
         num_speculative_tokens: tokens per row and step.
     """
 
-    def __init__(
-        self, model: TargetModel, backend: AttentionBackend, vocab_size: int, num_speculative_tokens: int
-    ) -> None:
+    def __init__(self, runner: ModelRunner, vocab_size: int, num_speculative_tokens: int) -> None:
         if num_speculative_tokens < 1:
             raise ConfigError(f"drafter.num_speculative_tokens is {num_speculative_tokens}; it must be at least 1")
         self.num_speculative_tokens = num_speculative_tokens
-        self._model = model
-        self._backend = backend
+        self._runner = runner
         self._vocab_size = vocab_size
         self._num_cached: dict[str, int] = {}
         self._num_drafted: dict[str, int] = {}  # since the last rollback
@@ -67,10 +63,9 @@ class DraftModelDrafter(Drafter):
         Raises:
             ConfigError: it does not share the target's vocabulary.
         """
-        model, tokenizer = context.load_model(config.path)
-        _check_vocabulary(config.path, model, tokenizer, context)
-        backend = context.make_backend(model.kv_cache_spec(context.max_batch_size))
-        return cls(model, backend, context.vocab_size, config.num_speculative_tokens)
+        runner, tokenizer = context.load_runner(config.path)
+        _check_vocabulary(config.path, runner, tokenizer, context)
+        return cls(runner, context.vocab_size, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         limits = self._with_room(batch, [self._limit(row, limit) for row, limit in zip(batch, budget, strict=True)])
@@ -98,19 +93,19 @@ class DraftModelDrafter(Drafter):
                 request_ids.append(row.request_id)
         if request_ids:
             kv_lens = tuple(self._num_cached[request_id] for request_id in request_ids)
-            self._backend.commit(Kept(tuple(request_ids), kv_lens))
+            self._runner.commit(Kept(tuple(request_ids), kv_lens))
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
-        self._backend.release(request_ids)
+        self._runner.release(request_ids)
         for request_id in request_ids:
             self._num_cached.pop(request_id, None)
             self._num_drafted.pop(request_id, None)
 
     def _limit(self, row: Sequence, budget: int) -> int:
         """How much to draft: nothing beyond the draft model's length, nor after ids that only the target knows."""
-        limit = min(budget, self._model.max_model_len - len(row.tokens))
-        if limit <= 0 or max(row.tokens[self._cached(row) :]) >= self._model.vocab_size:
+        limit = min(budget, self._runner.max_model_len - len(row.tokens))
+        if limit <= 0 or max(row.tokens[self._cached(row) :]) >= self._runner.vocab_size:
             return 0
         return limit
 
@@ -123,20 +118,20 @@ class DraftModelDrafter(Drafter):
         lengths = {
             row.request_id: len(row.tokens) + limit - 1 for row, limit in zip(batch, limits, strict=True) if limit
         }
-        if self._backend.fits(self._num_cached | lengths):
+        if self._runner.fits(self._num_cached | lengths):
             return limits
         held, kept = dict(self._num_cached), []
         for row, limit in zip(batch, limits, strict=True):
             more = {row.request_id: lengths[row.request_id]} if limit else {}
-            fits = self._backend.fits(held | more)
+            fits = self._runner.fits(held | more)
             held |= more if fits else {}
             kept.append(limit if fits else 0)
         return kept
 
     def _catch_up(self, rows: list[_Row]) -> torch.Tensor:
         """Compute what is not cached. Returns the first drafted token of each row, ``[r]``."""
-        packed = pack(rows, Draft.empty(len(rows)), self._model.device)
-        tokens = self._argmax(self._model(self._backend.plan(packed), self._backend))
+        packed = pack(rows, Draft.empty(len(rows)), self._runner.device)
+        tokens = self._argmax(self._runner.run(packed).logits)
         for row in rows:
             self._num_cached[row.request_id] = row.num_cached = len(row.tokens)
         return tokens
@@ -148,10 +143,10 @@ class DraftModelDrafter(Drafter):
         positions = [len(rows[i].tokens) + depth - 1 for i in active]
         if len(active) == len(rows):
             packed = pack_one(names, tokens, positions)
-            return self._argmax(self._model(self._backend.plan(packed), self._backend))
+            return self._argmax(self._runner.run(packed).logits)
         index = on_device(active, tokens.device)
         packed = pack_one(names, tokens[index], positions)
-        return tokens.index_copy(0, index, self._argmax(self._model(self._backend.plan(packed), self._backend)))
+        return tokens.index_copy(0, index, self._argmax(self._runner.run(packed).logits))
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return greedy_tokens(logits[:, : self._vocab_size])
@@ -170,7 +165,7 @@ def _ragged(lengths: list[int], tokens: torch.Tensor) -> Draft:
     return Draft(tokens.flatten()[on_device(index, tokens.device)], tuple(indptr))
 
 
-def _check_vocabulary(path: str, model: TargetModel, tokenizer: Any, context: DrafterContext) -> None:
+def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
     if tokenizer is not None and context.tokenizer is not None:
         if tokenizer.get_vocab() == context.tokenizer.get_vocab():
             return  # vocabulary sizes of the models may still differ by unused padding ids

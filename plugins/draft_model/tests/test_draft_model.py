@@ -17,10 +17,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from emssd import Engine
-from emssd.decoding.assembly import make_backend
+from emssd.decoding.caches import make_backend
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError
-from emssd.model import TargetModel
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
@@ -40,7 +40,11 @@ def make_drafter(
     if max_tokens is not None:
         backend = RaggedConfig(kernels=Kernels.torch)  # whose pages hold narrow heads without padding
     allocated = make_backend(replace(model.kv_cache_spec(4), max_tokens=max_tokens), backend, Registry())
-    return DraftModelDrafter(model, allocated, VOCAB_SIZE, num_speculative_tokens)
+    return DraftModelDrafter(CausalLMRunner(model, allocated), VOCAB_SIZE, num_speculative_tokens)
+
+
+def runner_of(model: TargetModel) -> CausalLMRunner:
+    return CausalLMRunner(model, make_backend(model.kv_cache_spec(4), "ragged", Registry()))
 
 
 def make_context(model: TargetModel, tokenizer: Any = None, target_tokenizer: Any = None) -> DrafterContext:
@@ -51,8 +55,7 @@ def make_context(model: TargetModel, tokenizer: Any = None, target_tokenizer: An
         device=torch.device("cpu"),
         dtype=torch.float64,
         tokenizer=target_tokenizer,
-        load_model=lambda path: (model, tokenizer),
-        make_backend=lambda spec: make_backend(spec, "ragged", Registry()),
+        load_runner=lambda path: (runner_of(model), tokenizer),
         make_drafter=lambda name, options: pytest.fail("a draft model asks for no other drafter"),
     )
 
@@ -112,7 +115,7 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str
     with torch.inference_mode():
         drafter.release([row.request_id for row in running])
     assert drafter._num_cached == {}
-    assert drafter._backend.kv_usage.held == 0
+    assert drafter._runner.usage.held == 0
 
 
 @pytest.mark.parametrize("architecture", ["opt", "llama", "mistral"])
@@ -176,7 +179,7 @@ def test_target_and_draft_model_hold_equally_many_tokens_however_their_heads_are
         target, drafter=DraftModelConfig("narrow"), budget="fixed", kv_memory=str(limit), on_drafter_error="fail"
     )
     drafter: Any = engine.drafting.drafters[0].drafter
-    caches = [engine.backend, drafter._backend]
+    caches = [engine.runner.backend, drafter._runner.backend]
     pages = {next(n for n in range(1, 99) if not each.fits({"a": 16 * n})) for each in caches}
     assert len(pages) == 1
     done = engine.generate(prompts, 100, ignore_eos=True)
@@ -208,7 +211,7 @@ def test_ids_that_only_the_padded_vocabulary_of_the_draft_model_has_are_never_dr
     batch = Batch(tuple(map(sequence, prompts, "abc")))
     with torch.inference_mode():
         unlimited = DraftModelDrafter(
-            model, make_backend(model.kv_cache_spec(4), "ragged", Registry()), VOCAB_SIZE + 5, 4
+            CausalLMRunner(model, make_backend(model.kv_cache_spec(4), "ragged", Registry())), VOCAB_SIZE + 5, 4
         ).propose(batch, [4, 4, 4])
         draft = make_drafter(model).propose(batch, [4, 4, 4])
     assert int(unlimited.token_ids.max()) >= VOCAB_SIZE  # it would like to

@@ -54,9 +54,7 @@ def make_context(tokenizer: Any = None, vocab_size: int = VOCAB_SIZE) -> Drafter
     def unwanted(*_: object) -> Any:
         pytest.fail("this drafter borrows nothing")
 
-    return DrafterContext(
-        vocab_size, 128, 4, torch.device("cpu"), torch.float64, tokenizer, unwanted, unwanted, unwanted
-    )
+    return DrafterContext(vocab_size, 128, 4, torch.device("cpu"), torch.float64, tokenizer, unwanted, unwanted)
 
 
 def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:

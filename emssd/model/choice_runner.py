@@ -1,0 +1,64 @@
+"""A runner without a model: it is told which token comes next. The simulator and the conformance suites use it."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+
+import torch
+import torch.nn.functional as F
+
+from emssd.attention import Kept, KVUsage, PackedInputs
+from emssd.model.runner import ModelOutput, ModelRunner
+
+__all__ = ["ChoiceRunner"]
+
+
+class ChoiceRunner(ModelRunner):
+    """Says for each row what a target would choose; it holds no KV, and everything fits."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, vocab_size: int, max_model_len: int = sys.maxsize) -> None:
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+
+    @abstractmethod
+    def choices(self, request_id: str, length: int, drafted: Seq[int]) -> Seq[int]:
+        """The target's choice behind the newest token of a row, and behind each of its drafted tokens.
+
+        Args:
+            request_id: of the row.
+            length: tokens that the row has without its draft.
+            drafted: its draft, a chain.
+
+        Returns:
+            ``[1 + len(drafted)]`` token ids.
+        """
+
+    def run(self, packed: PackedInputs) -> ModelOutput:
+        tokens, wanted = packed.input_ids.tolist(), packed.logit_rows.tolist()
+        chosen = list[int]()
+        rows = zip(packed.request_ids, packed.kv_lens, packed.qo_indptr[1:], strict=True)
+        for request_id, kv_len, stop in rows:
+            num_wanted = bisect_left(wanted, stop) - len(chosen)
+            if num_wanted:  # none for a piece of a prompt
+                drafted = tokens[stop - num_wanted + 1 : stop]
+                chosen += self.choices(request_id, kv_len - len(drafted), drafted)
+        return ModelOutput(F.one_hot(torch.tensor(chosen, dtype=torch.int64), self.vocab_size).float())
+
+    def commit(self, kept: Kept) -> None:
+        pass
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        pass
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return True
+
+    @property
+    def usage(self) -> KVUsage:
+        return KVUsage()

@@ -1,0 +1,102 @@
+"""`ModelRunner`: a model and its KV cache. The decode loop, the check and draft models run through it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs
+from emssd.metrics.timing import phase
+from emssd.model.target import TargetModel
+
+__all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What one step computed.
+
+    Attributes:
+        logits: ``[R, vocab]``, one row for each of the step's `PackedInputs.logit_rows`.
+        num_padding: padding tokens that were computed beside the ``nnz`` real ones.
+    """
+
+    logits: torch.Tensor
+    num_padding: int = 0
+
+
+class ModelRunner(ABC):
+    """A model and its KV cache.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: no sequence grows beyond it.
+        device, dtype: where and in which precision it computes.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @abstractmethod
+    def run(self, packed: PackedInputs) -> ModelOutput:
+        """Compute one ragged step. The KV of its tokens stays until `commit` or `release` drops it.
+
+        A step may fail, and the same or other rows be run next, without a commit between.
+        """
+
+    @abstractmethod
+    def commit(self, kept: Kept) -> None:
+        """After verification, drop the KV of rejected tokens."""
+
+    @abstractmethod
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Free all KV of these requests. Unknown ids are no error."""
+
+    @abstractmethod
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        """Whether the cache can hold these sequences, each at this many tokens, and no others."""
+
+    @property
+    @abstractmethod
+    def usage(self) -> KVUsage:
+        """KV memory taken now and at most."""
+
+
+class CausalLMRunner(ModelRunner):
+    """A Hugging Face model on one device, with its KV in an attention backend.
+
+    Args:
+        model: ready to run.
+        backend: for `model`; it is allocated before the first step.
+    """
+
+    def __init__(self, model: TargetModel, backend: AttentionBackend) -> None:
+        self.model = model
+        self.backend = backend
+        self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
+        self.device, self.dtype = model.device, model.dtype
+
+    def run(self, packed: PackedInputs) -> ModelOutput:
+        with phase("plan"):
+            plan = self.backend.plan(packed)
+        with phase("forward"):
+            logits = self.model(plan, self.backend)
+        return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens)
+
+    def commit(self, kept: Kept) -> None:
+        self.backend.commit(kept)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self.backend.release(request_ids)
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return self.backend.fits(kv_lens)
+
+    @property
+    def usage(self) -> KVUsage:
+        return self.backend.kv_usage

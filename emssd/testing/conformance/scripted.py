@@ -1,0 +1,142 @@
+"""An engine without a model: a script decides who runs, what is accepted and which token comes next, step by step.
+
+So a plugin can be driven through any legal order of calls in microseconds, and the same calls can be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import Fits, Prefill, Schedule, Scheduler
+from emssd.drafting import BudgetPolicy, Drafter
+from emssd.metrics.timing import StepTimer
+from emssd.model.choice_runner import ChoiceRunner
+from emssd.sequences import Batch, Request, Sequence
+
+__all__ = ["Decision", "Life", "ScriptedEngine", "decision", "in_turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to a row in one of its steps.
+
+    Attributes:
+        limit: the most tokens to draft; never more than the row has left, less one.
+        keep: how many drafted tokens the budget policy lets through.
+        agree: how many of them the target would have produced itself.
+        token: what it says next; another one where a wrong token was drafted that happens to be this one.
+    """
+
+    limit: int
+    keep: int
+    agree: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A request and what becomes of it: entry ``i`` modulo the script's length decides its ``i``-th step.
+
+    Attributes:
+        arrival: the step in which it comes.
+    """
+
+    request: Request
+    script: tuple[Decision, ...]
+    arrival: int = 0
+
+    def sequence(self) -> Sequence:
+        """As it begins."""
+        return Sequence(self.request)
+
+
+def decision(row: Sequence, life: Life) -> Decision:
+    """What happens to `row` in its next step."""
+    return life.script[row.num_steps % len(life.script)]
+
+
+def in_turn(lives: Seq[Life], step: Callable[[list[Sequence], list[Decision]], list[Sequence]]) -> None:
+    """All of `lives` through `step`, which returns the rows that go on, each from its arrival to its end."""
+    rows, number, waiting = list[Sequence](), 0, sorted(lives, key=lambda life: life.arrival)
+    by_id = {life.request.request_id: life for life in lives}
+    while rows or waiting:
+        while waiting and (waiting[0].arrival <= number or not rows):
+            rows.append(waiting.pop(0).sequence())
+        rows.reverse()  # no row may count on its place
+        rows = step(rows, [decision(row, by_id[row.request_id]) for row in rows])
+        number += 1
+
+
+class ScriptedEngine(Engine):
+    """`Engine.step` for the rows and with the decisions that it is given.
+
+    Args:
+        drafters, policy: as of an engine; whatever they do wrong raises.
+        vocab_size: of the target.
+    """
+
+    def __init__(
+        self,
+        drafters: Seq[Drafter],
+        policy: BudgetPolicy,
+        vocab_size: int,
+        make_timer: Callable[[], StepTimer] = StepTimer,
+    ) -> None:
+        self._told, self._choices = _ToldScheduler(), _ToldRunner(vocab_size)
+        super().__init__(
+            self._choices,
+            drafters,
+            scheduler=self._told,
+            budget=policy,
+            on_drafter_error="fail",
+            make_timer=make_timer,
+        )
+
+    def limits(self, rows: Seq[Sequence], decisions: Seq[Decision]) -> list[int]:
+        """``[B]`` the most tokens to draft for each row."""
+        most = self.drafting.num_speculative_tokens
+        return [max(0, min(d.limit, most, row.num_remaining - 1)) for row, d in zip(rows, decisions, strict=True)]
+
+    def take(self, rows: Seq[Sequence], decisions: Seq[Decision], num_prefill: int = 0) -> list[Sequence]:
+        """One step, beside `num_prefill` tokens of another prompt. Returns the rows that go on."""
+        self._choices.told = {row.request_id: each for row, each in zip(rows, decisions, strict=True)}
+        other = Sequence(Request("emssd.other", (1,) * (num_prefill + 1), 1))
+        pieces = (Prefill(other, num_prefill),) if num_prefill else ()
+        self._told.schedule = Schedule(Batch(tuple(rows)), tuple(self.limits(rows, decisions)), pieces)
+        try:
+            self.step()
+        finally:
+            self._told.schedule = None
+        return [row for row in rows if row.finish_reason is None]
+
+
+class _ToldScheduler(Scheduler):
+    """Schedules what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=1)
+        self.schedule: Schedule | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.schedule is not None
+
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        assert self.schedule is not None
+        return self.schedule
+
+
+class _ToldRunner(ChoiceRunner):
+    """Accepts as much as it is told."""
+
+    told: dict[str, Decision]
+
+    def choices(self, request_id: str, length: int, drafted: Seq[int]) -> list[int]:
+        decision = self.told[request_id]
+        agreed, following = min(decision.agree, len(drafted)), decision.token % self.vocab_size
+        if agreed < len(drafted) and drafted[agreed] == following:
+            following = (following + 1) % self.vocab_size
+        return [*drafted[:agreed], following] + [0] * (len(drafted) - agreed)
