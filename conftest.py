@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)  # tiny tensors; two test processes with two threads each are slower than four with one
+_NUM_THREADS = 1  # tiny tensors; two test processes with two threads each are slower than four with one
+torch.set_num_threads(_NUM_THREADS)
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("default", max_examples=30, **_COMMON)
@@ -27,21 +28,39 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error::emssd.plugins.registry.PluginWarning")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests run without coverage, which would double their time; what they alone reach counts as not covered."""
-    if config.pluginmanager.hasplugin("pytest_cov"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker("no_cover")
+def pytest_runtest_setup() -> None:
+    """No test, and no fixture, inherits the threads of one before it."""
+    torch.set_num_threads(_NUM_THREADS)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Nor are the processes covered that slow tests start."""
-    with patch.dict(os.environ):
-        if item.get_closest_marker("slow"):
-            os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
-        return (yield)
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` without the tracer of coverage, under which Python 3.11 runs all bytecode slowly, also unmeasured."""
+
+    @wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return function(*args, **options)
+        finally:
+            sys.settrace(tracer)
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_are_not_traced() -> Iterator[None]:
+    """What takes long and calls nothing of ours: Hydra composes options, Matplotlib draws."""
+    if sys.gettrace() is None:  # then they need not be here
+        yield
+        return
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from matplotlib.figure import Figure
+
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in ((ConfigLoaderImpl, "load_configuration"), (Figure, "savefig"), (Figure, "subplots")):
+            patched.setattr(owner, name, untraced(getattr(owner, name)))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

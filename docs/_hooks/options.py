@@ -16,7 +16,7 @@ from emssd.cli import docstrings
 from emssd.cli.option_texts import option_texts, written
 from emssd.decoding.options import EngineOptions
 from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
-from emssd.plugins import Spec
+from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import Registry
 
 __all__ = ["page", "specs"]

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from importlib import import_module
 from typing import Any
 
-from emssd import attention, drafting, plugins, sequences
+from emssd import attention, data, drafting, model, plugins, sequences
 from emssd.cli import docstrings
-from emssd.data import prompts
-from emssd.metrics import stats
 
-__all__ = ["CLASSES", "page"]
+__all__ = ["CLASSES", "MODULES", "page", "public"]
 
+MODULES = (
+    "emssd",
+    "emssd.plugins",
+    "emssd.drafting",
+    "emssd.attention",
+    "emssd.sequences",
+    "emssd.model",
+    "emssd.data",
+    "emssd.errors",
+    "emssd.testing",
+)
 CLASSES: dict[str, list[type]] = {
-    "Offering": [plugins.Spec],
+    "Offering": [plugins.DrafterSpec, plugins.BackendSpec, plugins.BudgetSpec, plugins.PromptSourceSpec],
     "Drafting": [drafting.Drafter, drafting.Draft, drafting.Outcome, drafting.DrafterContext],
     "What is being generated": [sequences.Batch, sequences.Sequence, sequences.Request],
     "Attention": [
@@ -29,8 +39,9 @@ CLASSES: dict[str, list[type]] = {
         attention.PagedBackend,
         attention.PagedKernels,
     ],
-    "Budgets": [drafting.BudgetPolicy, stats.StepStats],
-    "Prompts": [prompts.Prompt, prompts.FailedPrompt],
+    "Models": [model.ModelRunner, model.ModelOutput],
+    "Budgets": [drafting.BudgetPolicy, drafting.BudgetStep, drafting.StepStats, drafting.StageStats],
+    "Prompts": [data.Prompt, data.FailedPrompt],
 }
 
 _HEAD = """# Types that plugins see
@@ -39,18 +50,46 @@ What the interfaces hand to a plugin, and what they want back. `B` is the number
 its tokens; an `indptr` has a leading zero and B + 1 entries. A *value* is frozen: read it, make a new one, change none.
 
 This page is made from the docstrings.
+
+## Public modules
+
+A plugin imports from these modules. What they do not list may change in any version.
 """
 
 
 def page() -> str:
     """The Markdown of the page."""
-    lines = [_HEAD]
+    lines = [_HEAD, *_modules()]
     for title, kinds in CLASSES.items():
         lines += [f"## {title}", ""]
         for kind in kinds:
-            lines += [f"### {kind.__name__}", "", f"*{_what(kind)} of `{kind.__module__}`.*", ""]
+            lines += [f"### {kind.__name__}", "", f"*{_what(kind)} of `{_home(kind)}`.*", ""]
             lines += [docstrings.introduction(kind), "", *_fields(kind), *_methods(kind)]
     return "\n".join(lines)
+
+
+def _modules() -> Iterator[str]:
+    """What each public module has: a name, and the first sentence about it."""
+    described = {kind.__name__ for kinds in CLASSES.values() for kind in kinds}
+    for module in MODULES:
+        yield f"- `{module}`: {_sentence(import_module(module))}"
+        for name in public(module):
+            link = f"[`{name}`](#{name.lower()})" if name in described else f"`{name}`"
+            yield f"    - {link}: {_sentence(getattr(import_module(module), name))}"
+    yield ""
+
+
+def public(module: str) -> list[str]:
+    """The names that a public module lists."""
+    return [name for name in import_module(module).__all__ if not name.startswith("_")]
+
+
+def _sentence(documented: object) -> str:
+    return docstrings.introduction(documented).partition("\n")[0].rstrip(":")
+
+
+def _home(kind: type) -> str:
+    return next(module for module in MODULES if kind.__name__ in public(module))
 
 
 def _what(kind: type) -> str:
@@ -64,8 +103,9 @@ def _fields(kind: type) -> Iterator[str]:
     """What an instance has: documented attributes, further fields of a dataclass, properties."""
     texts = docstrings.attributes(kind) | (docstrings.entries(docstrings.sections(kind).get("Args", "")))
     annotations = inspect.get_annotations(kind)
-    names = [*annotations] if is_dataclass(kind) else [name for name in annotations if name in texts]
-    for name in names:
+    if is_dataclass(kind):
+        annotations = {field.name: field.type for field in fields(kind)}
+    for name in [name for name in annotations if is_dataclass(kind) or name in texts]:
         yield f"`{name}`{{ #{kind.__name__}-{name} }} · `{annotations[name]}`"
         yield f":   {texts.get(name, '–')}\n"
     for name, member in vars(kind).items():

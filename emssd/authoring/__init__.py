@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 from emssd.console.terminal import steady
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
 @steady("emssd-plugins")
@@ -29,7 +29,7 @@ def main(arguments: Seq[str] | None = None) -> None:
     notes, status = Notes.of_process(), 2
     try:
         with exit_on_error("emssd-plugins"):
-            given = _parser().parse_args(arguments)
+            given = make_parser().parse_args(arguments)
             if arguments is None and given.command != "new" and not notes.is_watched:
                 status = run_watched(sys.argv[1:])
             else:
@@ -66,7 +66,8 @@ def _run(given: argparse.Namespace, notes: Notes) -> int:
     return print_plugins(notes)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """What the command line may hold."""
     parser = argparse.ArgumentParser(
         prog="emssd-plugins", description="Lists plugins, holds one to the rules of its interface, or writes a new one."
     )
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--learns-across-requests", action="store_true", help="the drafter means to, so its drafts may depend on others"
     )
     check.add_argument(
-        "--decides-at-random", action="store_true", help="the budget policy means to, so its decisions are not compared"
+        "--decides-at-random", action="store_true", help="the plugin means to, so what it decides is not compared"
     )
     new = commands.add_parser("new", help="write a new plugin, complete with tests")
     new.add_argument("kind", choices=["drafter", "budget"], help="what it offers")

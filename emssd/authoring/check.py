@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ _SUITES = {
     "budget": "BudgetPolicyConformance",
 }
 
-_TEST_FILE = """from emssd.testing.conformance import {suite}
+_TEST_FILE = """from emssd.testing import {suite}
 
 
 class TestPlugin({suite}):
@@ -61,7 +59,7 @@ def check(
         kind: ``drafter``, ``backend`` or ``budget``; needed only where several have this name.
         num_examples: of each test; each test's own number by default.
         learns_across_requests: the drafter means to, so its drafts are not compared with those of one without a past.
-        decides_at_random: the budget policy means to, so its decisions are not compared.
+        decides_at_random: the drafter or the budget policy means to, so what it decides is not compared.
         timeout, notes: the seconds that one test may take, and where it is noted, for `emssd.authoring.watched`.
 
     Returns:
@@ -70,7 +68,7 @@ def check(
     Raises:
         PluginError: there is no such plugin, it cannot run here, or pytest and Hypothesis are missing.
         ConfigError: an option that is no ``OPTION=VALUE``, that the plugin does not have, or that it needs; or a
-            backend that is to learn, or what is no budget policy and is to draw.
+            flag for another kind of plugin.
     """
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise PluginError(
@@ -85,8 +83,8 @@ def check(
     spec = registry.find(kind, name)
     if learns_across_requests and kind != "drafter":
         raise ConfigError(f"--learns-across-requests is for drafters, and {name!r} is a {kind}; leave it out")
-    if decides_at_random and kind != "budget":
-        raise ConfigError(f"--decides-at-random is for budget policies, and {name!r} is a {kind}; leave it out")
+    if decides_at_random and kind == "backend":
+        raise ConfigError(f"--decides-at-random is for drafters and policies, and {name!r} is a {kind}; leave it out")
     owner = registry.owner(kind, name)
     notes.note(owner, "before its tests")
     with guarded(owner, "making its options"):
@@ -137,7 +135,9 @@ def _run_pytest(source: str, num_examples: int | None, results: _Results) -> int
 
     from emssd.testing import pytest_plugin
 
-    with tempfile.TemporaryDirectory(prefix="emssd-check-") as folder, _plain_environment():
+    with tempfile.TemporaryDirectory(prefix="emssd-check-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        patch.setenv("PYTEST_ADDOPTS", "")
         path = Path(folder) / f"test_{Path(folder).name.replace('-', '_')}.py"  # pytest knows modules by name
         path.write_text(source, encoding="utf-8")
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
@@ -146,21 +146,6 @@ def _run_pytest(source: str, num_examples: int | None, results: _Results) -> int
         if num_examples is not None:
             arguments.append(f"--emssd-examples={num_examples}")
         return int(pytest.main(arguments, plugins=[pytest_plugin, results]))
-
-
-@contextmanager
-def _plain_environment() -> Iterator[None]:
-    names = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class _Results:

@@ -41,6 +41,7 @@ def new_plugin(kind: str, name: str, folder: Path | None = None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder} is there already, and nothing in it is overwritten; give another with --folder")
     words = {
+        "kind": kind,
         "name": name,
         "package": f"emssd_{name}",
         "distribution": distribution,
@@ -48,7 +49,8 @@ def new_plugin(kind: str, name: str, folder: Path | None = None) -> Path:
         "version": __version__,
     }
     try:
-        _write(files("emssd.authoring") / "templates" / kind, folder, words)
+        for template in ("common", kind):
+            _write(files("emssd.authoring") / "templates" / template, folder, words)
     except OSError as error:
         raise OutputError(f"{folder} cannot be written: {error}") from error
     return folder

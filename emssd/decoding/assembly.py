@@ -13,7 +13,8 @@ from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineO
 from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, LoadModel, ModelRunner, TargetModel, load_model
+from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
+from emssd.model.loading import LoadModel
 from emssd.plugins.registry import Registry
 
 if TYPE_CHECKING:
@@ -157,10 +158,6 @@ def _context(
 
     context = DrafterContext(
         vocab_size=target.vocab_size,
-        max_model_len=target.max_model_len,
-        max_batch_size=options.batch_size,
-        device=target.device,
-        dtype=target.dtype,
         tokenizer=tokenizer,
         load_runner=load_runner,
         make_drafter=make_drafter,

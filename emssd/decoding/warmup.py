@@ -20,7 +20,7 @@ def warm_up(engine: Engine, requests: Seq[Request]) -> None:
     """Run a batch of `requests` for a few tokens, at several lengths of drafts. Leaves an empty report.
 
     A policy that learns is shown a whole range of steps: no drafts, short ones, and the longest. It keeps what it has
-    learnt; drafters forget it, as outputs would tell them what is about to be timed.
+    learnt; drafters are reset, as outputs would tell them what is about to be timed.
     """
     few = [
         dataclasses.replace(
@@ -37,6 +37,6 @@ def warm_up(engine: Engine, requests: Seq[Request]) -> None:
             engine.drafting.policy = HeldBudget(policy, num_tokens)
             for _ in engine.run(few):
                 pass
-        engine.drafting.forget()
+        engine.drafting.reset()
     finally:
         engine.drafting.policy, engine.report = policy, RunReport()

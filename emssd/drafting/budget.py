@@ -5,41 +5,54 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch
 
-__all__ = ["BudgetPolicy", "FixedBudget", "HeldBudget"]
+__all__ = ["BudgetPolicy", "BudgetStep", "FixedBudget", "HeldBudget"]
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetStep:
+    """A step in which a drafter is about to be asked, or has just drafted.
+
+    Attributes:
+        batch: the rows of this step, which can be read only; there may be none.
+        limits: ``[B]`` the most tokens that this drafter can draft for each row.
+        num_other_tokens: further tokens that the step computes: pieces of prompts, and drafts of earlier drafters.
+        stage: which drafter it is, where several are asked in turn.
+    """
+
+    batch: Batch
+    limits: tuple[int, ...]
+    num_other_tokens: int = 0
+    stage: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the step begins here: no drafter was asked before this one."""
+        return self.stage == 0
 
 
 class BudgetPolicy(ABC):
     """Spends the tokens of a verification step where they are expected to be accepted. It cannot change the output."""
 
     @abstractmethod
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        """Before drafting: the most tokens to draft for each row.
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        """Before a drafter is asked: the most tokens to draft for each row, ``[B]``, each at most its limit."""
 
-        Args:
-            batch: the rows of this step. Read it, do not change it.
-            limits: ``[B]`` what is possible.
-            num_other_tokens: further tokens that the step computes: pieces of prompts, and drafts of earlier stages.
-            stage: which drafter is about to draft, where several are asked in turn; with the first a step begins.
-
-        Returns:
-            ``[B]``, each at most its limit.
-        """
-
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
-        """After drafting: how much of each row's draft to verify, ``[B]``; all of it by default."""
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        """After it has drafted: how much of each row's draft to verify, ``[B]``; all of it by default."""
         return draft.lengths
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         """Learn what the step accepted and how long it took. Called once after every step."""
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests. Unknown ids are no error."""
+        """Drop what is kept of these requests: they ended, or were preempted. Unknown ids are no error."""
 
 
 class FixedBudget(BudgetPolicy):
@@ -54,15 +67,16 @@ class FixedBudget(BudgetPolicy):
             raise ConfigError(f"budget.num_tokens is {num_tokens}; it must be at least 0, or null for no limit")
         self.num_tokens = num_tokens
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return [limit if self.num_tokens is None else min(limit, self.num_tokens) for limit in limits]
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        most = self.num_tokens
+        return step.limits if most is None else [min(limit, most) for limit in step.limits]
 
 
 class HeldBudget(BudgetPolicy):
     """Holds every row to the same number of drafted tokens; what is observed goes to the policy that runs later.
 
     Args:
-        inner: the policy that watches; it is also asked, and not heeded.
+        inner: the policy that watches. It is asked too, but its answer is ignored.
         num_tokens: for every row and step.
     """
 
@@ -70,12 +84,9 @@ class HeldBudget(BudgetPolicy):
         self._inner = inner
         self._num_tokens = num_tokens
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        self._inner.allot(batch, limits, num_other_tokens, stage)
-        return [min(limit, self._num_tokens) for limit in limits]
-
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
-        return draft.lengths
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        self._inner.allot(step)
+        return [min(limit, self._num_tokens) for limit in step.limits]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         self._inner.observe(outcome, stats)

@@ -73,15 +73,15 @@ class CheckedDrafter(Drafter):
                 self.drafter.observe(outcome)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Pass on which requests to forget; also to a drafter that failed, which may still hold something of theirs."""
+        """Pass it on, also to a drafter that failed, which may still hold something of these requests."""
         with self._guarded("release"):
             self.drafter.release(request_ids)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Pass it on; a drafter that failed may be left with what it has."""
         if not self.failure:
-            with self._guarded("forget"):
-                self.drafter.forget()
+            with self._guarded("reset"):
+                self.drafter.reset()
 
     @contextmanager
     def _guarded(self, where: str) -> Iterator[None]:

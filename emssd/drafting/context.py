@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from emssd.drafting.drafter import Drafter
 from emssd.model import ModelRunner
 
@@ -20,9 +18,6 @@ class DrafterContext:
 
     Attributes:
         vocab_size: drafted ids must be below it.
-        max_model_len: no sequence grows beyond it.
-        max_batch_size: largest number of rows of a batch.
-        device, dtype: where and in which precision the target computes.
         tokenizer: the target's tokenizer, if there is one.
         load_runner: ``load_runner(path)`` gives a further model with a KV cache of its own, and its tokenizer (or
             ``None``). The memory of all caches is divided once all drafters are built: run it from `propose` on.
@@ -30,10 +25,6 @@ class DrafterContext:
     """
 
     vocab_size: int
-    max_model_len: int
-    max_batch_size: int
-    device: torch.device
-    dtype: torch.dtype
     tokenizer: Any
     load_runner: Callable[[str], tuple[ModelRunner, Any]]
     make_drafter: Callable[[str, Mapping[str, Any]], Drafter]

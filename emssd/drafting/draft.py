@@ -30,18 +30,11 @@ class Draft:
         parents: ``[num_draft]`` host integers, for each node the index *within its row* of its parent, ``-1`` for
             a child of the sequence's newest token; a parent comes before its children. ``None``: every row is a
             chain.
-        probs: ``[num_draft, vocab]`` the drafter's distribution at each node; ``None`` means a deterministic
-            drafter. Greedy verification does not read it.
-        confidence: ``[num_draft]`` host floats in 0..1, how sure the drafter is of each node, given that those before
-            it are right; on any scale of its own, for budget policies; `adaptive` does not read it. ``None``: it
-            does not know.
     """
 
     token_ids: torch.Tensor
     indptr: tuple[int, ...]
     parents: tuple[int, ...] | None = None
-    probs: torch.Tensor | None = None
-    confidence: tuple[float, ...] | None = None
 
     @classmethod
     def from_chains(cls, chains: Iterable[Seq[int]]) -> Draft:
@@ -74,12 +67,7 @@ class Draft:
             return self
         kept = [range(start, start + length) for start, length in zip(self.indptr, lengths, strict=False)]
         nodes = on_device([node for row in kept for node in row], self.token_ids.device)
-        return Draft(
-            token_ids=self.token_ids[nodes],
-            indptr=(0, *accumulate(lengths)),
-            probs=None if self.probs is None else self.probs[nodes],
-            confidence=None if self.confidence is None else tuple(self.confidence[i] for row in kept for i in row),
-        )
+        return Draft(self.token_ids[nodes], (0, *accumulate(lengths)))
 
     @property
     def on_host(self) -> bool:
@@ -110,7 +98,7 @@ class Outcome:
 
     Attributes:
         batch: the batch that was drafted for, finished rows included.
-        draft: what was verified: of each row's draft the beginning, all of it or less, as the budget policy decided.
+        draft: what was verified: the beginning of each row's draft, as long as the budget policy decided.
         accepted: per row the accepted nodes of its draft, as indices within the row, in order; for a chain
             ``range(n)``. What an EOS or a length limit later cut off the sequence is not taken out here.
     """

@@ -17,9 +17,12 @@ class Drafter(ABC):
 
     Attributes:
         num_speculative_tokens: the most tokens this drafter proposes for one row in one step.
+        replays: what is replayed, in words, by a drafter that knows the output beforehand. Its figures are called a
+            replay wherever they are shown. ``None``: it drafts in earnest.
     """
 
     num_speculative_tokens: int = 0
+    replays: str | None = None
 
     @abstractmethod
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -40,14 +43,14 @@ class Drafter(ABC):
         """
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests. Unknown ids are no error.
+        """Drop what is kept of these requests: they ended, or were preempted. Unknown ids are no error.
 
         A request that comes again was preempted: it begins anew, with the tokens that it had.
         """
 
-    def forget(self) -> None:
-        """Drop what was learnt across requests, while none runs.
+    def reset(self) -> None:
+        """Become as new: drop what was learnt across requests, while none runs.
 
-        Called after a warm-up, which decodes the beginning of what is about to be timed. Of use to those only that
-        keep something of a request that was released.
+        Called after a warm-up, which decodes the beginning of what is about to be timed. Only a drafter that keeps
+        something of released requests needs it.
         """

@@ -18,8 +18,8 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
     """Hold a drafter to its interface.
 
     Raises:
-        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, a tree,
-            probabilities or confidence of other tokens, or, where they lie on the host, ids outside the vocabulary.
+        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, a tree, or,
+            where they lie on the host, ids outside the vocabulary.
     """
     if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
         raise DraftError(
@@ -39,11 +39,6 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
             )
     if not draft.is_chain:
         raise DraftError("it drafted a token tree, and only chains are verified so far; draft one chain per row")
-    for name, values in (("probs", draft.probs), ("confidence", draft.confidence)):
-        if values is not None and len(values) != draft.token_ids.numel():
-            raise DraftError(
-                f"its {name} are of {len(values)} tokens, and it drafted {draft.token_ids.numel()}; give one for each"
-            )
     if draft.on_host:
         check_ids(draft.token_ids.tolist(), vocab_size)
 
@@ -64,8 +59,6 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> 
         token_ids=draft.token_ids.clone(),
         indptr=tuple(map(index, draft.indptr)),
         parents=None if draft.parents is None else tuple(map(index, draft.parents)),
-        probs=draft.probs,
-        confidence=None if draft.confidence is None else tuple(draft.confidence),
     )
     check_draft(own, batch, budget, vocab_size)
     return own

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from emssd.attention.transfer import on_device
-from emssd.drafting.budget import BudgetPolicy
+from emssd.drafting.budget import BudgetPolicy, BudgetStep
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import PluginError
@@ -55,15 +55,14 @@ class DraftStages:
         for stage, drafter in enumerate(self.drafters):
             with phase("schedule"):
                 most = drafter.num_speculative_tokens
-                own = tuple(min(limit, most) for limit in still)
-                budget = self._asked(self.policy.allot, own, batch, own, num_other, stage)
+                step = BudgetStep(batch, tuple(min(limit, most) for limit in still), num_other, stage)
+                budget = self._asked(self.policy.allot, step.limits, step)
             with phase("draft"):
                 start = time.perf_counter()
                 proposed = drafter.propose(batch, budget)
                 seconds = time.perf_counter() - start
             with phase("schedule"):
-                whole = tuple(proposed.lengths)
-                part = proposed.cut(self._asked(self.policy.trim, whole, batch, proposed, num_other, stage))
+                part = proposed.cut(self._asked(self.policy.trim, proposed.lengths, step, proposed))
             parts.append(part)
             stats.append(StageStats(tuple(budget), tuple(part.lengths), seconds))
             num_other += part.indptr[-1]
@@ -107,7 +106,7 @@ class DraftStages:
             raise PluginError(f"{self._policy_name} failed in {name}: {error!r}") from error
 
     def observe(self, outcome: Outcome) -> None:
-        """Tell each drafter what became of its own rows; of the others it hears that nothing was drafted.
+        """Tell each drafter what became of its own rows, and that nothing was drafted for the others.
 
         Each is told, also if one before it fails.
         """
@@ -127,21 +126,21 @@ class DraftStages:
         self._called(self.policy.observe, "observe", outcome, stats)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Tell all drafters and the policy to forget these requests; each is told, also if one before it fails."""
+        """Tell the policy and all drafters that these requests are gone; each is told, also if one before it fails."""
         request_ids = list(request_ids)
         with ExitStack() as everybody:
             everybody.callback(self._called, self.policy.release, "release", request_ids)
             for drafter in reversed(self.drafters):
                 everybody.callback(drafter.release, request_ids)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Tell all drafters to drop what they have learnt across requests."""
         for drafter in self.drafters:
-            drafter.forget()
+            drafter.reset()
 
 
 def _joined(parts: list[Draft], num_rows: int) -> Draft:
-    """One draft of several, of which each row has tokens in one at most."""
+    """One draft of several; each row has tokens in at most one of them."""
     filled = [part for part in parts if part.token_ids.numel()]
     if len(filled) < 2:
         return filled[0] if filled else Draft.empty(num_rows)

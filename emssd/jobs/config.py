@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
-from emssd.plugins import Spec
 from emssd.plugins.faults import told
+from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import KINDS, Registry
 
 __all__ = [

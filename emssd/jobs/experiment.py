@@ -40,8 +40,7 @@ def row_of(
         overrides: what the sweep and the user set, as Hydra has it.
     """
     target, model = engine.target, config.model
-    drafters = [each.drafter for each in engine.drafting.drafters]
-    replays = [said for drafter in drafters if (said := getattr(drafter, "replays", None))]
+    replays = [said for each in engine.drafting.drafters if (said := each.drafter.replays)]
     return _job(config, job, overrides) | {
         "method": config.method,
         "speculate": config.speculate and config.drafter.name != "none",
@@ -163,5 +162,6 @@ def _task_of(config: RunConfig, overrides: Seq[str]) -> str | None:
 def _seeds(config: RunConfig) -> dict[str, int]:
     """Of everything random in the run; greedy decoding has none of its own."""
     groups = {"drafter": config.drafter, "data": config.data, "budget": config.budget}
-    seeds = {name: int(group.seed) for name, group in groups.items() if hasattr(group, "seed")}
+    found = {name: getattr(group, "seed", None) for name, group in groups.items()}  # as `Spec.config` says
+    seeds = {name: seed for name, seed in found.items() if isinstance(seed, int)}
     return seeds | ({"weights": 0} if config.model.architecture else {})

@@ -1,5 +1,5 @@
 """How plugins are offered and found: the hooks, the records they return, and the registry."""
 
-from emssd.plugins.hookspecs import Spec, hookimpl
+from emssd.plugins.hookspecs import BackendSpec, BudgetSpec, DrafterSpec, PromptSourceSpec, hookimpl
 
-__all__ = ["Spec", "hookimpl"]
+__all__ = ["BackendSpec", "BudgetSpec", "DrafterSpec", "PromptSourceSpec", "hookimpl"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from emssd.data import sources
-from emssd.plugins.hookspecs import Spec, hookimpl
+from emssd.plugins.hookspecs import BudgetSpec, PromptSourceSpec, hookimpl
 
 if TYPE_CHECKING:
     from emssd.drafting import BudgetPolicy
@@ -26,20 +26,20 @@ class FixedBudgetConfig:
 
 
 @hookimpl
-def emssd_budget_policies() -> list[Spec]:
+def emssd_budget_policies() -> list[BudgetSpec]:
     """Offer the simplest policy."""
-    return [Spec("fixed", FixedBudgetConfig, _fixed)]
+    return [BudgetSpec("fixed", FixedBudgetConfig, _fixed)]
 
 
 @hookimpl
-def emssd_prompt_sources() -> list[Spec]:
+def emssd_prompt_sources() -> list[PromptSourceSpec]:
     """Offer the built-in sources."""
     return [
-        Spec("demo", sources.DemoConfig, sources.demo_prompts),
-        Spec("text", sources.TextConfig, sources.text_prompts),
-        Spec("jsonl", sources.JSONLConfig, sources.jsonl_prompts),
-        Spec("hf", sources.DatasetConfig, sources.dataset_prompts),
-        Spec("random", sources.RandomConfig, sources.random_prompts),
+        PromptSourceSpec("demo", sources.DemoConfig, sources.demo_prompts),
+        PromptSourceSpec("text", sources.TextConfig, sources.text_prompts),
+        PromptSourceSpec("jsonl", sources.JSONLConfig, sources.jsonl_prompts),
+        PromptSourceSpec("hf", sources.DatasetConfig, sources.dataset_prompts),
+        PromptSourceSpec("random", sources.RandomConfig, sources.random_prompts),
     ]
 
 

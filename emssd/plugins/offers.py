@@ -8,22 +8,27 @@ from collections.abc import Iterable
 from typing import Any
 
 from emssd.errors import PluginError
-from emssd.plugins.hookspecs import Spec
+from emssd.plugins.hookspecs import KINDS, Spec
 
 __all__ = ["check_spec", "held", "specs_of"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
-def specs_of(result: Any, hook: str) -> list[Spec]:
-    """What a hook returned.
+def specs_of(result: Any, kind: str) -> list[Spec]:
+    """What the hook of `kind` returned.
 
     Raises:
-        PluginError: no list of specs.
+        PluginError: no list of the hook's own records.
     """
-    if not isinstance(result, list) or not all(isinstance(spec, Spec) for spec in result):
-        raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.plugins.Spec")
-    return result
+    hook, record = KINDS[kind]
+    if isinstance(result, list) and all(isinstance(spec, record) for spec in result):
+        return result
+    for other, stranger in KINDS.values():
+        if isinstance(result, list) and stranger is not record and any(isinstance(spec, stranger) for spec in result):
+            name = stranger.__name__
+            raise PluginError(f"hook {hook} returned a {name}, not a {record.__name__}; return a {name} from {other}")
+    raise PluginError(f"hook {hook} returned {result!r}, not a list of emssd.plugins.{record.__name__}")
 
 
 def check_spec(spec: Spec, kind: str) -> None:
@@ -75,12 +80,12 @@ def held(made: Any, kind: str, owner: str) -> Any:
 def _wanted(kind: str) -> tuple[tuple[type, ...], str]:
     """The classes that `kind` is built of, and in words; imported here, because these bring torch."""
     from emssd.attention import AttentionBackend
-    from emssd.data.prompts import FailedPrompt, Prompt
+    from emssd.data import FailedPrompt, Prompt
     from emssd.drafting import BudgetPolicy, Drafter
 
     return {
         "drafter": ((Drafter,), "an emssd.drafting.Drafter, or a list of them"),
         "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
         "budget": ((BudgetPolicy,), "an emssd.drafting.BudgetPolicy"),
-        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.prompts.Prompt"),
+        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.Prompt"),
     }[kind]

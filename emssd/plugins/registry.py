@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
 
 import pluggy
@@ -16,19 +16,14 @@ import pluggy
 from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
 from emssd.plugins import hookspecs
 from emssd.plugins.faults import guarded, named_if_slow, told
-from emssd.plugins.hookspecs import Spec
+from emssd.plugins.hookspecs import KINDS, Spec
 from emssd.plugins.offers import check_spec, held, specs_of
 from emssd.plugins.requirements import unmet_requirement
 
 __all__ = ["KINDS", "PluginRecord", "Registry"]
 
-KINDS = {
-    "drafter": "emssd_drafters",
-    "backend": "emssd_attention_backends",
-    "budget": "emssd_budget_policies",
-    "data": "emssd_prompt_sources",
-}
 _SKIP = "EMSSD_SKIP_PLUGINS"
+_HOOKS = ", ".join(hook for hook, _ in KINDS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +67,10 @@ class Registry:
         self.records: list[PluginRecord] = []
         self.in_use: dict[tuple[str, str], PluginRecord] = {}
         self._offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
-        points = entry_points(group="emssd") if group is None else group
-        for point in sorted(points, key=lambda point: (not _is_ours(point), point.name)):
-            self._take(point, on_load)
+        points = list(entry_points(group="emssd") if group is None else group)
+        origins = {dist: _origin(dist) for dist in {point.dist for point in points}}  # each look parses all metadata
+        for point in sorted(points, key=lambda point: (origins[point.dist][0] != "emssd", point.name)):
+            self._take(point, *origins[point.dist], on_load)
 
     def names(self, kind: str) -> list[str]:
         """Names of what is offered, sorted."""
@@ -148,14 +144,13 @@ class Registry:
         """How messages call what is offered as `name`."""
         return f"{kind} {name!r} ({self.source(kind, name)})"
 
-    def _take(self, point: EntryPoint, on_load: Callable[[str], None]) -> None:
+    def _take(self, point: EntryPoint, distribution: str, version: str, on_load: Callable[[str], None]) -> None:
         """Load one entry point and keep what it offers, or what went wrong."""
-        distribution = (point.dist and point.dist.name) or "?"  # metadata may be missing, or tell neither
-        version = (point.dist and point.dist.version) or "?"
+        ours = distribution == "emssd"
         whole = PluginRecord("plugin", point.name, distribution, version, "failed")
         owner = f"plugin {point.name!r} of {distribution} {version}"
-        watch = nullcontext() if _is_ours(point) else named_if_slow(owner, f"{_SKIP}={distribution} runs without it")
-        if not _is_ours(point):
+        watch = nullcontext() if ours else named_if_slow(owner, f"{_SKIP}={distribution} runs without it")
+        if not ours:
             if {point.name, distribution} & {*os.environ.get(_SKIP, "").replace(",", " ").split()}:
                 self.records.append(dataclasses.replace(whole, state="skipped", reason=f"{_SKIP} names it"))
                 return
@@ -181,7 +176,7 @@ class Registry:
         self, point: EntryPoint, distribution: str, version: str
     ) -> dict[tuple[str, str], tuple[Spec, PluginRecord]]:
         """All that one entry point offers; all or nothing."""
-        if reason := unmet_requirement(distribution):
+        if distribution != "emssd" and (reason := unmet_requirement(distribution)):
             raise PluginError(reason)
         manager = pluggy.PluginManager("emssd")
         manager.add_hookspecs(hookspecs)
@@ -189,11 +184,11 @@ class Registry:
         try:
             manager.check_pending()  # a misspelt hook is an error, not silence
         except pluggy.PluginValidationError as error:
-            raise PluginError(f"{error}; the hooks are {', '.join(KINDS.values())}") from None
+            raise PluginError(f"{error}; the hooks are {_HOOKS}") from None
         offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
-        for kind, hook in KINDS.items():
+        for kind, (hook, _) in KINDS.items():
             called = getattr(manager.hook, hook).get_hookimpls()  # one by one, as pluggy passes over a None
-            for spec in [spec for each in called for spec in specs_of(each.function(), hook)]:
+            for spec in [spec for each in called for spec in specs_of(each.function(), kind)]:
                 check_spec(spec, kind)
                 if known := offers.get((kind, spec.name)) or self._offers.get((kind, spec.name)):
                     raise PluginError(f"{kind} {spec.name!r} is already offered by {known[1].distribution}")
@@ -204,12 +199,13 @@ class Registry:
                 record = PluginRecord(kind, spec.name, distribution, version, state, reason or "")
                 offers[kind, spec.name] = spec, record
         if not offers:
-            raise PluginError(f"none of the hooks {', '.join(KINDS.values())} returns anything")
+            raise PluginError(f"none of the hooks {_HOOKS} returns anything")
         return offers
 
 
-def _is_ours(point: EntryPoint) -> bool:
-    return point.dist is not None and point.dist.name == "emssd"
+def _origin(dist: Distribution | None) -> tuple[str, str]:
+    """Name and version; metadata may be missing, or tell neither."""
+    return (dist and dist.name) or "?", (dist and dist.version) or "?"
 
 
 def _failure(record: PluginRecord) -> str:

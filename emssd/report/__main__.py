@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from emssd.console.terminal import steady
-from emssd.errors import ConfigError, exit_on_error
+from emssd.errors import ConfigError, OutputError, exit_on_error
 
-__all__ = ["main", "make_parser"]
+__all__ = ["main", "make_parser", "report"]
+
+_INTRODUCTION = (
+    "Figures are medians of the repeats, with the least and the greatest in brackets and as bars in plots. A speed-up "
+    "is a ratio to plain greedy decoding on the same kernels within a repeat. docs/reports.md has all formulas."
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -43,12 +49,36 @@ def main(arguments: Seq[str] | None = None) -> None:
             raise ConfigError(
                 f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only"
             )
-        from emssd.report.write import report
-
-        written = report(options.runs, options.out, title=options.title, name=options.name)
-        markdown, page, *plots = written
+        markdown, page, *plots = report(options.runs, options.out, title=options.title, name=options.name)
         beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
         print(f"{page}\n{markdown}{beside}")
+
+
+def report(runs: Iterable[Path], out: Path, *, title: str, name: str) -> list[Path]:
+    """Make the report of `runs` in the folder `out`: Markdown with its plots as files beside it, and one HTML file.
+
+    Raises:
+        ConfigError: what was given cannot be shown, or there is no matplotlib.
+        OutputError: the files cannot be written.
+    """
+    from emssd.report.page import html_page
+    from emssd.report.sections import Plot, sections
+    from emssd.report.sources import read
+    from emssd.report.tables import escape
+
+    found = sections(read(runs))
+    plots = [block for section in found for block in section.blocks if isinstance(block, Plot)]
+    images = {f"{name}_{plot.name}.svg": plot.svg for plot in plots}
+    parts = [f"# {escape(title)}", _INTRODUCTION, *(section.markdown(name) for section in found)]
+    markdown = "\n\n".join(parts) + "\n"
+    files = {f"{name}.md": markdown, f"{name}.html": html_page(title, markdown, images), **images}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (out / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write the report to {out}: {error.strerror}; choose a folder with --out") from error
+    return [out / file for file in files]
 
 
 if __name__ == "__main__":

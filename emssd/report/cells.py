@@ -1,17 +1,33 @@
-"""Cells of an experiment: medians over repeats, their spread, and speed-ups against each row's own baseline."""
+"""What is compared with what: settings, their cells, medians over repeats, and speed-ups."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from emssd.report.lines import Line, Setting, baseline_method, setting_names
-from emssd.report.rows import Row
-from emssd.report.text import listed
+from emssd.report.rows import Row, machine_name
+from emssd.report.tables import grouped
 
-__all__ = ["Cell", "Grid", "Spread", "grids", "num_repeats"]
+__all__ = ["WITHOUT_BASELINE", "Cell", "Grid", "Line", "Setting", "Spread", "grids", "setting_names"]
+
+WITHOUT_BASELINE = ("padding_ratio", "acceptance", "step_time")
+"""Experiments that count, or time single steps, and so run no plain greedy decoding."""
+
+_BASELINES = dict.fromkeys(("vanilla", "unpad_kv", "unpad_inputs", "unpad_both"), "greedy")
+_LABELS = {  # in the paper's order
+    "greedy": "greedy",
+    "vanilla": "vanilla",
+    "unpad_kv": "unpad KV",
+    "unpad_inputs": "unpad inputs",
+    "unpad_both": "EMS-SD (both unpadded)",
+    "ragged_greedy": "greedy on ragged",
+    "ragged": "ragged",
+    "flashinfer_greedy": "greedy on flashinfer",
+    "flashinfer": "flashinfer",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +64,94 @@ class Spread:
         return f"{middle} ({self.low:{form}}–{self.high:{form}})" if self.count > 1 else middle
 
 
+class Setting(NamedTuple):
+    """What all rows of a comparison have in common, in words.
+
+    Attributes:
+        length: tokens of all prompts; those of another template or limit have other numbers.
+        options: whatever else was set, as in a row.
+    """
+
+    model: str
+    drafter: str
+    data: str
+    dtype: str
+    size: str
+    batching: str
+    machine: str
+    length: str
+    options: tuple[str, ...]
+
+    @classmethod
+    def of(cls, row: Row) -> Setting:
+        """The setting that `row` belongs to."""
+        lengths = row.samples["num_prompt_tokens"]
+        return cls(
+            row.model,
+            row.drafter_options,
+            f"{row.data_label or row.data}, {len(lengths)} prompts, {row.max_new_tokens} new tokens",
+            row.dtype + (", compiled" if row.compiled else ""),
+            f"size {row.size}",
+            f"{row.batching} batches",
+            machine_name(row.provenance["hardware"]),
+            f"{int(sum(lengths))} tokens of prompts",
+            row.options,
+        )
+
+
+def setting_names(settings: Iterable[Setting]) -> dict[Setting, str]:
+    """Model, drafter, data and type of each setting; where these are the same, whatever differs is added."""
+    found = {}
+    for said, alike in grouped(dict.fromkeys(settings), lambda each: each[:4]).items():
+        common = set.intersection(*(set(each.options) for each in alike))
+        differing = [place for place in range(4, 8) if len({each[place] for each in alike}) > 1]
+        for each in alike:
+            parts = [*said, *(str(each[place]) for place in differing), *each.options]
+            found[each] = " · ".join(part for part in parts if part and part not in common)
+    return found
+
+
+class Line(NamedTuple):
+    """One of the things that a comparison compares at every batch size.
+
+    Attributes:
+        method: ``None`` where the experiment names no methods.
+        budget: ``""`` for plain greedy decoding, which has none.
+    """
+
+    method: str | None
+    speculate: bool = True
+    backend: str = ""
+    budget: str = ""
+
+    @classmethod
+    def of(cls, row: Row) -> Line:
+        """The line that `row` belongs to."""
+        return cls(row.method, row.speculate, row.backend_options, row.budget_options if row.speculate else "")
+
+    @property
+    def label(self) -> str:
+        """What tables and legends call it."""
+        return _LABELS.get(self.method or "", self.method or f"{self.budget or 'greedy'} on {self.backend}")
+
+    @property
+    def rank(self) -> tuple[int, str, bool, str]:
+        """Sorts lines as the paper lists them."""
+        known = list(_LABELS).index(self.method) if self.method in _LABELS else len(_LABELS)
+        return (known, self.backend, self.speculate, self.budget or self.method or "")
+
+    @property
+    def baseline(self) -> str | None:
+        """The method whose rows are its baseline; ``None`` where the experiment names no methods."""
+        return None if self.method is None else _BASELINES.get(self.method, f"{self.method}_greedy")
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """The repeats of one line at one batch size.
 
     Attributes:
-        baselines: of each row, tokens/s of its own baseline in the same repeat; ``None`` where there is none.
+        baselines: tokens/s of each row's own baseline in the same repeat; ``None`` where there is none.
     """
 
     line: Line
@@ -65,45 +163,42 @@ class Cell:
         """Of a metric, by name, or of a function of rows."""
         return Spread.of(figure(row) if callable(figure) else float(row.metrics[figure]) for row in self.rows)
 
-    @property
-    def tokens_per_second(self) -> Spread:
-        """Of decode steps."""
-        return self.spread("decode_tokens_per_second")
+    def median(self, figure: str | Callable[[Row], float], form: str = ".2f") -> str:
+        """The median of a `spread`, as text."""
+        return format(self.spread(figure).median, form)
 
     @property
     def speedup(self) -> Spread | None:
         """Ratio to the baseline within each repeat; ``None`` for a baseline, and where none was run."""
-        if not self.line.speculate:
-            return None
-        pairs = [(_rate(row), base) for row, base in zip(self.rows, self.baselines, strict=True) if base]
-        return Spread.of(rate / base for rate, base in pairs) if pairs else None
+        ratios = [row.rate / base for row, base in zip(self.rows, self.baselines, strict=True) if base]
+        return Spread.of(ratios) if ratios else None
 
-    @property
-    def missing(self) -> str | None:
-        """Which baseline is not there."""
-        without = [row for row, base in zip(self.rows, self.baselines, strict=True) if not base]
-        if not self.line.speculate or not without:
-            return None
-        wanted = baseline_method(self.line.method) or f"any, backend={self.line.backend}"
-        repeats = ", ".join(str(row.repeat) for row in without)
-        return f"no baseline: no row of plain greedy decoding (method {wanted}) in repeat {repeats}"
+    def speedup_text(self) -> str:
+        """The speed-up, and in how many repeats there is a baseline if not in all."""
+        spread, number = self.speedup, len(self.rows)
+        if spread is None:
+            wanted = self.line.speculate and self.rows[0].experiment not in WITHOUT_BASELINE
+            return "no baseline" if wanted else ""
+        return spread.text() + (f", baseline in {spread.count} of {number} repeats" if spread.count < number else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All cells of one setting.
+    """All cells of one setting, by batch size and line.
 
     Attributes:
         name: model, drafter, data and type, and whatever else tells it from the other settings.
-        mark: ``""``, or what every title, legend and caption has to say: random weights, replay.
-        replays: in words, what is replayed.
     """
 
     setting: Setting
     name: str
     cells: tuple[Cell, ...]
-    mark: str
-    replays: tuple[str, ...]
+
+    @property
+    def mark(self) -> str:
+        """``""``, or what every title and legend has to say of weights or drafts that are made up."""
+        made_up = any(row.random_weights for row in self.rows)
+        return ", ".join(["random weights"] * made_up + ["replay"] * any(row.replay for row in self.rows))
 
     @property
     def title(self) -> str:
@@ -111,93 +206,51 @@ class Grid:
         return f"{self.name} ({self.mark})" if self.mark else self.name
 
     @property
-    def lines(self) -> list[Line]:
-        """In the order of the paper."""
-        return sorted({cell.line for cell in self.cells}, key=lambda line: line.rank)
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """From the smallest."""
-        return sorted({cell.batch_size for cell in self.cells})
-
-    @property
     def rows(self) -> list[Row]:
         """Of all cells."""
         return [row for cell in self.cells for row in cell.rows]
 
-    @property
-    def missing(self) -> list[str]:
-        """Which baselines are not there; cells that lack the same are named together."""
-        lacking: dict[tuple[Line, str], list[int]] = {}
-        for cell in self.cells:
-            if cell.missing:
-                lacking.setdefault((cell.line, cell.missing), []).append(cell.batch_size)
-        alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-        for (line, missing), sizes in lacking.items():
-            alike.setdefault((missing, tuple(sizes)), []).append(line.label)
-        return [
-            f"{listed(labels)} at batch size {listed(sizes)}: {missing}" for (missing, sizes), labels in alike.items()
-        ]
+    def by_line(self) -> dict[Line, list[Cell]]:
+        """The cells of each line from the smallest batch size on, in the order of the paper."""
+        return dict(sorted(grouped(self.cells, lambda cell: cell.line).items(), key=lambda item: item[0].rank))
 
-    def get(self, line: Line | str, batch_size: int) -> Cell | None:
-        """The cell of a line, or of a method by name."""
-        for cell in self.cells:
-            if cell.batch_size == batch_size and line in (cell.line, cell.line.method):
-                return cell
-        return None
+    def get(self, method: str, batch_size: int) -> Cell | None:
+        """The cell of a method."""
+        found = (cell for cell in self.cells if (cell.line.method, cell.batch_size) == (method, batch_size))
+        return next(found, None)
 
     def ratio(self, above: str, below: str, batch_size: int) -> Spread | None:
         """Tokens/s of one method ÷ those of another within each repeat; ``None`` if either was not run."""
         top, bottom = self.get(above, batch_size), self.get(below, batch_size)
-        if top is None or bottom is None:
-            return None
-        return Spread.within_repeats(top.rows, bottom.rows, _rate)
+        return Spread.within_repeats(top.rows, bottom.rows, lambda row: row.rate) if top and bottom else None
 
 
-def grids(rows: Iterable[Row]) -> list[Grid]:
-    """Rows by what may be compared."""
-    by_setting: dict[Setting, dict[tuple[int, Line], list[Row]]] = {}
-    baselines: dict[_Key, list[Row]] = {}
-    for row in rows:
-        if not row.speculate:
-            baselines.setdefault(_key(row), []).append(row)
-        by_setting.setdefault(Setting.of(row), {}).setdefault((row.batch_size, Line.of(row)), []).append(row)
-    found, names = [], setting_names(list(by_setting))
-    for setting, cells in by_setting.items():
-        made = [
-            Cell(line, batch_size, tuple(repeats), tuple(_baseline(row, baselines) for row in repeats))
-            for (batch_size, line), repeats in sorted(cells.items(), key=lambda item: (item[0][0], item[0][1].rank))
+def grids(rows: Iterable[Row], setting: Callable[[Row], Setting] = Setting.of) -> list[Grid]:
+    """Rows by what may be compared: those of a `setting`."""
+    by_setting = grouped(rows, setting)
+    baselines = grouped((row for mine in by_setting.values() for row in mine if not row.speculate), _key)
+    names, found = setting_names(by_setting), []
+    for each, mine in by_setting.items():
+        cells = [
+            Cell(line, size, tuple(repeats), tuple(_baseline(row, baselines.get(_key(row), ())) for row in repeats))
+            for (size, line), repeats in grouped(mine, lambda row: (row.batch_size, Line.of(row))).items()
         ]
-        members = [row for repeats in cells.values() for row in repeats]
-        replays = tuple(dict.fromkeys(row.replay for row in members if row.replay))
-        marks = ["random weights"] * any(row.random_weights for row in members) + ["replay"] * bool(replays)
-        found.append(Grid(setting, names[setting], tuple(made), ", ".join(marks), replays))
+        found.append(Grid(each, names[each], tuple(sorted(cells, key=lambda cell: (cell.batch_size, cell.line.rank)))))
     return found
 
 
-def num_repeats(found: Iterable[Grid]) -> int:
-    """Repeats of the cell that has the most."""
-    return max(len(cell.rows) for grid in found for cell in grid.cells)
-
-
-_Key = tuple[object, ...]
-
-
-def _baseline(row: Row, baselines: dict[_Key, list[Row]]) -> float | None:
-    """Tokens/s of plain greedy decoding in the same repeat, with the same kernels."""
-    method, found = baseline_method(row.method), []
-    for other in baselines.get(_key(row), ()) if row.speculate else ():
-        if other.method == method if method is not None else other.backend_options == row.backend_options:
-            found.append(other)
-    nearest = [other for other in found if other.drafter_options == row.drafter_options] or found
-    return statistics.median(map(_rate, nearest)) if nearest else None
-
-
-def _key(row: Row) -> _Key:
+def _key(row: Row) -> tuple[object, ...]:
     """What a row and its baseline have in common: all but the drafter."""
-    setting = dataclasses.replace(Setting.of(row), drafter="")
-    return (row.source, row.repeat, row.batch_size, setting)
+    return (row.source, row.repeat, row.batch_size, Setting.of(row)._replace(drafter=""))
 
 
-def _rate(row: Row) -> float:
-    return float(row.metrics["decode_tokens_per_second"])
+def _baseline(row: Row, others: Seq[Row]) -> float | None:
+    """Tokens/s of plain greedy decoding with the same kernels; that of the same drafter's sweep is preferred."""
+    if not row.speculate:
+        return None
+    wanted, line = ("backend_options", row.backend_options), Line.of(row)
+    if line.method is not None:
+        wanted = ("method", str(line.baseline))
+    found = [other for other in others if getattr(other, wanted[0]) == wanted[1]]
+    nearest = [other for other in found if other.drafter_options == row.drafter_options] or found
+    return statistics.median(other.rate for other in nearest) if nearest else None

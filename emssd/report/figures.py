@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from emssd.errors import ConfigError
+from emssd.report.cells import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Curve", "colour", "curves", "histograms", "stacked"]
+__all__ = ["Curve", "colour", "curves", "histograms", "speed_chart", "stacked"]
 
 _COLOURS = {  # told apart by the colour-blind, too
     "vanilla": "#d55e00",
@@ -29,11 +30,14 @@ _COLOURS = {  # told apart by the colour-blind, too
 }
 _CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555")
 _MARKERS = "osD^vP*X"
-_PHASES = {
-    "schedule": "#e69f00", "draft": "#cc79a7", "plan": "#56b4e9", "forward": "#0072b2", "verify": "#009e73",
-    "other": "#999999",
-}  # fmt: skip
-_SHORT = 30  # characters of a legend's entry of which two stand side by side
+_STYLES: dict[str, dict[str, Any]] = {
+    "measured": {"ms": 4.5, "linewidth": 1.6},
+    "paper": {"marker": "", "linestyle": (0, (4, 2)), "linewidth": 1.2, "alpha": 0.75},
+    "floor": {"marker": "", "linestyle": ":", "linewidth": 1.5},
+    "marks": {"marker": "*", "linestyle": "none", "ms": 9},
+    "level": {"ms": 3, "linewidth": 0.9},
+}
+_SHORT = 30  # characters of a legend's entry that leave room for two side by side
 _SIZE = (5.2, 3.7)  # inches; narrow enough to be read on a phone
 _SETTINGS: Any = {"svg.hashsalt": "emssd", "svg.fonttype": "none", "font.size": 9.5, "axes.titlesize": 10.5}
 
@@ -43,18 +47,15 @@ class Curve:
     """A line of a plot.
 
     Attributes:
-        points: y by x.
-        ranges: least and greatest y by x, drawn as bars; empty for none.
+        points: y by x; of a `Spread` the median, with a bar from the least to the greatest.
         style: ``measured`` (marks and a line), ``paper`` (dashed), ``floor`` (dotted), ``marks`` (no line) or ``level``
             (thin).
-        colour: of the line.
     """
 
     label: str
-    points: Mapping[float, float]
+    points: Mapping[float, float | Spread]
     colour: str
     style: str = "measured"
-    ranges: Mapping[float, tuple[float, float]] | None = None
 
 
 def colour(method: str | None, index: int = 0) -> str:
@@ -63,15 +64,9 @@ def colour(method: str | None, index: int = 0) -> str:
 
 
 def curves(
-    title: str,
-    xlabel: str,
-    ylabel: str,
-    lines: Seq[Curve],
-    *,
-    mark: str = "",
-    log: bool = True,
+    title: str, xlabel: str, ylabel: str, lines: Iterable[Curve], *, mark: str = "", log: bool = True,
     level: float | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Lines over batch sizes or the like.
 
     Args:
@@ -82,11 +77,12 @@ def curves(
         level: a horizontal line there.
     """
     figure, axes = _figure(title)
-    for index, line in enumerate(lines):
+    drawn = [line for line in lines if line.points]
+    for index, line in enumerate(drawn):
         _draw(axes, line, _MARKERS[index % len(_MARKERS)])
     if level is not None:
         axes.axhline(level, color="black", linewidth=0.8)
-    xs = sorted({x for line in lines for x in line.points})
+    xs = sorted({x for line in drawn for x in line.points})
     if log:
         axes.set_xscale("log", base=2)
     if len(xs) <= 10:
@@ -94,25 +90,24 @@ def curves(
         axes.minorticks_off()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_ylim(bottom=0)
-    _legend(figure, axes, mark)
-    return _svg(figure)
+    return _svg(figure, axes, mark)
+
+
+def speed_chart(title: str, lines: Iterable[Curve], mark: str = "") -> str:
+    """Speed-ups by batch size."""
+    return curves(title, "batch size / rows", "speed-up over plain greedy", lines, mark=mark, level=1.0)
 
 
 def _draw(axes: Axes, line: Curve, marker: str) -> None:
     xs = sorted(line.points)
-    ys = [line.points[x] for x in xs]
-    styles: dict[str, dict[str, Any]] = {
-        "measured": {"marker": marker, "ms": 4.5, "linewidth": 1.6},
-        "paper": {"linestyle": (0, (4, 2)), "linewidth": 1.2, "alpha": 0.75},
-        "floor": {"linestyle": ":", "linewidth": 1.5},
-        "marks": {"linestyle": "none", "marker": "*", "ms": 9},
-        "level": {"linewidth": 0.9, "marker": marker, "ms": 3},
-    }
-    axes.plot(xs, ys, color=line.colour, label=line.label, **styles[line.style])
-    if line.ranges:
-        middles = [(line.ranges[x][0] + line.ranges[x][1]) / 2 for x in xs]
-        halves = [(line.ranges[x][1] - line.ranges[x][0]) / 2 for x in xs]
-        axes.errorbar(xs, middles, halves, fmt="none", ecolor=line.colour, capsize=2, linewidth=0.9)
+    values = [line.points[x] for x in xs]
+    ys = [value.median if isinstance(value, Spread) else value for value in values]
+    axes.plot(xs, ys, color=line.colour, label=line.label, **({"marker": marker} | _STYLES[line.style]))
+    bars = [(x, value.low, value.high) for x, value in zip(xs, values, strict=True) if isinstance(value, Spread)]
+    if bars:
+        middles, halves = [(low + high) / 2 for _, low, high in bars], [(high - low) / 2 for _, low, high in bars]
+        style: dict[str, Any] = {"fmt": "none", "ecolor": line.colour, "capsize": 2, "linewidth": 0.9}
+        axes.errorbar([x for x, *_ in bars], middles, halves, **style)
 
 
 def stacked(title: str, xlabel: str, parts: Mapping[str, Seq[float]], labels: Seq[str], *, mark: str = "") -> str:
@@ -120,30 +115,25 @@ def stacked(title: str, xlabel: str, parts: Mapping[str, Seq[float]], labels: Se
     figure, axes = _figure(title, height=1.3 + 0.21 * len(labels))
     left = [0.0] * len(labels)
     for index, (name, widths) in enumerate(parts.items()):
-        fill = _PHASES.get(name, _CYCLE[index % len(_CYCLE)])
-        axes.barh(range(len(labels)), list(widths), left=left, label=name, color=fill, height=0.75)
+        axes.barh(range(len(labels)), list(widths), left=left, label=name, color=colour(None, index), height=0.75)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set(xlabel=xlabel)
-    _legend(figure, axes, mark, columns=6)
-    return _svg(figure)
+    return _svg(figure, axes, mark, columns=6)
 
 
 def histograms(title: str, xlabel: str, samples: Mapping[str, Seq[float]], *, mark: str = "") -> str:
     """Densities of several samples over the same bins."""
     figure, axes = _figure(title)
-    lowest = min(min(values) for values in samples.values())
-    highest = max(max(values) for values in samples.values())
+    lowest, highest = (pick(pick(values) for values in samples.values()) for pick in (min, max))
     step = max((highest - lowest) / 16, 1e-3)
     edges = [lowest + step * i for i in range(18)]
     for index, (name, values) in enumerate(samples.items()):
-        style: dict[str, Any] = {"histtype": "stepfilled", "alpha": 0.25, "color": _CYCLE[index % len(_CYCLE)]}
-        axes.hist(list(values), edges, density=True, **style)
-        axes.hist(list(values), edges, density=True, label=name, **(style | {"histtype": "step", "alpha": 1}))
+        axes.hist(list(values), edges, density=True, histtype="stepfilled", alpha=0.25, color=colour(None, index))
+        axes.hist(list(values), edges, density=True, histtype="step", color=colour(None, index), label=name)
     axes.set(xlabel=xlabel, ylabel="probability density")
-    _legend(figure, axes, mark)
-    return _svg(figure)
+    return _svg(figure, axes, mark)
 
 
 def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
@@ -162,8 +152,10 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _legend(figure: Figure, axes: Axes, mark: str, columns: int = 2) -> None:
-    """Below the plot, so that it hides nothing."""
+def _svg(figure: Figure, axes: Axes, mark: str, columns: int = 2) -> str:
+    """The picture, with its legend below the plot, so that it hides nothing."""
+    import matplotlib as mpl
+
     handles, labels = axes.get_legend_handles_labels()
     if max(map(len, labels), default=0) > _SHORT:
         columns = 1
@@ -172,11 +164,6 @@ def _legend(figure: Figure, axes: Axes, mark: str, columns: int = 2) -> None:
             handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, title=mark or None,
             title_fontsize=8, columnspacing=1.2, handlelength=1.8,
         )  # fmt: skip
-
-
-def _svg(figure: Figure) -> str:
-    import matplotlib as mpl
-
     written = io.StringIO()
     with mpl.rc_context(_SETTINGS):
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))

@@ -8,7 +8,7 @@ from math import ceil
 from emssd.model.costs import Costs
 from emssd.report.rows import Row
 
-__all__ = ["Floor", "arithmetic_from"]
+__all__ = ["Floor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +18,24 @@ class Floor:
     Attributes:
         byte_seconds: weights and the rows' KV moved once, at the measured bandwidth.
         flop_seconds: the arithmetic of all computed tokens, at the measured rate of a large product.
+        tokens_per_row: computed in a step.
         tokens_per_step: new tokens of a step.
     """
 
     byte_seconds: float
     flop_seconds: float
+    tokens_per_row: float
     tokens_per_step: float
 
     @classmethod
-    def of(cls, row: Row) -> Floor | None:
-        """Of a run; ``None`` if it had no decode step."""
-        steps, num_rows = row.metrics["decode_steps"], row.metrics["decode_row_steps"]
-        if not steps or not num_rows:
-            return None
-        seconds = _seconds(row, row.metrics["decode_computed_tokens"] / num_rows)
-        return cls(*seconds, row.metrics["decode_new_tokens"] / steps)
+    def of(cls, row: Row, tokens_per_row: float | None = None) -> Floor:
+        """Of a run that had decode steps, as it was or with another number of tokens per row."""
+        metrics, hardware = row.metrics, row.provenance["hardware"]
+        steps, num_rows = metrics["decode_steps"], metrics["decode_row_steps"] / metrics["decode_steps"]
+        tokens = tokens_per_row or metrics["decode_computed_tokens"] / metrics["decode_row_steps"]
+        moved, flops = Costs(**row.costs).of_step(num_rows, num_rows * tokens, metrics["decode_kv_tokens"] / steps)
+        seconds = moved / hardware["bytes_per_second"], flops / hardware["flops_per_second"]
+        return cls(*seconds, tokens, metrics["decode_new_tokens"] / steps)
 
     @property
     def seconds(self) -> float:
@@ -49,22 +52,7 @@ class Floor:
         """New tokens per second at the floor."""
         return self.tokens_per_step / self.seconds
 
-
-def arithmetic_from(row: Row) -> int | None:
-    """From how many tokens per row on arithmetic takes longer than memory, at the batch size and KV lengths of `row`.
-
-    ``None`` if it had no decode step.
-    """
-    if not row.metrics["decode_steps"] or not row.metrics["decode_row_steps"]:
-        return None
-    moving, computing_one = _seconds(row, 1)
-    return max(1, ceil(moving / computing_one))
-
-
-def _seconds(row: Row, tokens_per_row: float) -> tuple[float, float]:
-    """Of moving the bytes of a mean decode step, and of computing so many tokens of each of its rows."""
-    metrics, hardware = row.metrics, row.provenance["hardware"]
-    num_rows = metrics["decode_row_steps"] / metrics["decode_steps"]
-    num_kv_tokens = metrics["decode_kv_tokens"] / metrics["decode_steps"]
-    moved, flops = Costs(**row.costs).of_step(num_rows, num_rows * tokens_per_row, num_kv_tokens)
-    return moved / hardware["bytes_per_second"], flops / hardware["flops_per_second"]
+    @property
+    def arithmetic_from(self) -> int:
+        """From how many tokens per row on arithmetic takes longer than memory."""
+        return max(1, ceil(self.byte_seconds * self.tokens_per_row / self.flop_seconds))

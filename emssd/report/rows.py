@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,30 +12,24 @@ from typing import Any
 
 from emssd.errors import ConfigError
 
-__all__ = ["Row", "Simulation", "machine_name", "parse", "read_rows", "tokens_per_sample"]
+__all__ = ["Row", "Simulation", "machine_name", "parse", "per", "read_rows"]
 
-_METRICS = (
-    "decode_tokens_per_second",
-    "mean_acceptance_length",
-    "acceptance_histogram",
-    "draft_length_histogram",
-    "padding_per_new_token",
-    "padding_ratio",
-    "input_padding_tokens",
-    "kv_padding_slots",
-    "num_new_tokens",
-    "decode_steps",
-    "decode_row_steps",
-    "decode_new_tokens",
-    "decode_computed_tokens",
-    "decode_kv_tokens",
-    "decode_seconds",
-    "median_decode_step_seconds",
-)
-_SAMPLES = ("acceptance_length", "num_prompt_tokens", "num_new_tokens")
-_COSTS = ("weight_bytes", "kv_bytes_per_token", "matmul_parameters", "attention_flops_per_kv_token")
-_PROVENANCE = ("command", "commit", "date", "versions", "hardware")
-_HARDWARE = ("processor", "threads", "device", "bytes_per_second", "flops_per_second")
+_ORIGIN = {
+    "provenance": ("command", "commit", "date", "versions", "hardware"),
+    "provenance.hardware": ("processor", "threads", "device"),
+}
+_NEEDED = _ORIGIN | {
+    "metrics": (
+        "decode_tokens_per_second", "mean_acceptance_length", "acceptance_histogram", "draft_length_histogram",
+        "padding_per_new_token", "padding_ratio", "input_padding_tokens", "kv_padding_slots", "num_new_tokens",
+        "decode_steps", "decode_row_steps", "decode_new_tokens", "decode_computed_tokens", "decode_kv_tokens",
+        "decode_seconds", "median_decode_step_seconds",
+    ),
+    "samples": ("acceptance_length", "num_prompt_tokens", "num_new_tokens"),
+    "costs": ("weight_bytes", "kv_bytes_per_token", "matmul_parameters", "attention_flops_per_kv_token"),
+    "provenance.hardware": ("processor", "threads", "device", "bytes_per_second", "flops_per_second"),
+}  # fmt: skip
+_TYPES = {"str": str, "str | None": (str, type(None)), "int": int, "bool": bool, "tuple[str, ...]": list}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +74,9 @@ class Row:
     compiled: bool = False
 
     @property
-    def machine(self) -> str:
-        """Processor and device, which together decide what may be compared."""
-        hardware = self.provenance["hardware"]
-        return machine_name(hardware)
+    def rate(self) -> float:
+        """Tokens/s of decode steps."""
+        return float(self.metrics["decode_tokens_per_second"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,6 @@ class Simulation:
 
     source: str
     experiment: str
-    size: str
     points: Seq[Mapping[str, Any]]
     max_acceptance: int
     provenance: Mapping[str, Any]
@@ -110,12 +102,9 @@ def machine_name(hardware: Mapping[str, Any]) -> str:
     return processor if device == "cpu" else f"{device} ({processor})"
 
 
-def tokens_per_sample(row: Row) -> int:
-    """Tokens that a row of the batch has in a step: those drafted and the newest.
-
-    The mean is less: what a row drafts is cut where it has less than that left to generate.
-    """
-    return 1 + max((int(length) for length, count in row.metrics["draft_length_histogram"].items() if count), default=0)
+def per(total: str, number: str) -> Callable[[Row], float]:
+    """A metric that adds up ÷ one that counts, as a function of a row; 0 where nothing was counted."""
+    return lambda row: float(row.metrics[total]) / max(row.metrics[number], 1)
 
 
 def read_rows(path: Path) -> list[Row | Simulation]:
@@ -148,46 +137,24 @@ def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
     if not isinstance(row, dict) or "experiment" not in row:
         raise ConfigError(f"{where} is no row of an experiment; python -m emssd -m experiment=NAME writes such rows")
     if "points" in row:
-        return _simulation(row, source, where)
-    for group, names in (("metrics", _METRICS), ("samples", _SAMPLES), ("costs", _COSTS), ("provenance", _PROVENANCE)):
-        _need(row.get(group), names, f"{where} ({group})")
-    _need(row["provenance"]["hardware"], _HARDWARE, f"{where} (provenance.hardware)")
+        _need(row, _ORIGIN, where)
+        for point in row["points"]:
+            _need({"points": point}, {"points": ("p", "batch_size", "exact", "simulated")}, where)
+        kind: type[Row] | type[Simulation] = Simulation
+    else:
+        _need(row, _NEEDED, where)
+        kind = Row
     values: dict[str, Any] = {"source": source}
-    for field in dataclasses.fields(Row)[1:]:
-        if field.name in row:
-            values[field.name] = row[field.name]
-        elif field.default is dataclasses.MISSING:
-            raise _other_format(where, field.name)
-        if field.name in row and not _has_type(row[field.name], str(field.type)):
-            raise ConfigError(f"{where}: {field.name} is {row[field.name]!r}, and should be {field.type}")
-    values |= {name: tuple(values.get(name, ())) for name in ("overrides", "options")}
-    return Row(**values)
-
-
-def _simulation(row: dict[str, Any], source: str, where: str) -> Simulation:
-    _need(row, ("size", "points", "max_acceptance", "provenance"), where)
-    _need(row["provenance"], _PROVENANCE, f"{where} (provenance)")
-    _need(row["provenance"]["hardware"], ("processor", "threads", "device"), f"{where} (provenance.hardware)")
-    for point in row["points"]:
-        _need(point, ("p", "batch_size", "exact", "simulated"), f"{where} (points)")
-    longest = int(row["max_acceptance"])
-    return Simulation(source, row["experiment"], row["size"], row["points"], longest, row["provenance"])
-
-
-_TYPES = {
-    "str": str,
-    "str | None": (str, type(None)),
-    "int": int,
-    "bool": bool,
-    "tuple[str, ...]": list,
-}
-
-
-def _has_type(value: Any, annotation: str) -> bool:
-    wanted = _TYPES.get(annotation, Mapping)
-    if annotation == "int" and isinstance(value, bool):
-        return False
-    return isinstance(value, wanted)  # type: ignore[arg-type]  # a class or a tuple of classes
+    for field in dataclasses.fields(kind)[1:]:
+        if field.name not in row:
+            if field.default is dataclasses.MISSING:
+                raise _other_format(where, field.name)
+            continue
+        value = values[field.name] = row[field.name]
+        wanted = _TYPES.get(str(field.type), list if field.name == "points" else Mapping)
+        if not isinstance(value, wanted) or (field.type == "int" and isinstance(value, bool)):  # type: ignore[arg-type]  # a class or a tuple of classes
+            raise ConfigError(f"{where}: {field.name} is {value!r}, and should be {field.type}")
+    return kind(**values | {name: tuple(values[name]) for name in ("overrides", "options") if name in values})
 
 
 def _parsed_line(line: str, where: str) -> Any:
@@ -199,12 +166,19 @@ def _parsed_line(line: str, where: str) -> Any:
         ) from None
 
 
-def _need(group: Any, names: Seq[str], where: str) -> None:
-    if not isinstance(group, Mapping):
-        raise ConfigError(f"{where} is missing or no JSON object; these are rows of another format, make them again")
-    for name in names:
-        if name not in group:
-            raise _other_format(where, name)
+def _need(row: Mapping[str, Any], groups: Mapping[str, Seq[str]], where: str) -> None:
+    """Refuse a row without these names in these groups."""
+    for path, names in groups.items():
+        group: Any = row
+        for part in path.split("."):
+            group = group.get(part)
+            if not isinstance(group, Mapping):
+                raise ConfigError(
+                    f"{where} ({path}) is missing or no JSON object; these are rows of another format, make them again"
+                )
+        for name in names:
+            if name not in group:
+                raise _other_format(f"{where} ({path})", name)
 
 
 def _other_format(where: str, name: str) -> ConfigError:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from emssd.errors import ConfigError
 from emssd.report.rows import Row, Simulation, read_rows
@@ -18,23 +18,17 @@ _HOW = (
     "(python -m emssd output_dir=DIR)"
 )
 _RUN_METRICS = ("title", "decode_tokens_per_second", "tokens_per_second", "mean_acceptance_length", "num_new_tokens")
+_PEERS_RUN = ("script", "commit", "date", "processor", "models", "options", "versions")
 
 
-@dataclass(frozen=True, slots=True)
-class PlainRun:
-    """A run of the command line that is no part of an experiment.
-
-    Attributes:
-        name: its folder.
-        metrics: its ``metrics.json``.
-    """
+class PlainRun(NamedTuple):
+    """A run of the command line that is no part of an experiment: its folder, and its ``metrics.json``."""
 
     name: str
     metrics: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PeersRun:
+class PeersRun(NamedTuple):
     """A comparison with other engines, of ``benchmarks/cpu_peers.py``.
 
     Attributes:
@@ -57,9 +51,9 @@ class Material:
     runs: list[PlainRun] = field(default_factory=list)
     peers: list[PeersRun] = field(default_factory=list)
 
-    def of(self, *experiments: str) -> list[Row]:
-        """The rows of these experiments."""
-        return [row for row in self.rows if row.experiment in experiments]
+    def of(self, experiment: str) -> list[Row]:
+        """The rows of an experiment."""
+        return [row for row in self.rows if row.experiment == experiment]
 
 
 def read(paths: Iterable[Path]) -> Material:
@@ -68,12 +62,9 @@ def read(paths: Iterable[Path]) -> Material:
     Raises:
         ConfigError: there is no such path, nothing to show in a folder, or a file of another kind.
     """
-    material, seen = Material(), set()
-    for path in paths:
-        for file in _files(path):
-            if (whole := file.resolve()) not in seen:
-                seen.add(whole)
-                _add(file, material)
+    material = Material()
+    for file in {file.resolve(): file for path in paths for file in _files(path)}.values():
+        _add(file, material)
     return material
 
 
@@ -82,9 +73,7 @@ def _files(path: Path) -> list[Path]:
         raise ConfigError(
             f"there is no {path}; give folders of experiments or runs, rows.jsonl files, peers' JSON files"
         )
-    if path.is_file():
-        return [path]
-    found = list(_found(path))
+    found = [path] if path.is_file() else list(_found(path))
     if not found:
         raise ConfigError(f"there are neither rows in a rows.jsonl nor a metrics.json anywhere in {path}; {_HOW}")
     return found
@@ -114,31 +103,25 @@ def _add(file: Path, material: Material) -> None:
             else:
                 material.simulations.append(row)
         return
-    value = _read_json(file)
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
     if isinstance(value, dict) and {"run", "cells"} <= value.keys():
-        material.peers.append(_peers(file, value))
+        again = "run benchmarks/cpu_peers.py again"
+        for cell in value["cells"]:
+            figures = () if "failed" in cell else ("tokens_per_second", "equal_rows")
+            _need(cell, ("batch_size", "mode", "peer", *figures), f"{file}: a cell", again)
+        _need(value["run"], _PEERS_RUN, f"{file}: its run", again)
+        material.peers.append(PeersRun(str(file), value["run"], value["cells"]))
     elif isinstance(value, dict) and "decode_tokens_per_second" in value:
-        missing = [name for name in _RUN_METRICS if name not in value]
-        if missing:
-            raise ConfigError(f"{file} has no {missing[0]!r}; it was written by another version of emssd, run again")
+        _need(value, _RUN_METRICS, str(file), "it was written by another version of emssd, run again")
         material.runs.append(PlainRun(str(file.parent), value))
     else:
         raise ConfigError(f"{file} is neither a metrics.json nor a result of benchmarks/cpu_peers.py; {_HOW}")
 
 
-def _peers(file: Path, value: dict[str, Any]) -> PeersRun:
-    run = value["run"]
-    for cell in value["cells"]:
-        wanted = {"peer", "mode", "batch_size"} | (set() if "failed" in cell else {"tokens_per_second", "equal_rows"})
-        if missing := sorted(wanted - cell.keys()):
-            raise ConfigError(f"{file}: a cell has no {missing[0]!r}; run benchmarks/cpu_peers.py again")
-    if missing := sorted({"script", "commit", "date", "processor", "models", "options", "versions"} - run.keys()):
-        raise ConfigError(f"{file}: its run has no {missing[0]!r}; run benchmarks/cpu_peers.py again")
-    return PeersRun(str(file), run, value["cells"])
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
+def _need(value: Mapping[str, Any], names: Iterable[str], what: str, how: str) -> None:
+    for name in names:
+        if name not in value:
+            raise ConfigError(f"{what} has no {name!r}; {how}")

@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from emssd.decoding.engine import Engine
-from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, StepStats
 from emssd.drafting.budget import FixedBudget
-from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch, Sequence
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace
 
 __all__ = ["RecordedTimes", "StepLog", "TraceRecorder", "logged_steps", "record_trace"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    """What was drafted at one output position."""
-
-    tokens: list[int]
-    confidence: tuple[float, ...] | None
 
 
 class TraceRecorder(Drafter):
@@ -42,16 +32,15 @@ class TraceRecorder(Drafter):
         self.num_speculative_tokens = drafter.num_speculative_tokens
         self._drafter = drafter
         self._rows: dict[str, Sequence] = {}
-        self._guesses: dict[str, dict[int, _Guess]] = {}
+        self._guesses: dict[str, dict[int, list[int]]] = {}  # what was drafted, by output position
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         draft = self._drafter.propose(batch, budget)
         token_ids = draft.token_ids.tolist()
         for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
             position = len(row.tokens) - len(row.request.prompt_ids)
-            confidence = None if draft.confidence is None else draft.confidence[start:stop]
             self._rows[row.request_id] = row
-            self._guesses.setdefault(row.request_id, {})[position] = _Guess(token_ids[start:stop], confidence)
+            self._guesses.setdefault(row.request_id, {})[position] = token_ids[start:stop]
         return Draft.empty(len(batch))
 
     def observe(self, outcome: Outcome) -> None:
@@ -74,11 +63,9 @@ class TraceRecorder(Drafter):
         made = [self._guesses[request_id][position] for position in range(len(output))]
         right = []
         for position, guess in enumerate(made):
-            pairs = zip(guess.tokens, output[position:], strict=False)
+            pairs = zip(guess, output[position:], strict=False)
             right.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        confidence = tuple(guess.confidence or () for guess in made)
-        drafted = tuple(len(guess.tokens) for guess in made)
-        return StageTrace(drafted, tuple(right), confidence if any(confidence) else None)
+        return StageTrace(tuple(map(len, made)), tuple(right))
 
 
 def record_trace(engine: Engine, prompts: Iterable[str | Seq[int]], **options: Any) -> Trace:
@@ -120,11 +107,11 @@ class StepLog(BudgetPolicy):
         self.steps: list[StepStats] = []
         self._policy = policy
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return self._policy.allot(batch, limits, num_other_tokens, stage)
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        return self._policy.allot(step)
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
-        return self._policy.trim(batch, draft, num_other_tokens, stage)
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        return self._policy.trim(step, draft)
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         self.steps.append(stats)

@@ -27,7 +27,7 @@ class TraceDrafter(Drafter):
         self._stage = stage
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        tokens, indptr, confidence = list[int](), [0], list[float]()
+        tokens, indptr = list[int](), [0]
         for row, limit in zip(batch, budget, strict=True):
             request, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
             trace = request.stages[self._stage]
@@ -35,8 +35,4 @@ class TraceDrafter(Drafter):
             num_right = min(length, trace.right[position])
             tokens += request.tokens(position, num_right) + [WRONG] * (length - num_right)
             indptr.append(len(tokens))
-            if trace.confidence is not None:
-                confidence += trace.confidence[position][:length]
-        known = len(confidence) == len(tokens) > 0
-        token_ids = torch.tensor(tokens, dtype=torch.int64)
-        return Draft(token_ids, tuple(indptr), confidence=tuple(confidence) if known else None)
+        return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(indptr))

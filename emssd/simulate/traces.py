@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ class StageTrace:
     Attributes:
         drafted: ``[output length]`` tokens that the drafter proposes at this position if it may.
         right: ``[output length]`` how many of them the target goes on to generate, up to the first wrong one.
-        confidence: ``[output length]`` the drafter's confidence in each of the drafted tokens, if it has any.
 
     Raises:
         ConfigError: values that contradict each other.
@@ -38,22 +36,17 @@ class StageTrace:
 
     drafted: tuple[int, ...]
     right: tuple[int, ...]
-    confidence: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         length = len(self.drafted)
-        if len(self.right) != length or (self.confidence is not None and len(self.confidence) != length):
-            raise ConfigError(
-                "right, or confidence, has not as many entries as drafted, which cannot be; record it again"
-            )
+        if len(self.right) != length:
+            raise ConfigError("right has not as many entries as drafted, which cannot be; record it again")
         for place, (drafted, right) in enumerate(zip(self.drafted, self.right, strict=True)):
             if not 0 <= right <= min(drafted, length - place):
                 raise ConfigError(
                     f"{right} of {drafted} drafted tokens are right at position {place} of {length}, which cannot be; "
                     f"record it again"
                 )
-        if self.confidence is not None and [len(values) for values in self.confidence] != list(self.drafted):
-            raise ConfigError("confidence has not one number for each drafted token; record it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +155,5 @@ def load_trace(path: Path) -> Trace:
 
 
 def _request(line: dict[str, Any]) -> RequestTrace:
-    stages = tuple(_stage(stage) for stage in line["stages"])
+    stages = tuple(StageTrace(tuple(stage["drafted"]), tuple(stage["right"])) for stage in line["stages"])
     return RequestTrace(line["request_id"], line["num_prompt"], line["max_new_tokens"], stages)
-
-
-def _stage(values: dict[str, Any]) -> StageTrace:
-    confidence: Seq[Seq[float]] | None = values["confidence"]
-    return StageTrace(
-        tuple(values["drafted"]),
-        tuple(values["right"]),
-        None if confidence is None else tuple(map(tuple, confidence)),
-    )

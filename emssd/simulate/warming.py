@@ -31,5 +31,5 @@ def _beginning(request: RequestTrace) -> RequestTrace:
     stages = []
     for stage in request.stages:
         right = tuple(min(count, length - position) for position, count in enumerate(stage.right[:length]))
-        stages.append(StageTrace(stage.drafted[:length], right, stage.confidence and stage.confidence[:length]))
+        stages.append(StageTrace(stage.drafted[:length], right))
     return RequestTrace(request.request_id, min(PROMPT_TOKENS, request.num_prompt), length, tuple(stages))

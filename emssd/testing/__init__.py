@@ -1,1 +1,53 @@
-"""What plugin authors test with: conformance suites, tiny models, oracles, adversarial drafters, state machines."""
+"""What plugin authors test with: conformance suites, state machines, tiny models and oracles.
+
+    from emssd.testing import DrafterConformance
+
+    class TestMine(DrafterConformance):
+        plugin = "mine"
+
+The rules that a suite tests are in docs/reference: what each demands, why, and how to mend it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from emssd.testing.conformance.backend import AttentionBackendConformance
+    from emssd.testing.conformance.budget import BudgetPolicyConformance
+    from emssd.testing.conformance.drafter import DrafterConformance
+    from emssd.testing.engine_machine import EngineMachine
+    from emssd.testing.machines import BackendMachine
+    from emssd.testing.models import tiny_model
+    from emssd.testing.oracle import DenseBackend, greedy_reference
+
+__all__ = [
+    "AttentionBackendConformance",
+    "BackendMachine",
+    "BudgetPolicyConformance",
+    "DenseBackend",
+    "DrafterConformance",
+    "EngineMachine",
+    "greedy_reference",
+    "tiny_model",
+]
+
+_HOMES = {
+    "AttentionBackendConformance": "conformance.backend",
+    "BackendMachine": "machines",
+    "BudgetPolicyConformance": "conformance.budget",
+    "DenseBackend": "oracle",
+    "DrafterConformance": "conformance.drafter",
+    "EngineMachine": "engine_machine",
+    "greedy_reference": "oracle",
+    "tiny_model": "models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import pytest, Hypothesis and torch only when something that needs them is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from emssd.drafting import BudgetPolicy, Draft
-from emssd.sequences import Batch
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft
 
 __all__ = ["ScriptedBudget"]
 
@@ -22,13 +21,15 @@ class ScriptedBudget(BudgetPolicy):
         self._script = script
         self._num_decisions = 0
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        self._num_decisions += len(batch)
-        return [min(limit, allotted) for limit, (allotted, _) in zip(limits, self._entries(batch), strict=True)]
+    def allot(self, step: BudgetStep) -> list[int]:
+        self._num_decisions += len(step.batch)
+        entries = self._entries(len(step.batch))
+        return [min(limit, allotted) for limit, (allotted, _) in zip(step.limits, entries, strict=True)]
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> list[int]:
-        return [min(length, kept) for length, (_, kept) in zip(draft.lengths, self._entries(batch), strict=True)]
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
+        entries = self._entries(len(step.batch))
+        return [min(length, kept) for length, (_, kept) in zip(draft.lengths, entries, strict=True)]
 
-    def _entries(self, batch: Batch) -> list[tuple[int, int]]:
-        first = self._num_decisions - len(batch)
-        return [self._script[(first + row) % len(self._script)] for row in range(len(batch))]
+    def _entries(self, num_rows: int) -> list[tuple[int, int]]:
+        first = self._num_decisions - num_rows
+        return [self._script[(first + row) % len(self._script)] for row in range(num_rows)]

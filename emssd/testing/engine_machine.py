@@ -15,11 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
-from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, StepStats
 from emssd.errors import PromptError
-from emssd.metrics.stats import StepStats
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, FinishReason, Request, Sequence
+from emssd.sequences import FinishReason, Request, Sequence
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, References
 from emssd.testing.strategies import drafters, policies
@@ -224,11 +223,11 @@ class _WatchedPolicy(BudgetPolicy):
         self._inner = inner
         self.stats: list[StepStats] = []
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return self._inner.allot(batch, limits, num_other_tokens, stage)
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        return self._inner.allot(step)
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
-        return self._inner.trim(batch, draft, num_other_tokens, stage)
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        return self._inner.trim(step, draft)
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         self.stats.append(stats)

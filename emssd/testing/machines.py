@@ -18,11 +18,11 @@ from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import kv_layers
 from emssd.testing.waves import Waves
 
-__all__ = ["BackendMachine"]
+__all__ = ["BackendMachine", "MachineRow", "check_plan"]
 
 
 @dataclass(slots=True)
-class _Row:
+class MachineRow:
     """A sequence of tokens that are all different, so that every key ever written can be told from every other."""
 
     request_id: str
@@ -68,7 +68,7 @@ class BackendMachine(RuleBasedStateMachine):
         assume(not self.backend.unsupported(self.spec))
         self.backend.allocate(self.spec)
         self.dense.allocate(self.spec)
-        self._rows: list[_Row] = []
+        self._rows: list[MachineRow] = []
         self._num_ids = self._num_requests = 0
         self._peak = KVUsage()
         self._waves = Waves(self.spec, seed)
@@ -78,7 +78,7 @@ class BackendMachine(RuleBasedStateMachine):
     def admit(self, length: int) -> None:
         """A new sequence with a prompt."""
         self._num_requests += 1
-        self._rows.append(_Row(f"request-{self._num_requests}", self._new_ids(length)))
+        self._rows.append(MachineRow(f"request-{self._num_requests}", self._new_ids(length)))
 
     @precondition(lambda self: self._rows)
     @rule(data=st.data(), num_steps=st.integers(1, 4))
@@ -88,7 +88,7 @@ class BackendMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             self._verify([row for row in rows if self._room(row) > 0], data)
 
-    def _verify(self, rows: list[_Row], data: st.DataObject) -> None:
+    def _verify(self, rows: list[MachineRow], data: st.DataObject) -> None:
         if not rows:
             return
         lengths = [data.draw(st.integers(0, min(7, self._room(row))), label="drafted") for row in rows]
@@ -149,19 +149,19 @@ class BackendMachine(RuleBasedStateMachine):
             self._release(self._rows)
             self.memory()
 
-    def _pick(self, data: st.DataObject) -> list[_Row]:
+    def _pick(self, data: st.DataObject) -> list[MachineRow]:
         """Some rows, at least one, in any order."""
         rows = data.draw(st.permutations(self._rows), label="rows")
         return rows[: data.draw(st.integers(1, len(rows)), label="number of rows")]
 
-    def _room(self, row: _Row) -> int:
+    def _room(self, row: MachineRow) -> int:
         """Tokens that may be drafted for a row, and two of the target's own behind them fit; a full row waits."""
         return self.max_model_len - len(row.tokens) - 2
 
     def _step(self, packed: PackedInputs) -> None:
         """Plan and run all layers in both backends, and compare."""
         plan, expected = self.backend.plan(packed), self.dense.plan(packed)
-        places = _check_plan(plan, packed)
+        places = check_plan(plan, packed)
         ids, dense_ids = plan.input_ids.flatten(), expected.input_ids.flatten()
         for layer, spec in enumerate(self.spec.layers):
             out = self.backend.forward(plan, layer, *self._waves.qkv(ids, layer))
@@ -174,13 +174,13 @@ class BackendMachine(RuleBasedStateMachine):
                     f"layer {layer} ({spec}) is off by {float(errors.min()):.3g} for token {token} of {packed}"
                 )
 
-    def _commit(self, rows: Seq[_Row]) -> None:
+    def _commit(self, rows: Seq[MachineRow]) -> None:
         kept = Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows))
         self.backend.commit(kept)
         assert self.backend.kv_usage.padding >= 0
         self.dense.commit(kept)
 
-    def _release(self, rows: Iterable[_Row]) -> None:
+    def _release(self, rows: Iterable[MachineRow]) -> None:
         request_ids = [row.request_id for row in rows]
         for backend in (self.backend, self.dense):
             backend.release([*request_ids, "never seen"])
@@ -191,7 +191,7 @@ class BackendMachine(RuleBasedStateMachine):
         return list(range(self._num_ids - count, self._num_ids))
 
 
-def _check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
+def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
     """Check what the model is fed. Returns for each packed token its possible places in the flattened input.
 
     Tokens whose logits are wanted have exactly one, as the plan tells; a prompt's others may have been repeated as

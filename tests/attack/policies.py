@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
 
 __all__ = ["POLICIES", "ChancePolicy"]
 
@@ -26,11 +26,11 @@ class ChancePolicy(BudgetPolicy):
         self.rng = random.Random(seed)
         self.least, self.trims, self.faults = least, trims, faults
 
-    def allot(self, batch: Any, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+    def allot(self, step: BudgetStep) -> list[int]:
         self.faults("policy")
-        return [self.rng.randint(round(self.least * limit), limit) for limit in limits]
+        return [self.rng.randint(round(self.least * limit), limit) for limit in step.limits]
 
-    def trim(self, batch: Any, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         self.faults("policy")
         return [self.rng.randint(0, length) for length in draft.lengths] if self.trims else draft.lengths
 

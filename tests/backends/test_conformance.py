@@ -15,7 +15,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan
-from emssd.testing.conformance import AttentionBackendConformance
+from emssd.testing import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.paged import ReferenceKernels, rerun

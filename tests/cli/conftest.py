@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -134,6 +135,13 @@ def emssd(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("hydra._internal.utils.is_under_debugger", lambda: False)  # it takes coverage for one
+    get_mode = Hydra.get_mode
+
+    def mode_if_given(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        """Hydra composes all options once more to see whether they set its mode; here only where they name it."""
+        return get_mode(self, config_name, overrides) if "hydra.mode" in " ".join(overrides) else None
+
+    monkeypatch.setattr(Hydra, "get_mode", mode_if_given)
     Plugins.instance()  # Hydra's own entries of the store come with its plugins, once in a process
     monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
 
@@ -208,7 +216,7 @@ def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 _DRAFTER = """
 from dataclasses import dataclass, field
 from emssd.drafting import Draft, Drafter
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 @dataclass
 class Config:
@@ -222,7 +230,7 @@ class Third(Drafter):
 
 @hookimpl
 def emssd_drafters():
-    return [Spec("{name}", Config, lambda config, context: Third())]
+    return [DrafterSpec("{name}", Config, lambda config, context: Third())]
 """
 
 

@@ -106,6 +106,7 @@ def _assert_valid(value: Any) -> None:
     assert not isinstance(value, (int, float)) or (math.isfinite(value) and abs(value) < 2**63)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])  # as above
 @given(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0") | st.sampled_from(_ODD)), st.booleans()

@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "broken_plugin.
 GOOD = """
 from dataclasses import dataclass
 from emssd.drafting import Draft, Drafter
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 @dataclass
 class Config:
@@ -36,31 +36,31 @@ class Mine(Drafter):
 
 @hookimpl
 def emssd_drafters():
-    return [Spec("mine", Config, lambda config, context: Mine())]
+    return [DrafterSpec("mine", Config, lambda config, context: Mine())]
 """
 
 POLICY = """
 from dataclasses import dataclass
 from emssd.drafting import BudgetPolicy
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import BudgetSpec, hookimpl
 
 @dataclass
 class Config:
     length: int = 2
 
 class Mine(BudgetPolicy):
-    def allot(self, batch, limits, num_other_tokens, stage=0):
+    def allot(self, step):
         {}
 
 @hookimpl
 def emssd_budget_policies():
-    return [Spec("mine", Config, lambda config: Mine())]
+    return [BudgetSpec("mine", Config, lambda config: Mine())]
 """
 
 BACKEND = """
 from dataclasses import dataclass
-from emssd.plugins import Spec, hookimpl
-from emssd.testing.oracle import DenseBackend
+from emssd.plugins import BackendSpec, hookimpl
+from emssd.testing import DenseBackend
 
 @dataclass
 class Config:
@@ -71,7 +71,7 @@ class Mine(DenseBackend):
 
 @hookimpl
 def emssd_attention_backends():
-    return [Spec("mine", Config, lambda config: Mine())]
+    return [BackendSpec("mine", Config, lambda config: Mine())]
 """
 
 LOADED = {
@@ -81,9 +81,10 @@ LOADED = {
     "argument": GOOD.replace("emssd_drafters()", "emssd_drafters(context)"),
     "exits": "import sys; sys.exit(0)",
     "nothing": "x = 1",
-    "none": GOOD.replace("return [Spec", "[Spec"),
+    "none": GOOD.replace("return [DrafterSpec", "[DrafterSpec"),
     "number": GOOD.replace('"mine"', "5"),
-    "no list": GOOD.replace("return [Spec", "return 'mine' # "),
+    "no list": GOOD.replace("return [DrafterSpec", "return 'mine' # "),
+    "other record": GOOD.replace("DrafterSpec", "BudgetSpec"),
     "taken": GOOD.replace('"mine"', '"llma"'),
     "no dataclass": GOOD.replace("@dataclass\n", ""),
     "frozen": GOOD.replace("@dataclass\n", "@dataclass(frozen=True)\n"),
@@ -97,7 +98,6 @@ RUNS = {
     "int32": "return Draft(Draft.from_chains([[1]]).token_ids.int(), (0, 1))",
     "rows": "return Draft.empty(0)",
     "tree": "return Draft(Draft.from_chains([[1, 2]]).token_ids, (0, 2), parents=(-1, -1))",
-    "confidence": "return Draft(Draft.from_chains([[1, 2]]).token_ids, (0, 2), confidence=(0.5,))",
     "budget": "return Draft.from_chains([[1, 2, 3]] * len(batch))",
     "vocabulary": "return Draft.from_chains([[-1]] * len(batch))",
     "batch": "batch.sequences[0].extend([1]); return Draft.empty(len(batch))",
@@ -108,7 +108,7 @@ ENDS = {
     "build exits": ("drafter", GOOD.replace("context: Mine()", "context: __import__('sys').exit(0)")),
     "length": ("drafter", GOOD.replace("num_speculative_tokens = 2", "num_speculative_tokens = 2.5")),
     "policy raises": ("budget", POLICY.format("raise KeyError('lost')")),
-    "policy overruns": ("budget", POLICY.format("return [limit + 1 for limit in limits]")),
+    "policy overruns": ("budget", POLICY.format("return [limit + 1 for limit in step.limits]")),
     "backend cannot": ("backend", BACKEND.format("unsupported(self, spec): return ['it has no sliding windows']")),
     "backend raises": ("backend", BACKEND.format("plan(self, packed): raise RuntimeError('no kernel')")),
 }

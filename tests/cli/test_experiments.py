@@ -256,7 +256,7 @@ def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
 MORTAL = """
 from dataclasses import dataclass
 from emssd.drafting import Draft, Drafter
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 @dataclass
 class Config:
@@ -274,7 +274,7 @@ class Mortal(Drafter):
 
 @hookimpl
 def emssd_drafters():
-    return [Spec("mortal", Config, lambda config, context: Mortal())]
+    return [DrafterSpec("mortal", Config, lambda config, context: Mortal())]
 """
 
 
@@ -289,6 +289,16 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
         "there, and goes on with resume=true. Leave on_drafter_error= out"
     )
     assert toy(emssd, "drafters", "drafter=llma", "task=toy", "overwrite=true", "on_drafter_error=fail").status == 0
+
+
+@pytest.mark.parametrize(("seed", "noted"), [("int = 7", {"drafter": 7}), ("str | None = None", {})])
+def test_a_seed_of_a_plugin_is_noted_if_it_is_a_whole_number(
+    seed: str, noted: dict[str, int], emssd: Callable, install: Callable
+) -> None:
+    install("seeded", MORTAL.replace("    pass", f"    seed: {seed}").replace("self.steps > 3", "False"))
+    (row,) = rows_of(toy(emssd, "drafters", "drafter=mortal", "task=toy").folder)
+    assert {name: value for name, value in row["provenance"]["seed"].items() if name == "drafter"} == noted
+    assert row["replay"] is None
 
 
 def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,10 +61,7 @@ LEARNS = (
     "self.__dict__.setdefault('calls', []).append(len(batch)); "
     "return Draft.from_chains([[sum(self.calls) % 2][:limit] for limit in budget])"
 )
-DRAWS = (
-    "import torch; draft = Draft.from_chains([[1][:limit] for limit in budget]); "
-    "return Draft(draft.token_ids, draft.indptr, probs=torch.ones(draft.indptr[-1], 7))"
-)
+DRAWS = "import random; return Draft.from_chains([[random.randrange(2)][:limit] for limit in budget])"
 
 
 def test_check_of_a_drafter_that_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,11 +76,14 @@ def test_check_of_a_drafter_that_learns(install: Callable, capsys: pytest.Captur
     assert skipped(capsys) == dict.fromkeys(["drafter.isolation", "drafter.release", "drafter.preemption"], reason)
 
 
-def test_check_of_a_drafter_whose_drafts_have_probs(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_drafter_that_draws(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     install("draws", drafter(DRAWS))
-    authoring.main(["check", "third", "--examples", "2"])
+    with pytest.raises(SystemExit):
+        authoring.main(["check", "third", "--examples", "5"])
+    assert "\nBROKEN   drafter.deterministic " in capsys.readouterr().out
+    authoring.main(["check", "third", "--examples", "2", "--decides-at-random"])
     rules = ["drafter.deterministic", "drafter.isolation", "drafter.release", "drafter.preemption"]
-    assert skipped(capsys) == dict.fromkeys(rules, "its drafts have probs and are not compared")
+    assert skipped(capsys) == dict.fromkeys(rules, "it drafts at random, and its drafts are not compared")
 
 
 def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = 16) -> dict[str, str]:
@@ -107,7 +107,10 @@ def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = 16) -> dict[str
         (["llma", "copy_length=x"], "drafter 'llma' cannot take copy_length=x: Value 'x'"),
         (["llma", "copy_length=${"], r"drafter 'llma' cannot take copy_length=\${: no viable alternative at input"),
         (["cascade", "drafters=[a"], r"the value of 'drafters=\[a' is no YAML: expected ',' or ']', .*; write it as"),
-        (["none", "--decides-at-random"], "--decides-at-random is for budget policies, and 'none' is a drafter"),
+        (
+            ["ragged", "--decides-at-random"],
+            "--decides-at-random is for drafters and policies, and 'ragged' is a backend",
+        ),
         (["ragged", "--learns-across-requests"], "--learns-across-requests is for drafters, and 'ragged' is a backend"),
     ],
 )

@@ -13,7 +13,7 @@ from emssd import authoring
 from emssd.console.terminal import plain_console
 from emssd.decoding.check import CheckReport, Difference
 from emssd.errors import PluginError, PluginWarning
-from emssd.plugins.registry import Registry
+from emssd.plugins.registry import KINDS, Registry
 from emssd.report.console import print_check, print_report
 
 from .conftest import drafter
@@ -38,17 +38,19 @@ BROKEN = {
         "Odd: no message, as that raises SystemExit",
     ),
     "binary": (r"raise ValueError('\x1b[2J\0\n' + 9999 * 'x')", "ValueError: [2J xxx"),
-    "hook_exits": (drafter().replace("return [Spec", "raise SystemExit(0) # "), "SystemExit: 0"),
+    "hook_exits": (drafter().replace("return [DrafterSpec", "raise SystemExit(0) # "), "SystemExit: 0"),
     "hook_yields": (
-        drafter().replace("return [Spec(", "yield 1 / 0; [Spec("),
+        drafter().replace("return [DrafterSpec(", "yield 1 / 0; [DrafterSpec("),
         "hook emssd_drafters returned <generator object emssd_drafters at",
     ),
     "hook_gives_none": (
-        drafter().replace("return [Spec(", "[Spec("),
-        "hook emssd_drafters returned None, not a list of emssd.plugins.Spec",
+        drafter().replace("return [DrafterSpec(", "[DrafterSpec("),
+        "hook emssd_drafters returned None, not a list of emssd.plugins.DrafterSpec",
     ),
     "number": (
-        drafter().replace('Spec("third"', "Spec(5"), "the name of a drafter is 5; give a text of letters, digits, "),
+        drafter().replace('DrafterSpec("third"', "DrafterSpec(5"),
+        "the name of a drafter is 5; give a text of letters, digits, ",
+    ),
     "odd_name": (drafter(name="a b"), "the name of a drafter is 'a b'; give a text of letters, digits, "),
     "no_build": (
         drafter().replace("lambda config, context: Third()", "None"),
@@ -65,16 +67,20 @@ BROKEN = {
     "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_budget_policies, "),
     "no_list": (
         "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
-        "hook emssd_drafters returned 'third', not a list of emssd.plugins.Spec",
+        "hook emssd_drafters returned 'third', not a list of emssd.plugins.DrafterSpec",
     ),
     "no_spec": (
         "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafters(): return [3]",
-        "hook emssd_drafters returned [3], not a list of emssd.plugins.Spec",
+        "hook emssd_drafters returned [3], not a list of emssd.plugins.DrafterSpec",
+    ),
+    "other_record": (
+        drafter().replace("DrafterSpec", "BudgetSpec"),
+        "hook emssd_drafters returned a BudgetSpec, not a DrafterSpec; return a BudgetSpec from emssd_budget_policies",
     ),
     "a_duplicate": (  # names of emssd itself are never taken, in whatever order entry points come
         drafter(name="llma"), "drafter 'llma' is already offered by emssd"),
     "twice": (
-        drafter().replace("return [Spec(", "return 2 * [Spec("),
+        drafter().replace("return [DrafterSpec(", "return 2 * [DrafterSpec("),
         "drafter 'third' is already offered by third-party-twice",
     ),
     "no_dataclass": (
@@ -138,15 +144,17 @@ def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "hook", "wanted"),
+    ("kind", "wanted"),
     [
-        ("backend", "emssd_attention_backends", "an emssd.attention.AttentionBackend"),
-        ("budget", "emssd_budget_policies", "an emssd.drafting.BudgetPolicy"),
-        ("data", "emssd_prompt_sources", "an iterable of emssd.data.prompts.Prompt"),
+        ("backend", "an emssd.attention.AttentionBackend"),
+        ("budget", "an emssd.drafting.BudgetPolicy"),
+        ("data", "an iterable of emssd.data.Prompt"),
     ],
 )
-def test_other_kinds_that_build_something_else_are_named(kind: str, hook: str, wanted: str, install: Callable) -> None:
-    install("odd", drafter().replace("emssd_drafters", hook).replace("config, context: Third()", "config: 5"))
+def test_other_kinds_that_build_something_else_are_named(kind: str, wanted: str, install: Callable) -> None:
+    hook, record = KINDS[kind]
+    source = drafter().replace("emssd_drafters", hook).replace("DrafterSpec", record.__name__)
+    install("odd", source.replace("config, context: Third()", "config: 5"))
     registry = Registry()
     with pytest.raises(PluginError) as caught:
         registry.build(kind, *registry.resolve(kind, "third"))
@@ -303,8 +311,8 @@ def test_a_prompt_source_of_a_plugin_needs_no_options_of_ours(install: Callable,
         "source",
         """
 from dataclasses import dataclass
-from emssd.data.prompts import Prompt
-from emssd.plugins import Spec, hookimpl
+from emssd.data import Prompt
+from emssd.plugins import PromptSourceSpec, hookimpl
 
 @dataclass
 class Config:
@@ -313,7 +321,7 @@ class Config:
 
 @hookimpl
 def emssd_prompt_sources():
-    return [Spec("words", Config, lambda config: [Prompt(word, word) for word in config.words.split()])]
+    return [PromptSourceSpec("words", Config, lambda config: [Prompt(word, word) for word in config.words.split()])]
 """,
     )
     result = decode("data=words", "data.words='a b c'", "max_new_tokens=2")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd import Engine
-from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
 from emssd.metrics.stats import StepStats
@@ -31,11 +31,11 @@ BATCH = Batch(tuple(Sequence(Request(name, (1,), 9)) for name in "abc"))
     ("num_tokens", "expected"), [(None, [7, 0, 3]), (0, [0, 0, 0]), (3, [3, 0, 3]), (5, [5, 0, 3]), (99, [7, 0, 3])]
 )
 def test_a_fixed_budget_is_the_same_for_all_within_their_limits(num_tokens: int | None, expected: list[int]) -> None:
-    assert FixedBudget(num_tokens).allot(BATCH, (7, 0, 3), 5) == expected
+    assert list(FixedBudget(num_tokens).allot(BudgetStep(BATCH, (7, 0, 3), 5))) == expected
 
 
 def test_nothing_is_trimmed_by_default() -> None:
-    assert list(FixedBudget(1).trim(BATCH, Draft.from_chains([[1, 2], [], [3]]), 0)) == [2, 0, 1]
+    assert list(FixedBudget(1).trim(BudgetStep(BATCH, (2, 2, 2)), Draft.from_chains([[1, 2], [], [3]]))) == [2, 0, 1]
 
 
 def test_a_negative_budget_is_refused() -> None:
@@ -103,9 +103,8 @@ def test_a_policy_hears_nothing_of_a_request_after_it_was_told_to_forget_it(
     assert policy.late == [], "what it remembers of these stays for ever, and is taken for the next request of that id"
 
 
-def nodes(draft: Draft) -> list[list[tuple[int, float]]]:
-    assert draft.confidence is not None
-    every = list(zip(draft.token_ids.tolist(), draft.confidence, strict=True))
+def nodes(draft: Draft) -> list[list[int]]:
+    every = draft.token_ids.tolist()
     return [every[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
 
 
@@ -125,10 +124,8 @@ def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.Mo
 
 @given(data=st.data(), budget=st.lists(st.integers(0, 6), min_size=1, max_size=5))
 def test_a_draft_is_cut_to_the_beginning_of_each_row(data: st.DataObject, budget: list[int]) -> None:
-    plain = data.draw(drafts(budget, 30))
-    count = plain.token_ids.numel()
-    probs, confidence = torch.arange(count * 3.0).view(count, 3), tuple(i / 100 for i in range(count))
-    draft = Draft(plain.token_ids, plain.indptr, probs=probs, confidence=confidence)
+    drawn = data.draw(drafts(budget, 30))
+    draft = Draft(torch.arange(drawn.token_ids.numel()), drawn.indptr)  # so that each node can be told from the others
     lengths = [data.draw(st.integers(0, length)) for length in draft.lengths]
     cut = draft.cut(lengths)
     assert cut.lengths == lengths
@@ -137,12 +134,7 @@ def test_a_draft_is_cut_to_the_beginning_of_each_row(data: st.DataObject, budget
     assert cut.is_chain
     assert nodes(cut) == [row[:length] for row, length in zip(nodes(draft), lengths, strict=True)]
     assert cut.token_ids.dtype == torch.int64
-    assert cut.probs is not None
-    assert cut.probs.tolist() == [probs[round(100 * value)].tolist() for value in cut.confidence or ()]
-    bare = plain.cut(lengths)
-    assert bare.token_ids.tolist() == cut.token_ids.tolist()
-    assert bare.probs is None
-    assert bare.confidence is None
+    assert nodes(drawn.cut(lengths)) == [row[:length] for row, length in zip(nodes(drawn), lengths, strict=True)]
 
 
 class Broken(BudgetPolicy):
@@ -151,10 +143,10 @@ class Broken(BudgetPolicy):
     def __init__(self, allotted: Any = None, trimmed: Any = None) -> None:
         self.allotted, self.trimmed = allotted, trimmed
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return list(limits) if self.allotted is None else self.allotted(limits)
+    def allot(self, step: BudgetStep) -> list[int]:
+        return list(step.limits) if self.allotted is None else self.allotted(step.limits)
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         return draft.lengths if self.trimmed is None else self.trimmed(draft.lengths)
 
 

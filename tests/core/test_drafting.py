@@ -64,10 +64,9 @@ class Faulty(Drafter):
                 return Draft.empty(len(batch) + 1)
             case "indptr":
                 return Draft(torch.tensor([1]), (0, 2, *[1] * (len(batch) - 1)))
-            case "confidence":
-                chains = [[1, 2][:limit] for limit in budget]
-                right = Draft.from_chains(chains)
-                return Draft(right.token_ids, right.indptr, confidence=(0.5,) * (right.token_ids.numel() + 1))
+            case "tree":
+                chains = Draft.from_chains([1, 2][:limit] for limit in budget)
+                return Draft(chains.token_ids, chains.indptr, parents=(0,) * chains.indptr[-1])
         return Draft.empty(len(batch))
 
     def observe(self, outcome: Outcome) -> None:
@@ -98,7 +97,7 @@ FAULTS = {
     "vocabulary": "it drafted token id 11, outside the target's vocabulary of 11",
     "rows": "its draft has 3 rows .* but the batch has 2 rows",
     "indptr": "broke its interface",
-    "confidence": r"its confidence are of \d tokens, and it drafted \d; give one for each",
+    "tree": "it drafted a token tree, and only chains are verified so far",
 }
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
-from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.errors import PluginError
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch, Request, Sequence
@@ -60,9 +60,9 @@ class FaultyPolicy(BudgetPolicy):
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+    def allot(self, step: BudgetStep) -> list[int]:
         self._faults.at("policy")
-        return list(limits)
+        return list(step.limits)
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         self._faults.at("policy")

@@ -15,12 +15,12 @@ from emssd import demo
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
-from emssd.drafting import BudgetPolicy, Draft
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.model import CausalLMRunner
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Request, Sequence
 from emssd.simulate import PRESETS, Simulation, Simulator, Trace, geometric_trace, warm_up
 from emssd.simulate.commands import make_budget
 from emssd.simulate.recording import RecordedTimes, logged_steps, record_trace
@@ -34,9 +34,9 @@ CURVE = PRESETS["8b-1xh100"]
 class PlaceDrafter(ChainDrafter):
     """What it drafts depends on the place in the output only, as a recorded trace must assume."""
 
-    def __init__(self, plan: Seq[tuple[int, int]], *args: Any, confident: bool = False, **options: Any) -> None:
+    def __init__(self, plan: Seq[tuple[int, int]], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._plan, self._confident = plan, confident
+        self._plan = plan
 
     def chain(self, row: Sequence, limit: int) -> list[int]:
         place = len(row.output_ids)
@@ -45,27 +45,19 @@ class PlaceDrafter(ChainDrafter):
         wrong = [(token + 1) % self.vocab_size for token in upcoming[num_right : num_right + num_wrong]]
         return (upcoming[:num_right] + wrong)[: self.num_speculative_tokens]
 
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        if not self._confident:
-            return draft
-        confidence = [1.0 / (1 + node) for length in draft.lengths for node in range(length)]
-        return dataclasses.replace(draft, confidence=tuple(confidence))
-
 
 class HesitantBudget(BudgetPolicy):
-    """Cuts drafts by their confidence, and changes its mind with what it heard, and in which order."""
+    """Cuts drafts by their rows and stages, and changes its mind with what it heard, and in which order."""
 
     def __init__(self) -> None:
         self._seen = 0
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return [max(0, limit - (self._seen + row + num_other_tokens + stage) % 2) for row, limit in enumerate(limits)]
+    def allot(self, step: BudgetStep) -> list[int]:
+        less = self._seen + step.num_other_tokens + step.stage
+        return [max(0, limit - (less + row) % 2) for row, limit in enumerate(step.limits)]
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> list[int]:
-        confidence = draft.confidence or (1.0,) * draft.indptr[-1]
-        rows = zip(draft.indptr, draft.indptr[1:], strict=False)
-        return [sum(value > 0.3 for value in confidence[start:stop]) for start, stop in rows]
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
+        return [min(length, (self._seen + row + step.stage) % 5) for row, length in enumerate(draft.lengths)]
 
     def observe(self, outcome: Any, stats: StepStats) -> None:
         self._seen = 3 * self._seen % 7 + sum(map(len, outcome.accepted)) + stats.num_tokens
@@ -92,7 +84,7 @@ def test_every_step_is_the_engines(
     limits = [data.draw(st.integers(1, 14)) for _ in prompts]
     eos = data.draw(st.sampled_from([(), (3,)]))
     plans = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=5)
-    stages = data.draw(st.lists(st.tuples(plans, st.integers(1, 5), st.booleans()), min_size=1, max_size=2))
+    stages = data.draw(st.lists(st.tuples(plans, st.integers(1, 5)), min_size=1, max_size=2))
     batch_size, max_step_tokens = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([4, 16, 512]))
     max_kv_tokens = data.draw(st.sampled_from([None, 48, 80]))
     is_static, worst_case = data.draw(st.booleans()), data.draw(st.booleans())
@@ -109,10 +101,7 @@ def test_every_step_is_the_engines(
     spec = oracle.target.kv_cache_spec(batch_size)
     backend.allocate(dataclasses.replace(spec, continuous=True, max_tokens=max_kv_tokens))
     references = {str(i): oracle.reference(prompt, 14) for i, prompt in enumerate(prompts)}
-    drafters = [
-        PlaceDrafter(plan, oracle.target.vocab_size, depth, references, confident=confident)
-        for plan, depth, confident in stages
-    ]
+    drafters = [PlaceDrafter(plan, oracle.target.vocab_size, depth, references) for plan, depth in stages]
     engine = Engine(
         CausalLMRunner(oracle.target, backend),
         drafters,

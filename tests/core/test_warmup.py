@@ -55,16 +55,16 @@ def test_a_cache_of_outputs_is_empty_again(oracle: Any) -> None:
 
 
 class Stubborn(RandomDrafter):
-    def forget(self) -> None:
+    def reset(self) -> None:
         raise KeyError("lost")
 
 
 def test_every_drafter_is_told_and_one_that_fails_is_named(oracle: Any) -> None:
     suffix = SuffixDrafter(SuffixConfig(4, 12, cache_tokens=400))
-    with pytest.raises(PluginError, match=r"drafter Stubborn failed in forget: KeyError\('lost'\)"):
+    with pytest.raises(PluginError, match=r"drafter Stubborn failed in reset: KeyError\('lost'\)"):
         warm_up(engine_of(oracle, suffix, Stubborn(oracle.target.vocab_size, 3, seed=0)), requests())
     engine = engine_of(oracle, Stubborn(oracle.target.vocab_size, 3, seed=0), suffix, on_drafter_error="disable")
-    with pytest.warns(PluginWarning, match="failed in forget"):
+    with pytest.warns(PluginWarning, match="failed in reset"):
         warm_up(engine, requests())
     assert engine.drafting.drafters[0].failure is not None
     assert suffix._cache is not None

@@ -79,7 +79,8 @@ def test_both_drafters_are_accepted_and_change_nothing(drafter: str, longest: in
 def test_the_models_can_be_trained_anew_and_the_seed_decides(tmp_path: Path) -> None:
     def weights(folder: str, seed: int) -> bytes:
         out = tmp_path / folder
-        train.main(["--out", str(out), "--steps", "2", "--draft-steps", "1", "--rows", "1", "--seed", str(seed)])
+        steps = ["--steps", "2", "--draft-steps", "1", "--rows", "1", "--threads", "1"]
+        train.main(["--out", str(out), *steps, "--seed", str(seed)])
         record = json.loads((out / "TRAINING.json").read_text())
         assert record["seed"] == seed
         assert record["steps"] == {"target": 2, "draft": 1}

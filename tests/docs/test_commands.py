@@ -20,7 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from emssd.authoring import _parser as plugins_parser
+from emssd.authoring import make_parser as plugins_parser
 from emssd.jobs.config import RunConfig, conf_dir, register_configs
 from emssd.plugins.registry import Registry
 from emssd.report.__main__ import make_parser as report_parser

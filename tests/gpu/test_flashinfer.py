@@ -32,7 +32,7 @@ from emssd.errors import OutOfMemoryError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import FinishReason, Generation, Request, Sequence
-from emssd.testing.conformance import AttentionBackendConformance
+from emssd.testing import AttentionBackendConformance
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model

@@ -11,6 +11,7 @@ from typing import Any
 from emssd.report.sections.common import Plot, Section
 from emssd.report.sections.peers import peers
 from emssd.report.sources import read
+from emssd.report.tables import Table
 
 RUN = {
     "script": "benchmarks/cpu_peers.py",
@@ -50,11 +51,11 @@ def heads(section: Section) -> list[str]:
 
 def tables(section: Section) -> list[list[str]]:
     """The lines of each table, without its heading."""
-    return [block.splitlines()[2:] for block in _texts(section) if block.startswith("| batch")]
+    return [block.markdown().splitlines()[2:] for block in section.blocks if isinstance(block, Table)]
 
 
 def plots(section: Section) -> dict[str, Plot]:
-    return {plot.name: plot for block in section.blocks if not isinstance(block, str) for plot in block[0]}
+    return {block.name: block for block in section.blocks if isinstance(block, Plot)}
 
 
 def test_runs_of_other_engines_stand_apart_with_their_own_rows_of_this_one(tmp_path: Path) -> None:
@@ -64,15 +65,17 @@ def test_runs_of_other_engines_stand_apart_with_their_own_rows_of_this_one(tmp_p
     assert heads(section) == ["emssd beside vllm", "emssd beside hf"]
     first, second = tables(section)
     assert first[2:] == [
-        "| 8 | greedy | emssd | 240 (240–240) |  |  |",
-        "| 8 | greedy | vllm | 160 (160–160) | 1.50 |  |",
+        "| 8 | greedy | emssd | 240 (240–240) |  |",
+        "| 8 | greedy | vllm | 160 (160–160) | 1.50 |",
     ]
-    assert second[:2] == ["| 8 | greedy | emssd | 192 (192–192) |  |  |", "| 8 | greedy | hf | 48 (48–48) | 4.00 |  |"]
+    assert second[:2] == ["| 8 | greedy | emssd | 192 (192–192) |  |", "| 8 | greedy | hf | 48 (48–48) | 4.00 |"]
     svgs = {name: plot.svg for name, plot in plots(section).items()}
-    assert list(svgs) == ["peers_0_greedy", "peers_1_greedy"]
+    assert list(svgs) == ["peers_0", "peers_1"]
     assert [("vllm" in svg, ">hf<" in svg) for svg in svgs.values()] == [(True, False), (False, True)]
-    verdicts = [block for block in _texts(section) if block.startswith("- greedy")]
-    assert verdicts[1] == "- greedy: emssd ÷ hf at 8: 4.00 (ahead); hf at 32: 4.00 (ahead)."
+    assert [plot.title for plot in plots(section).values()] == [
+        "Tokens/s by batch size, greedy: emssd beside vllm",
+        "Tokens/s by batch size, greedy: emssd beside hf",
+    ]
 
 
 def test_a_run_that_was_cut_by_batch_size_is_shown_as_one(tmp_path: Path) -> None:
@@ -82,8 +85,8 @@ def test_a_run_that_was_cut_by_batch_size_is_shown_as_one(tmp_path: Path) -> Non
     assert heads(section) == ["emssd beside vllm"]
     (lines,) = tables(section)
     assert [line.split(" | ")[0] for line in lines] == ["| 1", "| 1", "| 4", "| 4", "| 8", "| 8"]
-    assert lines[1] == "| 1 | greedy | vllm | 20 (20–20) | 3.00 |  |"
-    assert list(plots(section)) == ["peers_0_greedy"]
+    assert lines[1] == "| 1 | greedy | vllm | 20 (20–20) | 3.00 |"
+    assert list(plots(section)) == ["peers_0"]
     origin = next(block for block in _texts(section) if block.startswith("benchmarks"))
     assert "2026-11-21 and 2026-11-22, on made up | for tests, 2 threads" in origin
     assert "data questions.jsonl, emssd with compile=true" in origin
@@ -106,7 +109,7 @@ def test_a_run_in_which_all_failed_has_no_plot(tmp_path: Path) -> None:
     value["cells"] = [{"peer": "emssd", "mode": "greedy", "batch_size": 4, "failed": "no memory\nat all"}]
     path.write_text(json.dumps(value))
     section = section_of(path)
-    assert tables(section) == [["| 4 | greedy | emssd | failed: no memory |  |  |"]]
+    assert tables(section) == [["| 4 | greedy | emssd | failed: no memory |"]]
     assert plots(section) == {}
 
 

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from emssd.report.rows import Row
-from emssd.report.sections.step_time import step_time
+from emssd.report.sections.step_time import step_time, steps_of
 from emssd.report.sources import read
-from emssd.report.steps import Steps, steps_of
 
 from .conftest import row, value, write
-
-WRONG = "wrong throughout"
 
 
 def timed(*changes: dict[str, Any]) -> list[Row]:
@@ -32,37 +29,38 @@ def prompts(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ([{"drafter_options": f"replay(p={p}, num_speculative_tokens=3)"} for p in (0, 0.9)], ["(p=0)", "(p=0.9)"]),
-        ([{"budget_options": budget} for budget in ("fixed", "adaptive")], ["budget fixed", "budget adaptive"]),
-        ([prompts(number) for number in (4, 16)], ["200 tokens of prompts", "800 tokens of prompts"]),
+        (
+            [{"drafter_options": f"replay(p={p}, num_speculative_tokens=3)"} for p in (0, 0.9)],
+            ["(p=0), fixed on padded", "(p=0.9), fixed on padded"],
+        ),
+        ([{"budget_options": budget} for budget in ("fixed", "adaptive")], ["fixed on padded", "adaptive on padded"]),
+        ([prompts(number) for number in (4, 16)], ["demo, 4 prompts", "demo, 16 prompts"]),
     ],
 )
 def test_runs_of_other_options_are_not_pooled(changes: list[dict[str, Any]], names: list[str]) -> None:
     found = steps_of(timed(*changes))
-    assert [count(steps) for steps in found] == [2, 2]
-    assert all(steps.name.endswith(name) for steps, name in zip(found, names, strict=True))
+    assert [len(grid.rows) for grid in found] == [2, 2]
+    assert all(name in grid.name for grid, name in zip(found, names, strict=True))
 
 
 def test_drafted_tokens_and_prompts_that_follow_the_batch_size_are_one_setting() -> None:
     labels = ("replay(num_speculative_tokens=3)", "replay", "replay(num_speculative_tokens=1)")
     made = [{"batch_size": size, "drafter_options": label, **prompts(size)} for size in (1, 4) for label in labels]
-    (steps,) = steps_of(timed(*made))
-    assert steps.title == "demo · float32 · padded (replay)"
+    (grid,) = steps_of(timed(*made))
+    assert grid.title == "demo · replay, fixed on padded · demo · float32 (replay)"
 
 
-def test_drafts_are_called_wrong_only_where_they_are(tmp_path: Path) -> None:
-    def said(acceptance_length: float) -> str:
-        write(tmp_path, [value("step_time", None, replay="p", metrics_mean_acceptance_length=acceptance_length)])
-        section = step_time(read([tmp_path]))
-        assert section is not None
-        return " ".join(block for block in section.blocks if isinstance(block, str))
-
-    assert WRONG in said(1.0)
-    assert WRONG not in said(1.5)
-    assert "accepted in part, with a mean acceptance length of up to 1.50" in said(1.5)
+@pytest.mark.parametrize("longest", [1.0, 1.5])
+def test_the_largest_acceptance_length_is_shown(longest: float, tmp_path: Path) -> None:
+    lengths = (1.0, longest)
+    rows = [value("step_time", None, repeat=i, metrics_mean_acceptance_length=tau) for i, tau in enumerate(lengths)]
+    write(tmp_path, rows)
+    section = step_time(read([tmp_path]))
+    assert section is not None
+    assert f"the largest mean acceptance length of a run is {longest:.2f} " in section.markdown()
 
 
-def count(steps: Steps) -> int:
-    """Of rows in the only cell."""
-    ((rows,),) = (sizes.values() for sizes in steps.cells.values())
-    return len(rows)
+def test_rows_without_decode_steps_are_left_out() -> None:
+    none = row("step_time", None, metrics_decode_row_steps=0)
+    assert steps_of([none]) == []
+    assert [len(grid.rows) for grid in steps_of([none, row("step_time", None, repeat=2)])] == [1]

@@ -11,7 +11,7 @@ import torch
 
 from emssd.attention import Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
 from emssd.errors import OutOfMemoryError
-from emssd.testing.conformance import AttentionBackendConformance
+from emssd.testing import AttentionBackendConformance
 from emssd.testing.conformance.rules import rules_of
 from emssd.testing.oracle import DenseBackend
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from emssd.drafting import BudgetPolicy, Draft, Outcome
-from emssd.metrics.stats import StepStats
-from emssd.sequences import Batch
-from emssd.testing.conformance import BudgetPolicyConformance
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
+from emssd.testing import BudgetPolicyConformance
 from emssd.testing.conformance.rules import rules_of
 
 
@@ -35,8 +33,9 @@ class Good(BudgetPolicy):
     def __init__(self) -> None:
         self.accepted: dict[str, int] = {}
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return [min(limit, 1 + self.accepted.get(row.request_id, 1)) for row, limit in zip(batch, limits, strict=True)]
+    def allot(self, step: BudgetStep) -> list[int]:
+        known = [1 + self.accepted.get(row.request_id, 1) for row in step.batch]
+        return [min(limit, length) for limit, length in zip(step.limits, known, strict=True)]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         for row, nodes in zip(outcome.batch, outcome.accepted, strict=True):
@@ -48,32 +47,32 @@ class Good(BudgetPolicy):
 
 
 class OverTheLimit(Good):
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return [limit + 1 for limit in limits]
+    def allot(self, step: BudgetStep) -> list[int]:
+        return [limit + 1 for limit in step.limits]
 
 
 class Fractions(Good):
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return [limit / 2 for limit in limits]  # type: ignore[misc]  # that is the fault
+    def allot(self, step: BudgetStep) -> list[int]:
+        return [limit / 2 for limit in step.limits]  # type: ignore[misc]  # that is the fault
 
 
 class OneForAll(Good):
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
+    def allot(self, step: BudgetStep) -> list[int]:
         return [0] * 9
 
 
 class Booleans(Good):
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         return [length > 0 for length in draft.lengths]
 
 
 class TrimsBelowZero(Good):
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         return [length - 1 for length in draft.lengths]
 
 
 class TrimsNothing(Good):
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         return None  # type: ignore[return-value]  # that is the fault
 
 
@@ -85,20 +84,20 @@ class EditsTokens(Good):
 
 
 class EditsDrafts(Good):
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         draft.token_ids.add_(1)
         return draft.lengths
 
 
 class NeedsRows(Good):
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return [min(limit, max(limits)) for limit in limits] if limits else [min(limits)]
+    def allot(self, step: BudgetStep) -> list[int]:
+        return [min(limit, max(step.limits)) for limit in step.limits] or [min(step.limits)]
 
 
 class NeedsOneStage(Good):
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        assert stage == 0
-        return super().allot(batch, limits, num_other_tokens)
+    def allot(self, step: BudgetStep) -> list[int]:
+        assert step.is_first
+        return super().allot(step)
 
 
 class DividesByDrafts(Good):
@@ -108,8 +107,8 @@ class DividesByDrafts(Good):
 
 
 class Draws(Good):
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return [random.randint(0, limit) for limit in limits]
+    def allot(self, step: BudgetStep) -> list[int]:
+        return [random.randint(0, limit) for limit in step.limits]
 
 
 class ForgetsToRelease(Good):
@@ -155,9 +154,9 @@ class ChangesTheEngine(Good):
 
     rows: tuple[Any, ...] = ()
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        self.rows = tuple(batch)
-        return super().allot(batch, limits, num_other_tokens, stage)
+    def allot(self, step: BudgetStep) -> list[int]:
+        self.rows = tuple(step.batch)
+        return super().allot(step)
 
     def release(self, request_ids: Iterable[str]) -> None:
         super().release(request_ids)

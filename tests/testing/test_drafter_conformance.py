@@ -13,7 +13,7 @@ from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.testing.conformance import DrafterConformance
+from emssd.testing import DrafterConformance
 
 pytestmark = pytest.mark.slow  # together
 

@@ -6,15 +6,14 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Sequence
-from emssd.testing.conformance import DrafterConformance
+from emssd.testing import DrafterConformance
 from emssd.testing.conformance.rules import rules_of
 from emssd.testing.conformance.suite import Suite
 
@@ -334,13 +333,10 @@ def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_
     assert found["test_requests_do_not_touch_each_other"] == "drafter.isolation"
 
 
-class Draws(IsRandom):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        return replace(draft, probs=torch.full((draft.token_ids.numel(), self.vocab_size), 1 / self.vocab_size))
-
-
-def test_a_drafter_that_gives_probabilities_may_draw_from_them(verdicts: Verdicts) -> None:
-    repeats = "test_it_drafts_the_same_again"
-    why = "skipped: its drafts have probs and are not compared"
-    assert verdicts(suite(Draws)) == dict.fromkeys([repeats, *COMPARING], why)
+@pytest.mark.slow
+def test_a_drafter_that_draws_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
+    why = "skipped: it drafts at random, and its drafts are not compared"
+    expected = dict.fromkeys(["test_it_drafts_the_same_again", *COMPARING], why)
+    assert verdicts(suite(IsRandom, decides_at_random=True)) == expected
+    found = verdicts(suite(OverwritesLater, decides_at_random=True), "drafter.lossless")
+    assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"

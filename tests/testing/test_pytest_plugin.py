@@ -11,7 +11,7 @@ import pytest
 from emssd.testing import pytest_plugin
 
 SUITE = """
-from emssd.testing.conformance import DrafterConformance
+from emssd.testing import DrafterConformance
 
 class TestNone(DrafterConformance):
     plugin = "none"

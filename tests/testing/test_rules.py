@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from emssd.testing.conformance import AttentionBackendConformance, BudgetPolicyConformance, DrafterConformance
+from emssd.testing import AttentionBackendConformance, BudgetPolicyConformance, DrafterConformance
 from emssd.testing.conformance.rules import RULES, BrokenRule, broken_rule, rules_of
 from emssd.testing.conformance.suite import Suite
 

@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-from emssd.report.sections import (
-    ablation,
-    acceptance,
-    crossover,
-    datasets,
-    drafters,
-    padding,
-    peers,
-    runs,
-    speedups,
-    step_time,
-    time,
-)
-from emssd.report.sections import provenance as origins
+from emssd.report.sections.acceptance import acceptance
 from emssd.report.sections.common import Plot, Section
+from emssd.report.sections.comparisons import COMPARISONS, comparison, own
+from emssd.report.sections.crossover import crossover
+from emssd.report.sections.drafters import drafters
+from emssd.report.sections.padding import appendix, padding_ratio
+from emssd.report.sections.peers import peers
+from emssd.report.sections.provenance import provenance
+from emssd.report.sections.runs import plain_runs
+from emssd.report.sections.step_time import step_time
+from emssd.report.sections.time import time_of_steps
 from emssd.report.sources import Material
 
 __all__ = ["Plot", "Section", "sections"]
+
+_OTHERS = ("padding_ratio", "acceptance", "step_time", "appendix", "crossover", "drafters")
 
 
 def sections(material: Material) -> list[Section]:
     """All sections that `material` has rows for; the last one says where all of it comes from."""
     found = [
-        speedups.fig1(material),
-        ablation.ablation(material),
-        speedups.llma_models(material),
-        speedups.draft_models(material),
-        datasets.datasets(material),
-        padding.padding_ratio(material),
-        acceptance.acceptance(material),
-        step_time.step_time(material),
-        *padding.appendix(material),
-        crossover.crossover(material),
-        drafters.drafters(material),
-        *speedups.own(material),
-        time.phases(material),
-        time.floors(material),
-        peers.peers(material),
-        runs.plain_runs(material),
-        origins.provenance(material),
+        *(comparison(material, about) for about in COMPARISONS),
+        padding_ratio(material),
+        acceptance(material),
+        step_time(material),
+        *appendix(material),
+        crossover(material),
+        drafters(material),
+        *own(material, [*(about.experiment for about in COMPARISONS), *_OTHERS]),
+        time_of_steps(material),
+        peers(material),
+        plain_runs(material),
+        provenance(material),
     ]
     return [section for section in found if section is not None]

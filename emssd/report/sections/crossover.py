@@ -2,104 +2,71 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterable
+import itertools
+from collections.abc import Mapping
+from math import log2
 
-from emssd.report.cells import Grid, grids, num_repeats
-from emssd.report.crossing import best_cell, speedups, verdict
-from emssd.report.lines import baseline_method
-from emssd.report.rows import Row
-from emssd.report.sections.common import Plot, Section, begin, caveat, marked, speed_chart
-from emssd.report.sections.speedups import speed_table
+from emssd.report.cells import Grid, Spread, grids
+from emssd.report.figures import speed_chart
+from emssd.report.sections.common import Section, begin, speedup_curves
+from emssd.report.sections.comparisons import speed_table
 from emssd.report.sources import Material
-from emssd.report.text import code, escape, listed
+from emssd.report.tables import Table, grouped, listed
 
-__all__ = ["command_for", "crossover"]
-
-_OF_THE_SWEEP = (
-    "experiment",
-    "size",
-    "output_dir",
-    "repeat",
-    "method",
-    "overwrite",
-    "resume",
-    "progress",
-    "batch_size",
-)
+__all__ = ["advice", "crossing_at", "crossings", "crossover"]
 
 
 def crossover(material: Material) -> Section | None:
-    """The batch size at which speculation stops paying, in words, and at each the setting of the largest speed-up."""
+    """Where the speed-up of each line crosses 1, and the setting of the largest speed-up at each batch size."""
     rows = material.of("crossover")
     if not rows:
         return None
-    claim = (
-        "The paper's speed-ups fall with the batch size, and below 1 for the vanilla method. Up to which batch size "
-        "speculation pays is measured here for one model, machine and kind of prompts."
-    )
-    found = grids(rows)
-    title = "Crossover: where speculation stops paying"
-    section = begin("crossover", title, claim, (row.provenance for row in rows), num_repeats(found))
-    for index, grid in enumerate(found):
-        section.head(escape(grid.title))
-        section.say(caveat(grid))
-        by_line = {line.label: speedups(grid, line) for line in grid.lines}
-        section.points(escape(verdict(name, values)) for name, values in by_line.items() if values)
-        section.say("What to run at each batch size:")
-        section.table(["batch", "speed-up", "use", "command"], _advice(grid), left=4)
-        speed_table(section, grid, "", "")
-        plot = Plot(f"crossover_{index}", f"Speed-up by batch size: {grid.title}", speed_chart(grid, grid.title))
-        section.plots(
-            [plot],
-            f"Medians, bars from the least to the greatest repeat; crossings by log batch size.{marked(grid.mark)}",
-        )
+    claim = "Up to which batch size speculation pays, for one model, machine and kind of prompts."
+    section = begin("crossover", "Crossover: where speculation stops paying", claim, rows)
+    for grid in grids(rows):
+        section.head(grid)
+        section.table(crossings(grid))
+        section.table(advice(grid))
+        section.table(speed_table(grid))
+        chart = speed_chart(grid.title, speedup_curves(grid), grid.mark)
+        section.draw(f"Speed-up by batch size: {grid.title}", chart)
     return section
 
 
-def _advice(grid: Grid) -> Iterable[list[str]]:
-    for size in grid.batch_sizes:
-        best = best_cell(grid, size)
-        if best is None or best.speedup is None:
-            yield [str(size), "", f"not known: {_missing(grid, size)}", ""]
+def crossings(grid: Grid) -> Table:
+    """The batch sizes at which each line pays, and where its median speed-up first falls below 1."""
+    lines = []
+    for line, cells in grid.by_line().items():
+        if speedups := {cell.batch_size: spread for cell in cells if (spread := cell.speedup)}:
+            pays = [size for size, spread in speedups.items() if spread.median >= 1]
+            unclear = [size for size, spread in speedups.items() if spread.count > 1 and spread.covers(1)]
+            at = crossing_at(speedups)
+            near = "" if at is None else f"{at:.2g}" if at < 10 else f"{at:.0f}"
+            lines.append([line.label, listed(pays), listed(unclear), near])
+    return Table(["method", "pays at batch size", "repeats on both sides of 1 at", "falls below 1 near"], lines)
+
+
+def crossing_at(speedups: Mapping[int, Spread]) -> float | None:
+    """The batch size at which the medians first fall below 1, interpolated on a logarithmic scale."""
+    for left, right in itertools.pairwise(sorted(speedups)):
+        high, low = speedups[left].median, speedups[right].median
+        if high >= 1 > low:
+            return float(2 ** (log2(left) + (high - 1) / (high - low) * (log2(right) - log2(left))))
+    return None
+
+
+def advice(grid: Grid) -> Table:
+    """The fastest at each batch size, and how sure that is."""
+    lines = []
+    for size, cells in grouped(grid.cells, lambda cell: cell.batch_size).items():
+        compared = [(spread.median, spread, cell) for cell in cells if (spread := cell.speedup)]
+        if not compared:
+            tried = any(cell.line.speculate for cell in cells)
+            why = "no row of plain greedy decoding" if tried else "nothing but plain greedy decoding was run"
+            lines.append([str(size), "", f"not known: {why}"])
             continue
-        gain, row = best.speedup, best.rows[0]
+        _, gain, cell = max(compared, key=lambda each: each[0])
+        use = f"{grid.setting.drafter}, {cell.line.label}" if gain.median > 1 else "plain greedy decoding"
         note = " (one repeat)" if gain.count == 1 else " (too close to call)" if gain.covers(1) else ""
-        without = [line.label for line in grid.lines if line.speculate and size not in speedups(grid, line)]
-        note += f"; not compared: {escape(listed(without))}" if without else ""
-        if gain.median > 1:
-            use = escape(f"{row.drafter_options}, budget {row.budget_options}")
-            yield [str(size), gain.text(), use + note, code(command_for(row))]
-        else:
-            yield [str(size), "1", "plain greedy decoding" + note, code(command_for(row, speculate=False))]
-
-
-def _missing(grid: Grid, batch_size: int) -> str:
-    """Why nothing can be compared."""
-    if not any(cell.line.speculate for cell in grid.cells if cell.batch_size == batch_size):
-        return "nothing but plain greedy decoding was run"
-    return "no row of plain greedy decoding to compare with"
-
-
-def command_for(row: Row, *, speculate: bool = True) -> str:
-    """The command line of a run like the speculating `row`, without the sweep; or of its baseline."""
-    chosen = {"drafter": row.drafter, "budget": row.budget} if speculate else {"drafter": "none"}
-    if row.method is not None:  # a method sets its backend; those of the experiment itself, only what is chosen above
-        chosen["method"] = row.method if speculate else str(baseline_method(row.method))
-    left_out = _OF_THE_SWEEP if speculate else (*_OF_THE_SWEEP, "drafter", "budget")
-    kept = [item for item in row.overrides if re.split(r"[.=]", item.lstrip("+~"))[0] not in left_out]
-    given = {item.partition("=")[0] for item in kept}  # a preset, of which a row has only the plugin's name
-    added = [f"{group}={name}" for group, name in chosen.items() if group not in given]
-    words = ["python", "-m", "emssd", *_presets(row), *kept, *added, f"batch_size={row.batch_size}"]
-    return shlex.join(words)
-
-
-def _presets(row: Row) -> list[str]:
-    """The option that names a folder of presets, which is no override."""
-    words = shlex.split(row.provenance["command"])
-    for place, word in enumerate(words):
-        name, given, _ = word.partition("=")
-        if name in ("--config-dir", "-cd"):
-            return words[place : place + (1 if given else 2)]
-    return []
+        lines.append([str(size), gain.text(), use + note])
+    return Table(["batch", "largest speed-up", "use"], lines, left=3)

@@ -2,123 +2,106 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from emssd.report import paper
-from emssd.report.cells import Spread
+from emssd.report.cells import Grid, Line, Setting, Spread, grids
 from emssd.report.figures import Curve, colour, curves
 from emssd.report.floor import Floor
-from emssd.report.rows import Row, tokens_per_sample
-from emssd.report.sections.common import Plot, Section, begin, marked
+from emssd.report.rows import Row
+from emssd.report.sections.common import Section, begin
 from emssd.report.sources import Material
-from emssd.report.steps import Steps, milliseconds, steps_of
-from emssd.report.text import escape, listed
+from emssd.report.tables import Table, escape, grouped
 
-__all__ = ["step_time"]
+__all__ = ["step_table", "step_time", "steps_of"]
 
-_Rows = Mapping[int, Mapping[int, list[Row]]]  # by batch size and tokens per sample
 _QUOTED = 5  # tokens per sample that the paper compares with one
+_QUOTED_SIZE = 16  # at this batch size
 
 
 def step_time(material: Material) -> Section | None:
     """Median times of steps, which have as many tokens as is said where drafts are wrong throughout."""
-    found = steps_of(material.of("step_time"))
+    rows = material.of("step_time")
+    found = steps_of(rows)
     if not found:
         return None
-    ratio = paper.STEP_MS[_QUOTED] / paper.STEP_MS[1]
     claim = (
-        "The paper shows that with 4 rows a step of OPT-6.7b takes essentially as long for several tokens per row as "
-        f"for one, and that with 16 rows it does not: {paper.STEP_MS[1]} ms for one token, {paper.STEP_MS[_QUOTED]} "
-        f"ms for {_QUOTED}, {ratio:.2f} times as long (512 existing tokens)."
+        f"In the paper a step of OPT-6.7b with {_QUOTED_SIZE} rows behind 512 tokens takes {paper.STEP_MS[1]} ms for "
+        f"one token per row and {paper.STEP_MS[_QUOTED]} ms for {_QUOTED}; with 4 rows both take essentially as long. "
+        "Here: median ms of a step by batch size and tokens per row."
     )
-    repeats = max(len(rows) for steps in found for sizes in steps.cells.values() for rows in sizes.values())
-    origins = (row.provenance for steps in found for row in steps.rows)
-    title = "Time of a step by tokens per sample"
-    section = begin("step_time", title, claim, origins, repeats)
-    if all(steps.longest_acceptance == 1 and "replay" in steps.mark for steps in found):
+    section = begin("step_time", "Time of a step by tokens per sample", claim, rows)
+    for grid in found:
+        lengths = [int(length) for row in grid.rows for length in row.samples["num_prompt_tokens"]]
+        longest = max(float(row.metrics["mean_acceptance_length"]) for row in grid.rows)
+        section.say(f"### {escape(grid.title)}")
         section.say(
-            "Drafts are **replay**: made to be wrong throughout, so that every step has as many tokens as is said."
+            f"Prompts of {min(lengths)} to {max(lengths)} tokens; the largest mean acceptance length of a run is "
+            f"{longest:.2f} (1.00: every draft is wrong)."
         )
-    for index, steps in enumerate(found):
-        _of_setting(section, index, steps)
+        section.table(step_table(grid))
+        svg = curves(grid.title, "tokens per sample in a step", "ms per step", _curves(grid), mark=grid.mark, log=False)
+        section.draw(f"Milliseconds of a step by tokens per sample, and dotted its floor: {grid.title}", svg)
     return section
 
 
-def _of_setting(section: Section, index: int, steps: Steps) -> None:
-    lengths = sorted({int(length) for row in steps.rows for length in row.samples["num_prompt_tokens"]})
-    span = f"{lengths[0]}–{lengths[-1]}" if len(lengths) > 1 else listed(lengths)
-    behind = f"{span} tokens of prompt, {steps.rows[0].max_new_tokens} new"
-    section.head(escape(steps.title))
-    longest = steps.longest_acceptance
-    partly = (
-        f"Drafts are accepted in part, with a mean acceptance length of up to {longest:.2f}." if longest > 1 else ""
-    )
-    made_up = "**Random weights**: a made-up model of that shape." if steps.random_weights else ""
-    section.say(made_up, f"{behind}.", partly)
-    cells = steps.cells
-    counts = sorted({tokens for sizes in cells.values() for tokens in sizes})
-    section.say("Median ms of a step by tokens per sample (least and greatest repeat), and below it the floor:")
+def steps_of(rows: Iterable[Row]) -> list[Grid]:
+    """A grid for each setting and line, whatever is drafted at a time.
+
+    Prompts that are as many as the rows of the batch do not tell settings apart.
+    """
+
+    def undrafted(row: Row) -> Setting:
+        name, _, options = row.drafter_options.removesuffix(")").partition("(")
+        kept = [each for each in options.split(", ") if each and not each.startswith("num_speculative_tokens=")]
+        drafter = f"{name}({', '.join(kept)})" if kept else name
+        return Setting.of(row)._replace(drafter=f"{drafter}, {Line.of(row).label}")
+
+    def without_prompts(row: Row) -> Setting:
+        return undrafted(row)._replace(data=row.data_label or row.data, length="")
+
+    timed = [row for row in rows if row.metrics["decode_row_steps"]]
+    follow = {
+        setting
+        for setting, mine in grouped(timed, without_prompts).items()
+        if all(len(row.samples["num_prompt_tokens"]) == row.batch_size for row in mine)
+    }
+    return grids(timed, lambda row: each if (each := without_prompts(row)) in follow else undrafted(row))
+
+
+def step_table(grid: Grid) -> Table:
+    """Milliseconds by batch size and tokens per sample, how much longer several tokens take than one, and the floor."""
+    quoted = f"{paper.STEP_MS[_QUOTED] / paper.STEP_MS[1]:.2f}"
     lines = []
-    for size, by_tokens in cells.items():
-        lines.append([f"batch {size}", *(_ms(by_tokens.get(count)) for count in counts)])
-        lines.append(["floor", *(_floor_ms(by_tokens.get(count)) for count in counts)])
-    section.table(["", *map(str, counts)], lines)
-    section.points(_sentences(cells))
-    ylabel = "ms per step"
-    svg = curves(steps.title, "tokens per sample in a step", ylabel, _curves(cells), mark=steps.mark, log=False)
-    section.plots(
-        [Plot(f"step_time_{index}", f"Milliseconds of a step by tokens per sample: {steps.title}", svg)],
-        "Medians of steps and of repeats, bars from the least to the greatest repeat; dotted, the floor."
-        + marked(steps.mark),
-    )
+    for cell in grid.cells:
+        by_tokens = grouped(cell.rows, _tokens)
+        for count, rows in sorted(by_tokens.items()):
+            ratio = Spread.within_repeats(rows, by_tokens.get(1, ()), _ms) if count > 1 else None
+            printed = quoted if (cell.batch_size, count) == (_QUOTED_SIZE, _QUOTED) else ""
+            floor = Floor.of(rows[0], count)
+            figures = [Spread.of(map(_ms, rows)).text(), ratio.text() if ratio else "", printed]
+            lines.append([str(cell.batch_size), str(count), *figures, f"{1e3 * floor.seconds:.2f} ({floor.bound})"])
+    return Table(["batch", "tokens", "ms / step", "÷ 1 token", "paper", "floor, ms"], lines, left=2)
 
 
-def _sentences(cells: _Rows) -> list[str]:
-    """How much longer a step of several tokens is, and what bounds it."""
-    found = []
-    for size, by_tokens in cells.items():
-        if 1 not in by_tokens or len(by_tokens) < 2:
-            continue
-        several = min((count for count in by_tokens if count > 1), key=lambda count: (abs(count - _QUOTED), count))
-        ratio = Spread.within_repeats(by_tokens[several], by_tokens[1], _step_seconds)
-        bounds = {count: floor.bound for count, rows in by_tokens.items() if (floor := _floor(rows[0]))}
-        first = next((count for count in sorted(bounds) if bounds[count] == "FLOPs"), None)
-        bound = "bytes bound it throughout" if first is None else f"arithmetic bounds it from {first} tokens per row on"
-        theirs = paper.STEP_MS[_QUOTED] / paper.STEP_MS[1]
-        beside = f" (the paper: {theirs:.2f})" if size == 16 and several == _QUOTED else ""
-        same = "" if ratio is None or not ratio.covers(1) or ratio.count == 1 else ", no difference beyond the spread"
-        said = "in no repeat in common" if ratio is None else f"{ratio.text()} times as long as one of 1{beside}{same}"
-        found.append(f"Batch size {size}: a step of {several} tokens per row is {said}; by the floor {bound}.")
-    return found
+def _tokens(row: Row) -> int:
+    """Tokens that a row of the batch has in a step: those drafted and the newest.
+
+    The mean is less: what a row drafts is cut where it has less than that left to generate.
+    """
+    return 1 + max((int(length) for length, count in row.metrics["draft_length_histogram"].items() if count), default=0)
 
 
-def _step_seconds(row: Row) -> float:
-    return float(row.metrics["median_decode_step_seconds"])
+def _ms(row: Row) -> float:
+    return 1e3 * float(row.metrics["median_decode_step_seconds"])
 
 
-def _curves(cells: _Rows) -> list[Curve]:
+def _curves(grid: Grid) -> list[Curve]:
     lines = []
-    for index, (size, by_tokens) in enumerate(cells.items()):
-        spreads = {float(count): milliseconds(rows) for count, rows in by_tokens.items()}
-        points = {count: spread.median for count, spread in spreads.items()}
-        ranges = {count: (spread.low, spread.high) for count, spread in spreads.items()}
-        lines.append(Curve(f"batch {size}", points, colour(None, index), ranges=ranges))
-        floors = {float(count): 1e3 * floor.seconds for count, rows in by_tokens.items() if (floor := _floor(rows[0]))}
+    for index, cell in enumerate(grid.cells):
+        by_tokens = sorted(grouped(cell.rows, _tokens).items())
+        times = {float(count): Spread.of(map(_ms, rows)) for count, rows in by_tokens}
+        floors = {float(count): 1e3 * Floor.of(rows[0], count).seconds for count, rows in by_tokens}
+        lines.append(Curve(f"batch {cell.batch_size}", times, colour(None, index)))
         lines.append(Curve("", floors, colour(None, index), "floor"))
     return lines
-
-
-def _floor(row: Row) -> Floor | None:
-    """Of a step in which no draft is cut, as the median one."""
-    computed = tokens_per_sample(row) * row.metrics["decode_row_steps"]
-    return Floor.of(dataclasses.replace(row, metrics={**row.metrics, "decode_computed_tokens": computed}))
-
-
-def _ms(rows: list[Row] | None) -> str:
-    return "" if rows is None else milliseconds(rows).text()
-
-
-def _floor_ms(rows: list[Row] | None) -> str:
-    floor = _floor(rows[0]) if rows else None
-    return "" if floor is None else f"{1e3 * floor.seconds:.2f} ({floor.bound})"

@@ -1,160 +1,61 @@
-"""Where the time of a step goes, by phase, and how far tokens/s are from their floor."""
+"""Where the time of a step goes, by phase, and how far it is from its floor."""
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
+from collections.abc import Callable
+from functools import partial
 
-from emssd.report.cells import Cell, Grid, Spread, grids
-from emssd.report.figures import Curve, colour, curves, stacked
+from emssd.report.cells import WITHOUT_BASELINE, Cell, grids
+from emssd.report.figures import stacked
 from emssd.report.floor import Floor
-from emssd.report.lines import WITHOUT_BASELINE
-from emssd.report.rows import Row
-from emssd.report.sections.common import Plot, Section, begin, caveat, grid_curves, marked
+from emssd.report.rows import Row, per
+from emssd.report.sections.common import CELL, Section
 from emssd.report.sources import Material
-from emssd.report.text import escape
+from emssd.report.tables import grouped, table_of
 
-__all__ = ["floors", "phases"]
-
-_SHOWN_FLOORS = ("greedy", "unpad_both", "ragged_greedy", "ragged", "flashinfer_greedy", "flashinfer", None)
+__all__ = ["time_of_steps"]
 
 
-def phases(material: Material) -> Section | None:
-    """Milliseconds of a decode step by phase."""
-    rows = _timed(material)
+def time_of_steps(material: Material) -> Section | None:
+    """Milliseconds of a decode step by phase, and tokens/s beside their floor."""
+    left_out = (*WITHOUT_BASELINE, "drafters")  # drafters side by side are so many that nobody would read them
+    rows = [row for row in material.rows if row.experiment not in left_out and row.metrics["decode_row_steps"]]
     if not rows:
         return None
     claim = (
-        "The paper gives no times of the parts of a step. Here is where the milliseconds of a decode step go, by phase "
-        "(see docs/metrics.md); on CUDA what the kernels still run after the call returns is counted in `verify`."
+        "Milliseconds of a mean decode step by phase; tokens/s are tokens per row and step × rows per step ÷ time. The "
+        "floor is the larger of two times: reading the weights and the rows' KV once at the measured bandwidth, and "
+        "computing all tokens at the measured rate of a large product; a draft model's work is not in it."
     )
-    section = begin("phases", "Where the time of a step goes", claim, (row.provenance for row in rows))
-    for index, (experiment, grid) in enumerate(_grids(rows)):
-        section.head(escape(f"{experiment}: {grid.title}"))
-        section.say(caveat(grid))
+    section = Section("time", "Where the time of a step goes, and its floor", [claim])
+    by_experiment = grouped(rows, lambda row: row.experiment)
+    for experiment, grid in ((name, grid) for name, mine in by_experiment.items() for grid in grids(mine)):
+        section.head(grid, f"{experiment}: ")
         names = list(grid.rows[0].metrics["decode_seconds"])
-        cells = sorted(grid.cells, key=lambda cell: (cell.batch_size, cell.line.rank))
-        split = [{name: _milliseconds(cell, name) for name in names} for cell in cells]
-        section.table(
-            ["batch", "method", "ms per step", *names, "outside forward"],
-            (
-                [
-                    str(cell.batch_size),
-                    escape(cell.line.label),
-                    f"{sum(parts.values()):.2f}",
-                    *(f"{parts[name]:.2f}" for name in names),
-                    f"{1 - parts.get('forward', 0.0) / max(sum(parts.values()), 1e-12):.0%}",
-                ]
-                for cell, parts in zip(cells, split, strict=True)
-            ),
-            left=2,
-        )
-        labels = [f"{cell.batch_size} {cell.line.label}" for cell in cells]
-        parts = {name: [each[name] for each in split] for name in names}
+        section.table(table_of(grid.cells, CELL | _columns(names), left=2))
+        parts = {name: [cell.spread(partial(_ms, name)).median for cell in grid.cells] for name in names}
+        labels = [f"{cell.batch_size} {cell.line.label}" for cell in grid.cells]
         svg = stacked(grid.title, "ms per decode step", parts, labels, mark=grid.mark)
-        section.plots([Plot(f"phases_{index}", f"Milliseconds of a step by phase: {grid.title}", svg)],
-                      "By batch size and method; the medians of repeats." + marked(grid.mark))  # fmt: skip
+        section.draw(f"Milliseconds of a step by phase: {grid.title}", svg)
     return section
 
 
-def floors(material: Material) -> Section | None:
-    """Tokens/s against those of a machine that does nothing but what must be done, as fast as it was measured to be."""
-    rows = [row for row in _timed(material) if Floor.of(row) is not None]
-    if not rows:
-        return None
-    claim = (
-        "The paper gives no floor. Here it is the larger of two times: weights and the rows' KV read once at the "
-        "measured bandwidth, and the arithmetic of all computed tokens at the measured rate of a large product. What "
-        "a draft model does is not in it."
-    )
-    section = begin("floors", "Tokens per second against the floor", claim, (row.provenance for row in rows))
-    for index, (experiment, grid) in enumerate(_grids(rows)):
-        section.head(escape(f"{experiment}: {grid.title}"))
-        section.say(caveat(grid))
-        section.say(_rates(grid))
-        section.table(
-            ["batch", "method", "tokens/s", "floor, tokens/s", "× floor's time", "bound by"],
-            (_floor_line(cell) for cell in sorted(grid.cells, key=lambda cell: (cell.batch_size, cell.line.rank))),
-            left=2,
-        )
-        section.plots([Plot(f"floors_{index}", f"Tokens/s and their floor by batch size: {grid.title}", _chart(grid))],
-                      "Solid, measured; dotted, the floor of the same line." + marked(grid.mark))  # fmt: skip
-        section.points(_nearest(grid))
-    return section
+def _columns(names: list[str]) -> dict[str, Callable[[Cell], str]]:
+    figures: dict[str, Callable[[Row], float]] = {
+        "tokens / row and step": per("decode_new_tokens", "decode_row_steps"),
+        "rows / step": per("decode_row_steps", "decode_steps"),
+        "ms / step": lambda row: sum(_ms(name, row) for name in names),
+    }
+    figures |= {name: partial(_ms, name) for name in names}
+    figures |= {
+        "floor, ms": lambda row: 1e3 * Floor.of(row).seconds,
+        "× floor": lambda row: Floor.of(row).tokens_per_second / row.rate,
+    }
+    return {name: partial(Cell.median, figure=figure) for name, figure in figures.items()} | {
+        "floor bound by": lambda cell: " or ".join(dict.fromkeys(Floor.of(row).bound for row in cell.rows)),
+        "by FLOPs from, tokens / row": lambda cell: str(Floor.of(cell.rows[0]).arithmetic_from),
+    }
 
 
-def _timed(material: Material) -> list[Row]:
-    """Rows of decoding; drafters side by side are so many settings that nobody would read them."""
-    return [row for row in material.rows if row.experiment not in (*WITHOUT_BASELINE, "drafters")]
-
-
-def _grids(rows: list[Row]) -> list[tuple[str, Grid]]:
-    """Each cell once: what Figure 1 has is not shown again for an ablation of the same setting."""
-    names = sorted(dict.fromkeys(row.experiment for row in rows), key=lambda name: name != "fig1")
-    found, shown = [], set()
-    for name in names:
-        for grid in grids(row for row in rows if row.experiment == name):
-            new = [cell for cell in grid.cells if (grid.setting, cell.line, cell.batch_size) not in shown]
-            shown |= {(grid.setting, cell.line, cell.batch_size) for cell in new}
-            if new:
-                found.append((name, dataclasses.replace(grid, cells=tuple(new))))
-    return found
-
-
-def _milliseconds(cell: Cell, phase: str) -> float:
-    return (
-        1e3 * cell.spread(lambda row: row.metrics["decode_seconds"][phase] / max(row.metrics["decode_steps"], 1)).median
-    )
-
-
-def _rates(grid: Grid) -> str:
-    hardware = [row.provenance["hardware"] for row in grid.rows]
-    read, computed = (Spread.of(each[name] for each in hardware) for name in ("bytes_per_second", "flops_per_second"))
-    return (
-        f"Measured: {read.median / 1e9:,.3g} GB/s, {computed.median / 1e12:,.3g} TFLOP/s in {grid.setting.dtype}; "
-        f"weights {grid.rows[0].costs['weight_bytes'] / 1e6:,.4g} MB."
-    )
-
-
-def _floor_line(cell: Cell) -> list[str]:
-    found = [floor for row in cell.rows if (floor := Floor.of(row)) is not None]
-    rate = statistics.median(floor.tokens_per_second for floor in found)
-    bounds = " or ".join(dict.fromkeys(floor.bound for floor in found))
-    return [
-        str(cell.batch_size),
-        escape(cell.line.label),
-        cell.tokens_per_second.text(",.0f"),
-        f"{rate:,.0f}",
-        cell.spread(_times_floor).text(".1f"),
-        bounds,
-    ]
-
-
-def _times_floor(row: Row) -> float:
-    return _floor_rate(row) / float(row.metrics["decode_tokens_per_second"])
-
-
-def _floor_rate(row: Row) -> float:
-    floor = Floor.of(row)
-    assert floor is not None
-    return floor.tokens_per_second
-
-
-def _chart(grid: Grid) -> str:
-    lines = grid_curves(grid, lambda cell: cell.tokens_per_second, methods=_SHOWN_FLOORS)
-    for index, line in enumerate(grid.lines):
-        if line.method in _SHOWN_FLOORS:
-            mine = [cell for cell in grid.cells if cell.line == line]
-            points = {float(cell.batch_size): cell.spread(_floor_rate).median for cell in mine}
-            lines.append(Curve("", points, colour(line.method, index), "floor"))
-    return curves(grid.title, "batch size / rows", "tokens/s of decode steps", lines, mark=grid.mark)
-
-
-def _nearest(grid: Grid) -> list[str]:
-    ranked = sorted(grid.cells, key=lambda cell: cell.spread(_times_floor).median)
-    said = [
-        f"{escape(cell.line.label)} at batch size {cell.batch_size}, {cell.spread(_times_floor).median:.1f} times as "
-        "long"
-        for cell in (ranked[0], ranked[-1])
-    ]
-    return [f"Nearest to its floor: {said[0]}; farthest: {said[1]}."] if len(ranked) > 1 else []
+def _ms(phase: str, row: Row) -> float:
+    return float(1e3 * row.metrics["decode_seconds"][phase] / row.metrics["decode_steps"])

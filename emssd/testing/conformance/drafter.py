@@ -43,12 +43,14 @@ class DrafterConformance(Suite):
 
     Attributes:
         learns_across_requests: the drafter means to draft otherwise after other requests. Then its drafts are not
-            compared with those of a drafter without a past, but tokens still must be exact. Rules that are not tested
-            for this reason, or as drafts have `probs`, are reported as skipped.
+            compared with those of a drafter without a past.
+        decides_at_random: the drafter means to. Then its drafts are not compared at all. Tokens still must be exact,
+            and the rules that are not tested for either reason are reported as skipped.
     """
 
     kind = "drafter"
     learns_across_requests: ClassVar[bool] = False
+    decides_at_random: ClassVar[bool] = False
     _latest: Seq[Drafter] = ()
 
     def make_drafter(self, context: DrafterContext) -> Drafter | Seq[Drafter]:
@@ -229,7 +231,7 @@ class DrafterConformance(Suite):
                 decode(run, DenseBackend, watched, "drafter.isolation")
 
     def _probes(self) -> Probes:
-        return Probes(self._world, self.learns_across_requests)
+        return Probes(self._world, learns=self.learns_across_requests, draws=self.decides_at_random)
 
     def _world(self) -> World:
         return World(self._watched(self._context()), VOCAB_SIZE)

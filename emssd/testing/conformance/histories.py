@@ -13,9 +13,9 @@ from emssd.attention import Kept, KVCacheSpec, PackedInputs
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
-from emssd.testing import machines
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, named
+from emssd.testing.machines import check_plan
 from emssd.testing.waves import Waves
 
 __all__ = ["Move", "Play", "Turn", "check_same", "histories", "play"]
@@ -147,7 +147,7 @@ class _Player:
                 plan = self._backend.backend.plan(packed)
         else:
             plan = self._backend.plan(packed)
-        places = machines._check_plan(plan, packed)
+        places = check_plan(plan, packed)
         ids = plan.input_ids.flatten()
         bad = torch.tensor([token in self._bad for token in ids.tolist()], device=ids.device)
         for layer in range(num_layers):

@@ -9,8 +9,8 @@ import torch
 from hypothesis.stateful import invariant
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
-from emssd.testing import machines
 from emssd.testing.conformance.rules import BrokenRule, broken, named
+from emssd.testing.machines import BackendMachine, MachineRow, check_plan
 
 __all__ = ["RuledMachine", "WatchedBackend"]
 
@@ -47,7 +47,7 @@ class WatchedBackend(AttentionBackend):
         with named("backend.raises", f"plan of {packed}"):
             plan = self.backend.plan(packed)
         with _assertions("backend.plan"):
-            machines._check_plan(plan, packed)
+            check_plan(plan, packed)
         return plan
 
     def forward(
@@ -82,7 +82,7 @@ class WatchedBackend(AttentionBackend):
             return self.backend.kv_usage
 
 
-class RuledMachine(machines.BackendMachine):
+class RuledMachine(BackendMachine):
     """`BackendMachine`, whose assertions are put under the rules that they stand for."""
 
     def _step(self, packed: PackedInputs) -> None:
@@ -95,7 +95,7 @@ class RuledMachine(machines.BackendMachine):
         with _assertions("backend.memory"):
             super().memory()
 
-    def _release(self, rows: Iterable[machines._Row]) -> None:
+    def _release(self, rows: Iterable[MachineRow]) -> None:
         super()._release(rows)
         exact, held = self.dense.kv_usage.held, self.backend.kv_usage.held
         if held and not exact:

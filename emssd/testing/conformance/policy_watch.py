@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Any
 
-from emssd.drafting import BudgetPolicy, Draft, Outcome
-from emssd.metrics.stats import StepStats
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.sequences import Batch
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.watch import state_of, unchanged
@@ -33,18 +31,18 @@ class WatchedPolicy(BudgetPolicy):
         self.policy = policy
         self.decisions: list[Decided] = []
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        asked, before = list(limits), state_of(batch)
-        with named("budget.raises", f"allot with the limits {asked} in stage {stage}"):
-            lengths = self.policy.allot(batch, limits, num_other_tokens, stage)
-        unchanged(before, batch, "allot", "budget.batch")
-        return self._decided("allot", lengths, asked)
+    def allot(self, step: BudgetStep) -> list[int]:
+        limits, before = list(step.limits), state_of(step.batch)
+        with named("budget.raises", f"allot with the limits {limits} in stage {step.stage}"):
+            lengths = self.policy.allot(step)
+        unchanged(before, step.batch, "allot", "budget.batch")
+        return self._decided("allot", lengths, limits)
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> list[int]:
-        limits, before = draft.lengths, (state_of(batch), draft.token_ids.tolist())
-        with named("budget.raises", f"trim of a draft of {limits} tokens in stage {stage}"):
-            lengths = self.policy.trim(batch, draft, num_other_tokens, stage)
-        self._read_only(before, batch, draft, "trim")
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
+        limits, before = draft.lengths, (state_of(step.batch), draft.token_ids.tolist())
+        with named("budget.raises", f"trim of a draft of {limits} tokens in stage {step.stage}"):
+            lengths = self.policy.trim(step, draft)
+        self._read_only(before, step.batch, draft, "trim")
         return self._decided("trim", lengths, limits)
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:

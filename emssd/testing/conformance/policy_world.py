@@ -41,7 +41,6 @@ class PolicyWorld:
         """Draft, verify as told, tell the policy; `num_prefill` tokens are of another prompt. Returns who goes on."""
         for drafter in self._drafters:
             drafter.told = {row.request_id: each.keep for row, each in zip(rows, decisions, strict=True)}
-            drafter.is_sure = self._num_steps % 2 == 1
         self._num_steps += 1
         with named("budget.raises", "a step"):
             return self._engine.take(rows, decisions, num_prefill)
@@ -72,11 +71,9 @@ class _AsTold(Drafter):
 
     def __init__(self, stage: int | None) -> None:
         self.told: dict[str, int] = {}
-        self.is_sure = False
         self._stage = stage
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         told = [self.told[row.request_id] for row in batch]
         wanted = [0 if self._stage == 0 and length % 2 else length for length in told]
-        draft = Draft.from_chains([1] * min(length, limit) for length, limit in zip(wanted, budget, strict=True))
-        return replace(draft, confidence=(0.5,) * draft.indptr[-1]) if self.is_sure else draft
+        return Draft.from_chains([1] * min(length, limit) for length, limit in zip(wanted, budget, strict=True))

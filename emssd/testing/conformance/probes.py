@@ -25,8 +25,8 @@ _ALIKE = [
     Life(Request("b", (1, 3, 2, 1, 3), 20), (AGREEABLE,), arrival=1),
     Life(Request("c", (2, 1, 2, 1), 20), (AGREEABLE,), arrival=2),
 ]
+_RANDOM = "it drafts at random, and its drafts are not compared"
 _NEW = "from a new drafter"
-_PROBS = "its drafts have probs and are not compared"
 _LEARNING = (
     ". If it means to learn from other requests, say learns_across_requests = True in its test class, or "
     "--learns-across-requests to emssd-plugins check"
@@ -39,15 +39,16 @@ class Probes:
     Args:
         make_world: gives a world with new drafters.
         learns: whether drafts may depend on other requests.
+        draws: whether drafts may be random.
 
     Attributes:
         not_compared: why drafts were left uncompared, if some were.
     """
 
-    def __init__(self, make_world: Callable[[], World], learns: bool) -> None:
+    def __init__(self, make_world: Callable[[], World], *, learns: bool, draws: bool) -> None:
         self.not_compared = ""
         self._make_world = make_world
-        self._learns = learns
+        self._learns, self._draws = learns, draws
 
     def zero_budget(self) -> None:
         """Budgets of 0 for all rows of a step, for some, and at first."""
@@ -82,7 +83,7 @@ class Probes:
     def deterministic(self, drawn: Seq[Life]) -> None:
         """New drafters, each asked the same."""
         first = live(self._make_world, drawn)
-        for _ in range(3 if self._comparable(first, has_past=False) else 0):  # chance may give the same once
+        for _ in range(3 if self._comparable(has_past=False) else 0):  # chance may give the same once
             second = live(self._make_world, drawn)
             for life in drawn:
                 _compare("drafter.deterministic", life, first, second, "at first", "from another new drafter")
@@ -98,14 +99,14 @@ class Probes:
             world.release(["a"])  # once more
             world.drafts.clear()
             world.step([second], [AGREEABLE])
-        if self._comparable(world):
+        if self._comparable():
             again = Life(second.request, (AGREEABLE,))
             _compare("drafter.release", again, world, live(self._make_world, [again]), "after its release", _NEW)
 
     def isolation(self, drawn: Seq[Life]) -> None:
         """Together and alone, a request gets the same drafts; a drafter that learns may do otherwise."""
         together = live(self._make_world, drawn)
-        for life in drawn if self._comparable(together) else ():
+        for life in drawn if self._comparable() else ():
             alone = live(self._make_world, [life])
             _compare("drafter.isolation", life, together, alone, "beside others", "alone" + _LEARNING)
 
@@ -149,12 +150,12 @@ class Probes:
             new = steps(self._make_world())
             with _renamed(rule):  # the new one has just made these steps, so its past is the reason
                 past = steps(world)
-            if self._comparable(past):
+            if self._comparable():
                 _compare(rule, again, past, new, "after its release", _NEW)
 
-    def _comparable(self, world: World, has_past: bool = True) -> bool:
-        """Whether the drafts in `world` must be those of a new drafter; notes why if not."""
-        reason = _PROBS if world.may_be_random else LEARNS if has_past and self._learns else ""
+    def _comparable(self, has_past: bool = True) -> bool:
+        """Whether drafts must be those of a new drafter; notes why if not."""
+        reason = _RANDOM if self._draws else LEARNS if has_past and self._learns else ""
         self.not_compared = reason or self.not_compared
         return not reason
 

@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {
         Rule("drafter.accounting", "what it drafted is what the engine verifies, counts and reports back"),
         Rule("drafter.zero_budget", "a budget of 0 is a call like any other"),
         Rule("drafter.limits", "one-token prompts, rows with one token left and drafts with an EOS inside are served"),
-        Rule("drafter.deterministic", "asked the same again, a drafter without probs drafts the same"),
+        Rule("drafter.deterministic", "asked the same again, it drafts the same, unless it says that it draws"),
         Rule("drafter.isolation", "a request gets the same drafts whatever else runs before or beside it"),
         Rule("drafter.release", "a released request is forgotten; unknown ids are no error"),
         Rule("drafter.preemption", "a request that comes again after its release begins anew"),

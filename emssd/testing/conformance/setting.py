@@ -89,10 +89,6 @@ def setting(architecture: str, vocab_size: int) -> Setting:
 
     context = DrafterContext(
         vocab_size=vocab_size,
-        max_model_len=target.max_model_len,
-        max_batch_size=BATCH_SIZE,
-        device=target.device,
-        dtype=target.dtype,
         tokenizer=tokenizer,
         load_runner=load_runner,
         make_drafter=make_drafter,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from emssd.plugins import Spec
+from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import Registry
 from emssd.testing.conformance import options
 from emssd.testing.conformance.rules import broken, named

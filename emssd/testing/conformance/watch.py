@@ -32,7 +32,6 @@ class WatchedDrafter(Drafter):
 
     Attributes:
         num_drafted, num_accepted: tokens by request id, as the outcomes say.
-        has_probs: whether it ever gave probabilities, and so may draw at random.
         seconds, num_tokens: spent in `propose`, and proposed by it.
     """
 
@@ -40,7 +39,6 @@ class WatchedDrafter(Drafter):
         self.drafter = drafter
         self.num_drafted: Counter[str] = Counter()
         self.num_accepted: Counter[str] = Counter()
-        self.has_probs = False
         self.seconds = 0.0
         self.num_tokens = 0
         self._vocab_size = vocab_size
@@ -63,7 +61,6 @@ class WatchedDrafter(Drafter):
         with named("drafter.draft", "reading the draft"):
             _check(draft, batch, limits, self._vocab_size)
         self.num_tokens += draft.token_ids.numel()
-        self.has_probs |= draft.probs is not None
         self._proposed = _chains(batch, draft)
         return draft
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
-from emssd.drafting import BudgetPolicy, Draft
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft
 from emssd.sequences import Batch, Sequence
 from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.scripted import Decision, Life, ScriptedEngine, in_turn
@@ -31,11 +31,6 @@ class World:
         self._engine = ScriptedEngine(watched, self._policy, vocab_size)
         self.drafts = self._policy.drafts
 
-    @property
-    def may_be_random(self) -> bool:
-        """Whether a drafter gave probabilities, and so may draw from them."""
-        return any(each.has_probs for each in self.watched)
-
     def propose(self, rows: Seq[Sequence], decisions: Seq[Decision]) -> Draft:
         """The first half of a step."""
         self._policy.keep = [decision.keep for decision in decisions]
@@ -49,7 +44,7 @@ class World:
             return self._engine.take(rows, decisions)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Tell the drafter to forget, if there is anything to forget."""
+        """Tell the drafter that these requests are gone, if there are any."""
         if names := list(request_ids):
             with named("drafter.raises", "a step"):
                 self._engine.drafting.release(names)
@@ -62,12 +57,12 @@ class _KeepAsTold(BudgetPolicy):
         self.keep: list[int] = []
         self.drafts: dict[str, list[list[int]]] = {}
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        return list(limits)
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        return step.limits
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> list[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         tokens = draft.token_ids.tolist()
-        for name, start, stop in zip(batch.request_ids, draft.indptr, draft.indptr[1:], strict=False):
+        for name, start, stop in zip(step.batch.request_ids, draft.indptr, draft.indptr[1:], strict=False):
             self.drafts.setdefault(name, []).append(tokens[start:stop])
         return [min(length, keep) for length, keep in zip(draft.lengths, self.keep, strict=True)]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from emssd.drafting import Draft, Drafter
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 
 @dataclass
@@ -26,4 +26,4 @@ class RepeatDrafter(Drafter):
 @hookimpl
 def emssd_drafters():
     """Offer the drafter."""
-    return [Spec("repeat_last", RepeatConfig, RepeatDrafter)]
+    return [DrafterSpec("repeat_last", RepeatConfig, RepeatDrafter)]

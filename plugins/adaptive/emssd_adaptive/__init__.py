@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import BudgetPolicy
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import BudgetSpec, hookimpl
 
 __all__ = ["AdaptiveConfig", "emssd_budget_policies"]
 
@@ -32,6 +32,6 @@ def _build(config: AdaptiveConfig) -> BudgetPolicy:
 
 
 @hookimpl
-def emssd_budget_policies() -> list[Spec]:
+def emssd_budget_policies() -> list[BudgetSpec]:
     """Offer the policy."""
-    return [Spec("adaptive", AdaptiveConfig, _build)]
+    return [BudgetSpec("adaptive", AdaptiveConfig, _build)]

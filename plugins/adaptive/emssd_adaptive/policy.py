@@ -11,10 +11,8 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 from math import inf
 
-from emssd.drafting import BudgetPolicy, Draft, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.errors import ConfigError
-from emssd.metrics.stats import StepStats
-from emssd.sequences import Batch
 from emssd_adaptive.choice import best_lengths
 from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
 from emssd_adaptive.step_time import StepTime
@@ -55,27 +53,25 @@ class AdaptiveBudget(BudgetPolicy):
     def _first_control(self) -> int:
         return -(-self._probe_interval // _CONTROLS_SOONER)
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        if stage == 0:
-            self._lengths = {row.request_id: len(row.tokens) for row in batch}
+    def allot(self, step: BudgetStep) -> list[int]:
+        if step.is_first:
+            self._lengths = {row.request_id: len(row.tokens) for row in step.batch}
             self._gained, self._num_drafted = 0.0, 0
             self._is_control = self._num_drafting >= self._control_after
         if self._is_control:
-            return [0] * len(limits)
-        while len(self._stages) <= stage:
+            return [0] * len(step.limits)
+        while len(self._stages) <= step.stage:
             self._stages.append(StageRecord(self._memory, self._probe_interval))
-        record = self._stages[stage]
-        return record.probed(self._choose(batch, limits, num_other_tokens, record, drafting=True), limits)
+        record = self._stages[step.stage]
+        return record.probed(self._choose(step, step.limits, record, drafting=True), step.limits)
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         lengths = draft.lengths
         if not any(lengths):
             return lengths
-        record = self._stages[stage]
-        chosen = (
-            lengths if record.is_probing else self._choose(batch, lengths, num_other_tokens, record, drafting=False)
-        )
-        self._gained += sum(map(sum, record.acceptance.gains(batch.request_ids, chosen)))
+        record = self._stages[step.stage]
+        chosen = lengths if record.is_probing else self._choose(step, lengths, record, drafting=False)
+        self._gained += sum(map(sum, record.acceptance.gains(step.batch.request_ids, chosen)))
         self._num_drafted += sum(chosen)
         return chosen
 
@@ -100,19 +96,17 @@ class AdaptiveBudget(BudgetPolicy):
         for record in self._stages:
             record.release(request_ids)
 
-    def _choose(
-        self, batch: Batch, limits: Seq[int], num_other_tokens: int, record: StageRecord, *, drafting: bool
-    ) -> list[int]:
+    def _choose(self, step: BudgetStep, limits: Seq[int], record: StageRecord, *, drafting: bool) -> list[int]:
         """``[B]`` lengths up to `limits` with the best expected rate; with `drafting`, its time counts too."""
         depth = max(limits, default=0)
         if not depth or not self._time.is_known:
             return list(limits)
         if drafting and self._time.num_observed < _TRIAL_STEPS:  # a curve is not known by one of its points
             return [min(limit, _TRIALS[self._time.num_observed % len(_TRIALS)]) for limit in limits]
-        num_kv_tokens = sum(len(row.tokens) for row in batch)
+        batch, num_kv_tokens = step.batch, sum(len(row.tokens) for row in step.batch)
         # Prompts are computed sooner or later: what they take in this step is no reason to draft more.
         without = max(self._time.seconds(len(batch) + self._num_drafted, num_kv_tokens), 1e-9)
-        num_fixed = sum(row.num_uncached for row in batch) + num_other_tokens
+        num_fixed = sum(row.num_uncached for row in batch) + step.num_other_tokens
         base, rise = len(batch) + self._gained, self._time.rise
         worths = record.acceptance.gains(batch.request_ids, limits)
         if not drafting:

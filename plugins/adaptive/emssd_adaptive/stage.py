@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-from emssd.drafting import Outcome
-from emssd.metrics.stats import StageStats
+from emssd.drafting import Outcome, StageStats
 from emssd_adaptive.acceptance import Acceptance
 from emssd_adaptive.regression import FadingRegression
 

@@ -17,7 +17,7 @@ from emssd_adaptive.step_time import StepTime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.drafting import Draft, Outcome
+from emssd.drafting import BudgetStep, Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Sequence
@@ -152,10 +152,11 @@ class World:
     def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
         """One step. Returns what was allotted, and what was verified."""
         batch = Batch(tuple(self.rows))
-        budget = self.policy.allot(batch, limits, 0)
+        step = BudgetStep(batch, tuple(limits))
+        budget = list(self.policy.allot(step))
         assert all(0 <= asked <= limit for asked, limit in zip(budget, limits, strict=True))
         draft = Draft.from_chains([[1] * asked for asked in budget])
-        kept = list(self.policy.trim(batch, draft, 0))
+        kept = list(self.policy.trim(step, draft))
         assert all(0 <= length <= asked for length, asked in zip(kept, budget, strict=True))
         accepted = [min(length, self.accepts(row, length)) for row, length in enumerate(kept)]
         for row, count in zip(self.rows, accepted, strict=True):
@@ -338,11 +339,12 @@ def test_what_is_drafted_and_what_is_verified_has_the_best_rate_of_all_there_is(
         return gain / (seconds + drafting * (per_level * max(lengths) + per_token * sum(lengths)))
 
     every = [*product(*(range(limit + 1) for limit in limits))]
-    drafted = policy.allot(batch, limits, 0)
+    step = BudgetStep(batch, tuple(limits))
+    drafted = policy.allot(step)
     best = max(every, key=lambda lengths: rate(lengths, drafting=True))
     assert rate(drafted, drafting=True) >= rate(best, drafting=True) * (1 - 1e-9), f"{drafted}, and {best} is better"
 
-    verified = list(policy.trim(batch, Draft.from_chains([[1] * limit for limit in limits]), 0))
+    verified = list(policy.trim(step, Draft.from_chains([[1] * limit for limit in limits])))
     best = max(every, key=lambda lengths: rate(lengths, drafting=False))
     assert rate(verified, drafting=False) >= rate(best, drafting=False) * (1 - 1e-9), f"{verified}; {best} is better"
     for lengths in (drafted, verified):
@@ -355,7 +357,8 @@ def test_a_row_that_takes_long_to_catch_up_with_is_left_alone(seconds: float, ga
     # A level's time is no reason here: where drafts of other rows pay, catching up with this one decides.
     policy._time, policy._stages = KnownTime([1.0] * 9), [KnownRecord([[gain] * 2, [1.0, 1.0]], 0.0, 0.0, [seconds, 0])]
     batch = Batch(tuple(Sequence(Request(str(i), (1,) * 10, 50), num_cached=9) for i in range(2)))
-    assert policy.allot(batch, [2, 2], 0) == [2 if gain > 2 * seconds else 0, 2]  # 2 tokens per second without it
+    expected = [2 if gain > 2 * seconds else 0, 2]  # 2 tokens per second without it
+    assert policy.allot(BudgetStep(batch, (2, 2))) == expected
 
 
 def test_nothing_is_known_at_first_and_everything_is_drafted() -> None:

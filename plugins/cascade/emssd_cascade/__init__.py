@@ -7,7 +7,7 @@ from typing import Any
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["CascadeConfig", "emssd_drafters"]
 
@@ -43,6 +43,6 @@ def _build(config: CascadeConfig, context: DrafterContext) -> list[Drafter]:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("cascade", CascadeConfig, _build)]
+    return [DrafterSpec("cascade", CascadeConfig, _build)]

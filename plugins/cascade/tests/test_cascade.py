@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from emssd_cascade import CascadeConfig, emssd_drafters
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.attention import AttentionBackend
-from emssd.drafting import BudgetPolicy, Draft, Drafter, DrafterContext, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
@@ -130,13 +129,13 @@ class Counting(FixedBudget):
         super().__init__()
         self.calls: list[tuple[str, int, int, list[int]]] = []
 
-    def allot(self, batch: Batch, limits: Seq[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        self.calls.append(("allot", stage, num_other_tokens, list(limits)))
-        return super().allot(batch, limits, num_other_tokens, stage)
+    def allot(self, step: BudgetStep) -> list[int]:
+        self.calls.append(("allot", step.stage, step.num_other_tokens, list(step.limits)))
+        return super().allot(step)
 
-    def trim(self, batch: Batch, draft: Draft, num_other_tokens: int, stage: int = 0) -> Seq[int]:
-        self.calls.append(("trim", stage, num_other_tokens, draft.lengths))
-        return super().trim(batch, draft, num_other_tokens, stage)
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        self.calls.append(("trim", step.stage, step.num_other_tokens, draft.lengths))
+        return super().trim(step, draft)
 
 
 def test_the_policy_decides_before_and_behind_each_stage_and_knows_what_earlier_ones_drafted() -> None:
@@ -203,10 +202,6 @@ def make_context(made: list[tuple[str, Mapping[str, Any]]]) -> DrafterContext:
 
     return DrafterContext(
         vocab_size=11,
-        max_model_len=64,
-        max_batch_size=4,
-        device=torch.device("cpu"),
-        dtype=torch.float64,
         tokenizer=None,
         load_runner=lambda path: pytest.fail("a cascade loads no model itself"),
         make_drafter=make_drafter,
@@ -267,7 +262,7 @@ class AsFresh(DraftModelDrafter):
     def make(cls, num_tokens: int) -> AsFresh:
         backend = ragged_backend(4)
         backend.allocate(draft_model().kv_cache_spec(5))
-        return cls(draft_model(), backend, 11, num_tokens)
+        return cls(CausalLMRunner(draft_model(), backend), 11, num_tokens)
 
 
 class DraftModelMachine(EngineMachine):
@@ -286,7 +281,7 @@ class DraftModelMachine(EngineMachine):
     def teardown(self) -> None:
         super().teardown()
         if self.own is not None:
-            assert self.own._backend.kv_usage.held == 0, "the draft model holds KV of nobody"
+            assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
 
 
 class CascadeMachine(DraftModelMachine):

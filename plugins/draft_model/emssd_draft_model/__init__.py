@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["DraftModelConfig", "emssd_drafters"]
 
@@ -30,6 +30,6 @@ def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("draft_model", DraftModelConfig, _build)]
+    return [DrafterSpec("draft_model", DraftModelConfig, _build)]

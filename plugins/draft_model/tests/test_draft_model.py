@@ -50,10 +50,6 @@ def runner_of(model: TargetModel) -> CausalLMRunner:
 def make_context(model: TargetModel, tokenizer: Any = None, target_tokenizer: Any = None) -> DrafterContext:
     return DrafterContext(
         vocab_size=VOCAB_SIZE,
-        max_model_len=128,
-        max_batch_size=4,
-        device=torch.device("cpu"),
-        dtype=torch.float64,
         tokenizer=target_tokenizer,
         load_runner=lambda path: (runner_of(model), tokenizer),
         make_drafter=lambda name, options: pytest.fail("a draft model asks for no other drafter"),

@@ -7,7 +7,7 @@ from enum import Enum
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.errors import PluginError
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import BackendSpec, hookimpl
 
 __all__ = ["FlashInferConfig", "PrefillKernel", "emssd_attention_backends", "unavailable"]
 
@@ -66,6 +66,6 @@ def _build(config: FlashInferConfig) -> AttentionBackend:
 
 
 @hookimpl
-def emssd_attention_backends() -> list[Spec]:
+def emssd_attention_backends() -> list[BackendSpec]:
     """Offer the backend."""
-    return [Spec("flashinfer", FlashInferConfig, _build, unavailable)]
+    return [BackendSpec("flashinfer", FlashInferConfig, _build, unavailable)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["LLMAConfig", "Occurrence", "Search", "emssd_drafters"]
 
@@ -51,6 +51,6 @@ def _build(config: LLMAConfig, context: DrafterContext) -> Drafter:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("llma", LLMAConfig, _build)]
+    return [DrafterSpec("llma", LLMAConfig, _build)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.drafting import Draft, Drafter, DrafterContext
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
 __all__ = ["NoneConfig", "NoneDrafter", "emssd_drafters"]
@@ -31,6 +31,6 @@ def _build(config: NoneConfig, context: DrafterContext) -> Drafter:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("none", NoneConfig, _build)]
+    return [DrafterSpec("none", NoneConfig, _build)]

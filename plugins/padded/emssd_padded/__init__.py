@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.attention import AttentionBackend
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import BackendSpec, hookimpl
 
 __all__ = ["PaddedConfig", "emssd_attention_backends"]
 
@@ -33,6 +33,6 @@ def _build(config: PaddedConfig) -> AttentionBackend:
 
 
 @hookimpl
-def emssd_attention_backends() -> list[Spec]:
+def emssd_attention_backends() -> list[BackendSpec]:
     """Offer the backend."""
-    return [Spec("padded", PaddedConfig, _build)]
+    return [BackendSpec("padded", PaddedConfig, _build)]

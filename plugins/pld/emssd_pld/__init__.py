@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["Occurrence", "PLDConfig", "emssd_drafters"]
 
@@ -48,6 +48,6 @@ def _build(config: PLDConfig, context: DrafterContext) -> Drafter:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("pld", PLDConfig, _build)]
+    return [DrafterSpec("pld", PLDConfig, _build)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from emssd.attention import AttentionBackend
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import BackendSpec, hookimpl
 
 __all__ = ["Kernels", "RaggedConfig", "emssd_attention_backends"]
 
@@ -40,6 +40,6 @@ def _build(config: RaggedConfig) -> AttentionBackend:
 
 
 @hookimpl
-def emssd_attention_backends() -> list[Spec]:
+def emssd_attention_backends() -> list[BackendSpec]:
     """Offer the backend."""
-    return [Spec("ragged", RaggedConfig, _build)]
+    return [BackendSpec("ragged", RaggedConfig, _build)]

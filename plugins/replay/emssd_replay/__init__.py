@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["ReplayConfig", "emssd_drafters"]
 
@@ -52,6 +52,6 @@ def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("replay", ReplayConfig, _build)]
+    return [DrafterSpec("replay", ReplayConfig, _build)]

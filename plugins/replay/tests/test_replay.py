@@ -120,7 +120,7 @@ def test_with_p_0_any_model_is_served_and_the_label_says_that_chance_remains() -
     engine.generate(PROMPTS, 8, ignore_eos=True)
     assert engine.report.num_drafted > 0
     (checked,) = engine.drafting.drafters
-    assert checked.drafter.replays == "acceptance drawn: p = 0 (right by chance at most), 7 drafted"  # type: ignore[attr-defined]
+    assert checked.drafter.replays == "acceptance drawn: p = 0 (right by chance at most), 7 drafted"
 
 
 def a_trace(folder: Path) -> Path:

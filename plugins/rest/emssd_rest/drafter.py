@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors import ConfigError
@@ -57,28 +56,24 @@ class RestDrafter(Drafter):
         return cls(config, store)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        chains: list[list[int]] = []
-        confidence: list[float] = []
-        for row, limit in zip(batch, budget, strict=True):
-            ids, shares = self._draft(row.tokens, min(limit, self.num_speculative_tokens))
-            chains.append(ids)
-            confidence += shares
-        return replace(Draft.from_chains(chains), confidence=tuple(confidence))
+        most = self.num_speculative_tokens
+        pairs = zip(batch, budget, strict=True)
+        return Draft.from_chains(self._draft(row.tokens, min(limit, most)) for row, limit in pairs)
 
-    def _draft(self, tokens: Seq[int], limit: int) -> tuple[list[int], list[float]]:
+    def _draft(self, tokens: Seq[int], limit: int) -> list[int]:
         config = self._config
         if limit < 1:
-            return [], []
+            return []
         try:
             match, places = self._search.longest(tokens, config.min_match, config.max_match)
-            ids, shares = self._search.chain(match, places, limit, config.max_matches) if match else ([], [])
+            ids = self._search.chain(match, places, limit, config.max_matches) if match else []
         except IndexError as error:
             raise self._damaged(f"{SUFFIXES} points outside of {TOKENS}") from error
         if ids and max(ids) >= self._num_ids:
             raise self._damaged(
                 f"{TOKENS} holds the id {max(ids)}, and {HEADER} tells of ids up to {self._num_ids - 1}"
             )
-        return ids, shares
+        return ids
 
     def _damaged(self, what: str) -> ConfigError:
         return ConfigError(f"store {self._path} is damaged: {what}; build it anew")

@@ -55,30 +55,24 @@ class StoreSearch:
         gram = wanted[len(wanted) - found * self._width :]
         return found, range(first, bisect_right(self._order, gram, lo=first, key=self._reader(found)))
 
-    def chain(self, match: int, places: range, num_tokens: int, max_matches: int) -> tuple[list[int], list[float]]:
+    def chain(self, match: int, places: range, num_tokens: int, max_matches: int) -> list[int]:
         """The most frequent tokens behind a match, one after another, each among the places that all before it fit.
 
-        Of equally frequent ones the lowest id is taken. The end of a document counts as a token that is never taken.
+        The lowest id wins a tie. The end of a document counts as a token that is never taken.
 
         Args:
             match, places: as `longest` gives them.
             num_tokens: the most tokens to give.
             max_matches: of more places, a sample at even distances is looked at.
-
-        Returns:
-            The token ids, and for each the share of the places where it follows, as if there were one place more where
-            it does not: a single place is weaker evidence than many that agree.
         """
         behind = self._sample(places, max_matches) + match
         ids: list[int] = []
-        shares: list[float] = []
         while behind.size > _FEW and len(ids) < num_tokens:
             following = self._tokens[behind]  # in ascending order, as the suffixes are
             start, stop = _longest_run(following)
             if start == stop:
-                return ids, shares
+                return ids
             ids.append(int(following[start]) - 1)
-            shares.append((stop - start) / (behind.size + 1))
             behind = behind[start:stop] + 1
         offsets = np.arange(num_tokens - len(ids))
         # Beyond the end of the last document there is nothing but its end.
@@ -88,11 +82,9 @@ class StoreSearch:
             token = following[0] if following[0] == following[-1] else _most_frequent(following)
             if token == END:
                 break
-            num_rows = len(rows)
             rows = [row for row in rows if row[depth] == token]
             ids.append(token - 1)
-            shares.append(len(rows) / (num_rows + 1))
-        return ids, shares
+        return ids
 
     def _sample(self, places: range, max_matches: int) -> npt.NDArray[Any]:
         if len(places) <= max_matches:

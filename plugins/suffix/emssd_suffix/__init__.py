@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["SuffixConfig", "emssd_drafters"]
 
@@ -50,6 +50,6 @@ def _build(config: SuffixConfig, context: DrafterContext) -> Drafter:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("suffix", SuffixConfig, _build)]
+    return [DrafterSpec("suffix", SuffixConfig, _build)]

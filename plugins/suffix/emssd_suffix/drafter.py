@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-import torch
-
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Sequence
@@ -20,43 +18,38 @@ from emssd_suffix.sources import Match, OutputCache
 
 __all__ = ["SuffixDrafter", "speculate"]
 
-Chain = tuple[list[int], list[float]]  # drafted tokens, and the frequency of each among all that followed
 
-
-def speculate(match: Match, config: SuffixConfig, budget: int) -> Chain:
-    """The draft with the highest score that any of the matched strings gives, of equals that of the longest string.
+def speculate(match: Match, config: SuffixConfig, budget: int) -> list[int]:
+    """The draft with the highest score that any of the matched strings gives; the longest string wins a tie.
 
     From a string of ``p`` tokens, the token that followed most often is appended again and again, up to `budget` and
     ``max_spec_factor * p`` tokens, as long as the product of the frequencies is at least `min_token_prob`. The score is
     the sum of these products: how many tokens the frequencies promise (SuffixDecoding).
     """
     edges, counts, favourites = match.automaton.edges, match.automaton.counts, match.automaton.favourites
-    chosen: Chain = ([], [])
+    chosen: list[int] = []
     best_score = 0.0
     for state, length in match.suffixes:
         limit = int(min(budget, config.max_spec_factor * length))
         if limit <= best_score or length < config.min_match_length:
             break  # no product is above 1, and all that follow are shorter
         tokens: list[int] = []
-        frequencies: list[float] = []
         product, score = 1.0, 0.0
         while len(tokens) < limit and (token := favourites[state]) >= 0:
             following = edges[state][token]
-            frequency = counts[following] / (counts[state] - (state in match.ends))
-            product *= frequency
+            product *= counts[following] / (counts[state] - (state in match.ends))
             if product < config.min_token_prob:
                 break
             tokens.append(token)
-            frequencies.append(frequency)
             score += product
             state = following
         if score > best_score:
-            chosen, best_score = (tokens, frequencies), score
+            chosen, best_score = tokens, score
     return chosen
 
 
 class SuffixDrafter(Drafter):
-    """Drafts, per row, what followed the end of its text most often before; how often is the draft's confidence.
+    """Drafts, per row, what followed the end of its text most often before.
 
     Args:
         config: see `SuffixConfig`.
@@ -72,18 +65,14 @@ class SuffixDrafter(Drafter):
         self._max_match = depth - config.num_speculative_tokens
         self._rows: dict[str, SuffixAutomaton] = {}
         self._cache: OutputCache | None = None
-        self.forget()
+        self.reset()
         self.num_speculative_tokens = config.num_speculative_tokens
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        token_ids, confidence, indptr = list[int](), list[float](), [0]
+        chains = list[list[int]]()
         for row, limit in zip(batch, budget, strict=True):
-            if limit:
-                tokens, frequencies = self._draft(row, min(limit, self.num_speculative_tokens))
-                token_ids += tokens
-                confidence += frequencies
-            indptr.append(len(token_ids))
-        return Draft(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), confidence=tuple(confidence))
+            chains.append(self._draft(row, min(limit, self.num_speculative_tokens)) if limit else [])
+        return Draft.from_chains(chains)
 
     def observe(self, outcome: Outcome) -> None:
         """Remember the outputs that are finished, in row order."""
@@ -98,12 +87,12 @@ class SuffixDrafter(Drafter):
             if self._cache is not None:
                 self._cache.release(request_id)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         config = self._config
         if config.cache_tokens:
             self._cache = OutputCache(config.cache_tokens, config.max_tree_depth, self._max_match)
 
-    def _draft(self, row: Sequence, limit: int) -> Chain:
+    def _draft(self, row: Sequence, limit: int) -> list[int]:
         """From the longest match that gives something; the row's own text has a lead."""
         own = self._rows.get(row.request_id)
         if own is None:
@@ -116,10 +105,9 @@ class SuffixDrafter(Drafter):
             longer = [match for match in others if match.length > lead]
             matches = [*_longest_first(longer), *matches, *_longest_first(m for m in others if m.length <= lead)]
         for match in matches:
-            chain = speculate(match, self._config, limit)
-            if chain[0]:
+            if chain := speculate(match, self._config, limit):
                 return chain
-        return [], []
+        return []
 
 
 def _longest_first(matches: Iterable[Match]) -> list[Match]:

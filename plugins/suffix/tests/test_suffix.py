@@ -32,37 +32,34 @@ CONFIGS = st.builds(
     num_tokens=st.integers(1, 6),
     longest=st.integers(2, 6),
     max_spec_factor=st.sampled_from([0.5, 1.0, 2.0, float("inf")]),
-    min_token_prob=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+    min_token_prob=st.sampled_from([0.0, 0.1, 1 / 3, 0.4, 1 / 2, 2 / 3, 1.0]),
     min_match_length=st.integers(1, 2),
     cache_tokens=st.sampled_from([0, 24, 60]),
     cache_bias=st.integers(0, 2),
 )
-Chain = tuple[list[int], list[float]]
 
 
 def from_counts(
     config: SuffixConfig, text: Seq[int], tokens: Seq[int], length: int, budget: int
-) -> tuple[Chain, float]:
+) -> tuple[list[int], float]:
     """A draft behind the last `length` of `tokens`, by counting what follows in `text`; and its score."""
-    context, frequencies, product, score = list(tokens[-length:]), list[float](), 1.0, 0.0
-    while len(frequencies) + 1 <= min(budget, config.max_spec_factor * length):
+    context, product, score = list(tokens[-length:]), 1.0, 0.0
+    while len(context) - length + 1 <= min(budget, config.max_spec_factor * length):
         size = len(context)
         followers = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == context]
         latest = {token: i for i, token in enumerate(followers) if token != SEPARATOR}
         if not latest:
             break
         token = max(latest, key=lambda token: (followers.count(token), latest[token]))
-        frequency = followers.count(token) / len(followers)
-        product *= frequency
+        product *= followers.count(token) / len(followers)
         if product < config.min_token_prob:
             break
         context.append(token)
-        frequencies.append(frequency)
         score += product
-    return (context[length:], frequencies), score
+    return context[length:], score
 
 
-def by_definition(config: SuffixConfig, generations: Seq[Seq[int]], tokens: Seq[int], budget: int) -> Chain:
+def by_definition(config: SuffixConfig, generations: Seq[Seq[int]], tokens: Seq[int], budget: int) -> list[int]:
     """Of each text, the draft of the best score over all lengths of the match; the texts in the order of preference."""
     longest = config.max_tree_depth - config.num_speculative_tokens
     ranked: list[tuple[float, Seq[int], int]] = []
@@ -74,10 +71,10 @@ def by_definition(config: SuffixConfig, generations: Seq[Seq[int]], tokens: Seq[
         ranked.append((length + (config.cache_bias if i == 0 else 0), text, length))
     for _, text, length in sorted(ranked, key=lambda each: -each[0]):
         drafts = [from_counts(config, text, tokens, n, budget) for n in range(length, config.min_match_length - 1, -1)]
-        chain, score = max(drafts, key=lambda draft: draft[1], default=(([], []), 0.0))
+        chain, score = max(drafts, key=lambda draft: draft[1], default=([], 0.0))
         if score > 0:
             return chain
-    return [], []
+    return []
 
 
 class AsDefined(SuffixDrafter):
@@ -108,10 +105,9 @@ class AsDefined(SuffixDrafter):
                     self.generations = [text, *self.generations[:1]]
 
 
-def split(draft: Draft) -> list[Chain]:
-    assert draft.confidence is not None
+def split(draft: Draft) -> list[list[int]]:
     tokens, bounds = draft.token_ids.tolist(), zip(draft.indptr, draft.indptr[1:], strict=False)
-    return [(tokens[start:stop], list(draft.confidence[start:stop])) for start, stop in bounds]
+    return [tokens[start:stop] for start, stop in bounds]
 
 
 def sequence(prompt: Seq[int], output: Seq[int] = (), name: str = "a") -> Sequence:
@@ -180,10 +176,16 @@ def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> 
     assert drafted(SuffixDrafter(SuffixConfig(**options)), sequence(text)) == expected
 
 
-def test_confidence_is_how_often_each_token_followed_those_before_it() -> None:
-    drafter = SuffixDrafter(SuffixConfig(max_spec_factor=4.0))
-    draft = drafter.propose(Batch((sequence([3, 4, 5, 3, 4, 5, 3, 6, 7, 3]),)), [15])
-    assert split(draft) == [([4, 5, 3, 6], [2 / 3, 1.0, 1.0, 1 / 2])]
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [(1 / 3, [4, 5, 3, 6]), (0.34, [4, 5, 3]), (2 / 3, [4, 5, 3]), (0.67, [])],
+)
+def test_a_draft_ends_where_its_probability_by_what_followed_before_falls_below_the_least(
+    least: float, expected: list[int]
+) -> None:
+    # Behind 3 comes 4 in two cases of three; then always 5, and 3; then, the latest, 6 in one case of two.
+    drafter = SuffixDrafter(SuffixConfig(max_spec_factor=4.0, min_token_prob=least))
+    assert drafted(drafter, sequence([3, 4, 5, 3, 4, 5, 3, 6, 7, 3])) == expected
 
 
 @pytest.mark.parametrize(("bias", "expected"), [(0, [8, 8]), (1, [9]), (5, [9])])
@@ -209,7 +211,7 @@ def test_a_row_drafts_the_same_alone_and_among_others() -> None:
     together = SuffixDrafter(SuffixConfig())
     batch = Batch(tuple(sequence(text, name=str(i)) for i, text in enumerate(texts)))
     alone = [drafted(SuffixDrafter(SuffixConfig()), row) for row in batch]
-    assert [tokens for tokens, _ in split(together.propose(batch, [15, 15, 15]))] == alone
+    assert split(together.propose(batch, [15, 15, 15])) == alone
     assert all(alone)
 
 

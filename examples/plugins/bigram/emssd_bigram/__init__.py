@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["BigramConfig", "emssd_drafters"]
 
@@ -30,6 +30,6 @@ def _build(config: BigramConfig, context: DrafterContext) -> Drafter:
 
 
 @hookimpl
-def emssd_drafters() -> list[Spec]:
+def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [Spec("bigram", BigramConfig, _build)]
+    return [DrafterSpec("bigram", BigramConfig, _build)]

@@ -10,8 +10,7 @@ from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request
 from emssd.sequences import Sequence as Row
-from emssd.testing.conformance import DrafterConformance
-from emssd.testing.models import tiny_model
+from emssd.testing import DrafterConformance, tiny_model
 
 from emssd_bigram import BigramConfig
 from emssd_bigram.drafter import BigramDrafter

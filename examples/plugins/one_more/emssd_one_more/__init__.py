@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import BudgetPolicy
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import BudgetSpec, hookimpl
 
 __all__ = ["OneMoreConfig", "emssd_budget_policies"]
 
@@ -28,6 +28,6 @@ def _build(config: OneMoreConfig) -> BudgetPolicy:
 
 
 @hookimpl
-def emssd_budget_policies() -> list[Spec]:
+def emssd_budget_policies() -> list[BudgetSpec]:
     """Offer the policy."""
-    return [Spec("one_more", OneMoreConfig, _build)]
+    return [BudgetSpec("one_more", OneMoreConfig, _build)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from emssd.drafting import BudgetPolicy, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Outcome, StepStats
 from emssd.errors import ConfigError
-from emssd.metrics.stats import StepStats
-from emssd.sequences import Batch
 
 from emssd_one_more import OneMoreConfig
 
@@ -30,9 +28,9 @@ class OneMoreBudget(BudgetPolicy):
         self._first = config.first
         self._lengths: dict[str, int] = {}
 
-    def allot(self, batch: Batch, limits: Sequence[int], num_other_tokens: int, stage: int = 0) -> list[int]:
-        wanted = [self._lengths.get(row.request_id, self._first) for row in batch]
-        return [min(length, limit) for length, limit in zip(wanted, limits, strict=True)]
+    def allot(self, step: BudgetStep) -> list[int]:
+        wanted = [self._lengths.get(row.request_id, self._first) for row in step.batch]
+        return [min(length, limit) for length, limit in zip(wanted, step.limits, strict=True)]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         for row, accepted in zip(outcome.batch, outcome.accepted, strict=True):

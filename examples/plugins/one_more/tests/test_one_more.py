@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 from emssd import Engine
-from emssd.drafting import BudgetPolicy
+from emssd.drafting import BudgetPolicy, BudgetStep
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request
 from emssd.sequences import Sequence as Row
-from emssd.testing.conformance import BudgetPolicyConformance
-from emssd.testing.models import tiny_model
+from emssd.testing import BudgetPolicyConformance, tiny_model
 
 from emssd_one_more import OneMoreConfig
 from emssd_one_more.policy import OneMoreBudget
@@ -24,7 +23,7 @@ class TestOneMore(BudgetPolicyConformance):
 
 def test_a_new_row_drafts_the_first_length_within_its_limit() -> None:
     batch = Batch((Row(Request("a", (5, 6), 20)), Row(Request("b", (7,), 20))))
-    assert OneMoreBudget(OneMoreConfig(first=3)).allot(batch, [9, 1], 0) == [3, 1]
+    assert OneMoreBudget(OneMoreConfig(first=3)).allot(BudgetStep(batch, (9, 1))) == [3, 1]
 
 
 def test_drafts_are_accepted_and_the_text_is_that_of_no_drafts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.attention import AttentionBackend
-from emssd.plugins import Spec, hookimpl
+from emssd.plugins import BackendSpec, hookimpl
 
 __all__ = ["PerRowConfig", "emssd_attention_backends"]
 
@@ -22,6 +22,6 @@ def _build(config: PerRowConfig) -> AttentionBackend:
 
 
 @hookimpl
-def emssd_attention_backends() -> list[Spec]:
+def emssd_attention_backends() -> list[BackendSpec]:
     """Offer the backend."""
-    return [Spec("per_row", PerRowConfig, _build)]
+    return [BackendSpec("per_row", PerRowConfig, _build)]

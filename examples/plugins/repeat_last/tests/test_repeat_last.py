@@ -4,7 +4,7 @@ import pytest
 from emssd_example_repeat import RepeatConfig
 
 from emssd import Engine
-from emssd.testing.models import tiny_model
+from emssd.testing import tiny_model
 
 PROMPTS = [[5, 6, 7], [9], [4, 4, 4, 4]]
 
