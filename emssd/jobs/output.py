@@ -42,23 +42,12 @@ class OutputFolder:
 
     def __init__(self, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = path
-        self.finished: dict[str, Any] = {}
         self._config: str | None = None
         self._failed: Sequence[FailedPrompt] = ()
+        self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
         try:
-            self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
-        except OutputError:
-            raise
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        try:
-            if resume:
-                self._read()
-            elif not self._rows.is_empty and not overwrite:
-                raise OutputError(
-                    f"output_dir={path} holds the rows of an earlier run; resume=true goes on with it, "
-                    f"overwrite=true replaces it, or set output_dir to another folder"
-                )
+            earlier = self._rows.earlier("run", "id", _what_is_wrong, resume=resume, overwrite=overwrite)
+            self.finished: dict[str, Any] = {row["id"]: row["prompt"] for row in earlier}
         except BaseException:
             self._rows.close()
             raise
@@ -107,13 +96,7 @@ class OutputFolder:
             "acceptance_length": generation.acceptance_length,
         }
         self._replace_earlier()
-        try:
-            self._rows.append(_line(record))
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {self._rows.path}: {error.strerror}; the rows before are kept. "
-                f"Make room, or set output_dir to another disk"
-            ) from error
+        self._rows.append(_line(record))
 
     def _replace_earlier(self) -> None:
         """Cut off what is not kept, drop the metrics, which would not fit the new rows, and write ``config.yaml``."""
@@ -124,7 +107,9 @@ class OutputFolder:
             (self.path / "metrics.json").unlink(missing_ok=True)
             _replace(self.path / "config.yaml", self._config.encode())
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise OutputError(
+                f"cannot write to output_dir={self.path}: {error.strerror}; set output_dir to a writable folder"
+            ) from error
         self.write_errors(self._failed)
         self._config = None
 
@@ -154,29 +139,6 @@ class OutputFolder:
             raise OutputError(
                 f"cannot write {self.path / name}: {error.strerror}; the rows are in {self.path}"
             ) from error
-
-    def _read(self) -> None:
-        """Keep the rows that are there, and remember their prompts by id."""
-        lines: dict[str, int] = {}
-        for number, line in enumerate(self._rows.keep(), start=1):
-            try:
-                row = read_json(line)
-                wrong = _what_is_wrong(row)
-            except ValueError:
-                wrong = "it is not JSON"
-            where, way_out = f"resume=true: {self._rows.path}:{number}", "or start again with overwrite=true"
-            if wrong:
-                raise OutputError(
-                    f"{where} is no row of a run: {wrong}; take that line out, and its prompt is decoded again, "
-                    f"{way_out}"
-                )
-            if first := lines.get(row["id"]):
-                raise OutputError(
-                    f"{where} is a second row of the prompt {row['id']!r}, after line {first}; take one of the two "
-                    f"out, {way_out}"
-                )
-            lines[row["id"]] = number
-            self.finished[row["id"]] = row["prompt"]
 
 
 def _what_is_wrong(row: Any) -> str | None:
@@ -224,7 +186,3 @@ def _replace(path: Path, content: bytes) -> None:
         with suppress(OSError):
             part.unlink()
         raise
-
-
-def _unwritable(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot write to output_dir={path}: {error.strerror}; set output_dir to a writable folder")

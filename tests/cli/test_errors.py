@@ -125,7 +125,7 @@ def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> 
         (
             "generations.jsonl",
             "cannot write out/generations.jsonl: No space left on device; the rows before are kept. "
-            "Make room, or set output_dir to another disk",
+            "Make room, and go on with resume=true",
         ),
         (
             "config.yaml.part",
