@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from omegaconf import MISSING
 
 from emssd.cli.docstrings import attributes
 
-__all__ = ["OptionText", "default_of", "option_texts", "written"]
+__all__ = ["OptionText", "option_texts", "written"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptionText:
+class OptionText(NamedTuple):
     """One option.
 
     Attributes:
@@ -33,18 +31,13 @@ class OptionText:
 
 def option_texts(kind: type) -> list[OptionText]:
     """The options of a dataclass, in its order."""
-    texts, hints = attributes(kind), get_type_hints(kind)
-    return [
-        OptionText(field.name, hints[field.name], default_of(field), texts.get(field.name, ""))
-        for field in dataclasses.fields(kind)
-    ]
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field; `omegaconf.MISSING` where there is none."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return MISSING if field.default is dataclasses.MISSING else field.default
+    texts, hints, options = attributes(kind), get_type_hints(kind), []
+    for field in dataclasses.fields(kind):
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        default = MISSING if default is dataclasses.MISSING else default
+        options.append(OptionText(field.name, hints[field.name], default, texts.get(field.name, "")))
+    return options
 
 
 def written(value: Any) -> str:
