@@ -11,7 +11,8 @@ from typing import Any
 
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import read_json
-from emssd.errors import OutputError
+from emssd.errors import ConfigError, OutputError
+from emssd.jobs.config import changed_options
 from emssd.jobs.lines_file import LinesFile
 from emssd.sequences import FinishReason, Generation
 
@@ -60,24 +61,20 @@ class OutputFolder:
     ) -> None:
         self._rows.close()
 
-    @property
-    def earlier_config(self) -> str:
-        """Text of the ``config.yaml`` of the run whose rows are kept.
+    def changed_options(self, config: str) -> list[str]:
+        """Options that determine a row's tokens, and differ between the run whose rows are kept and `config`.
 
         Raises:
-            OutputError: there is none.
+            OutputError: no ``config.yaml`` tells how these rows were made.
         """
         try:
-            return (self.path / "config.yaml").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise self.unreadable_config(getattr(error, "strerror", None) or "it is no UTF-8 text") from error
-
-    def unreadable_config(self, why: str) -> OutputError:
-        """The error of rows whose ``config.yaml`` does not tell how they were made."""
-        return OutputError(
-            f"resume=true: {self.path} holds rows, but its config.yaml cannot be read ({why}), which "
-            f"tells how they were made; overwrite=true starts again"
-        )
+            return changed_options((self.path / "config.yaml").read_text(encoding="utf-8"), config)
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            why = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+            raise OutputError(
+                f"resume=true: {self.path} holds rows, but its config.yaml cannot be read "
+                f"({getattr(error, 'strerror', why)}), which tells how they were made; overwrite=true starts again"
+            ) from error
 
     def begin(self, config: str, failed: Sequence[FailedPrompt]) -> None:
         """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed."""
