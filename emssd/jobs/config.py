@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.plugins.faults import told
-from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import KINDS, Registry
 
 __all__ = [
