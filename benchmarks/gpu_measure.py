@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from emssd_flashinfer import FlashInferConfig
-from emssd_flashinfer.backend import FlashInferBackend
 from emssd_padded import PaddedConfig
 from emssd_replay import ReplayConfig
 from emssd_replay.drafter import ReplayDrafter
 from gpu_models import continuation
 
-from emssd.attention import AttentionBackend
+from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import Draft, Drafter
@@ -72,7 +71,8 @@ def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend
     """
     backend: AttentionBackend
     if name.startswith("flashinfer") and target.device.type != "cuda":
-        backend = FlashInferBackend(ReferenceKernels(), capture=rerun if name == "flashinfer" else None)
+        kernels = ReferenceKernels(capture=rerun if name == "flashinfer" else None)
+        backend = PagedBackend(kernels, memory_fraction=0.8)
     elif name.startswith("flashinfer"):
         config = FlashInferConfig(cuda_graphs=name == "flashinfer")
         backend = Registry().find("backend", "flashinfer").build(config)

@@ -36,6 +36,8 @@ CLASSES: dict[str, list[type]] = {
         attention.StepPlan,
         attention.Kept,
         attention.KVUsage,
+        attention.PagedBackend,
+        attention.PagedKernels,
     ],
     "Models": [model.ModelRunner, model.ModelOutput],
     "Budgets": [drafting.BudgetPolicy, drafting.BudgetStep, drafting.StepStats, drafting.StageStats],

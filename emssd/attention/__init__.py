@@ -3,14 +3,21 @@
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.attention.masked import additive_mask, masked_attention
 from emssd.attention.packed import PackedInputs
+from emssd.attention.paged import PagedBackend, PagedKernels
+from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool
 
 __all__ = [
     "AttentionBackend",
     "KVCacheSpec",
+    "KVPool",
     "KVUsage",
     "Kept",
     "LayerSpec",
     "PackedInputs",
+    "PageTable",
+    "PagedBackend",
+    "PagedKernels",
     "StepPlan",
     "additive_mask",
     "masked_attention",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ class LayerSpec:
     Attributes:
         num_qo_heads, num_kv_heads: query heads; key and value heads (fewer for grouped queries).
         key_dim, value_dim: elements per head.
-        scale: what ``q · k`` is multiplied by. OPT scales its queries itself and has 1.0 here.
-        sliding_window: a token sees this many latest positions, itself included; ``None`` for all.
+        scale: factor of ``q · k``. OPT scales its queries itself and has 1.0 here.
+        sliding_window: a token sees this many of the latest positions, its own included; ``None`` for all.
         softcap: scores become ``softcap * tanh(scores / softcap)``; ``None`` for no cap.
     """
 
@@ -43,15 +44,15 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What a KV cache has to hold, and how it will be used.
+    """What a KV cache must hold, and how it is used.
 
     Attributes:
         layers: shape and rules of each layer.
         dtype, device: of keys and values.
         max_batch_size: rows of the largest batch.
         max_model_len: tokens of the longest sequence.
-        max_tokens: tokens that all sequences together may hold at most; ``None`` leaves it to the backend.
-        continuous: whether rows come and go at any step, and long prompts are computed piece by piece; else a batch
+        max_tokens: the cache may take the memory of this many tokens; ``None`` leaves it to the backend.
+        continuous: whether rows come and go at any step, and long prompts are computed in pieces. Otherwise a batch
             begins and ends as a whole.
     """
 
@@ -71,25 +72,36 @@ class KVCacheSpec:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What a backend prepared for one step; backends extend it with what their ``forward`` needs.
+    """What the model is fed in one step, and what the backend prepared for its attention.
 
     Attributes:
-        input_ids, position_ids: ``[b, n]`` what the model is fed: ``[1, nnz]`` ragged, ``[B, n_max]`` padded.
+        input_ids, position_ids: ``[b, n]`` what the model is fed: ``[1, nnz]`` ragged, ``[B, n_max]`` padded. Tokens
+            beyond the ``nnz`` packed ones are padding.
         logits_to_keep: ``[m]`` int64, the columns of ``n`` that the vocabulary projection is computed for.
-        logit_index: ``[R]`` int64 into the flattened ``[b * m]`` projected rows, or ``None`` where the projected
-            rows are the wanted ones already.
-        num_padding: padding tokens among the inputs.
-        replay: of a backend that records the model's forward pass (a CUDA graph): given the pass as a function of this
-            plan's tensors, gives its logits ``[b * m, vocab]``, by recording it or by running an earlier recording of
-            the same shapes. The tensors of such plans are the same ones in every step. ``None``: run the pass itself.
+        logit_index: ``[R]`` int64 into the flattened ``[b * m]`` projected rows; ``None`` if all of them are wanted.
+        attention: what the backend's own `forward` reads. Nobody else does.
+        replay: runs the model's forward pass in the backend's way, for example from a CUDA graph. It is given the
+            pass, a function of this plan's tensors, and returns the logits ``[b * m, vocab]``. A recorded pass reads
+            the same tensors in every step. ``None`` runs the pass as it is.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logits_to_keep: torch.Tensor
     logit_index: torch.Tensor | None
-    num_padding: int
-    replay: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = field(default=None, kw_only=True)
+    attention: Any = None
+    replay: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
+
+    @classmethod
+    def ragged(
+        cls,
+        packed: PackedInputs,
+        attention: Any,
+        replay: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None,
+    ) -> StepPlan:
+        """Feed the model the tokens as they are packed, ``[1, nnz]``, without padding."""
+        ids, positions = packed.input_ids.unsqueeze(0), packed.position_ids.unsqueeze(0)
+        return cls(ids, positions, packed.logit_rows, None, attention, replay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +119,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class KVUsage:
-    """KV memory in bytes.
+    """KV memory, in bytes.
 
     Attributes:
         held: what the sequences hold now, in the backend's unit of allocation (pages, padded rows).
         peak_held: the largest `held` so far.
         peak_pool: the largest allocation so far.
-        padding: slots that the latest `commit` lost to padding; 0 where KV is not padded.
+        padding: KV slots, not bytes, that the latest `commit` lost to padding: holes in rows that are shorter than the
+            longest row of the batch. 0 if KV is not padded.
     """
 
     held: int = 0
@@ -134,25 +147,25 @@ class AttentionBackend(ABC):
         """Prepare an empty cache for `spec`. Called once, before anything else."""
 
     def bytes_per_token(self, spec: KVCacheSpec) -> int:
-        """Bytes that a token of `spec` takes in this backend's memory, more than its KV where that is padded."""
+        """Bytes that a token of `spec` takes in this backend's memory; padded heads take more than the KV itself."""
         return spec.bytes_per_token()
 
     @abstractmethod
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
-        """Whether the cache can hold these sequences, each at this many tokens, and no others.
+        """Whether the cache can hold these sequences at these lengths, and no others.
 
-        A caller that asks before every `plan`, and releases what it leaves out, never runs out of memory.
+        A caller never runs out of memory if it asks before every `plan` and releases the rows that it leaves out.
         """
 
     @abstractmethod
     def plan(self, packed: PackedInputs) -> StepPlan:
         """Once a step: reserve room for the new tokens and prepare indices and masks.
 
-        A request id that is new begins an empty row. Row ``i`` attends causally to its first ``kv_lens[i]``
-        tokens, the new ones being the last of them. Padding among the inputs may carry any valid id and position.
+        A new request id begins an empty row. Row ``i`` attends causally to its first ``kv_lens[i]`` tokens; the new
+        tokens are the last of them. Padding tokens may carry any valid id and position.
 
-        A step may fail after this call, and the same or other rows be planned next, without a commit between: whatever
-        a row holds behind the tokens that its new ones follow, ``kv_lens[i]`` less its new ones, never happened.
+        A step may fail after this call. Then the same or other rows are planned next, without a commit between. The new
+        tokens of row ``i`` follow the first ``kv_lens[i]`` less their number; forget what the row holds behind those.
         """
 
     @abstractmethod
@@ -161,8 +174,8 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Once a layer: store the new keys and values, then attend.
 
-        Keys and values that a query does not see change nothing of its result, even if they are NaN or infinite: those
-        of other rows, of later tokens of its own row, and whatever is left of tokens rejected or rows released.
+        Keys and values that a query does not see do not change its result, even if they are NaN or infinite. These
+        belong to other rows, to later tokens of its own row, to rejected tokens, or to released rows.
 
         Args:
             plan: of this step.
@@ -172,23 +185,18 @@ class AttentionBackend(ABC):
             value: ``[b * n, num_kv_heads, value_dim]``.
 
         Returns:
-            ``[b * n, num_qo_heads, value_dim]``; rows of padding tokens hold anything finite, if the inputs are.
+            ``[b * n, num_qo_heads, value_dim]``. Padding tokens get anything that is finite if the inputs are.
         """
 
     @abstractmethod
-    def commit(self, kept: Kept) -> int:
-        """After verification, drop the KV of rejected tokens.
-
-        Returns:
-            KV slots newly lost to padding by the last step: holes in rows that were shorter than the batch's longest,
-            at prefill also those of shorter prompts. 0 where KV is not padded.
-        """
+    def commit(self, kept: Kept) -> None:
+        """After verification, drop the KV of rejected tokens."""
 
     @abstractmethod
     def release(self, request_ids: Iterable[str]) -> None:
-        """Free all KV of these requests; unknown ids are no error."""
+        """Free all KV of these requests. Unknown ids are no error."""
 
     @property
     @abstractmethod
     def kv_usage(self) -> KVUsage:
-        """Memory taken now and at most."""
+        """Memory that is taken now and was taken at most, and what the latest step lost to padding."""

@@ -1,4 +1,4 @@
-"""Dense attention under a mask, for backends that have no kernel of their own."""
+"""Dense attention under a mask, for backends without a kernel of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SLOW_ALONE = (torch.bfloat16, torch.float16)
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a query sees a key, and minus infinity elsewhere: what attention adds to its scores.
+    """What attention adds to its scores: 0 where a query sees a key, and minus infinity elsewhere.
 
     Args:
         visible: ``[b, n, m]`` bool; every query sees at least one key.
@@ -32,14 +32,14 @@ def masked_attention(
     *,
     checked: bool = True,
 ) -> torch.Tensor:
-    """Dense attention under a mask, with grouped heads, true scale and soft-cap; any device and dtype.
+    """Dense attention under a mask, with grouped heads, the layer's scale and soft-cap, on any device and in any dtype.
 
     Args:
         query: ``[b, n, num_qo_heads, key_dim]``.
         key: ``[b, m, num_kv_heads, key_dim]``.
         value: ``[b, m, num_kv_heads, value_dim]``.
         mask: ``[b, n, m]`` of the dtype of `query`, see `additive_mask`.
-        checked: see that keys and values which a query does not see reach it in no way, even if they are not finite.
+        checked: make sure that keys and values change no query that does not see them, even if they are not finite.
             On a GPU the host waits for this; see `emssd.attention.seen.StepWatch`.
 
     Returns:
@@ -52,7 +52,7 @@ def masked_attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, layer: LayerSpec
 ) -> torch.Tensor:
-    """By PyTorch's kernels, for which a weight of 0 times NaN is NaN."""
+    """Attention by PyTorch's kernels. For them, a weight of 0 times NaN is NaN."""
     if query.shape[1] == 1 and query.dtype in _SLOW_ALONE and query.device.type == "cpu":
         # PyTorch's kernel takes about three times as long for one query as for two (2.13, AVX-512).
         return _attend(query.repeat(1, 2, 1, 1), key, value, mask.expand(-1, 2, -1), layer)[:, :1]

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take, from what the user asks for and what the device has."""
+"""How much memory the KV cache may take."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def kv_bytes(kv_memory: str | float | None, device: torch.device) -> int | None:
-    """Bytes that `kv_memory` stands for: ``8GiB``, ``500MB``, a number of bytes, or a share of what is free (``0.8``).
+    """Bytes that `kv_memory` means: ``8GiB``, ``500MB``, a number of bytes, or a share of the free memory (``0.8``).
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `kv_memory` is none of these.
     """
     if kv_memory is None:
         return None
@@ -41,7 +41,7 @@ def kv_bytes(kv_memory: str | float | None, device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be allocated on `device`, in bytes; with what PyTorch keeps of memory it has freed."""
+    """Bytes that can be allocated on `device`, with the freed memory that PyTorch keeps."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -15,13 +15,13 @@ class PackedInputs:
     """The ragged input of one step. Row ``i`` owns tokens ``qo_indptr[i]:qo_indptr[i + 1]`` of the ``nnz``.
 
     Attributes:
-        request_ids: ``[B]`` whose KV each row reads and writes.
+        request_ids: ``[B]``, the request whose KV each row reads and writes.
         input_ids: ``[nnz]`` int64.
         position_ids: ``[nnz]`` int64, true positions counted from 0 in each sequence.
         qo_indptr: ``[B + 1]`` host integers with a leading zero.
-        kv_lens: ``[B]`` host integers: KV length of each row once this step's tokens are written.
-        logit_rows: ``[R]`` int64, the tokens of which logits are wanted: of each row the newest token and its
-            drafts; of rows that compute a piece of their prompt, none.
+        kv_lens: ``[B]`` host integers: the KV length of each row once the tokens of this step are written.
+        logit_rows: ``[R]`` int64, the tokens whose logits are wanted: the newest token of each row and its drafts, but
+            none in rows that compute a piece of their prompt.
     """
 
     request_ids: tuple[str, ...]

@@ -1,223 +1,148 @@
-"""What a paged attention kernel reads for one step, and what a family of such kernels has to offer; pure."""
+"""`PagedBackend`: a KV cache in pages, written once for all kernels; and `PagedKernels`, what such kernels offer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from emssd.attention.interface import KVCacheSpec, LayerSpec
+from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
+from emssd.attention.memory import free_bytes
 from emssd.attention.packed import PackedInputs
 from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, page_bytes
+from emssd.errors import ConfigError, OutOfMemoryError
 
-__all__ = [
-    "FixedShape",
-    "PagedAttention",
-    "PagedKernels",
-    "PagedMetadata",
-    "largest_metadata",
-    "page_metadata",
-    "reserve_pages",
-    "tree_mask",
-]
+__all__ = ["PagedBackend", "PagedKernels"]
 
 
-@dataclass(frozen=True, slots=True)
-class PagedMetadata:
-    """The page tables of one step, on the host, in the layout of FlashInfer and others.
+class PagedKernels(ABC):
+    """A family of attention kernels over paged KV: the layout of its pages, and what it computes from them.
 
-    Row ``i`` has the queries ``qo_indptr[i]:qo_indptr[i + 1]`` and the pages at ``kv_indptr[i]:kv_indptr[i + 1]`` of
-    `kv_indices`, all full but the last. Its queries are the last of its KV: query ``j`` stands at
-    ``kv_len - q_len + j``.
-
-    Attributes:
-        qo_indptr: ``[B + 1]`` int32.
-        kv_indptr: ``[B + 1]`` int32, in pages.
-        kv_indices: ``[kv_indptr[B]]`` int32, pages of the pool.
-        kv_last_page_len: ``[B]`` int32, tokens in the last page: 1 to `page_size`, 0 for a row without pages.
-        slots: ``[nnz]`` int64, where the new tokens' KV goes: ``page * page_size + offset``.
-        page_size: tokens per page.
+    One object serves one `PagedBackend`.
     """
 
-    qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    kv_last_page_len: torch.Tensor
-    slots: torch.Tensor
-    page_size: int
+    @abstractmethod
+    def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
+        """Reasons, in words, why the kernels cannot serve `spec` in such pages; empty means that they can."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of queries ``nnz``."""
-        return int(self.qo_indptr[-1])
+    @abstractmethod
+    def page_shapes(self, layer: LayerSpec, dtype: torch.dtype, page_size: int) -> PageShapes:
+        """The shapes of a page of keys and of a page of values, as the kernels read them."""
 
-    @property
-    def max_q_len(self) -> int:
-        """Queries of the longest row."""
-        return int(self.qo_indptr.diff().max())
+    @abstractmethod
+    def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
+        """Take the memory that the kernels need besides `pool`, which has no pages yet. Called once."""
 
-    @property
-    def kv_lens(self) -> list[int]:
-        """``[B]`` tokens of KV of each row."""
-        full_pages = (self.kv_indptr.diff() - 1).clamp_min(0)
-        return (full_pages * self.page_size + self.kv_last_page_len).tolist()
+    def prepare(self) -> None:
+        """Do what takes long, such as compiling. Called once, after a pool of a fixed size has its memory."""
 
-    def with_rows(self, num_rows: int) -> PagedMetadata:
-        """The same with rows of no query and no page behind, for kernels whose number of rows is fixed."""
-        absent = num_rows - (len(self.qo_indptr) - 1)
-        assert absent >= 0, f"{len(self.qo_indptr) - 1} rows where {num_rows} are the most"
-        return PagedMetadata(
-            qo_indptr=torch.cat([self.qo_indptr, self.qo_indptr[-1:].expand(absent)]),
-            kv_indptr=torch.cat([self.kv_indptr, self.kv_indptr[-1:].expand(absent)]),
-            kv_indices=self.kv_indices,
-            kv_last_page_len=torch.cat([self.kv_last_page_len, self.kv_last_page_len.new_zeros(absent)]),
-            slots=self.slots,
-            page_size=self.page_size,
-        )
+    @abstractmethod
+    def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
+        """Once a step: prepare what `forward` reads. The pages of the new tokens are reserved already."""
+
+    @abstractmethod
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Once a layer: store the new keys and values in the pool, then attend. See `AttentionBackend.forward`."""
 
 
-def reserve_pages(table: PageTable, packed: PackedInputs) -> None:
-    """Give the rows of a step their pages. What a step that was planned and not committed took is given back first."""
-    for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
-        table.truncate(request_id, kv_len - length)
-    for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
-        table.reserve(request_id, kv_len)
-
-
-def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:
-    """The metadata of one step, whose new tokens have been reserved in `table`."""
-    kv_indices: list[int] = []
-    kv_indptr = [0]
-    slots: list[int] = []
-    for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
-        pages = table.pages(request_id)[: -(-kv_len // table.page_size)]
-        kv_indices.extend(pages)
-        kv_indptr.append(len(kv_indices))
-        slots.extend(table.slots(request_id, kv_len - length, kv_len))
-    return PagedMetadata(
-        qo_indptr=torch.tensor(packed.qo_indptr, dtype=torch.int32),
-        kv_indptr=torch.tensor(kv_indptr, dtype=torch.int32),
-        kv_indices=torch.tensor(kv_indices, dtype=torch.int32),
-        kv_last_page_len=torch.tensor([(kv_len - 1) % table.page_size + 1 for kv_len in packed.kv_lens]).int(),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        page_size=table.page_size,
-    )
-
-
-class Trees(Protocol):
-    """What `tree_mask` reads of a draft."""
-
-    @property
-    def lengths(self) -> list[int]: ...
-    @property
-    def indptr(self) -> tuple[int, ...]: ...
-    @property
-    def parents(self) -> tuple[int, ...] | None: ...
-
-
-def tree_mask(packed: PackedInputs, draft: Trees, sliding_window: int | None = None) -> torch.Tensor:
-    """Who sees whom when drafts are trees: a node sees the cached tokens, its ancestors and itself.
+class PagedBackend(AttentionBackend):
+    """Sequences hold whole pages of one pool. To roll back a draft is to give back pages; nothing is copied.
 
     Args:
-        packed: a step whose rows end with the nodes of `draft`; any tokens before them are a chain.
-        draft: trees for these rows.
-        sliding_window: a token sees so many latest positions, by depth in the tree; ``None`` for all.
-
-    Returns:
-        ``[sum(q_len * kv_len)]`` bool: row by row of the batch, row-major ``[q_len, kv_len]``, true where seen.
-    """
-    masks = []
-    for row, (q_len, kv_len, num_nodes) in enumerate(zip(packed.lengths, packed.kv_lens, draft.lengths, strict=True)):
-        num_cached, first_node = kv_len - q_len, q_len - num_nodes
-        parents = list(range(-1, q_len - 1))
-        if draft.parents is not None:
-            start = draft.indptr[row]
-            parents[first_node:] = [first_node + node for node in draft.parents[start : start + num_nodes]]
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool)
-        mask[:, num_cached:] = torch.eye(q_len, dtype=torch.bool)
-        positions = torch.arange(kv_len)
-        for query, parent in enumerate(parents):
-            if parent >= 0:
-                mask[query, num_cached:] |= mask[parent, num_cached:]
-                positions[num_cached + query] = positions[num_cached + parent] + 1
-            else:
-                positions[num_cached + query] = num_cached
-        if sliding_window is not None:
-            mask &= positions > positions[num_cached:, None] - sliding_window
-        masks.append(mask.flatten())
-    return torch.cat(masks)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedShape:
-    """The limits of a kernel that is recorded once and replayed, as a CUDA graph is.
-
-    Attributes:
-        num_rows: rows of every plan, absent ones included.
-        num_tokens, num_pages: the most queries, and the most pages, of a plan.
+        kernels: what computes attention; of several, the first that can serve the model.
+        page_size: tokens per page.
+        memory_fraction: allocate the pool at once, for a full batch of the longest sequences, within this fraction of
+            the free device memory. ``None`` lets the pool grow with what the sequences hold.
     """
 
-    num_rows: int
-    num_tokens: int
-    num_pages: int
-
-
-def largest_metadata(shape: FixedShape, page_size: int) -> PagedMetadata:
-    """A plan with all rows and queries of `shape`; every page is page 0, so it is for planning, not for running."""
-    q_lens = [shape.num_tokens - shape.num_rows + 1] + [1] * (shape.num_rows - 1)
-    num_pages = [-(-length // page_size) for length in q_lens]
-    return PagedMetadata(
-        qo_indptr=torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32),
-        kv_indptr=torch.tensor([0, *accumulate(num_pages)], dtype=torch.int32),
-        kv_indices=torch.zeros(sum(num_pages), dtype=torch.int32),
-        kv_last_page_len=torch.tensor([(length - 1) % page_size + 1 for length in q_lens], dtype=torch.int32),
-        slots=torch.zeros(shape.num_tokens, dtype=torch.int64),
-        page_size=page_size,
-    )
-
-
-class PagedAttention(Protocol):
-    """Attention by the rules of one layer: planned once a step, run for every layer that has these rules."""
-
-    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
-        """Prepare a step.
-
-        Without `mask` (``[sum(q_len * kv_len)]`` bool) attention is causal, within the layer's window if it has one;
-        a mask replaces both rules. Made for a fixed shape, it takes metadata with exactly that number of rows.
-        """
-
-    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend; queries beyond those that were planned leave their rows of `out` as they are.
-
-        Args:
-            query: ``[n, num_qo_heads, dim]``, ``n >= nnz``.
-            keys, values: ``[pages, page_size, num_kv_heads, dim]``, with the new tokens in their slots.
-            out: ``[n, num_qo_heads, dim]``, written.
-        """
-
-
-class PagedKernels(Protocol):
-    """A family of paged attention kernels.
-
-    Attributes:
-        head_dims: elements per head that the kernels take, ascending; heads in between are padded with zeros.
-    """
-
-    head_dims: tuple[int, ...]
+    def __init__(self, *kernels: PagedKernels, page_size: int = 16, memory_fraction: float | None = None) -> None:
+        if page_size < 1:
+            raise ConfigError(f"backend.page_size is {page_size}; it must be at least 1")
+        if memory_fraction is not None and not 0 < memory_fraction <= 1:
+            raise ConfigError(f"backend.memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
+        self._choice = kernels
+        self._memory_fraction = memory_fraction
+        self._table = PageTable(page_size)
+        self._peak_held = 0
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
-        """Reasons, in words, why the kernels cannot serve `spec`, head dimensions aside."""
+        return self._serving(spec).unsupported(spec, self._table.page_size)
 
-    def allocate(self, spec: KVCacheSpec, page_size: int) -> None:
-        """Take the memory that the kernels need besides the KV cache. Called once, before `attention`."""
+    def allocate(self, spec: KVCacheSpec) -> None:
+        page_size = self._table.page_size
+        self._kernels = self._serving(spec)
+        shapes = [self._kernels.page_shapes(layer, spec.dtype, page_size) for layer in spec.layers]
+        self._pool = KVPool(shapes, page_size, spec.dtype, spec.device)
+        self._kernels.allocate(spec, self._pool)
+        if self._memory_fraction is not None:
+            self._table.max_pages = self._fix_pool(spec, self._memory_fraction)
+        elif spec.max_tokens is not None:
+            self._table.max_pages = spec.max_tokens * spec.bytes_per_token() // self._pool.page_bytes
+        self._kernels.prepare()
 
-    def attention(self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None) -> PagedAttention:
-        """Attention by the rules of `layer`, whose dimensions are padded already and whose scale is the true one.
+    def bytes_per_token(self, spec: KVCacheSpec) -> int:
+        kernels, page_size = self._serving(spec), self._table.page_size
+        shapes = [kernels.page_shapes(layer, spec.dtype, page_size) for layer in spec.layers]
+        return page_bytes(shapes, spec.dtype) // page_size
 
-        Args:
-            layer: shape and rules.
-            masked: whether it is always planned with a mask.
-            shape: of a kernel to be recorded.
-        """
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return self._table.fits(kv_lens.values())
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        self._table.reserve_step(packed)
+        if self._pool.num_pages < self._table.num_pages:
+            self._grow_pool()
+        self._peak_held = max(self._peak_held, self._table.num_used * self._pool.page_bytes)
+        return self._kernels.plan(packed, self._table)
+
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return self._kernels.forward(plan, layer, query, key, value)
+
+    def commit(self, kept: Kept) -> None:
+        for request_id, kv_len in zip(kept.request_ids, kept.kv_lens, strict=True):
+            self._table.truncate(request_id, kv_len)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._table.release(request_ids)
+
+    @property
+    def kv_usage(self) -> KVUsage:
+        return KVUsage(self._table.num_used * self._pool.page_bytes, self._peak_held, self._pool.num_bytes)
+
+    def _serving(self, spec: KVCacheSpec) -> PagedKernels:
+        """The first kernels that can serve `spec`; the last if none can."""
+        *first, last = self._choice
+        return next((each for each in first if not each.unsupported(spec, self._table.page_size)), last)
+
+    def _grow_pool(self) -> None:
+        """Make the pool as large as the page table, with an eighth to spare so that copying stays rare."""
+        spare = self._pool.num_pages + self._pool.num_pages // 8
+        self._pool.enlarge(max(self._table.num_pages, min(spare, self._table.max_pages or spare)))
+
+    def _fix_pool(self, spec: KVCacheSpec, fraction: float) -> int:
+        """Allocate the whole pool. Returns the pages for sequences; the last page is for padding tokens."""
+        pool = self._pool
+        free = _free_bytes(spec.device) * fraction
+        num_pages = fixed_num_pages(spec, pool.page_size, pool.page_bytes, free)
+        try:
+            pool.enlarge(num_pages + 1)
+        except torch.OutOfMemoryError as error:
+            pool.keys.clear()
+            pool.values.clear()
+            raise OutOfMemoryError(
+                f"the KV cache does not fit on {spec.device}: it takes "
+                f"{(num_pages + 1) * pool.page_bytes / 2**30:.2f} GiB for {num_pages} pages of {pool.page_size} "
+                f"tokens. Lower kv_memory, backend.memory_fraction, batch_size or model.max_model_len"
+            ) from error
+        return num_pages
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Bytes that can be allocated on a GPU. Elsewhere a full batch is allocated whatever it takes."""
+    return free_bytes(device) if device.type == "cuda" else float("inf")

@@ -1,9 +1,10 @@
-"""Which pages of a KV pool belong to which sequence; integers only, so that any paged backend can use it."""
+"""Which pages of a KV pool belong to which sequence, as integers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from emssd.attention.packed import PackedInputs
 from emssd.errors import OutOfMemoryError
 
 __all__ = ["PageTable"]
@@ -38,31 +39,38 @@ class PageTable:
         return self._pages.get(request_id, [])
 
     def reserve(self, request_id: str, num_tokens: int) -> None:
-        """Give a sequence the pages that `num_tokens` tokens need; those it has stay in place.
+        """Give a sequence the pages that `num_tokens` tokens need. The pages that it has stay in place.
 
         Raises:
-            OutOfMemoryError: the pool is at its limit; a caller that asks `fits` first never sees it.
+            OutOfMemoryError: the pool is full. A caller that asks `fits` first never sees this.
         """
         pages = self._pages.setdefault(request_id, [])
         for _ in range(self._pages_for(num_tokens) - len(pages)):
             if not self._free:
                 if self.num_pages == self.max_pages:
                     raise OutOfMemoryError(
-                        f"the KV cache is full: its {self.max_pages} pages of {self.page_size} tokens all belong to "
-                        f"sequences. Raise kv_memory, or lower batch_size"
+                        f"the KV cache is full: all of its {self.max_pages} pages of {self.page_size} tokens belong "
+                        f"to sequences. Raise kv_memory, or lower batch_size"
                     )
                 self._free.append(self.num_pages)
                 self.num_pages += 1
             pages.append(self._free.pop())
 
+    def reserve_step(self, packed: PackedInputs) -> None:
+        """Give the rows of a step their pages. First take back what a step took that was planned and not committed."""
+        for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
+            self.truncate(request_id, kv_len - length)
+        for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
+            self.reserve(request_id, kv_len)
+
     def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Take back the pages behind the first `num_tokens` tokens: rolling back a draft is this number."""
+        """Take back the pages behind the first `num_tokens` tokens."""
         pages = self._pages.get(request_id, [])
         while len(pages) > self._pages_for(num_tokens):
             self._free.append(pages.pop())
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Take back all pages of these sequences; unknown ids are no error."""
+        """Take back all pages of these sequences. Unknown ids are no error."""
         for request_id in request_ids:
             self._free.extend(reversed(self._pages.pop(request_id, [])))
 

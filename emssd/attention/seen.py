@@ -1,7 +1,7 @@
-"""No query's result depends on keys and values that it does not see, whatever they hold; not even on NaN.
+"""No query's result depends on keys and values that it does not see, even if they are NaN.
 
-A masked score of minus infinity becomes a weight of zero, and zero times a value is nothing, unless the value is NaN or
-infinite. The kernels of PyTorch add masks and multiply by zero, so what they give is looked at, and mended if need be.
+A masked score of minus infinity becomes a weight of zero. Zero times a value is zero, unless the value is NaN or
+infinite. PyTorch's kernels add masks and multiply by zero, so their results are checked here, and mended if need be.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def mended(
     layer: LayerSpec,
     attend: Attend,
 ) -> torch.Tensor:
-    """What `attend` gave, `out`, with each result that is not finite computed again from what its query sees.
+    """`out`, where each result that is not finite is computed again from what its query sees.
 
-    A query that sees finite keys and values only gets the very bits that it gets where nobody's are NaN.
+    A query that sees only finite keys and values gets the same bits as in a batch without NaN.
 
     Args:
         out: ``[b, n, num_qo_heads, value_dim]``.
         query, key, value, mask, layer: see `emssd.attention.masked_attention`.
-        attend: computed `out` from them.
+        attend: the function that computed `out` from these.
     """
     if math.isfinite(out.sum()):
         return out
@@ -56,14 +56,14 @@ def mended(
 
 
 def _finite(heads: torch.Tensor) -> torch.Tensor:
-    """``[b, n, heads, dim]``: of each token whether it is finite, ``[b, n]``."""
+    """Whether each token of ``[b, n, heads, dim]`` is finite, ``[b, n]``."""
     return heads.isfinite().flatten(2).all(dim=2)
 
 
 def _by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, layer: LayerSpec
 ) -> torch.Tensor:
-    """``query [n, heads, dim]`` over ``key, value [m, kv_heads, dim]``, of which each query has ``seen [n, m]``."""
+    """Attention of ``query [n, heads, dim]`` over ``key, value [m, kv_heads, dim]`` where ``seen [n, m]`` is true."""
     dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
     query, key, value = (tensor.to(wide).transpose(0, 1) for tensor in (query, key, value))
     groups = layer.num_qo_heads // layer.num_kv_heads
@@ -79,9 +79,9 @@ def _by_hand(
 
 @dataclass(slots=True)
 class StepWatch:
-    """Looks at the results of a whole step at once, for devices on which each look makes the host wait.
+    """Checks the results of a whole step at once, for devices where each check makes the host wait.
 
-    `run` computes the step in trust. Where anything in it was not finite, it computes it again, layer by layer mended.
+    `run` computes the step without checks. If a result was not finite, it computes the step again and mends each layer.
     """
 
     trusts: bool = False
@@ -93,7 +93,7 @@ class StepWatch:
             self._sums.append(out.sum(dtype=torch.promote_types(out.dtype, torch.float32)))
 
     def run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `compute` gives; for `StepPlan.replay`."""
+        """The result of `compute`; for `StepPlan.replay`."""
         self.trusts = True
         try:
             result = compute()

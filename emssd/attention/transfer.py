@@ -1,4 +1,4 @@
-"""Moves small tensors between host and device so that the host waits only where it must."""
+"""Moves small tensors between host and device. The host waits only where it must."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["on_device", "to_host"]
 
 
 def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """``[n]`` integers of the host on `device`; through pinned memory to a GPU, so that the host does not wait.
+    """``[n]`` integers, moved to `device`. The way to a GPU is through pinned memory, so that the host does not wait.
 
     Args:
-        values: host integers, or a tensor of the host.
-        device: where they are wanted.
+        values: host integers, or a tensor on the host.
+        device: where to move them.
         dtype: of the result.
     """
     if not isinstance(values, torch.Tensor):
@@ -25,7 +25,7 @@ def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torc
 
 
 def to_host(values: torch.Tensor) -> list[int]:
-    """``[n]`` integers as host integers. From a GPU: one copy into pinned memory, and one wait for it."""
+    """``[n]`` integers as host integers. From a GPU this is one copy into pinned memory, and one wait for it."""
     if values.device.type != "cuda":
         return values.tolist()
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from emssd.cli.composed import to_options
+from emssd.cli.errors import explained
 from emssd.cli.help_text import register_help
-from emssd.cli.option_names import check_arguments, quoted_prompt
-from emssd.cli.usage import as_config_error
+from emssd.cli.options import to_options
 from emssd.errors import ConfigError, EmssdError, exit_on_error
 from emssd.jobs.config import conf_dir, register_configs
 from emssd.jobs.jobs import Jobs
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_FULL = "HYDRA_FULL_ERROR"
+_IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+
+
+class _OwnFault(BaseException):
+    """Holds an exception that is no error of the user's: no `Exception`, which Hydra would comment on."""
 
 
 def main() -> None:
@@ -45,19 +49,17 @@ def main() -> None:
                 print(f"emssd {__version__} (torch {version('torch')}, transformers {version('transformers')})")
                 return
             registry = Registry()
-            register_configs(registry)
-            register_help()
-            sys.argv[1:] = map(quoted_prompt, sys.argv[1:])
-            check_arguments(sys.argv[1:], registry)
+            register_configs(registry, runnable=True)
+            register_help(registry)
+            sys.argv[1:] = map(_quoted_prompt, sys.argv[1:])
             with closing(Jobs(registry)) as jobs:
                 _compose_and_run(jobs, registry)
+                jobs.finish()
     except KeyboardInterrupt:
         _leave("interrupted")
 
 
 def _compose_and_run(jobs: Jobs, registry: Registry) -> None:
-    faults: list[Exception] = []
-
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def run(config: DictConfig) -> None:
         with exit_on_error("emssd"):  # here, because Hydra would say more about it
@@ -66,17 +68,13 @@ def _compose_and_run(jobs: Jobs, registry: Registry) -> None:
             except EmssdError:
                 raise
             except Exception as error:
-                faults.append(error)
-                raise
+                raise _OwnFault(error) from error
 
     try:
-        with _hydra_raises() as wants_traceback:
+        with explained(registry):
             run()
-    except Exception as error:
-        if wants_traceback or error in faults or isinstance(error, (EmssdError, BrokenPipeError)):
-            raise
-        raise as_config_error(error) from error
-    jobs.finish()
+    except _OwnFault as fault:
+        raise fault.args[0] from None
 
 
 def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
@@ -113,17 +111,16 @@ def _check_launcher(target: str) -> None:
         )
 
 
-@contextmanager
-def _hydra_raises() -> Iterator[bool]:
-    """Let Hydra raise its errors, which it would print; gives whether the user asks for the tracebacks of these."""
-    before = os.environ.get(_FULL)
-    os.environ[_FULL] = "1"
-    try:
-        yield before == "1"
-    finally:
-        os.environ.pop(_FULL)
-        if before is not None:
-            os.environ[_FULL] = before
+def _quoted_prompt(argument: str) -> str:
+    """``prompt=TEXT`` so that Hydra and OmegaConf take TEXT as it stands; any other argument as it is.
+
+    One that is in Hydra's quotes already is left to Hydra.
+    """
+    name, given, text = argument.partition("=")
+    if name != "prompt" or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
+        return argument
+    escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
+    return f"{name}{given}{QuotedString(escaped, Quote.single).with_quotes()}"
 
 
 def _leave(why: str) -> NoReturn:

@@ -5,20 +5,20 @@ The main config asks for it through a resolver, ``${emssd_help:}``, in the templ
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from emssd.cli.docstrings import attributes
 from emssd.cli.option_texts import option_texts, written
 from emssd.decoding.options import EngineOptions
 from emssd.jobs.config import RunConfig
+from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["register_help"]
 
@@ -28,55 +28,48 @@ _INDENT = 32  # columns before the descriptions
 _WIDEST = 120
 
 
-def register_help() -> None:
-    """Let the main config ask for the text."""
-    OmegaConf.register_new_resolver("emssd_help", _help_text, replace=True)
+def register_help(registry: Registry) -> None:
+    """Let the main config ask for the text; `registry` also knows what cannot run on this machine."""
+    OmegaConf.register_new_resolver("emssd_help", partial(_help_text, registry), replace=True)
 
 
-def _help_text(*, _root_: DictConfig) -> str:
+def _help_text(registry: Registry, *, _root_: DictConfig) -> str:
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    lines = ["Choose as GROUP=NAME (* is what is chosen now):", ""]
-    for group in _CHOSEN:
-        lines += _choices(_root_, group, width)
+    choices = partial(_choices, registry, _root_, width)
+    lines = ["Choose as GROUP=NAME (* is what is chosen now):", "", *map(choices, _CHOSEN)]
     lines += ["", "  for experiments, which are sweeps of their own, see docs/experiments.md:", ""]
-    for group in _COMPARED:
-        lines += _choices(_root_, group, width)
-    lines += ["", "Set options as NAME=VALUE:", ""]
-    lines += _options(_root_, RunConfig, "", width)
+    lines += [*map(choices, _COMPARED), "", "Set options as NAME=VALUE:", "", *_options(_root_, RunConfig, "", width)]
     for group in _CHOSEN:
         node = _root_._get_node(group)
-        assert isinstance(node, DictConfig)
-        kind = OmegaConf.get_type(node)
-        if dataclasses.is_dataclass(kind):  # not of a group that was taken out, with ~GROUP
+        if isinstance(node, DictConfig) and isinstance(kind := OmegaConf.get_type(node), type) and kind is not dict:
             told = [*_options(node, kind, f"{group}.", width)]
-            name = _root_.hydra.runtime.choices.get(group)
-            lines += ["", f"Options of {group}={name}:" if told else f"{group}={name} has no options."]
-            lines += ["", *told] if told else []
+            name = f"{group}={_root_.hydra.runtime.choices.get(group)}"
+            lines += ["", f"Options of {name}:", "", *told] if told else ["", f"{name} has no options."]
     return "\n".join(lines).replace("$", "$$")  # Hydra fills in what follows a single one
 
 
-def _choices(root: DictConfig, group: str, width: int) -> list[str]:
-    names = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
+def _choices(registry: Registry, root: DictConfig, width: int, group: str) -> str:
+    there = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
+    names = sorted({*there, *(registry.names(group) if group in KINDS else ())})
     chosen = root.hydra.runtime.choices.get(group)
-    text = ", ".join(f"{name}*" if name == chosen else name for name in sorted(names))
-    return textwrap.wrap(text, width, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
+    text = ", ".join(f"{name}*" if name == chosen else name for name in names)
+    return textwrap.fill(text, width, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
 
 
 def _options(node: DictConfig, kind: type, prefix: str, width: int) -> Iterator[str]:
-    texts, values = attributes(kind), OmegaConf.to_container(node, resolve=False)
-    assert isinstance(values, dict)
-    engine = {field.name for field in dataclasses.fields(EngineOptions)} if not prefix else set()
+    engine = [option.name for option in option_texts(EngineOptions)] if not prefix else []
     for option in sorted(option_texts(kind), key=lambda option: option.name in engine):  # first what a newcomer sets
         if (option.name in (*_CHOSEN, *_COMPARED) and not prefix) or option.name == "name":
             continue
-        value = values.get(option.name)
+        value = OmegaConf.to_container(node, resolve=False).get(option.name)  # type: ignore[union-attr]
         said = f"  {prefix}{option.name}={'VALUE' if value == MISSING else written(value)}"
-        text = _first_sentence(texts.get(option.name, "")) + (" (needed)" if value == MISSING else "")
-        described = textwrap.wrap(text, width, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT)
-        if described and len(said) < _INDENT - 1:
-            described[0] = said + described[0][len(said) :]
+        text = _first_sentence(option.text) + (" (needed)" if value == MISSING else "")
+        if len(said) >= _INDENT - 1 or not text:
+            yield said
             said = ""
-        yield from [said] * bool(said) + described
+        if text:
+            indent = " " * _INDENT
+            yield textwrap.fill(text, width, initial_indent=said.ljust(_INDENT), subsequent_indent=indent)
 
 
 def _first_sentence(text: str) -> str:

@@ -16,9 +16,7 @@ from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
 from emssd.errors import PromptError
 
 __all__ = [
-    "PROMPT_WORDS",
     "RecordsConfig",
-    "Words",
     "existing_file",
     "read_bytes",
     "read_json",
@@ -28,6 +26,8 @@ __all__ = [
     "text_in",
     "to_prompts",
 ]
+
+_PLAIN = "data=text reads plain text"
 
 
 @dataclass
@@ -51,56 +51,33 @@ class RecordsConfig(SourceConfig):
     where: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """What errors call the things that are read, and the options that choose them; by default those of `data=jsonl`.
-
-    Attributes:
-        things: that records become.
-        path: what stands before the name of a file.
-        option, equals: what stands before the name of an option; between it and its value.
-        lines: says what a file of records is.
-        plain: says how else a file could be read.
-        chat: says how a list of messages could be read.
-    """
-
-    things: str = "prompts"
-    path: str = "data.path="
-    option: str = "data."
-    equals: str = "="
-    lines: str = "data=jsonl wants one JSON object per line"
-    plain: str = ", and data=text reads plain text"
-    chat: str = "; data.chat=true takes a list of messages"
-
-
-PROMPT_WORDS = Words()
-
-
-def existing_file(name: str, words: Words = PROMPT_WORDS) -> Path:
-    """The file of that name.
+def existing_file(name: str, option: str = "data.path=") -> Path:
+    """The file called `name`, which errors call by `option` and its name.
 
     Raises:
         PromptError: there is none.
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        raise PromptError(f"{words.path}{name}: no such file (looked in {Path.cwd()})")
+        raise PromptError(f"{option}{name}: no such file (looked in {Path.cwd()})")
     return path
 
 
-def read_records(path: Path, words: Words = PROMPT_WORDS) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
+def read_records(path: Path, plain: str = _PLAIN) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
     """Pairs of place and record of a JSONL file, or what is wrong with a line; empty lines are skipped.
+
+    Args:
+        path: of the file.
+        plain: tells in an error how to read plain text.
 
     Raises:
         PromptError: the file cannot be read.
     """
-    yield from records_in(read_bytes(path), path.name, words)
+    yield from records_in(read_bytes(path), path.name, plain)
 
 
-def records_in(
-    content: bytes, name: str, words: Words = PROMPT_WORDS
-) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
-    """The same of what a file, or standard input, of that name held."""
+def records_in(content: bytes, name: str, plain: str = _PLAIN) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
+    """The same for the content of a file, or of standard input, called `name`."""
     for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -108,10 +85,8 @@ def records_in(
         try:
             record = read_json(line.decode("utf-8"))
         except json.JSONDecodeError as error:
-            yield FailedPrompt(
-                place,
-                f"{place} is not JSON: {error.msg} at column {error.colno}; {words.lines}{words.plain}",
-            )
+            where = f"{error.msg} at column {error.colno}"
+            yield FailedPrompt(place, f"{place} is not JSON: {where}; each line must be one JSON object, and {plain}")
         except UnicodeDecodeError as error:
             yield FailedPrompt(place, f"{place} is not UTF-8 text ({error.reason} at byte {error.start}); convert it")
         except ValueError as error:
@@ -121,7 +96,7 @@ def records_in(
                 yield place, record
             else:
                 kind = type(record).__name__
-                yield FailedPrompt(place, f"{place} is a {kind}; {words.lines}")
+                yield FailedPrompt(place, f"{place} is a {kind}; each line must be one JSON object")
 
 
 def read_json(text: str | bytes) -> Any:
@@ -150,7 +125,7 @@ def read_text(path: Path) -> str:
 
 
 def text_in(content: bytes, name: str) -> str:
-    """The text of what a file, or standard input, of that name held.
+    """The text in the content of a file, or of standard input, called `name`.
 
     Raises:
         PromptError: it is not UTF-8.
@@ -175,10 +150,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def to_prompts(
-    records: Iterable[tuple[str, dict[str, Any]] | FailedPrompt],
-    config: RecordsConfig,
-    origin: str,
-    words: Words = PROMPT_WORDS,
+    records: Iterable[tuple[str, dict[str, Any]] | FailedPrompt], config: RecordsConfig, origin: str
 ) -> list[Prompt | FailedPrompt]:
     """The prompts of pairs of place and record, which come from `origin`, and what is wrong with the others.
 
@@ -201,11 +173,11 @@ def to_prompts(
             continue
         place, record = item
         try:
-            prompt = _prompt(place, record, config, words)
+            prompt = _prompt(place, record, config)
             if prompt.prompt_id in taken:
                 raise PromptError(
                     f"{place} has the id {prompt.prompt_id!r} of {taken[prompt.prompt_id]}; choose a field that "
-                    f"differs with {words.option}id_field"
+                    f"differs with data.id_field"
                 )
         except PromptError as error:
             prompts.append(FailedPrompt(place, str(error)))
@@ -214,25 +186,23 @@ def to_prompts(
             prompts.append(prompt)
     if not prompts:
         where = " and ".join(f"{name}={value}" for name, value in config.where.items())
-        raise PromptError(
-            f"no prompt has {where}; change {words.option}where" if where else f"{origin} holds no {words.things}"
-        )
+        raise PromptError(f"no prompt has {where}; change data.where" if where else f"{origin} holds no prompts")
     return prompts
 
 
-def _prompt(place: str, record: dict[str, Any], config: RecordsConfig, words: Words) -> Prompt:
+def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt:
     has = f"it has {', '.join(map(repr, record))}"
     options = {"id_field": config.id_field, "max_new_tokens_field": config.max_new_tokens_field}
     if config.template is None:
         options["field"] = config.field
     for option, name in options.items():
         if name is not None and name not in record:
-            choice = f" or {words.option}template" if option == "field" else ""
-            raise PromptError(f"{place} has no field {name!r}; {has}. Choose with {words.option}{option}{choice}")
+            choice = " or data.template" if option == "field" else ""
+            raise PromptError(f"{place} has no field {name!r}; {has}. Choose with data.{option}{choice}")
     prompt_id = _id(place, record, config.id_field) if config.id_field else place
     limit = _limit(place, record, config.max_new_tokens_field)
     if config.template is not None:
-        text = _filled(config.template, record, f"{place} does not fit {words.option}template; {has}")
+        text = _filled(config.template, record, f"{place} does not fit data.template; {has}")
         return Prompt(prompt_id, text, max_new_tokens=limit)
     value = record[config.field]
     if config.chat and isinstance(value, list):
@@ -241,9 +211,9 @@ def _prompt(place: str, record: dict[str, Any], config: RecordsConfig, words: Wo
     if not isinstance(value, str):
         raise PromptError(
             f"{place}: field {config.field!r} holds a value of type {type(value).__name__}, not text; "
-            f"choose another with {words.option}field, or make text of it with "
-            f"\"{words.option}template{words.equals}'{{{config.field}}}'\""
-            + (words.chat if isinstance(value, list) else "")
+            f"choose another with data.field, or make text of it with "
+            f"\"data.template='{{{config.field}}}'\""
+            + ("; data.chat=true takes a list of messages" if isinstance(value, list) else "")
         )
     return Prompt(prompt_id, value, max_new_tokens=limit)
 

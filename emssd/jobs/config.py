@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.plugins.faults import told
-from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import KINDS, Registry
 
 __all__ = [
@@ -30,6 +29,7 @@ __all__ = [
     "TaskConfig",
     "changed_options",
     "conf_dir",
+    "no_size",
     "register_configs",
     "structured",
 ]
@@ -175,22 +175,27 @@ def changed_options(before: str, now: str) -> list[str]:
     Raises:
         ConfigError: the first is no such text.
     """
+    first, second = _row_options(before), _row_options(now)
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+
+
+def _row_options(text: str) -> dict[str, Any]:
     try:
-        first, second = OmegaConf.create(before), OmegaConf.create(now)
-        pairs = {name: [OmegaConf.select(config, name) for config in (first, second)] for name in _ROW_OPTIONS}
+        config = OmegaConf.create(text)
+        groups = {name: OmegaConf.select(config, name) for name in _ROW_OPTIONS}
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"it is no YAML of options: {str(error).partition(chr(10))[0]}") from error
-    if not isinstance(first, DictConfig) or "model" not in first:
+    if groups["model"] is None:
         raise ConfigError("it holds no options")
-    changed = []
-    for name, pair in pairs.items():
-        if not all(isinstance(value, DictConfig) for value in pair):
-            changed += [name] if pair[0] != pair[1] else []
-            continue
-        for key in sorted({str(key) for value in pair for key in value}):
-            values = [value.get(key) for value in pair]
-            changed += [f"{name}.{key}"] if values[0] != values[1] and (name, key) != ("data", "limit") else []
-    return changed
+    options: dict[str, Any] = {}
+    for name, value in groups.items():
+        options |= {f"{name}.{key!s}": value[key] for key in value} if isinstance(value, DictConfig) else {name: value}
+    return {name: value for name, value in options.items() if name != "data.limit"}
+
+
+def no_size(size: str) -> str:
+    """The message for a `size` that an experiment does not have."""
+    return f"this experiment has no size {size!r}; choose one of {', '.join(each for each in Size if each != size)}"
 
 
 def conf_dir() -> Path:
@@ -200,31 +205,33 @@ def conf_dir() -> Path:
     return packaged if packaged.is_dir() else package.parent / "conf"
 
 
-def register_configs(registry: Registry) -> None:
-    """Put the options of the run and of every plugin into Hydra's ConfigStore."""
+def register_configs(registry: Registry, *, runnable: bool = False) -> None:
+    """Put the options of the run and of every plugin into Hydra's ConfigStore.
+
+    Args:
+        registry: the plugins.
+        runnable: leave out those that cannot run on this machine, so that Hydra refuses them before anything runs.
+    """
     store = ConfigStore.instance()
     store.store(name="run", node=structured(RunConfig))
     store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
-    for kind in KINDS:
-        for spec in registry.specs(kind):
-            try:
-                node = _options_node(spec)
-            except OmegaConfBaseException as error:  # of its many, all say that a field's type or default cannot be
-                reason = str(error).partition("\n")[0]
-                registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # a default that is made may do anything
-                registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {told(error)}")
-            else:
-                store.store(group=kind, name=spec.name, node=node, provider=registry.source(kind, spec.name))
-
-
-def _options_node(spec: Spec) -> DictConfig:
-    """The plugin's own dataclass, and the name by which its node is found again after composition."""
-    return structured(
-        dataclasses.make_dataclass(spec.config.__name__, [("name", str, spec.name)], bases=(spec.config,))
-    )
+    absent = {(record.kind, record.name) for record in registry.records if runnable and record.state == "unavailable"}
+    offered = [(kind, spec) for kind in KINDS for spec in registry.specs(kind)]
+    for kind, spec in offered:
+        if (kind, spec.name) in absent:
+            continue
+        name = ("name", str, spec.name)  # by which its options are found again after composition
+        try:
+            node = structured(dataclasses.make_dataclass(spec.config.__name__, [name], bases=(spec.config,)))
+            store.store(group=kind, name=spec.name, node=node, provider=registry.source(kind, spec.name))
+            continue
+        except OmegaConfBaseException as error:  # of its many, all say that a field's type or default cannot be
+            reason = str(error).partition("\n")[0]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a default that is made may do anything
+            reason = told(error)
+        registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")
 
 
 def structured(options: type) -> DictConfig:

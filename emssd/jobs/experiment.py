@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from emssd.decoding.engine import Engine
-from emssd.jobs.config import RunConfig
+from emssd.errors import ConfigError
+from emssd.jobs.config import RunConfig, no_size
 from emssd.jobs.provenance import provenance
 from emssd.jobs.rows_file import AROUND
 from emssd.model.costs import Costs
@@ -73,13 +74,19 @@ def row_of(
 
 
 def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str, Any]:
-    """The row of the paper's numerical simulation (Appendix B), which runs here."""
+    """The row of the paper's numerical simulation (Appendix B), which runs here.
+
+    Raises:
+        ConfigError: it has no such size.
+    """
     import torch
 
     from emssd.simulate.appendix import appendix_points
 
     assert config.experiment is not None
-    values = config.experiment.sizes[config.size.value]
+    values = config.experiment.sizes.get(config.size.value)
+    if values is None:
+        raise ConfigError(no_size(config.size.value))
     longest = int(values["max_acceptance"])
     points = appendix_points(
         values["p"], values["batch_size"], max_acceptance=longest, num_steps=int(values["num_steps"]), seed=0

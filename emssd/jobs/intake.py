@@ -16,7 +16,7 @@ from emssd.data.prompts import (
 )
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, PromptError
-from emssd.jobs.config import OnError, RunConfig, changed_options
+from emssd.jobs.config import OnError, RunConfig
 from emssd.jobs.output import OutputFolder, as_asked
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request, StopStrings
@@ -100,11 +100,7 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: str) -> 
     if not output.finished:
         return prompts
     way_out = f"go on as {output.path}/config.yaml says, or start again with overwrite=true or another output_dir"
-    try:
-        changed = changed_options(output.earlier_config, config)
-    except ConfigError as error:
-        raise output.unreadable_config(str(error)) from error
-    if changed:
+    if changed := output.changed_options(config):
         raise ConfigError(
             f"resume=true: the rows in {output.path} were made with another value of {', '.join(changed)}; {way_out}"
         )

@@ -19,14 +19,14 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
 from emssd.errors import PromptError
 from emssd.jobs.closing import print_texts, remarks
-from emssd.jobs.config import ModelConfig, RunConfig
+from emssd.jobs.config import RunConfig
 from emssd.jobs.experiment import label_of, setting_of
 from emssd.jobs.intake import Failures, check_options, prompts_of, to_requests, unfinished
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
 from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
 from emssd.metrics.busy import OtherProcesses
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import CausalLMRunner
 from emssd.model.cache import ModelCache
 from emssd.plugins.registry import Registry
 from emssd.report import print_check, print_failures, print_report
@@ -180,7 +180,7 @@ def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseli
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer
     else:
-        target, tokenizer = _target_of(config.model, models)
+        target, tokenizer = models.target(**vars(config.model))
         if config.experiment is not None:
             machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
     return Engine.assemble(
@@ -192,19 +192,6 @@ def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseli
         options=config,
         registry=registry,
         load=partial(models.draft, trust_remote_code=config.model.trust_remote_code),
-    )
-
-
-def _target_of(model: ModelConfig, models: ModelCache) -> tuple[TargetModel, Any]:
-    """The target and its tokenizer."""
-    return models.target(
-        model.path,
-        dtype=model.dtype,
-        device=model.device,
-        max_model_len=model.max_model_len,
-        compile=model.compile,
-        architecture=model.architecture,
-        trust_remote_code=model.trust_remote_code,
     )
 
 
@@ -269,14 +256,7 @@ def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[st
             "ties": len(report.ties),
             "differences": len(report.true_differences),
             "details": [
-                {
-                    "id": difference.request_id,
-                    "position": difference.position,
-                    "token": difference.token,
-                    "greedy_token": difference.greedy_token,
-                    "margin": difference.margin,
-                    "tolerance": difference.tolerance,
-                }
+                {name.replace("request_id", "id"): value for name, value in dataclasses.asdict(difference).items()}
                 for difference in report.differences
             ],
         },

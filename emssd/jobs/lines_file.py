@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
+from emssd.data.records import read_json
 from emssd.errors import OutputError
 
 __all__ = ["LinesFile"]
@@ -24,8 +27,7 @@ class LinesFile:
         sync_seconds: how often lines are forced to the disk. It takes 0.2 ms on a local SSD and some ten on a network.
 
     Raises:
-        OutputError: another process writes to it.
-        OSError: it cannot be made.
+        OutputError: it cannot be written, or another process writes to it.
     """
 
     def __init__(self, path: Path, *, sync_seconds: float = 0.0) -> None:
@@ -37,14 +39,57 @@ class LinesFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _opened_alone(path)
-        except OSError:  # an OutputError is one, too
+        except OutputError:
             self._remove_folders()
             raise
+        except OSError as error:
+            self._remove_folders()
+            raise OutputError(
+                f"cannot write to output_dir={path.parent}: {error.strerror}; set output_dir to a writable folder"
+            ) from error
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is there."""
         return not os.fstat(self._file.fileno()).st_size
+
+    def earlier(
+        self, job: str, key: str, wrong: Callable[[Any], str | None], *, resume: bool, overwrite: bool
+    ) -> Iterator[Any]:
+        """The rows that are there: all are kept with `resume`, none with `overwrite`. Without either, there is none.
+
+        Args:
+            job: what wrote the rows, for errors: ``run``.
+            key: of a row, which tells it from the others.
+            wrong: says in words why a value cannot be a row, or ``None``.
+            resume: keep them.
+            overwrite: replace them.
+
+        Raises:
+            OutputError: rows are there, and neither flag is set; or, with `resume`, a line is no row.
+        """
+        if not resume:
+            if not self.is_empty and not overwrite:
+                raise OutputError(
+                    f"output_dir={self.path.parent} holds the rows of an earlier {job}; resume=true goes on with it, "
+                    f"overwrite=true replaces it, or set output_dir to another folder"
+                )
+            return
+        lines: dict[Any, int] = {}
+        for number, line in enumerate(self.keep(), start=1):
+            try:
+                row = read_json(line)
+                why = wrong(row)
+            except ValueError:
+                why = "it is not JSON"
+            where, way_out = f"resume=true: {self.path}:{number}", "or start again with overwrite=true"
+            if why:
+                raise OutputError(f"{where} is no row: {why}; take that line out, and its row is made again, {way_out}")
+            if first := lines.get(row[key]):
+                again = f"a second row with the {key} {row[key]!r}, after line {first}"
+                raise OutputError(f"{where} is {again}; take one of the two out, {way_out}")
+            lines[row[key]] = number
+            yield row
 
     def keep(self) -> list[bytes]:
         """Keep all whole lines, and return them; what follows the last newline was being written in a crash."""
@@ -66,17 +111,20 @@ class LinesFile:
         """Write one line, which ends with a newline, behind those that are kept.
 
         Raises:
-            OSError: the disk is full, say; nothing of the line is left then.
+            OutputError: the disk is full, say; nothing of the line is left then.
         """
-        self.cut()
         rest = memoryview(line)
         try:
+            self.cut()
             while rest:
                 rest = rest[self._file.write(rest) :]
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._kept_bytes)
-            raise
+            raise OutputError(
+                f"cannot write {self.path}: {error.strerror}; the rows before are kept. "
+                f"Make room, and go on with resume=true"
+            ) from error
         self._kept_bytes += len(line)
         if (now := time.monotonic()) - self._synced >= self._sync_seconds:
             os.fsync(self._file.fileno())

@@ -11,7 +11,8 @@ from typing import Any
 
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import read_json
-from emssd.errors import OutputError
+from emssd.errors import ConfigError, OutputError
+from emssd.jobs.config import changed_options
 from emssd.jobs.lines_file import LinesFile
 from emssd.sequences import FinishReason, Generation
 
@@ -42,23 +43,12 @@ class OutputFolder:
 
     def __init__(self, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = path
-        self.finished: dict[str, Any] = {}
         self._config: str | None = None
         self._failed: Sequence[FailedPrompt] = ()
+        self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
         try:
-            self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
-        except OutputError:
-            raise
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        try:
-            if resume:
-                self._read()
-            elif not self._rows.is_empty and not overwrite:
-                raise OutputError(
-                    f"output_dir={path} holds the rows of an earlier run; resume=true goes on with it, "
-                    f"overwrite=true replaces it, or set output_dir to another folder"
-                )
+            earlier = self._rows.earlier("run", "id", _what_is_wrong, resume=resume, overwrite=overwrite)
+            self.finished: dict[str, Any] = {row["id"]: row["prompt"] for row in earlier}
         except BaseException:
             self._rows.close()
             raise
@@ -71,24 +61,20 @@ class OutputFolder:
     ) -> None:
         self._rows.close()
 
-    @property
-    def earlier_config(self) -> str:
-        """Text of the ``config.yaml`` of the run whose rows are kept.
+    def changed_options(self, config: str) -> list[str]:
+        """Options that determine a row's tokens, and differ between the run whose rows are kept and `config`.
 
         Raises:
-            OutputError: there is none.
+            OutputError: no ``config.yaml`` tells how these rows were made.
         """
         try:
-            return (self.path / "config.yaml").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise self.unreadable_config(getattr(error, "strerror", None) or "it is no UTF-8 text") from error
-
-    def unreadable_config(self, why: str) -> OutputError:
-        """The error of rows whose ``config.yaml`` does not tell how they were made."""
-        return OutputError(
-            f"resume=true: {self.path} holds rows, but its config.yaml cannot be read ({why}), which "
-            f"tells how they were made; overwrite=true starts again"
-        )
+            return changed_options((self.path / "config.yaml").read_text(encoding="utf-8"), config)
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            why = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+            raise OutputError(
+                f"resume=true: {self.path} holds rows, but its config.yaml cannot be read "
+                f"({getattr(error, 'strerror', why)}), which tells how they were made; overwrite=true starts again"
+            ) from error
 
     def begin(self, config: str, failed: Sequence[FailedPrompt]) -> None:
         """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed."""
@@ -107,13 +93,7 @@ class OutputFolder:
             "acceptance_length": generation.acceptance_length,
         }
         self._replace_earlier()
-        try:
-            self._rows.append(_line(record))
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {self._rows.path}: {error.strerror}; the rows before are kept. "
-                f"Make room, or set output_dir to another disk"
-            ) from error
+        self._rows.append(_line(record))
 
     def _replace_earlier(self) -> None:
         """Cut off what is not kept, drop the metrics, which would not fit the new rows, and write ``config.yaml``."""
@@ -124,7 +104,9 @@ class OutputFolder:
             (self.path / "metrics.json").unlink(missing_ok=True)
             _replace(self.path / "config.yaml", self._config.encode())
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise OutputError(
+                f"cannot write to output_dir={self.path}: {error.strerror}; set output_dir to a writable folder"
+            ) from error
         self.write_errors(self._failed)
         self._config = None
 
@@ -154,29 +136,6 @@ class OutputFolder:
             raise OutputError(
                 f"cannot write {self.path / name}: {error.strerror}; the rows are in {self.path}"
             ) from error
-
-    def _read(self) -> None:
-        """Keep the rows that are there, and remember their prompts by id."""
-        lines: dict[str, int] = {}
-        for number, line in enumerate(self._rows.keep(), start=1):
-            try:
-                row = read_json(line)
-                wrong = _what_is_wrong(row)
-            except ValueError:
-                wrong = "it is not JSON"
-            where, way_out = f"resume=true: {self._rows.path}:{number}", "or start again with overwrite=true"
-            if wrong:
-                raise OutputError(
-                    f"{where} is no row of a run: {wrong}; take that line out, and its prompt is decoded again, "
-                    f"{way_out}"
-                )
-            if first := lines.get(row["id"]):
-                raise OutputError(
-                    f"{where} is a second row of the prompt {row['id']!r}, after line {first}; take one of the two "
-                    f"out, {way_out}"
-                )
-            lines[row["id"]] = number
-            self.finished[row["id"]] = row["prompt"]
 
 
 def _what_is_wrong(row: Any) -> str | None:
@@ -224,7 +183,3 @@ def _replace(path: Path, content: bytes) -> None:
         with suppress(OSError):
             part.unlink()
         raise
-
-
-def _unwritable(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot write to output_dir={path}: {error.strerror}; set output_dir to a writable folder")

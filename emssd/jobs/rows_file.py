@@ -7,8 +7,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from emssd.data.records import read_json
-from emssd.errors import ConfigError, OutputError
+from emssd.errors import ConfigError
 from emssd.jobs.lines_file import LinesFile
 
 __all__ = ["AROUND", "RowsFile"]
@@ -34,24 +33,11 @@ class RowsFile:
 
     def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
         self.path = folder / "rows.jsonl"
-        self._there: dict[int, list[str]] = {}
-        self._rows: list[bytes] = []
+        self._file = LinesFile(self.path)
         try:
-            self._file = LinesFile(self.path)
-        except OutputError:
-            raise
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {self.path}: {error.strerror}; set output_dir to a writable folder"
-            ) from error
-        try:
-            if resume:
-                self._keep()
-            elif not self._file.is_empty and not overwrite:
-                raise OutputError(
-                    f"output_dir={folder} holds the rows of an earlier experiment; resume=true goes on with it, "
-                    f"overwrite=true replaces it, or set output_dir to another folder"
-                )
+            self._rows = list(
+                self._file.earlier("experiment", "job", _what_is_wrong, resume=resume, overwrite=overwrite)
+            )
         except BaseException:
             self._file.close()
             raise
@@ -66,9 +52,10 @@ class RowsFile:
         Raises:
             ConfigError: it was another job then.
         """
-        if job not in self._there:
+        there = next((row for row in self._rows if row["job"] == job), None)
+        if there is None:
             return False
-        before, now = _what(self._there[job]), _what(overrides)
+        before, now = _what(there["overrides"]), _what(overrides)
         if before != now:
             raise ConfigError(
                 f"resume=true: job {job} of {self.path} was {' '.join(before)}, and is now {' '.join(now)}; "
@@ -78,40 +65,21 @@ class RowsFile:
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row, at once, to the disk itself: a run is worth more than the milliseconds that takes."""
-        line = (json.dumps(row) + "\n").encode()  # in ASCII, for readers that split at U+2028 as well
-        try:
-            self._file.append(line)
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {self.path}: {error.strerror}; the rows before are kept. "
-                f"Make room, and go on with resume=true"
-            ) from error
-        self._rows.append(line)
+        line = json.dumps(row)  # in ASCII, for readers that split at U+2028 as well
+        self._file.append(f"{line}\n".encode())
+        self._rows.append(json.loads(line))
 
     def read(self) -> list[dict[str, Any]]:
         """All rows that are kept."""
-        return [json.loads(line) for line in self._rows]
+        return self._rows
 
-    def _keep(self) -> None:
-        """Keep the rows that are there."""
-        self._rows = self._file.keep()
-        for number, line in enumerate(self._rows, start=1):
-            try:
-                row = read_json(line)
-            except ValueError:
-                row = None
-            job, overrides = (row.get("job"), row.get("overrides")) if isinstance(row, dict) else (None, None)
-            if type(job) is not int or not isinstance(overrides, list) or {*map(type, overrides)} - {str}:
-                raise OutputError(
-                    f"resume=true: {self.path}:{number} is no row of an experiment; take that line out, and its job "
-                    f"runs again, or start again with overwrite=true"
-                )
-            if job in self._there:
-                raise OutputError(
-                    f"resume=true: {self.path}:{number} is a second row of job {job}; take one of the two out, or "
-                    f"start again with overwrite=true"
-                )
-            self._there[job] = overrides
+
+def _what_is_wrong(row: Any) -> str | None:
+    """Why `row` cannot be that of a job, in words; ``None`` if it can."""
+    job, overrides = (row.get("job"), row.get("overrides")) if isinstance(row, dict) else (None, None)
+    if type(job) is int and isinstance(overrides, list) and not {*map(type, overrides)} - {str}:
+        return None
+    return "it has no job and overrides of an experiment"
 
 
 def _what(overrides: Seq[str]) -> list[str]:

@@ -164,9 +164,9 @@ def _prompts(path: Path | None, limit: int | None) -> list[str]:
         from emssd.demo import prompts
 
         return [prompt.text for prompt in prompts(limit)]
-    from emssd.data.records import Words, existing_file, read_text
+    from emssd.data.records import existing_file, read_text
 
-    lines = read_text(existing_file(str(path), Words(path="--prompts "))).split("\n")
+    lines = read_text(existing_file(str(path), "--prompts ")).split("\n")
     return [line for line in lines if line.strip()][:limit]
 
 

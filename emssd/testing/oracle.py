@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from emssd.model import TargetModel
 
-__all__ = ["DenseBackend", "DensePlan", "References", "greedy_reference"]
+__all__ = ["DenseBackend", "References", "greedy_reference"]
 
 
 @torch.inference_mode()
@@ -89,13 +88,6 @@ class References(Mapping[tuple[int, ...], tuple[int, ...]]):
         return tokens[: next(ends, len(tokens))]
 
 
-@dataclass(slots=True)
-class DensePlan(StepPlan):
-    """One step, as it was packed."""
-
-    packed: PackedInputs
-
-
 class DenseBackend(AttentionBackend):
     """The dense reference: each sequence's keys and values one after another, one query at a time, in float64.
 
@@ -119,7 +111,7 @@ class DenseBackend(AttentionBackend):
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self._spec.max_tokens is None or sum(kv_lens.values()) <= self._spec.max_tokens
 
-    def plan(self, packed: PackedInputs) -> DensePlan:
+    def plan(self, packed: PackedInputs) -> StepPlan:
         assert len(set(packed.request_ids)) == packed.num_rows <= self._spec.max_batch_size
         positions = packed.position_ids.tolist()
         for request_id, kv_len, new in zip(packed.request_ids, packed.kv_lens, _rows(packed), strict=True):
@@ -134,20 +126,13 @@ class DenseBackend(AttentionBackend):
             assert positions[new] == list(range(num_cached, kv_len)), request_id
             self._lengths[request_id] = kv_len
         self._peak = max(self._peak, self.kv_usage.held)
-        return DensePlan(
-            input_ids=packed.input_ids.unsqueeze(0),
-            position_ids=packed.position_ids.unsqueeze(0),
-            logits_to_keep=packed.logit_rows,
-            logit_index=None,
-            num_padding=0,
-            packed=packed,
-        )
+        return StepPlan.ragged(packed, packed)
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        assert isinstance(plan, DensePlan)
-        packed, spec = plan.packed, self._spec.layers[layer]
+        packed: PackedInputs = plan.attention
+        spec = self._spec.layers[layer]
         out = query.new_empty(packed.num_tokens, spec.num_qo_heads, spec.value_dim)
         for request_id, kv_len, new in zip(packed.request_ids, packed.kv_lens, _rows(packed), strict=True):
             keys = torch.cat([self._keys[request_id][layer], key[new].double()])
@@ -161,12 +146,11 @@ class DenseBackend(AttentionBackend):
                 out[token] = _attend(query[token].double(), keys[seen], values[seen], spec).to(out.dtype)
         return out
 
-    def commit(self, kept: Kept) -> int:
+    def commit(self, kept: Kept) -> None:
         for request_id, kv_len in zip(kept.request_ids, kept.kv_lens, strict=True):
             assert 0 <= kv_len <= self._lengths[request_id], f"{request_id} keeps more than it has"
             self._lengths[request_id] = kv_len
             self._cut(request_id, kv_len)
-        return 0
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -1,32 +1,31 @@
-"""Reference for paged attention kernels: plain PyTorch that reads the same metadata as they do, and nothing else."""
+"""Reference for paged attention kernels: plain PyTorch that reads the same metadata and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.attention.paged import FixedShape, PagedMetadata
+from emssd.attention import LayerSpec
+from emssd.attention.planned import PlannedKernels
+from emssd.attention.recorded import Capture, Compute
+from emssd.attention.tables import FixedShape, PagedMetadata
 
 __all__ = ["ReferenceAttention", "ReferenceKernels", "rerun"]
 
 
-class ReferenceKernels:
+class ReferenceKernels(PlannedKernels):
     """Paged attention for any device and dtype, row by row and in float64; slow and easy to check.
 
     Args:
-        head_dims: see `emssd.attention.paged.PagedKernels`.
+        head_dims, capture, max_graph_tokens: see `emssd.attention.planned.PlannedKernels`.
     """
 
-    def __init__(self, head_dims: tuple[int, ...] = (4, 16, 64, 128, 256)) -> None:
-        self.head_dims = head_dims
-
-    def unsupported(self, spec: KVCacheSpec) -> list[str]:
-        return []
-
-    def allocate(self, spec: KVCacheSpec, page_size: int) -> None:
-        """Nothing is needed."""
+    def __init__(
+        self,
+        head_dims: tuple[int, ...] = (4, 16, 64, 128, 256),
+        capture: Capture | None = None,
+        max_graph_tokens: int = 512,
+    ) -> None:
+        super().__init__(head_dims, capture, max_graph_tokens)
 
     def attention(
         self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None
@@ -35,7 +34,7 @@ class ReferenceKernels:
 
 
 class ReferenceAttention:
-    """See `emssd.attention.paged.PagedAttention`. What a real kernel would misread silently is asserted here."""
+    """An `emssd.attention.planned.PagedAttention`. It asserts what a real kernel would misread silently."""
 
     def __init__(self, layer: LayerSpec, masked: bool, shape: FixedShape | None) -> None:
         self._layer = layer
@@ -103,9 +102,9 @@ class ReferenceAttention:
         return torch.einsum("hgqk,khd->qhgd", weights, values.double()).flatten(1, 2).to(query.dtype)
 
 
-def rerun(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def rerun(compute: Compute) -> Compute:
     """Stands for the capture of a CUDA graph: the "recording" runs the recorded function again, on its static buffers.
 
-    So a function that reads anything but these buffers gives yesterday's result, as a replayed graph would.
+    A function that reads anything else gives the result of an old step, as a replayed graph would.
     """
     return compute

@@ -188,8 +188,8 @@ class WatchedBackend(AttentionBackend):
         self.watch.faults("after attention")
         return out
 
-    def commit(self, kept: Kept) -> int:
-        return self.inner.commit(kept)
+    def commit(self, kept: Kept) -> None:
+        self.inner.commit(kept)
 
     def release(self, request_ids: Iterable[str]) -> None:
         self.inner.release(request_ids)

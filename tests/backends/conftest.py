@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from emssd.attention import LayerSpec
-from emssd.attention.paged import PagedMetadata
+from emssd.attention.tables import PagedMetadata
 from emssd.testing.paged import ReferenceAttention
 
 INSTALLED = find_spec("flashinfer") is not None

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emssd_flashinfer.backend import FlashInferBackend, FlashInferPlan
 from emssd_padded.backend import PaddedBackend
-from emssd_ragged.backend import RaggedBackend
-from emssd_ragged.fused import FusedAttention
-from emssd_ragged.grouped import GroupedAttention
+from emssd_ragged.backend import ragged_backend
+from emssd_ragged.fused import FusedKernels
+from emssd_ragged.grouped import GroupedKernels
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, StepPlan
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
@@ -26,17 +25,20 @@ pytestmark = pytest.mark.slow  # random histories
 MakeBackend = Callable[[], AttentionBackend]
 
 BACKENDS: dict[str, MakeBackend] = {
-    "ragged-page-1": lambda: RaggedBackend(page_size=1),
-    "ragged-page-3": lambda: RaggedBackend(page_size=3),
-    "ragged-page-16": lambda: RaggedBackend(page_size=16, kernels="torch"),
-    "ragged-fused": lambda: RaggedBackend(kernels="fused"),
+    "ragged-page-1": lambda: ragged_backend(page_size=1),
+    "ragged-page-3": lambda: ragged_backend(page_size=3),
+    "ragged-page-16": lambda: ragged_backend(page_size=16, kernels="torch"),
+    "ragged-fused": lambda: ragged_backend(kernels="fused"),
     "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
     "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
     "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
     "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
-    "paged-page-1": lambda: FlashInferBackend(ReferenceKernels(), page_size=1),
-    "paged-page-16": lambda: FlashInferBackend(ReferenceKernels(), page_size=16),
-    "paged-recorded": lambda: FlashInferBackend(ReferenceKernels(), page_size=3, capture=rerun, max_graph_tokens=12),
+    "paged-grows": lambda: PagedBackend(ReferenceKernels(), page_size=2),
+    "paged-page-1": lambda: PagedBackend(ReferenceKernels(), page_size=1, memory_fraction=1.0),
+    "paged-page-16": lambda: PagedBackend(ReferenceKernels(), page_size=16, memory_fraction=1.0),
+    "paged-recorded": lambda: PagedBackend(
+        ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=3, memory_fraction=1.0
+    ),
     "dense": DenseBackend,
 }
 
@@ -49,10 +51,10 @@ def run_machine(make: MakeBackend, **changes: object) -> None:
 
 def test_each_name_says_what_computes_attention(kernels: None) -> None:
     spec = KVCacheSpec((LayerSpec(2, 1, 4, 4, 1.0),), torch.float64, torch.device("cpu"), 2, 32)
-    for name, attention in {"ragged-fused": FusedAttention, "ragged-page-16": GroupedAttention}.items():
+    for name, attention in {"ragged-fused": FusedKernels, "ragged-page-16": GroupedKernels}.items():
         backend = BACKENDS[name]()
         backend.allocate(spec)
-        assert isinstance(backend._attention, attention)
+        assert isinstance(backend._kernels, attention)
 
 
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
@@ -85,22 +87,26 @@ class RollsBackOneLess(PaddedBackend):
         super()._drop(tuple(request_ids), [length + 1 for length in kv_lens])
 
 
-class RollsBackOneMore(RaggedBackend):
-    def commit(self, kept: Kept) -> int:
-        return super().commit(Kept(kept.request_ids, tuple(length - 1 for length in kept.kv_lens)))
+class Ragged(PagedBackend):
+    def __init__(self, page_size: int = 16) -> None:
+        super().__init__(GroupedKernels(), page_size=page_size)
 
 
-class ForgetsToRelease(RaggedBackend):
+class RollsBackOneMore(Ragged):
+    def commit(self, kept: Kept) -> None:
+        super().commit(Kept(kept.request_ids, tuple(length - 1 for length in kept.kv_lens)))
+
+
+class ForgetsToRelease(Ragged):
     def release(self, request_ids: Iterable[str]) -> None:
         super().release(list(request_ids)[1:])
 
 
 class LeavesHolesVisible(PaddedBackend):
-    def commit(self, kept: Kept) -> int:
+    def commit(self, kept: Kept) -> None:
         positions = self._positions.clone()
-        lost = super().commit(kept)
+        super().commit(kept)
         self._positions = positions
-        return lost
 
 
 class MixesRows(PaddedBackend):
@@ -110,7 +116,7 @@ class MixesRows(PaddedBackend):
         self._table.release(request_ids)
 
 
-class ReadsBeforeWriting(RaggedBackend):
+class ReadsBeforeWriting(Ragged):
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
@@ -119,7 +125,7 @@ class ReadsBeforeWriting(RaggedBackend):
         return out
 
 
-class InterleavesHeads(RaggedBackend):
+class InterleavesHeads(Ragged):
     """Query head h reads KV head h modulo their number, in the place of groups of neighbours."""
 
     def forward(
@@ -132,48 +138,61 @@ class InterleavesHeads(RaggedBackend):
         return out
 
 
-class CountsPositionsFromOne(RaggedBackend):
-    def plan(self, packed: PackedInputs) -> StepPlan:  # type: ignore[override]
+class CountsPositionsFromOne(Ragged):
+    def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
         plan.position_ids = plan.position_ids + 1
         return plan
 
 
-class TakesLogitsOfTheNextToken(RaggedBackend):
-    def plan(self, packed: PackedInputs) -> StepPlan:  # type: ignore[override]
+class TakesLogitsOfTheNextToken(Ragged):
+    def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
         plan.logits_to_keep = (plan.logits_to_keep + 1) % packed.num_tokens
         return plan
 
 
-class WritesPaddingOverRealTokens(FlashInferBackend):
+class WritesPaddingOverRealTokens(PagedBackend):
     """The KV of padding tokens goes to the first page in the place of the one that nobody reads."""
 
     def __init__(self) -> None:
-        super().__init__(ReferenceKernels(), page_size=3, capture=rerun)
+        super().__init__(ReferenceKernels(capture=rerun), page_size=3, memory_fraction=1.0)
 
-    def plan(self, packed: PackedInputs) -> FlashInferPlan:  # type: ignore[override]
+    def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
-        plan.slots[packed.num_tokens :] = 0
+        plan.attention.slots[packed.num_tokens :] = 0
         return plan
 
 
-class AttendsToStalePages(FlashInferBackend):
+class AttendsToStalePages(PagedBackend):
     """Plans the rows of the step before."""
 
     def __init__(self) -> None:
         super().__init__(ReferenceKernels(), page_size=3)
 
-    def plan(self, packed: PackedInputs) -> FlashInferPlan:  # type: ignore[override]
+    def plan(self, packed: PackedInputs) -> StepPlan:
         before = self._table.pages(packed.request_ids[0])[:]
         plan = super().plan(packed)
         self._table.pages(packed.request_ids[0])[: len(before)] = reversed(before)
         return plan
 
 
+class LosesPagesThatGrow(PagedBackend):
+    """A pool that grows begins anew, and forgets what its pages held."""
+
+    def __init__(self) -> None:
+        super().__init__(ReferenceKernels(), page_size=3)
+
+    def _grow_pool(self) -> None:
+        super()._grow_pool()
+        for pages in self._pool.keys:
+            pages.zero_()
+
+
 FAULTS: dict[str, MakeBackend] = {
     "writes padding over real tokens": WritesPaddingOverRealTokens,
     "attends to stale pages": AttendsToStalePages,
+    "loses pages that grow": LosesPagesThatGrow,
     "window one wider": lambda: WrongLayers(
         lambda layer: replace(layer, sliding_window=layer.sliding_window and layer.sliding_window + 1)
     ),

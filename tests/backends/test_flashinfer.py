@@ -1,32 +1,37 @@
-"""The paged backend's own promises, with reference kernels: padded heads, recorded steps, trees, memory, refusals."""
+"""The promises of planned kernels and of pools of a fixed size: padded heads, tree masks, memory, refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from emssd_flashinfer.backend import FlashInferBackend
-from emssd_flashinfer.kernels import FlashInferKernels
-from emssd_flashinfer.pool import KVPool, kernel_layer, num_pool_pages, token_bytes
+import torch.nn.functional as F
+from emssd_flashinfer.kernels import HEAD_DIMS, FlashInferKernels
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import Kept, KVCacheSpec, LayerSpec
+from emssd.attention import KVCacheSpec, LayerSpec, PagedBackend
+from emssd.attention.pages import PageTable
+from emssd.attention.planned import padded_layer, write_kv
+from emssd.attention.pool import KVPool, fixed_num_pages
+from emssd.attention.tables import page_metadata, tree_mask
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.sequences import Request, Sequence
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.paged import ReferenceKernels
+from emssd.testing.paged import ReferenceAttention, ReferenceKernels, rerun
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
 SPEC = KVCacheSpec((LAYER, replace(LAYER, sliding_window=4)), torch.float64, CPU, max_batch_size=4, max_model_len=64)
 
 
-def allocated(spec: KVCacheSpec = SPEC, **options: object) -> FlashInferBackend:
-    backend = FlashInferBackend(ReferenceKernels(), **options)
+def allocated(spec: KVCacheSpec = SPEC, page_size: int = 16) -> PagedBackend:
+    backend = PagedBackend(ReferenceKernels(), page_size=page_size, memory_fraction=1.0)
     assert not backend.unsupported(spec)
     backend.allocate(spec)
     return backend
@@ -38,8 +43,8 @@ def sequence(name: str, length: int, num_cached: int = 0) -> Sequence:
 
 def test_layers_with_the_same_rules_share_one_plan() -> None:
     backend = allocated(replace(SPEC, layers=(*SPEC.layers, LAYER)))
-    plan = backend.plan(pack([sequence("a", 3)], Draft.empty(1), CPU))
-    assert plan.attention[0] is plan.attention[2] is not plan.attention[1]
+    attention = backend.plan(pack([sequence("a", 3)], Draft.empty(1), CPU)).attention.attention
+    assert attention[0] is attention[2] is not attention[1]
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -49,18 +54,25 @@ def test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone(
 ) -> None:
     tree = tuple(choice % (node + 1) - 1 for node, choice in enumerate(parents))
     layer = replace(LAYER, sliding_window=window)
-    spec = replace(SPEC, layers=(layer,))
-    backend, generator = allocated(spec, page_size=3), torch.Generator().manual_seed(seed)
+    spec, generator = replace(SPEC, layers=(layer,)), torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> tuple[torch.Tensor, ...]:
         shapes = ((layer.num_qo_heads, 10), (layer.num_kv_heads, 10), (layer.num_kv_heads, 7))
         return tuple(torch.randn(count, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
     prompt, nodes = draw(5), draw(1 + len(tree))  # the newest token, then its tree
-    backend.forward(backend.plan(pack([sequence("a", 5)], Draft.empty(1), CPU)), 0, *prompt)
-    backend.commit(Kept(("a",), (5,)))
     draft = Draft(torch.zeros(len(tree), dtype=torch.int64), (0, len(tree)), tree)
-    out = backend.forward(backend.plan(pack([sequence("a", 6, 5)], draft, CPU), draft), 0, *nodes)
+    packed, table = pack([sequence("a", 6, 5)], draft, CPU), PageTable(3)
+    table.reserve_step(packed)
+    padded = padded_layer(layer, (16,))
+    keys, values = torch.zeros(2, table.num_pages, 3, padded.num_kv_heads, 16, dtype=torch.float64)
+    write_kv(keys, values, torch.tensor(table.slots("a", 0, 5)), *prompt[1:])
+    write_kv(keys, values, (metadata := page_metadata(table, packed)).slots, *nodes[1:])
+    query = F.pad(nodes[0], (0, 6))
+    attention, out = ReferenceKernels().attention(padded, masked=True), torch.empty_like(query)
+    attention.plan(metadata, tree_mask(packed, draft, window))
+    attention.run(query, keys, values, out)
+    out = out[..., :7]
     for node in range(len(tree)):
         path = [node]
         while tree[path[0]] >= 0:
@@ -77,7 +89,7 @@ def test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone(
 @given(dim=st.integers(1, 256), other=st.integers(1, 256))
 def test_heads_are_padded_to_the_next_that_the_kernels_take_with_the_true_scale(dim: int, other: int) -> None:
     layer = replace(LAYER, key_dim=dim, value_dim=other, scale=dim**-0.5)
-    padded = kernel_layer(layer, FlashInferKernels.head_dims)
+    padded = padded_layer(layer, HEAD_DIMS)
     assert padded.key_dim == padded.value_dim == next(d for d in (64, 128, 256) if d >= max(dim, other))
     assert replace(padded, key_dim=dim, value_dim=other) == layer
 
@@ -100,14 +112,14 @@ class TestMemory:
     def test_no_limit_is_ever_exceeded(self, max_tokens: int, page_size: int, free: int) -> None:
         page_bytes = 500 * page_size
         spec = replace(SPEC, max_tokens=max_tokens)
-        num_pages = num_pool_pages(spec, page_size, page_bytes, free)
+        num_pages = fixed_num_pages(spec, page_size, page_bytes, free)
         assert (num_pages + 1) * page_bytes <= min(free, max_tokens * spec.bytes_per_token())
         assert num_pages <= 4 * -(-64 // page_size)
 
     def test_without_a_limit_a_full_batch_fits_or_what_memory_there_is(self) -> None:
-        assert num_pool_pages(SPEC, 16, 1000, float("inf")) == 4 * 4
-        assert num_pool_pages(replace(SPEC, max_model_len=65), 16, 1000, float("inf")) == 4 * 5
-        assert num_pool_pages(SPEC, 16, 1000, 7999) == 6
+        assert fixed_num_pages(SPEC, 16, 1000, float("inf")) == 4 * 4
+        assert fixed_num_pages(replace(SPEC, max_model_len=65), 16, 1000, float("inf")) == 4 * 5
+        assert fixed_num_pages(SPEC, 16, 1000, 7999) == 6
 
     @pytest.mark.parametrize(
         ("spec", "free", "what"),
@@ -118,19 +130,23 @@ class TestMemory:
     )
     def test_no_room_for_one_page_is_refused_in_words(self, spec: KVCacheSpec, free: float, what: str) -> None:
         with pytest.raises(
-            OutOfMemoryError, match=rf"may take {what}, and the two pages of 16 tokens .*Raise kv_memory"
+            OutOfMemoryError, match=rf"may take {what}, and it needs at least two pages of 16 tokens, .*Raise kv_memory"
         ):
-            num_pool_pages(spec, 16, 2**21, free)
+            fixed_num_pages(spec, 16, 2**21, free)
 
     def test_a_full_device_says_what_the_pool_takes_and_what_lowers_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(*arguments: object, **options: object) -> torch.Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        zeros = torch.zeros
+
+        def full(count: int, *shape: int, **options: Any) -> torch.Tensor:
+            if count:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return zeros(count, *shape, **options)
 
         monkeypatch.setattr(torch, "zeros", full)
         with pytest.raises(
-            OutOfMemoryError, match=r"0\.04 GiB for 10000 pages of 16 tokens\. Lower kv_memory, .*batch_size"
+            OutOfMemoryError, match=r"0\.08 GiB for 10000 pages of 16 tokens\. Lower kv_memory, .*batch_size"
         ):
-            KVPool((LAYER,), 10_000, 16, torch.float64, CPU)
+            allocated(replace(SPEC, layers=(LAYER,), max_batch_size=1, max_model_len=160_000))
 
     def test_a_workspace_without_room_names_its_option(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*arguments: object, **options: object) -> torch.Tensor:
@@ -138,28 +154,42 @@ class TestMemory:
 
         monkeypatch.setattr(torch, "empty", full)
         with pytest.raises(OutOfMemoryError, match=r"workspace of 384 MiB on cpu\. Lower backend\.workspace_mib"):
-            FlashInferKernels(384, "fa2").allocate(SPEC, 16)
+            FlashInferKernels(384, "fa2").allocate(SPEC, KVPool([], 16, torch.float64, CPU))
 
     @given(count=st.integers(0, 40))
     def test_padding_goes_to_a_page_of_its_own(self, count: int) -> None:
-        pool = KVPool((LAYER,), 3, 4, torch.float64, CPU)
-        assert len(pool.keys[0]) == 4
-        assert set(pool.scrap_slots(count).tolist()) <= {12, 13, 14, 15}
-        assert len(pool.scrap_slots(count)) == count
+        kernels, pool = ReferenceKernels(), KVPool([((4, 2, 16), (4, 2, 16))], 4, torch.float64, CPU)
+        kernels.allocate(SPEC, pool)
+        pool.enlarge(4)
+        assert set(kernels._scrap_slots(count).tolist()) <= {12, 13, 14, 15}
+        assert len(kernels._scrap_slots(count)) == count
 
-    def test_bytes_count_keys_and_values(self) -> None:
-        assert token_bytes((LAYER,), torch.float16) == 2 * (10 + 7) * 2
+    def test_recorded_steps_need_addresses_that_stay(self) -> None:
+        with pytest.raises(AssertionError, match="pool of a fixed size"):
+            PagedBackend(ReferenceKernels(capture=rerun)).allocate(SPEC)
+
+    def test_a_pool_is_refused_before_kernels_are_compiled(self) -> None:
+        class Slow(ReferenceKernels):
+            def attention(self, *arguments: object, **options: object) -> ReferenceAttention:
+                raise AssertionError("this takes minutes")
+
+        with pytest.raises(OutOfMemoryError, match="no room for a KV cache"):
+            PagedBackend(Slow(), memory_fraction=1.0).allocate(replace(SPEC, max_tokens=1))
+
+    def test_bytes_count_keys_and_values_of_padded_heads(self) -> None:
+        backend = PagedBackend(ReferenceKernels((8, 12)), page_size=3)
+        assert backend.bytes_per_token(replace(SPEC, layers=(LAYER,), dtype=torch.float16)) == 2 * (12 + 12) * 2
 
 
 class TestRefusals:
     def test_heads_that_no_kernel_takes(self) -> None:
-        reasons = FlashInferBackend(ReferenceKernels((64, 128))).unsupported(
+        reasons = PagedBackend(ReferenceKernels((64, 128))).unsupported(
             replace(SPEC, layers=(LAYER, replace(LAYER, value_dim=129)))
         )
         assert reasons == ["it takes heads of up to 128 elements, and layer 1 has 129"]
 
     def test_heads_that_do_not_form_groups(self) -> None:
-        (reason,) = FlashInferBackend(ReferenceKernels()).unsupported(
+        (reason,) = PagedBackend(ReferenceKernels()).unsupported(
             replace(SPEC, layers=(replace(LAYER, num_qo_heads=3),))
         )
         assert "3 query heads over 2 key heads" in reason
@@ -167,19 +197,19 @@ class TestRefusals:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_precisions_that_the_kernels_lack(self, dtype: torch.dtype) -> None:
         kernels = FlashInferKernels(384, "fa2")
-        reasons = kernels.unsupported(replace(SPEC, dtype=dtype))
+        reasons = kernels.unsupported(replace(SPEC, dtype=dtype), 16)
         assert str(dtype).removeprefix("torch.") in reasons[0]
         assert "model.dtype=bfloat16" in reasons[0]
         assert "model.device=cuda" in reasons[1]
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("make", "message"),
         [
-            ({"page_size": 0}, "backend.page_size is 0"),
-            ({"max_graph_tokens": 0}, "backend.max_graph_tokens is 0"),
-            ({"memory_fraction": 1.5}, "backend.memory_fraction is 1.5"),
+            (lambda: PagedBackend(ReferenceKernels(), page_size=0), "backend.page_size is 0"),
+            (lambda: ReferenceKernels(max_graph_tokens=0), "backend.max_graph_tokens is 0"),
+            (lambda: PagedBackend(ReferenceKernels(), memory_fraction=1.5), "backend.memory_fraction is 1.5"),
         ],
     )
-    def test_options_that_cannot_work(self, options: dict[str, object], message: str) -> None:
+    def test_options_that_cannot_work(self, make: Callable[[], object], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            FlashInferBackend(ReferenceKernels(), **options)
+            make()

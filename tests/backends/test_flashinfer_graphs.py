@@ -1,4 +1,4 @@
-"""Recorded steps of the paged backend: the ladder, the static tensors, the recording itself, and right replays."""
+"""Recorded steps of planned kernels: the ladder, the static tensors, the recording itself, and right replays."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from emssd_flashinfer.backend import FlashInferBackend
-from emssd_flashinfer.graphs import Compute, CudaGraphCapture, StaticInputs, ladder, rung
+from emssd_flashinfer.graphs import CudaGraphCapture
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs
+from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention.recorded import Compute, StaticInputs, ladder, rung
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
@@ -31,10 +32,10 @@ LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale
 SPEC = KVCacheSpec((LAYER, replace(LAYER, sliding_window=4)), torch.float64, CPU, max_batch_size=4, max_model_len=64)
 
 
-def allocated(spec: KVCacheSpec = SPEC, **options: object) -> FlashInferBackend:
-    backend = FlashInferBackend(ReferenceKernels(), **options)
-    assert not backend.unsupported(spec)
-    backend.allocate(spec)
+def allocated(**options: Any) -> PagedBackend:
+    backend = PagedBackend(ReferenceKernels(**options), memory_fraction=1.0)
+    assert not backend.unsupported(SPEC)
+    backend.allocate(SPEC)
     return backend
 
 
@@ -102,7 +103,7 @@ def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str) ->
     prompts = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8], [4, 4]]
     expected = {str(i): greedy_reference(model, prompt, 12) for i, prompt in enumerate(prompts)}
     capture = Counting()
-    backend = FlashInferBackend(ReferenceKernels(), page_size=4, capture=capture, max_graph_tokens=16)
+    backend = PagedBackend(ReferenceKernels(capture=capture, max_graph_tokens=16), page_size=4, memory_fraction=1.0)
     backend.allocate(target.kv_cache_spec(3))
     engine = Engine(
         CausalLMRunner(target, backend), RandomDrafter(target.vocab_size, 4, expected, seed=1), batch_size=3
@@ -119,9 +120,8 @@ def test_padding_of_a_recorded_step_is_counted_and_harms_nobody() -> None:
     backend, plain = allocated(capture=rerun, max_graph_tokens=12), allocated()
     packed = pack([sequence("a", 7), sequence("b", 2)], Draft.empty(2), CPU)
     plan = backend.plan(packed)
-    assert plan.num_padding == 1  # 9 tokens in a recording of 10
-    assert plan.input_ids.shape == (1, 10)
-    assert plain.plan(packed).num_padding == 0
+    assert plan.input_ids.shape == (1, 10)  # 9 tokens in a recording of 10
+    assert plain.plan(packed).input_ids.shape == (1, 9)
 
 
 @pytest.mark.parametrize("length", [9, 10, 13], ids=["padded", "full", "not recorded"])
@@ -164,18 +164,6 @@ def test_a_recorded_step_reads_no_tensor_of_its_packed_inputs() -> None:
     for tensor in (packed.input_ids, packed.position_ids, packed.logit_rows):
         tensor.fill_(11)
     assert all(map(torch.equal, wanted, (plan.input_ids, plan.position_ids, plan.logits_to_keep)))
-
-
-def test_a_tree_runs_as_it_is_where_steps_are_recorded() -> None:
-    """Masks have no place among the tensors of a recording."""
-    backend, rows = allocated(capture=rerun, max_graph_tokens=12), [sequence("a", 4), sequence("b", 3)]
-    tree = Draft(torch.zeros(2, dtype=torch.int64), (0, 2, 2), (-1, -1))
-    plan = backend.plan(pack(rows, tree, CPU), tree)
-    assert plan.replay is None
-    assert plan.num_padding == 0
-    backend.release(["a", "b"])
-    chain = Draft(tree.token_ids, tree.indptr, (-1, 0))
-    assert backend.plan(pack(rows, chain, CPU), chain).replay is not None
 
 
 class FakeCuda:

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_flashinfer.backend import FlashInferBackend
 from emssd_flashinfer.kernels import FlashInferKernels
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.attention import KVCacheSpec, LayerSpec, PagedBackend
+from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool
+from emssd.attention.tables import page_metadata, tree_mask
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
@@ -39,15 +41,15 @@ SPEC = KVCacheSpec((LAYER,), torch.float64, CPU, max_batch_size=4, max_model_len
 
 
 class CpuKernels(FlashInferKernels):
-    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+    def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         return []
 
 
-def backend(**options: Any) -> FlashInferBackend:
-    return FlashInferBackend(CpuKernels(1, "fa2"), **options)
+def backend(page_size: int = 16, **options: Any) -> PagedBackend:
+    return PagedBackend(CpuKernels(1, "fa2", **options), page_size=page_size, memory_fraction=1.0)
 
 
-def step(made: FlashInferBackend, length: int, name: str = "a") -> torch.Tensor:
+def step(made: PagedBackend, length: int, name: str = "a") -> torch.Tensor:
     """A prompt through the first layer."""
     plan = made.plan(pack([Sequence(Request(name, tuple(range(length)), 9))], Draft.empty(1), CPU))
     count = plan.input_ids.numel()
@@ -77,17 +79,21 @@ def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str, mo
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_tree_attends_as_it_does_with_the_reference_kernels(window: int | None, modules: list[Any]) -> None:
-    spec = replace(SPEC, layers=(replace(LAYER, sliding_window=window, softcap=4.0),))
+    layer = LayerSpec(4, 2, 64, 64, 0.3, sliding_window=window, softcap=4.0)
+    spec, table = replace(SPEC, layers=(layer,)), PageTable(3)
     draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
-    rows = [Sequence(Request("a", (1, 2, 3), 9)), Sequence(Request("b", (4, 5), 9))]
-    outs = []
-    for made in (backend(page_size=3), FlashInferBackend(ReferenceKernels((64,)), page_size=3)):
-        made.allocate(spec)
-        plan = made.plan(pack(rows, draft, CPU), draft)
-        generator = torch.Generator().manual_seed(0)
-        shapes = ((12, 4, 10), (12, 2, 10), (12, 2, 7))
-        inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        outs.append(made.forward(plan, 0, *inputs))
+    packed = pack([Sequence(Request("a", (1, 2, 3), 9)), Sequence(Request("b", (4, 5), 9))], draft, CPU)
+    table.reserve_step(packed)
+    metadata, mask = page_metadata(table, packed), tree_mask(packed, draft, window)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((12, 4, 64), (table.num_pages, 3, 2, 64), (table.num_pages, 3, 2, 64))
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    outs = [torch.full_like(inputs[0], torch.nan) for _ in range(2)]
+    for kernels, out in zip((CpuKernels(1, "fa2"), ReferenceKernels((64,))), outs, strict=True):
+        kernels.allocate(spec, KVPool([], 3, spec.dtype, CPU))
+        attention = kernels.attention(layer, masked=True)
+        attention.plan(metadata, mask)
+        attention.run(*inputs, out)
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
 
 
@@ -110,7 +116,7 @@ def test_a_plan_waits_for_the_one_before_to_be_fetched(events: Any) -> None:
 
 
 def test_long_prompts_take_the_other_kernel_where_it_is_asked_for(modules: list[Any]) -> None:
-    made = FlashInferBackend(CpuKernels(1, "fa3"))
+    made = PagedBackend(CpuKernels(1, "fa3"), memory_fraction=1.0)
     made.allocate(replace(SPEC, max_model_len=300))
     assert [module.name for module in modules] == ["fa2", "fa3"], "both are compiled before the first step"
     for length, name in ((255, "fa2"), (256, "fa3")):

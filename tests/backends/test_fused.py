@@ -13,13 +13,14 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from emssd_ragged.backend import RaggedBackend
-from emssd_ragged.fused import PAGE_SIZE, FusedAttention, why_not_fused
+from emssd_ragged.backend import ragged_backend
+from emssd_ragged.fused import PAGE_SIZE, FusedKernels, why_not_fused
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs
 from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool
 
 BLOCK = 512  # tokens between two corrections of the kernel's running maximum
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of one result, relative
@@ -77,9 +78,12 @@ class Rows:
         """Begin again with an empty cache and other pages."""
         spec = KVCacheSpec((self.layer,), self.dtype, torch.device("cpu"), len(self.kv_lens), max(self.kv_lens))
         num_pages = [-(-kv_len // PAGE_SIZE) for kv_len in self.kv_lens]
-        self._kernel = FusedAttention(spec)
-        for pool in self._kernel.pools:
-            pool[0] = torch.full((sum(num_pages) + 3, *pool[0].shape[1:]), self.garbage, dtype=self.dtype)
+        self._kernel = FusedKernels()
+        pool = KVPool([self._kernel.page_shapes(self.layer, self.dtype, PAGE_SIZE)], PAGE_SIZE, self.dtype, spec.device)
+        self._kernel.allocate(spec, pool)
+        pool.enlarge(sum(num_pages) + 3)
+        for pages in (*pool.keys, *pool.values):
+            pages.fill_(self.garbage)
         shuffled = torch.randperm(sum(num_pages) + 3, generator=self._order).tolist()
         self._table = PageTable(PAGE_SIZE)
         self._table._pages = {str(row): [shuffled.pop() for _ in range(count)] for row, count in enumerate(num_pages)}
@@ -296,7 +300,7 @@ def test_a_query_sees_nothing_of_tokens_behind_its_own_nor_before_its_window(
 
 def test_a_sequence_that_overflows_spoils_neither_its_neighbour_nor_the_next_one_on_its_pages() -> None:
     layer = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=4, value_dim=4, scale=1.0)
-    backend = RaggedBackend(kernels="fused")
+    backend = ragged_backend(kernels="fused")
     backend.allocate(KVCacheSpec((layer,), torch.float32, torch.device("cpu"), 2, 64))
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(60, heads, 4, generator=generator) for heads in (2, 1, 1))
@@ -339,8 +343,8 @@ def test_what_the_kernel_cannot_do_is_refused_in_words_or_left_to_pytorch(
 ) -> None:
     assert why_not_fused(SPEC, 16) is None
     assert reason in (why_not_fused(spec, page_size) or "")
-    (refusal,) = RaggedBackend(page_size, "fused").unsupported(spec)
+    (refusal,) = ragged_backend(page_size, "fused").unsupported(spec)
     assert reason in refusal
     assert refusal.endswith("; kernels=torch serves it")
     for kernels in ("auto", "torch"):
-        assert RaggedBackend(page_size, kernels).unsupported(spec) == []
+        assert ragged_backend(page_size, kernels).unsupported(spec) == []

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_flashinfer.backend import FlashInferBackend
 from emssd_padded.backend import PaddedBackend
-from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.backend import ragged_backend
 
-from emssd.attention import AttentionBackend, LayerSpec, additive_mask, masked_attention
+from emssd.attention import AttentionBackend, LayerSpec, PagedBackend, additive_mask, masked_attention
 from emssd.attention.seen import StepWatch
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
@@ -31,15 +30,17 @@ from emssd.testing.paged import ReferenceKernels, rerun
 MakeBackend = Callable[[], AttentionBackend]
 
 BACKENDS: dict[str, MakeBackend] = {
-    "ragged-page-3": lambda: RaggedBackend(page_size=3),
-    "ragged-page-16": lambda: RaggedBackend(page_size=16, kernels="torch"),
-    "ragged-fused": lambda: RaggedBackend(kernels="fused"),
+    "ragged-page-3": lambda: ragged_backend(page_size=3),
+    "ragged-page-16": lambda: ragged_backend(page_size=16, kernels="torch"),
+    "ragged-fused": lambda: ragged_backend(kernels="fused"),
     "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
     "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
     "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
     "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
-    "paged": lambda: FlashInferBackend(ReferenceKernels(), page_size=4),
-    "paged-recorded": lambda: FlashInferBackend(ReferenceKernels(), page_size=3, capture=rerun, max_graph_tokens=12),
+    "paged": lambda: PagedBackend(ReferenceKernels(), page_size=4, memory_fraction=1.0),
+    "paged-recorded": lambda: PagedBackend(
+        ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=3, memory_fraction=1.0
+    ),
     "dense": DenseBackend,
 }
 each_backend = pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
@@ -203,7 +204,7 @@ def test_on_other_devices_than_cpus_the_steps_of_these_backends_are_watched(name
 
         def watched(spec: Any) -> None:
             allocate(spec)
-            getattr(backend, "_attention", backend)._watched = True
+            getattr(backend, "_kernels", backend)._watched = True
 
         backend.allocate = watched  # type: ignore[method-assign]  # a CPU that makes the host wait
         return backend

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_padded import backend as backend_module
-from emssd_padded.backend import PaddedBackend, PaddedPlan
+from emssd_padded.backend import PaddedBackend
 from emssd_padded.slab import SlabTable
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,8 +41,8 @@ def step(backend: PaddedBackend, rows: list[Sequence], drafted: list[int], accep
     plan = backend.plan(packed)
     for row, number in zip(rows, accepted, strict=True):
         row.advance([0] * (number + 1), None, num_drafted=number, num_accepted=number)
-    lost = backend.commit(Kept(packed.request_ids, tuple(row.num_cached for row in rows)))
-    return plan.num_padding, lost
+    backend.commit(Kept(packed.request_ids, tuple(row.num_cached for row in rows)))
+    return plan.input_ids.numel() - packed.num_tokens, backend.kv_usage.padding
 
 
 @each_cell
@@ -139,7 +139,7 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_slab(
             backend.plan(pack(rows, Draft.from_chains([[0] * 90, []]), SPEC.device))
     backend.release(["0"])
     plan = backend.plan(pack(rows[1:], Draft.empty(1), SPEC.device))
-    assert plan.key_positions.tolist() == [[*range(5)]]
+    assert plan.attention.key_positions.tolist() == [[*range(5)]]
     ones = torch.ones(5, 1, 1, dtype=torch.float64)
     assert torch.equal(backend.forward(plan, 0, ones, ones, ones), ones)
 
@@ -151,15 +151,15 @@ def test_a_slab_with_rows_of_a_finished_batch_starts_the_next_one_clean(pad_kv: 
     backend.release(["0", "1"])
     rows = [Sequence(Request("next", (1, 2, 3), 9))]
     plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
-    assert plan.key_positions.tolist() == [[0, 1, 2]]
+    assert plan.attention.key_positions.tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3])
 def test_window_counts_the_token_itself(window: int | None) -> None:
     backend, rows = allocated(True, True), sequences(4)
     plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
-    assert isinstance(plan, PaddedPlan)
-    assert (plan.mask(window, torch.float64)[0] == 0).sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
+    mask = plan.attention.mask(window, torch.float64)
+    assert (mask[0] == 0).sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
 
 
 def test_aligned_rows_write_behind_the_longest_and_others_behind_their_own() -> None:

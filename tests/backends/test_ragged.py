@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.backend import ragged_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import Kept, KVCacheSpec, LayerSpec
+from emssd.attention import Kept, KVCacheSpec, LayerSpec, PagedBackend
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
@@ -31,8 +31,8 @@ PAGES = {
 }
 
 
-def allocated(page_size: int, kernels: str = "torch", spec: KVCacheSpec = SPEC) -> RaggedBackend:
-    backend = RaggedBackend(page_size, kernels)
+def allocated(page_size: int, kernels: str = "torch", spec: KVCacheSpec = SPEC) -> PagedBackend:
+    backend = ragged_backend(page_size, kernels)
     assert backend.unsupported(spec) == []
     backend.allocate(spec)
     return backend
@@ -55,16 +55,17 @@ def test_held_memory_is_the_whole_pages_of_the_tokens_to_the_byte(
     peak = 0
     for step in history:
         draft = Draft.from_chains([[0] * drafted for drafted, _ in step])
-        plan = backend.plan(pack(rows, draft, SPEC.device))
+        plan = backend.plan(packed := pack(rows, draft, SPEC.device))
         fed = [len(row.tokens) + drafted for row, (drafted, _) in zip(rows, step, strict=True)]
         peak = max(peak, pages(fed, page_size) * page_bytes)
         assert backend.kv_usage.held == pages(fed, page_size) * page_bytes
         assert backend.kv_usage.peak_held == peak
-        assert plan.num_padding == 0
+        assert plan.input_ids.numel() == packed.num_tokens
         for row, (_, accepted) in zip(rows, step, strict=True):
             row.advance([0] * (accepted + 1), None, num_drafted=accepted, num_accepted=accepted)
         kept = [row.num_cached for row in rows]
-        assert backend.commit(Kept(("0", "1", "2"), tuple(kept))) == 0
+        backend.commit(Kept(("0", "1", "2"), tuple(kept)))
+        assert backend.kv_usage.padding == 0
         assert backend.kv_usage.held == pages(kept, page_size) * page_bytes
     backend.release(["1"])
     assert backend.kv_usage.held == pages([kept[0], kept[2]], page_size) * page_bytes
@@ -127,19 +128,19 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_pool(
     kernels: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, (row,) = allocated(16, kernels), sequences(40)
-    enlarge, calls = torch.cat, itertools.count()
+    zeros, calls = torch.zeros, itertools.count()
 
-    def full(*arguments: Any) -> torch.Tensor:
+    def full(*shape: int, **options: Any) -> torch.Tensor:
         if next(calls) == at:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return enlarge(*arguments)
+        return zeros(*shape, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "cat", full)
+        patch.setattr(torch, "zeros", full)
         with pytest.raises(torch.OutOfMemoryError):
             backend.plan(pack([row], Draft.empty(1), SPEC.device))
     backend.plan(pack([row], Draft.empty(1), SPEC.device))
-    assert {len(layer) for pool in backend._attention.pools for layer in pool} == {3}
+    assert {len(layer) for pool in (backend._pool.keys, backend._pool.values) for layer in pool} == {3}
 
 
 def test_released_pages_are_used_again_before_the_pool_grows() -> None:
@@ -171,13 +172,13 @@ def test_fed_tokens_are_those_packed_in_one_row() -> None:
 @pytest.mark.parametrize("page_size", [0, -1])
 def test_page_size_below_one_is_refused(page_size: int) -> None:
     with pytest.raises(ConfigError, match=f"page_size is {page_size}; it must be at least 1"):
-        RaggedBackend(page_size)
+        ragged_backend(page_size)
 
 
 def test_any_model_is_supported() -> None:
-    assert RaggedBackend().unsupported(SPEC) == []
+    assert ragged_backend().unsupported(SPEC) == []
 
 
 def test_unknown_kernels_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"backend\.kernels is 'fast'; choose auto, fused, torch"):
-        RaggedBackend(kernels="fast")
+        ragged_backend(kernels="fast")

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from emssd import __main__
+from emssd.plugins.registry import KINDS
 from emssd.testing.models import tiny_model
 
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3, as the tiny models' configs say
@@ -143,7 +144,10 @@ def emssd(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
     monkeypatch.setattr(Hydra, "get_mode", mode_if_given)
     Plugins.instance()  # Hydra's own entries of the store come with its plugins, once in a process
-    monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
+    repo = {group: node for group, node in ConfigStore.instance().repo.items() if group not in KINDS}
+    monkeypatch.setattr(
+        ConfigStore.instance(), "repo", deepcopy(repo)
+    )  # what an earlier test has put there is not here
 
     def run(*arguments: object) -> Result:
         in_order = sorted(map(str, arguments), key=lambda argument: argument != "-m")  # Hydra wants it first

@@ -130,11 +130,15 @@ def test_a_folder_of_presets_leaves_the_other_checks_on(presets: str, emssd: Cal
     assert sentence("drafter=llma", "drafter.copy_lenght=3").startswith("drafter 'llma' has no option 'copy_lenght'; ")
     assert sentence("drafter=draft_1m", "batchsize=4").startswith("there is no option 'batchsize'; did you mean ")
     assert sentence("drafter=draft_2m").startswith("unknown drafter 'draft_2m'; ")
-    assert sentence("model=opt_66b").startswith("unknown model preset 'opt_66b'; ")
-    assert sentence("experiment=fig1", "size=larg").startswith("unknown size 'larg'; ")
-    assert sentence("experiment=appendix", "size=shapes").startswith("experiment=appendix has no size 'shapes'; ")
+    assert sentence("model=opt_66b").startswith("unknown model 'opt_66b'; did you mean 'opt_6_7b'? ")
+    assert sentence("experiment=fig1", "size=larg").startswith(
+        "size: Invalid value 'larg', expected one of [toy, small, "
+    )
+    assert sentence("experiment=appendix", "size=shapes").startswith(
+        "this experiment has no size 'shapes'; choose one of "
+    )
     assert emssd("--config-dir", "nowhere", "drafter=mine").sentence == (
-        "--config-dir nowhere is no folder; give one of presets, as in drafter/NAME.yaml"
+        f"Additional config directory '{Path.cwd() / 'nowhere'}' not found"
     )
 
 

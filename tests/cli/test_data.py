@@ -160,9 +160,9 @@ def test_truncation_leaves_room_for_the_new_tokens(read: Callable, work: Path) -
             '{"prompt": "a"}\n\n{oops\n',
             ["data=jsonl"],
             "file:3 is not JSON: Expecting property name enclosed in double quotes at column 2; "
-            "data=jsonl wants one JSON object per line, and data=text reads plain text",
+            "each line must be one JSON object, and data=text reads plain text",
         ),
-        ("[1]", ["data=jsonl"], "file:1 is a list; data=jsonl wants one JSON object per line"),
+        ("[1]", ["data=jsonl"], "file:1 is a list; each line must be one JSON object"),
         (
             '{"text": "a", "n": 1}',
             ["data=jsonl"],
@@ -271,7 +271,7 @@ def test_prompts_from_standard_input(read: Callable, type_in: Callable[[bytes], 
         ("text", b"", "stdin holds no prompts: it is empty"),
         ("jsonl", b"", "stdin holds no prompts"),
         ("text", b"caf\xe9", "stdin is not UTF-8 text (unexpected end of data at byte 3); convert it"),
-        ("jsonl", b"[1]", "stdin:1 is a list; data=jsonl wants one JSON object per line"),
+        ("jsonl", b"[1]", "stdin:1 is a list; each line must be one JSON object"),
     ],
 )
 def test_bad_standard_input_is_named(

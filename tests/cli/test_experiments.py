@@ -132,10 +132,10 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
             ["experiment=figure1"],
             "unknown experiment 'figure1'; did you mean 'fig1'? choose one of ablation, acceptance,",
         ),
-        (["experiment=fig1", "size=huge"], "unknown size 'huge'; choose one of toy, small, paper, shapes"),
+        (["experiment=fig1", "size=huge"], "size: Invalid value 'huge', expected one of [toy, small, paper, shapes]"),
         (
             ["experiment=datasets", "size=shapes"],
-            "experiment=datasets has no size 'shapes'; choose one of toy, small, paper",
+            "this experiment has no size 'shapes'; choose one of toy, small, paper",
         ),
         (
             ["experiment=fig1", "method=vanila"],

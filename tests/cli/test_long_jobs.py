@@ -194,7 +194,7 @@ def test_a_line_that_is_no_row(line: str, wrong: str, work: Path) -> None:
     with pytest.raises(OutputError) as raised:
         OutputFolder(work, resume=True)
     assert str(raised.value) == (
-        f"resume=true: {path}:2 is no row of a run: {wrong}; take that line out, and its prompt is decoded again, "
+        f"resume=true: {path}:2 is no row: {wrong}; take that line out, and its row is made again, "
         f"or start again with overwrite=true"
     )
     path.write_text(f"{json.dumps(WHOLE)}\n{changed(id='2', text=None)}\n")
@@ -209,7 +209,7 @@ def test_a_row_that_is_there_twice(decode: Callable) -> None:
     path.write_text(path.read_text() + path.read_text().splitlines(keepends=True)[0])
     before = path.read_text()
     assert decode("overwrite=false", "resume=true").sentence == (
-        "resume=true: out/generations.jsonl:3 is a second row of the prompt 'prompts.txt:1', after line 1; take one of "
+        "resume=true: out/generations.jsonl:3 is a second row with the id 'prompts.txt:1', after line 1; take one of "
         "the two out, or start again with overwrite=true"
     )
     assert path.read_text() == before

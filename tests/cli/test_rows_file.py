@@ -74,7 +74,9 @@ def test_a_line_that_is_no_row(line: str, folder: Path) -> None:
     path = folder / "rows.jsonl"
     path.write_text(path.read_text().replace('{"job": 2, "overr', line + "\n"))
     before = path.read_text()
-    with pytest.raises(OutputError, match=r"rows.jsonl:3 is no row of an experiment; take that line out"):
+    with pytest.raises(
+        OutputError, match=r"rows.jsonl:3 is no row: it .*; take that line out, and its row is made again"
+    ):
         RowsFile(folder, resume=True)
     assert path.read_text() == before
 
@@ -83,7 +85,9 @@ def test_a_job_that_is_there_twice(folder: Path) -> None:
     path = folder / "rows.jsonl"
     path.write_text(path.read_text().replace('{"job": 2, "overr', json.dumps(row(0)) + "\n"))
     before = path.read_text()
-    with pytest.raises(OutputError, match=r"rows.jsonl:3 is a second row of job 0; take one of the two out"):
+    with pytest.raises(
+        OutputError, match=r"rows.jsonl:3 is a second row with the job 0, after line 1; take one of the two out"
+    ):
         RowsFile(folder, resume=True)
     assert path.read_text() == before
 

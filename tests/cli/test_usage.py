@@ -10,48 +10,56 @@ import pytest
 
 from .conftest import drafter
 
+HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was given, and what to do
+    "stop=hello": ("stop: ", "str is not a ListConfig, list", "stop=[a,b]"),
+    "stop=3": ("stop: ", "int is not a ListConfig, list", "stop=[a,b]"),
+    "stop=[null]": ("stop[0]: ", "NoneType is not a subclass of str"),
+    "batch_size=four": ("batch_size: ", "'four'", "Integer"),
+    "batch_size=2.5": ("batch_size: ", "'2.5'", "Integer"),
+    "batch_size=true": ("batch_size: ", "'True'", "Integer"),
+    "batch_size=null": ("batch_size: ", "is not Optional"),
+    "batch_size.x=3": ("batch_size: ", "dict", "Integer"),
+    "batch_size=1,2": ("'batch_size=1,2'", "list, use key=[value1,value2]", "string, quote", "sweep", "--multirun"),
+    "batch_size=range(1,3)": ("'batch_size=range(1,3)'", "requires --multirun"),
+    "batch_size=cast(3)": (
+        "'batch_size=cast(3)'",
+        "Hydra's syntax",
+        "Unknown function 'cast' Available: bool,",
+        "quotes: '",
+    ),
+    "batch_size=${nope}": ("batch_size: ", "'nope' not found", "write \\${"),
+    "batch_size=${oc.env:HOME}": ("batch_size: ", "'/home/somebody'", "Integer"),
+    "output_dir=${output_dir}": ("output_dir: ", "Recursive interpolation"),
+    "num_threads=x": ("num_threads: ", "'x'", "Integer"),
+    "progress=maybe": ("progress: ", "'maybe' is not a valid bool"),
+    "model.compile=2.5": ("model.compile: ", "'2.5' is not a valid bool"),
+    "check=twice": ("check: ", "'twice', expected one of [greedy]"),
+    "task={a:1}": ("these options cannot be", "task", "HYDRA_FULL_ERROR=1"),
+    "drafter=[llma,none]": ("drafter/none", "NoneConfig is not a subclass of LLMAConfig"),
+    "model=org/name": ("unknown model 'org/name'", "choose one of demo, ", "write model.path=org/name"),
+    "prompts.jsonl": ("'prompts.jsonl' is no option", "data=jsonl data.path=prompts.jsonl"),
+    "notes/prompts.txt": ("'notes/prompts.txt' is no option", "data=text data.path=notes/prompts.txt"),
+    "hello": ("'hello' is no option, as in NAME=VALUE", "prompt=hello", "--help"),
+    "${nope}": ("'${nope}' is no option, as in NAME=VALUE", "prompt='${nope}'"),
+    "hydra=4": ("Config group override must be a string",),
+    "--resolve": ("--resolve flag can only be used",),
+    "batch_size=" + "9" * 5000: ("Exceeds the limit (4300 digits) for integer string conversion",),
+}
+
 SENTENCES = {
-    "stop=hello": "stop is 'hello'; it must be a list, as in stop=[hello]",
-    "stop=3": "stop is 3; it must be a list, as in [a,b]",
-    "stop=[[1]]": "stop[0] is [1]; it must be text",
-    "stop=[null]": "stop[0] is null; it must be text",
-    "batch_size=four": "batch_size is 'four'; it must be an integer",
-    "batch_size=2.5": "batch_size is 2.5; it must be an integer",
-    "batch_size=true": "batch_size is true; it must be an integer",
-    "batch_size=null": "batch_size is null; it must be an integer",
-    "batch_size.x=3": "batch_size is {}; it must be an integer",
+    "stop=[[1]]": "stop[0] is [1]; it must be one value of type str",
     "batch_size=1" + "0" * 30: "batch_size is a number of 31 digits; it must be below 2^63",
-    "batch_size=" + "9" * 5000: "Exceeds the limit (4300 digits) for integer string conversion",
-    "batch_size=1,2": "batch_size=1,2 has commas; batch_size=[1,2] is a list, 'batch_size=\"1,2\"' one text, and with ",
-    "batch_size=range(1,3)": "batch_size=range(1,3) is a sweep; write -m before all options",
-    "batch_size=cast(3)": "'batch_size=cast(3)' is not in Hydra's syntax (Unknown function 'cast'; Available: bool,",
-    "batch_size=${nope}": "batch_size refers to what cannot be found: Interpolation key 'nope' not found; where a ",
-    "batch_size=${oc.env:HOME}": "batch_size is '/home/somebody'; it must be an integer (while dereferencing ",
-    "output_dir=${output_dir}": "output_dir refers to what cannot be found: Recursive interpolation detected; ",
-    "num_threads=x": "num_threads is 'x'; it must be an integer, or null",
     "repeat=0": "repeat is 0; it must be at least 1",
     "max_step_tokens=-1": "max_step_tokens is -1; it must be at least 1",
     "data.max_prompt_tokens=-1": "data.max_prompt_tokens is -1; it must be at least 1",
     "drafter=replay drafter.seed=-1 model=toy_shape data=random": "drafter.seed is -1; it must be at least 0",
-    "progress=maybe": "progress is 'maybe'; it must be true or false",
     "model.compile=-5": "model.compile is -5; it must be true or false",
-    "model.compile=2.5": "model.compile is 2.5; it must be true or false",
-    "check=twice": "check is 'twice'; it must be greedy, or null",
     "budget.memory=nan": "budget.memory is nan; it must be a finite number",
     "budget.memory=-inf": "budget.memory is -inf; it must be a finite number",
     "model.architecture={a:[1,{b:nan}]}": "model.architecture.a[1].b is nan; it must be a finite number",
-    "task={a:1}": "task={a:1} is no choice; write task=NAME, with one of cnn_dailymail, demo, ",
-    "drafter=[llma,none]": "drafter=[llma,none] is no choice; write drafter=NAME, with one of cascade, ",
-    "model=org/name": "unknown model preset 'org/name'; presets are demo, demo_draft, ",
     "++data.name=jsonl": "data.name cannot be set by itself; choose with data=NAME, one of demo, hf, jsonl, ",
-    "prompts.jsonl": "'prompts.jsonl' is no option; to decode the prompts of this file write data=jsonl data.pa",
-    "notes/prompts.txt": "'notes/prompts.txt' is no option; to decode the prompts of this file write data=text data",
-    "hello": "'hello' is no option, as in NAME=VALUE; to decode this text write prompt=hello, to decode the prompts of",
-    "${nope}": "'${nope}' is no option, as in NAME=VALUE; to decode this text write prompt='${nope}', ",
-    "hydra=4": "Config group override must be a string or a list. Got int",
-    "--resolve": "The --resolve flag can only be used in conjunction with --cfg or --help",
-    "prompt=hi data=jsonl data.path=x": "prompt= is decoded in the place of data; leave data= out, or prompt=",
-    "prompt=hi data.limit=3": "prompt= is decoded in the place of data; leave data.limit= out, or prompt=",
+    "prompt=hi data=jsonl data.path=x": "prompt= is decoded in the place of data; leave data= and data.limit= out, or ",
+    "prompt=hi data.limit=3": "prompt= is decoded in the place of data; leave data= and data.limit= out, or ",
     "prompt=hi experiment=fig1 size=toy": "an experiment decodes the data of its task; leave prompt= or exper",
     "data=text data.path=- -m": "a sweep reads its prompts once for each run, and data.path=- is there only once",
     "data=text data.path=- resume=true output_dir=out": "resume=true reads the prompts of a job again, and ",
@@ -64,11 +72,19 @@ def test_what_cannot_be_is_told_in_a_sentence(given: str, emssd: Callable, monke
     assert emssd(*given.split(" ")).sentence.startswith(SENTENCES[given])
 
 
+@pytest.mark.parametrize("given", HYDRAS_OWN, ids=lambda given: given[:40])
+def test_what_hydra_refuses_is_told_in_one_line_with_a_hint(
+    given: str, emssd: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    sentence = emssd(given).sentence
+    assert all(part in sentence for part in HYDRAS_OWN[given]), sentence
+
+
 def test_a_value_with_signs_of_its_own_is_given_back_in_quotes(emssd: Callable) -> None:
     sentence = emssd("data=jsonl", "data.path=x", "data.template=a: {b}").sentence
-    assert sentence.startswith(
-        "'data.template=a: {b}' is not in Hydra's syntax; a text with signs of its own wants quotes"
-    )
+    assert sentence.startswith("'data.template=a: {b}' is not in Hydra's syntax (mismatched input '{' ")
+    assert "; a text with signs of its own wants quotes: " in sentence
     (quoted,) = shlex.split(sentence.partition("quotes: ")[2])
     assert emssd("data=jsonl", "data.path=x", quoted).sentence == f"data.path=x: no such file (looked in {Path.cwd()})"
 
@@ -77,8 +93,9 @@ def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: C
     options = ("drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "data.limit=1", "max_new_tokens=2")
     sentence = emssd("-m", *options, "output_dir=out", "progress=false").sentence
     assert sentence.startswith(
-        "drafter 'llma' has no option 'num_speculative_tokens'. It has match_length, copy_length"
+        "drafter 'llma' has no option 'num_speculative_tokens', which belongs to drafter=draft_model, pld, "
     )
+    assert ". It has match_length, copy_length" in sentence
 
 
 @pytest.mark.parametrize(
@@ -90,12 +107,12 @@ def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: C
         (
             "names: list[str] = field(default_factory=list)",
             "drafter.names=[[a]]",
-            "drafter.names[0] is [a]; it must be text",
+            "drafter.names[0] is ['a']; it must be one value of type str",
         ),
         (
             "sizes: dict[str, int] = field(default_factory=dict)",
             "drafter.sizes.a=x",
-            "drafter.sizes.a is 'x'; it must be ",
+            "drafter.sizes.a: Value 'x' of type 'str' could not be converted to Integer; ",
         ),
     ],
 )

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_flashinfer.backend import FlashInferBackend
 from emssd_padded.backend import PaddedBackend
-from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.backend import ragged_backend
 
-from emssd.attention import AttentionBackend
+from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.drafting import Draft, Drafter, Outcome
@@ -34,15 +33,17 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "ragged-page-1": lambda: RaggedBackend(page_size=1),
-    "ragged-page-16": lambda: RaggedBackend(page_size=16, kernels="torch"),
-    "ragged-fused": lambda: RaggedBackend(kernels="fused"),
+    "ragged-page-1": lambda: ragged_backend(page_size=1),
+    "ragged-page-16": lambda: ragged_backend(page_size=16, kernels="torch"),
+    "ragged-fused": lambda: ragged_backend(kernels="fused"),
     "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
     "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
     "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
     "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
-    "paged": lambda: FlashInferBackend(ReferenceKernels()),
-    "paged-recorded": lambda: FlashInferBackend(ReferenceKernels(), page_size=3, capture=rerun, max_graph_tokens=12),
+    "paged": lambda: PagedBackend(ReferenceKernels(), memory_fraction=1.0),
+    "paged-recorded": lambda: PagedBackend(
+        ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=3, memory_fraction=1.0
+    ),
     "dense": DenseBackend,  # slow, and it asserts what the engine owes to a backend
 }
 

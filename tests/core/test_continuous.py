@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from emssd_adaptive.policy import AdaptiveBudget
-from emssd_flashinfer.backend import FlashInferBackend
-from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.backend import ragged_backend
 from hypothesis import strategies as st
 
-from emssd.attention import AttentionBackend
+from emssd.attention import AttentionBackend, PagedBackend
 from emssd.drafting import BudgetPolicy
 from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
@@ -34,7 +33,7 @@ class RaggedMachine(EngineMachine):
         return tiny_model("mistral", vocab_size=11, max_model_len=64)
 
     def make_backend(self, page_size: int) -> AttentionBackend:
-        return RaggedBackend(page_size, kernels="torch")
+        return ragged_backend(page_size, kernels="torch")
 
     def policies(self) -> st.SearchStrategy[BudgetPolicy]:
         adaptive = st.builds(AdaptiveBudget, memory=st.sampled_from([1.0, 16.0]), probe_interval=st.integers(1, 4))
@@ -47,14 +46,16 @@ class FusedMachine(RaggedMachine):
     max_kv_tokens = 120  # as half of the values' room is padding of narrow heads
 
     def make_backend(self, page_size: int) -> AttentionBackend:
-        return RaggedBackend(kernels="fused")
+        return ragged_backend(kernels="fused")
 
 
 class PagedMachine(RaggedMachine):
     max_kv_tokens = 160  # of which half is padding of narrow heads, and a page that of tokens
 
     def make_backend(self, page_size: int) -> AttentionBackend:
-        return FlashInferBackend(ReferenceKernels(), page_size=page_size, capture=rerun, max_graph_tokens=12)
+        return PagedBackend(
+            ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=page_size, memory_fraction=1.0
+        )
 
 
 @pytest.mark.parametrize("machine", [DenseMachine, RaggedMachine, FusedMachine, PagedMachine])

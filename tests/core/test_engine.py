@@ -250,10 +250,10 @@ def test_a_device_without_room_says_what_to_lower_and_keeps_what_was_finished(
 def test_peak_kv_memory_is_exactly_the_pages_that_the_rows_of_a_step_need(
     kernels: str, page_size: int, value_dim: int, oracle: Any, build: Any, spy: Any, prompts: list[list[int]]
 ) -> None:
-    from emssd_ragged.backend import RaggedBackend
+    from emssd_ragged.backend import ragged_backend
 
     drafter = spy(RandomDrafter(11, 6, oracle.references(prompts, 20), seed=3))
-    engine = build(oracle, lambda: RaggedBackend(page_size, kernels), drafter, batch_size=3)
+    engine = build(oracle, lambda: ragged_backend(page_size, kernels), drafter, batch_size=3)
     engine.generate(prompts, 20)
     page_bytes = page_size * 2 * (2 * (8 + value_dim)) * 8  # layers, KV heads, their key and value dimensions, float64
     steps = [sum(-(-kv_len // page_size) for kv_len in lengths.values()) for lengths in drafter.proposed]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import LayerSpec, PackedInputs
-from emssd.attention.paged import FixedShape, largest_metadata, page_metadata, reserve_pages, tree_mask
 from emssd.attention.pages import PageTable
+from emssd.attention.tables import FixedShape, largest_metadata, page_metadata, tree_mask
 from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
@@ -58,15 +58,15 @@ def test_metadata_reads_and_writes_the_slots_of_every_token(step: tuple[PageTabl
 
 def test_what_a_failed_step_took_is_given_back_before_the_next_takes_its_own() -> None:
     table, rows = PageTable(4, max_pages=5), [Sequence(Request(name, (1,) * 6, 9)) for name in "ab"]
-    reserve_pages(table, pack(rows, Draft.from_chains([[0] * 6, []]), CPU))
+    table.reserve_step(pack(rows, Draft.from_chains([[0] * 6, []]), CPU))
     assert [len(table.pages(name)) for name in "ab"] == [3, 2]
-    reserve_pages(table, pack(rows, Draft.from_chains([[], [0] * 6]), CPU))  # together they would be too many
+    table.reserve_step(pack(rows, Draft.from_chains([[], [0] * 6]), CPU))  # together they would be too many
     assert [len(table.pages(name)) for name in "ab"] == [2, 3]
     for row in rows:
         row.set_cached(6)
         row.extend([1])
     kept = table.pages("a")[:]
-    reserve_pages(table, pack(rows, Draft.empty(2), CPU))
+    table.reserve_step(pack(rows, Draft.empty(2), CPU))
     assert table.pages("a") == kept
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.backend import ragged_backend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.drafter import SuffixDrafter
 
@@ -23,7 +23,7 @@ PROMPTS = [[5, 6, 7] * 6, [9], [4, 4, 4, 4], [8, 10]]
 
 
 def engine_of(oracle: Any, *drafters: Drafter, on_drafter_error: str = "fail") -> Engine:
-    backend = RaggedBackend()
+    backend = ragged_backend()
     backend.allocate(oracle.target.kv_cache_spec(2))
     return Engine(
         CausalLMRunner(oracle.target, backend),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import warnings
@@ -13,14 +12,17 @@ import pytest
 import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig, PrefillKernel, unavailable
-from emssd_flashinfer.backend import FlashInferBackend
+from emssd_flashinfer.kernels import FlashInferKernels
 from emssd_llma import LLMAConfig
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec
+from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, PagedBackend, paged
 from emssd.attention.memory import free_bytes
+from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool
+from emssd.attention.tables import page_metadata, tree_mask
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
@@ -74,8 +76,8 @@ CASES = [
 PROMPTS = [[1, 5, 6, 7, 5, 6, 7, 5, 6], [1, 9], [1, *[4] * 40], [1, 3, 8, 3, 8, 3], [7]]
 
 
-def make(config: FlashInferConfig) -> FlashInferBackend:
-    backend: FlashInferBackend = Registry().find("backend", "flashinfer").build(config)
+def make(config: FlashInferConfig) -> PagedBackend:
+    backend: PagedBackend = Registry().find("backend", "flashinfer").build(config)
     return backend
 
 
@@ -188,21 +190,25 @@ def test_tokens_equal_hf_generate_or_differ_at_a_tie(
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_tree_attends_as_with_the_reference_kernels(window: int | None) -> None:
-    layer = LayerSpec(8, 2, 128, 128, 128**-0.5)
     # The window is part of the mask, so that no further kernel is compiled for it.
-    spec = KVCacheSpec((dataclasses.replace(layer, sliding_window=window),), torch.bfloat16, CUDA, 2, 64)
+    layer = LayerSpec(8, 2, 128, 128, 128**-0.5, sliding_window=window)
+    spec, table = KVCacheSpec((layer,), torch.bfloat16, CUDA, 2, 64), PageTable(16)
     draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
     rows = [Sequence(Request("a", tuple(range(21)), 9)), Sequence(Request("b", (4, 5), 9))]
-    outs = []
-    for backend in (make(EAGER), FlashInferBackend(ReferenceKernels())):
-        backend.allocate(spec)
-        plan = backend.plan(pack(rows, draft, CUDA), draft)
-        generator = torch.Generator(CUDA).manual_seed(0)
-        count = plan.input_ids.numel()
-        query, key, value = (
-            torch.rand(count, heads, 128, generator=generator, device=CUDA, dtype=torch.bfloat16) for heads in (8, 2, 2)
-        )
-        outs.append(backend.forward(plan, 0, query, key, value))
+    table.reserve_step(packed := pack(rows, draft, CUDA))
+    metadata, mask = page_metadata(table, packed), tree_mask(packed, draft, window)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    pages = (table.num_pages, 16, 2, 128)
+    inputs = [
+        torch.rand(shape, generator=generator, device=CUDA, dtype=torch.bfloat16)
+        for shape in ((packed.num_tokens, 8, 128), pages, pages)
+    ]
+    outs = [torch.empty_like(inputs[0]) for _ in range(2)]
+    for kernels, out in zip((FlashInferKernels(384, "fa2"), ReferenceKernels()), outs, strict=True):
+        kernels.allocate(spec, KVPool([], 16, spec.dtype, CUDA))
+        attention = kernels.attention(layer, masked=True)
+        attention.plan(metadata, mask)
+        attention.run(*inputs, out)
     torch.testing.assert_close(*outs, rtol=0, atol=TOLERANCE[torch.bfloat16])
 
 
@@ -277,7 +283,7 @@ def test_replayed_graphs_pad_and_say_so() -> None:
 
 
 def test_a_pool_beyond_the_memory_of_the_card_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FlashInferBackend, "_free_bytes", lambda self: float("inf"))
+    monkeypatch.setattr(paged, "_free_bytes", lambda device: float("inf"))
     layer = LayerSpec(32, 32, 128, 128, 128**-0.5)
     spec = KVCacheSpec((layer,) * 2, torch.float16, CUDA, 1000, 10**6)
     with pytest.raises(OutOfMemoryError, match=r"GiB for 62500000 pages of 16 tokens\. Lower kv_memory"):

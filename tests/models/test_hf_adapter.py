@@ -168,14 +168,14 @@ class TestTheModelAfterwards:
         assert torch.equal(model.generate(**left_padded(), max_new_tokens=9), alone)
 
     def test_is_as_before_when_attention_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from emssd_ragged.backend import RaggedBackend
+        from emssd.attention import PagedBackend
 
         def broken(*args: Any) -> torch.Tensor:
             raise MemoryError("out of memory")
 
         model = make_model()
         before = model.config._attn_implementation
-        monkeypatch.setattr(RaggedBackend, "forward", broken)
+        monkeypatch.setattr(PagedBackend, "forward", broken)
         with pytest.raises(MemoryError):
             model.generate(**left_padded(), max_new_tokens=9, custom_generate=emssd.custom_generate)
         assert model.config._attn_implementation == before

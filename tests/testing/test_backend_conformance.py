@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.attention import Kept, KVCacheSpec, KVUsage, PackedInputs
+from emssd.attention import Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
 from emssd.errors import OutOfMemoryError
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.conformance.rules import rules_of
-from emssd.testing.oracle import DenseBackend, DensePlan
+from emssd.testing.oracle import DenseBackend
 
 
 class TestRagged(AttentionBackendConformance):
@@ -49,13 +49,13 @@ class ForgetsItsReasons(Fault):
 
 
 class WrongPositions(Fault):
-    def plan(self, packed: PackedInputs) -> DensePlan:
+    def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
         return replace(plan, position_ids=plan.position_ids + 1)
 
 
 class WrongLogits(Fault):
-    def plan(self, packed: PackedInputs) -> DensePlan:
+    def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
         return replace(plan, logits_to_keep=plan.logits_to_keep * 0)
 
@@ -101,7 +101,7 @@ class ReadsOldPages(Fault):
 class RemembersFailedSteps(Fault):
     """What a step that failed has written is read by the next one."""
 
-    def plan(self, packed: PackedInputs) -> DensePlan:
+    def plan(self, packed: PackedInputs) -> StepPlan:
         for name, kv_len, length in zip(packed.request_ids, packed.kv_lens, packed.lengths, strict=True):
             if self._lengths.get(name, 0) > kv_len - length:
                 for stored in self._values[name]:
@@ -112,21 +112,27 @@ class RemembersFailedSteps(Fault):
 class RefusesToTryAgain(Fault):
     """Wants a commit before the next step of the same rows."""
 
-    def plan(self, packed: PackedInputs) -> DensePlan:
+    def plan(self, packed: PackedInputs) -> StepPlan:
         for name, kv_len, length in zip(packed.request_ids, packed.kv_lens, packed.lengths, strict=True):
             assert self._lengths.get(name, 0) <= kv_len - length, "a step was not committed"
         return super().plan(packed)
 
 
 class KeepsOneLess(Fault):
-    def commit(self, kept: Kept) -> int:
-        return super().commit(Kept(kept.request_ids, tuple(max(0, length - 1) for length in kept.kv_lens)))
+    def commit(self, kept: Kept) -> None:
+        super().commit(Kept(kept.request_ids, tuple(max(0, length - 1) for length in kept.kv_lens)))
 
 
-class CommitsNothing(Fault):
-    def commit(self, kept: Kept) -> int:
-        super().commit(kept)
-        return None  # type: ignore[return-value]  # that is the fault
+class NoPadding(Fault):
+    @property
+    def kv_usage(self) -> KVUsage:
+        return replace(super().kv_usage, padding=None)  # type: ignore[arg-type]  # that is the fault
+
+
+class GainsByPadding(Fault):
+    @property
+    def kv_usage(self) -> KVUsage:
+        return replace(super().kv_usage, padding=-1)
 
 
 class FallingPeak(Fault):
@@ -154,7 +160,7 @@ class AlwaysFits(Fault):
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return True
 
-    def plan(self, packed: PackedInputs) -> DensePlan:
+    def plan(self, packed: PackedInputs) -> StepPlan:
         if not super().fits(dict(zip(packed.request_ids, packed.kv_lens, strict=True))):
             raise OutOfMemoryError("no room")
         return super().plan(packed)
@@ -168,7 +174,7 @@ class AllocatesTooMuch(Fault):
 
 
 class Crashes(Fault):
-    def commit(self, kept: Kept) -> int:
+    def commit(self, kept: Kept) -> None:
         raise KeyError("of its own")
 
 
@@ -198,7 +204,8 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "reads old pages": ("backend.isolation", ReadsOldPages),
     "remembers failed steps": ("backend.retry", RemembersFailedSteps),
     "refuses to try again": ("backend.retry", RefusesToTryAgain),
-    "commits nothing": ("backend.commit", CommitsNothing),
+    "says nothing of padding": ("backend.commit", NoPadding),
+    "gains by padding": ("backend.commit", GainsByPadding),
     "has a peak that falls": ("backend.memory", FallingPeak),
     "keeps all": ("backend.release", KeepsAll),
     "misses unknown ids": ("backend.release", MissesUnknownIds),

@@ -61,12 +61,12 @@ class WatchedBackend(AttentionBackend):
             broken("backend.output", f"forward of layer {layer} returned values that are not finite")
         return out
 
-    def commit(self, kept: Kept) -> int:
+    def commit(self, kept: Kept) -> None:
         with named("backend.raises", f"commit of {kept}"):
-            lost = self.backend.commit(kept)
+            self.backend.commit(kept)
+        lost = self.kv_usage.padding
         if not isinstance(lost, int) or lost < 0:
-            broken("backend.commit", f"commit returned {lost!r}; give a whole number, 0 or more")
-        return lost
+            broken("backend.commit", f"kv_usage.padding is {lost!r} after commit; give a whole number, 0 or more")
 
     def release(self, request_ids: Iterable[str]) -> None:
         names = list(request_ids)

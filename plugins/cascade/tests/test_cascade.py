@@ -16,7 +16,7 @@ from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
 from emssd_llma.drafter import LLMADrafter
 from emssd_ragged import Kernels, RaggedConfig
-from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.backend import ragged_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -243,7 +243,7 @@ def draft_model() -> TargetModel:
 
 
 def make_draft_model(num_tokens: int = 4) -> DraftModelDrafter:
-    backend = RaggedBackend(4)
+    backend = ragged_backend(4)
     backend.allocate(draft_model().kv_cache_spec(5))
     return DraftModelDrafter(CausalLMRunner(draft_model(), backend), 11, num_tokens)
 
@@ -260,7 +260,7 @@ class AsFresh(DraftModelDrafter):
 
     @classmethod
     def make(cls, num_tokens: int) -> AsFresh:
-        backend = RaggedBackend(4)
+        backend = ragged_backend(4)
         backend.allocate(draft_model().kv_cache_spec(5))
         return cls(CausalLMRunner(draft_model(), backend), 11, num_tokens)
 
@@ -269,7 +269,7 @@ class DraftModelMachine(EngineMachine):
     own: AsFresh | None = None
 
     def make_backend(self, page_size: int) -> AttentionBackend:
-        return RaggedBackend(page_size)
+        return ragged_backend(page_size)
 
     def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
         return st.integers(1, 4).map(self.make_drafters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from emssd.attention import AttentionBackend
+from emssd.attention import AttentionBackend, PagedBackend
 from emssd.errors import PluginError
 from emssd.plugins import BackendSpec, hookimpl
 
@@ -25,13 +25,13 @@ class FlashInferConfig:
 
     Attributes:
         page_size: tokens per KV page. Memory is held in whole pages.
-        workspace_mib: MiB of GPU memory for the kernels' partial results; shared by all layers.
+        workspace_mib: MiB of GPU memory for the kernels' partial results; all layers share it.
         prefill_kernel: for steps with a prompt of 256 tokens or more. ``fa3`` needs a Hopper GPU and compiles for
-            minutes when first used. Verification always uses ``fa2``.
-        cuda_graphs: replay the forward pass of small steps as CUDA graphs, one for each of a ladder of token counts.
-        max_graph_tokens: steps with more tokens than this (prompts) run without a graph.
-        memory_fraction: the KV pool is allocated at once, for a full batch of the longest sequences; it takes at most
-            this fraction of the GPU memory that is free, and at most ``kv_memory``. Where that is less, rows wait.
+            minutes when it is first used. Verification always uses ``fa2``.
+        cuda_graphs: replay the forward passes of small steps as CUDA graphs, one for each of a ladder of token counts.
+        max_graph_tokens: steps with more tokens, which are prompts, run without a graph.
+        memory_fraction: the KV pool is allocated at once, for a full batch of the longest sequences. It takes at most
+            this fraction of the free GPU memory, and at most ``kv_memory``. If the batch does not fit, rows wait.
     """
 
     page_size: int = 16
@@ -53,17 +53,16 @@ def unavailable() -> str | None:
 def _build(config: FlashInferConfig) -> AttentionBackend:
     if found := unavailable():
         raise PluginError(f"backend 'flashinfer' is not available: {found}.")
-    from emssd_flashinfer.backend import FlashInferBackend
     from emssd_flashinfer.graphs import CudaGraphCapture
     from emssd_flashinfer.kernels import FlashInferKernels
 
-    return FlashInferBackend(
-        FlashInferKernels(config.workspace_mib, PrefillKernel(config.prefill_kernel).value),
-        page_size=config.page_size,
-        memory_fraction=config.memory_fraction,
+    kernels = FlashInferKernels(
+        config.workspace_mib,
+        PrefillKernel(config.prefill_kernel).value,
         capture=CudaGraphCapture() if config.cuda_graphs else None,
         max_graph_tokens=config.max_graph_tokens,
     )
+    return PagedBackend(kernels, page_size=config.page_size, memory_fraction=config.memory_fraction)
 
 
 @hookimpl

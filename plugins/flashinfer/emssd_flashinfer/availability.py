@@ -1,4 +1,4 @@
-"""Whether FlashInfer's kernels can run on this machine: the cheap questions first, one sentence each."""
+"""Whether FlashInfer's kernels can run on this machine. The cheap questions come first; each answer is a sentence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 __all__ = ["KNOWN_VERSIONS", "reason"]
 
 KNOWN_VERSIONS = ((0, 6, 13), (0, 8, 0))
-"""First version of flashinfer-python that this plugin was written for, and the first that it was not."""
+"""The first version of flashinfer-python that this plugin knows, and the first later one that it does not know."""
 
 _INSTALL = "pip install 'emssd[flashinfer]' brings it"
 _MODULES = ("flashinfer", "tvm_ffi", "pynvml", "requests", "packaging", "tqdm")  # what importing it truly needs
 
 
 def reason() -> str | None:
-    """Why the kernels cannot run here, without the stop; ``None`` if nothing speaks against it.
+    """Why the kernels cannot run here, without a full stop; ``None`` if they can.
 
     Only the last question starts CUDA, and none imports FlashInfer.
     """
@@ -47,7 +47,7 @@ def _package() -> str | None:
     try:
         found = version("flashinfer-python")
     except PackageNotFoundError:
-        return f"FlashInfer is not there as the distribution flashinfer-python, so its version is unknown ({_INSTALL})"
+        return f"FlashInfer is not installed as flashinfer-python, so its version is unknown ({_INSTALL})"
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
     first, beyond = KNOWN_VERSIONS
     if not first <= numbers < beyond:
@@ -57,9 +57,9 @@ def _package() -> str | None:
 
 
 def _compiler() -> str | None:
-    """What FlashInfer compiles its kernels with when they are first used; the search is its own."""
+    """What is missing to compile kernels when they are first used. FlashInfer searches the same places."""
     if find_spec("flashinfer_jit_cache") is not None:
-        return None  # kernels that are compiled already
+        return None  # the kernels are compiled already
     if shutil.which("ninja") is None:
         return "FlashInfer compiles its kernels when they are first used, and ninja is not on PATH (pip install ninja)"
     cxx = os.environ.get("CXX", "c++")

@@ -8,34 +8,40 @@ from typing import Any
 import torch
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.attention.paged import FixedShape, PagedMetadata, largest_metadata
+from emssd.attention.planned import PlannedKernels
+from emssd.attention.pool import KVPool
+from emssd.attention.recorded import Capture
+from emssd.attention.tables import FixedShape, PagedMetadata, largest_metadata
 from emssd.attention.transfer import on_device
 from emssd.errors import OutOfMemoryError, PluginError
 
-__all__ = ["FlashInferAttention", "FlashInferKernels"]
+__all__ = ["HEAD_DIMS", "FlashInferAttention", "FlashInferKernels"]
 
-_FA3_MIN_TOKENS = 256  # FA3 works in tiles of 128 queries: below two of them it only wastes
+HEAD_DIMS = (64, 128, 256)
+_FA3_MIN_TOKENS = 256  # FA3 works in tiles of 128 queries; with fewer than two it wastes work
 _COMPILING_FAILED = (RuntimeError, OSError, subprocess.SubprocessError)
 
 
-class FlashInferKernels:
-    """See `emssd.attention.paged.PagedKernels`.
+class FlashInferKernels(PlannedKernels):
+    """FlashInfer's kernels.
 
-    ``fa2`` is asked for by name: ``fa3``, which FlashInfer would choose on Hopper, takes no mask, does not split long
-    KV, and works in tiles of 128 queries, of which a row to verify fills a few.
+    ``fa2`` is asked for by name. FlashInfer would choose ``fa3`` on Hopper; it takes no mask, does not split long KV,
+    and works in tiles of 128 queries, while a row to verify has a few.
 
     Args:
-        workspace_mib: MiB for partial results, shared by all kernels, which run one after another.
+        workspace_mib: MiB for partial results. All kernels share it, as they run one after another.
         prefill_kernel: ``fa2`` or ``fa3``, for steps with a row of 256 new tokens or more.
+        capture, max_graph_tokens: see `emssd.attention.planned.PlannedKernels`.
     """
 
-    head_dims: tuple[int, ...] = (64, 128, 256)
-
-    def __init__(self, workspace_mib: int, prefill_kernel: str) -> None:
+    def __init__(
+        self, workspace_mib: int, prefill_kernel: str, capture: Capture | None = None, max_graph_tokens: int = 512
+    ) -> None:
+        super().__init__(HEAD_DIMS, capture, max_graph_tokens)
         self._workspace_mib = workspace_mib
         self._prefill_kernel = prefill_kernel
 
-    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+    def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reasons = []
         if spec.dtype not in (torch.float16, torch.bfloat16):
             dtype = str(spec.dtype).removeprefix("torch.")
@@ -45,10 +51,9 @@ class FlashInferKernels:
         elif self._prefill_kernel == "fa3" and torch.cuda.get_device_capability(spec.device)[0] != 9:
             name = torch.cuda.get_device_name(spec.device)
             reasons.append(f"prefill_kernel=fa3 needs a Hopper GPU, not {name} (set backend.prefill_kernel=fa2)")
-        return reasons
+        return reasons + super().unsupported(spec, page_size)
 
-    def allocate(self, spec: KVCacheSpec, page_size: int) -> None:
-        self._dtype, self._page_size = spec.dtype, page_size
+    def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         try:
             self._workspace = torch.empty(self._workspace_mib << 20, dtype=torch.uint8, device=spec.device)
         except torch.OutOfMemoryError as error:
@@ -56,11 +61,12 @@ class FlashInferKernels:
                 f"backend 'flashinfer' cannot allocate its workspace of {self._workspace_mib} MiB on {spec.device}. "
                 f"Lower backend.workspace_mib, or free memory on the device"
             ) from error
+        super().allocate(spec, pool)
 
     def attention(
         self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None
     ) -> FlashInferAttention:
-        """See `emssd.attention.paged.PagedKernels`. The first use of a kernel on a machine compiles it.
+        """See `emssd.attention.planned.PlannedKernels`. The first use of a kernel on a machine compiles it.
 
         Raises:
             PluginError: it cannot be compiled.
@@ -68,18 +74,18 @@ class FlashInferKernels:
         for_prompts = None
         if self._prefill_kernel == "fa3" and not masked and shape is None:
             for_prompts = self._wrapper("fa3", None)
-        attention = FlashInferAttention(layer, self._dtype, self._wrapper("fa2", shape), for_prompts)
+        attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper("fa2", shape), for_prompts)
         if masked:
             return attention
         try:
             # Compiles; and FlashInfer takes the first plan of a fixed shape for the largest there will be.
-            attention.plan(largest_metadata(shape or FixedShape(1, 1, 1), self._page_size))
+            attention.plan(largest_metadata(shape or FixedShape(1, 1, 1), self._pool.page_size))
             if for_prompts is not None:
-                attention.plan(largest_metadata(FixedShape(1, _FA3_MIN_TOKENS, 0), self._page_size))
+                attention.plan(largest_metadata(FixedShape(1, _FA3_MIN_TOKENS, 0), self._pool.page_size))
         except _COMPILING_FAILED as error:
             raise PluginError(
                 f"backend 'flashinfer' cannot prepare its kernels for heads of {layer.key_dim} elements in "
-                f"{self._dtype}: {_short(error)} See that CUDA_HOME is the folder of a CUDA toolkit "
+                f"{self._spec.dtype}: {_short(error)} See that CUDA_HOME is the folder of a CUDA toolkit "
                 f"with nvcc and headers"
             ) from error
         return attention
@@ -106,13 +112,13 @@ class FlashInferKernels:
 
 
 class FlashInferAttention:
-    """See `emssd.attention.paged.PagedAttention`: one wrapper of FlashInfer's, or one for prompts beside it.
+    """An `emssd.attention.planned.PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts.
 
     Args:
         layer: shape and rules.
         dtype: of queries, keys, values and output.
         wrapper: a `BatchPrefillWithPagedKVCacheWrapper`.
-        for_prompts: another for steps with long rows.
+        for_prompts: another wrapper, for steps with long rows.
     """
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, wrapper: Any, for_prompts: Any = None) -> None:
@@ -130,8 +136,8 @@ class FlashInferAttention:
         self._active = self._for_prompts if long else self._wrapper
         self._num_tokens = metadata.num_tokens
         if self._planned is not None and not self._planned.query():
-            # A plan lies in pinned memory until the device has fetched it; an early next one would overwrite it. A
-            # draft model plans its next token before the last one is done: then, and only then, this waits.
+            # A plan lies in pinned memory until the device has fetched it; an early next plan would overwrite it. This
+            # waits only if a draft model plans its next token before the last one is done.
             self._planned.synchronize()
         self._active.plan(
             metadata.qo_indptr,
@@ -156,13 +162,13 @@ class FlashInferAttention:
         self._planned.record(torch.cuda.current_stream(device))
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
-        # While a graph is recorded only addresses and shapes of heads go into it; how many queries there are is read
-        # from the plan on the device. So the slices of the step that is recorded bind no later one.
+        # A recorded graph holds only addresses and shapes of heads; the device reads the number of queries from the
+        # plan. So the slices of the recorded step bind no later step.
         self._active.run(query[: self._num_tokens], (keys, values), out=out[: self._num_tokens])
 
 
 def _short(error: Exception) -> str:
-    """The end of a compiler's message, where the error stands."""
+    """The last line of a compiler's message that names an error."""
     lines = [line.strip() for line in str(error).splitlines() if "error" in line.lower()]
     text = (lines or str(error).strip().splitlines() or [type(error).__name__])[-1]
     return text if text.endswith(".") else text + "."

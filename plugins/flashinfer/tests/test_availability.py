@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from emssd_flashinfer import FlashInferConfig, PrefillKernel, availability, emssd_attention_backends, unavailable
-from emssd_flashinfer.backend import FlashInferBackend
 
+from emssd.attention import PagedBackend
 from emssd.errors import ConfigError
 
 
@@ -111,7 +111,7 @@ def test_nvcc_is_sought_where_flashinfer_seeks_it(machine: Machine, monkeypatch:
 @pytest.mark.parametrize("kernel", ["fa3", PrefillKernel.fa3])
 def test_it_is_built_with_its_options_where_it_can_run(kernel: Any, machine: Machine) -> None:
     (spec,) = emssd_attention_backends()
-    assert isinstance(spec.build(FlashInferConfig(prefill_kernel=kernel)), FlashInferBackend)
+    assert isinstance(spec.build(FlashInferConfig(prefill_kernel=kernel)), PagedBackend)
     with pytest.raises(ConfigError, match=r"backend\.page_size is 0"):
         spec.build(FlashInferConfig(page_size=0))
 
@@ -122,7 +122,7 @@ def test_fa3_is_refused_on_other_cards_than_hopper(machine: Machine) -> None:
     from emssd.attention import KVCacheSpec, LayerSpec
 
     spec = KVCacheSpec((LayerSpec(4, 4, 64, 64, 1.0),), torch.float16, torch.device("cuda"), 1, 8)
-    assert FlashInferKernels(384, "fa3").unsupported(spec) == []
+    assert FlashInferKernels(384, "fa3").unsupported(spec, 16) == []
     machine.capability = (8, 0)
-    assert FlashInferKernels(384, "fa2").unsupported(spec) == []
-    assert "needs a Hopper GPU, not an old card" in FlashInferKernels(384, "fa3").unsupported(spec)[0]
+    assert FlashInferKernels(384, "fa2").unsupported(spec, 16) == []
+    assert "needs a Hopper GPU, not an old card" in FlashInferKernels(384, "fa3").unsupported(spec, 16)[0]

@@ -1,4 +1,4 @@
-"""Plugin `backend=padded`: the vanilla method of the EMS-SD paper (§3.1), its two paddings as separate options."""
+"""Plugin `backend=padded`: the vanilla method of the EMS-SD paper (§3.1), with its two paddings as options."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PaddedConfig:
     `padded` (both), `unpad_kv`, `unpad_inputs`, `unpad_both`.
 
     Attributes:
-        pad_kv: all rows write their KV at the same place and advance by the batch's longest acceptance; shorter rows
-            are left with masked holes.
-        pad_inputs: every row is fed as many tokens as the longest one.
+        pad_kv: all rows write their KV at the same place and advance by the longest acceptance of the batch. Shorter
+            rows keep masked holes.
+        pad_inputs: every row is fed as many tokens as the longest row.
     """
 
     pad_kv: bool = True

@@ -1,10 +1,9 @@
-"""Vanilla batched verification over a rectangular KV slab; each padding can be switched off (paper §3.1, Table 2)."""
+"""Vanilla batched verification over a rectangular KV slab. Each padding can be switched off (paper §3.1, Table 2)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -22,29 +21,29 @@ from emssd.attention.seen import StepWatch
 from emssd.attention.transfer import on_device
 from emssd_padded.slab import SlabTable
 
-__all__ = ["PaddedBackend", "PaddedPlan"]
+__all__ = ["PaddedBackend", "PaddedStep"]
 
 _HOLE = torch.iinfo(torch.int64).max // 2  # a token position that no query reaches
 _SLOT_ROUNDING = 64  # the slab grows in steps of this many slots
 
 
 @dataclass(slots=True)
-class PaddedPlan(StepPlan):
-    """One step; queries attend in a rectangle ``[B, n_max]`` over a rectangle ``[B, slots]`` of keys.
+class PaddedStep:
+    """What `PaddedBackend.forward` reads: queries ``[B, n_max]`` attend over keys ``[B, slots]``.
 
     Attributes:
-        rectangle: ``[B * n_max]`` int64, which fed token stands at each place of the rectangle; places behind a row's
-            end repeat its last token. ``None`` where the fed tokens are the rectangle.
+        places: ``[B * n_max]`` int64, the fed token at each place of the rectangle of queries; places behind the end
+            of a row repeat its last token. ``None`` if the fed tokens are the rectangle.
         real: ``[nnz]`` int64, the place in the rectangle of each fed token; ``None`` as above.
-        rows: ``[B]`` slab rows, a slice where they are all of the first ``B``.
+        rows: ``[B]`` slab rows; a slice if they are the first ``B`` in order.
         write_rows, write_slots: ``[b * n]`` int64, where the KV of each fed token goes.
         positions: ``[B, n_max]`` int64.
-        key_positions: ``[B, slots]`` int64, position of the token in each slot, beyond reach for holes.
-        watch: where looking at each layer's results would make the host wait; else ``None``.
+        key_positions: ``[B, slots]`` int64, the position of the token in each slot, out of reach for holes.
+        watch: on devices where a look at each layer's results would make the host wait; else ``None``.
         masks: by sliding window, ``[B, n_max, slots]``, see `additive_mask`.
     """
 
-    rectangle: torch.Tensor | None
+    places: torch.Tensor | None
     real: torch.Tensor | None
     rows: torch.Tensor | slice
     write_rows: torch.Tensor
@@ -55,7 +54,7 @@ class PaddedPlan(StepPlan):
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Which slots each query sees; built once a step."""
+        """Which slots each query sees. It is built once a step."""
         if window not in self.masks:
             queries, keys = self.positions.unsqueeze(-1), self.key_positions.unsqueeze(1)
             mask = keys <= queries
@@ -68,7 +67,7 @@ class PaddedPlan(StepPlan):
 class PaddedBackend(AttentionBackend):
     """A slab ``[rows, slots, heads, dim]`` per layer and one masked attention call over the whole rectangle.
 
-    With both paddings off it computes what `ragged` computes, in these kernels, as the ablation asks.
+    With both paddings off it computes the same as `ragged`, in these kernels, as the ablation asks.
 
     Args:
         pad_kv, pad_inputs: see `PaddedConfig`.
@@ -78,14 +77,14 @@ class PaddedBackend(AttentionBackend):
         self._pad_kv = pad_kv
         self._pad_inputs = pad_inputs
         self._table = SlabTable(pad_kv)
-        self._holes_before = self._peak_held = self._peak_pool = 0
+        self._holes_before = self._padding = self._peak_held = self._peak_pool = 0
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         reasons = []
         if spec.continuous:
-            reasons.append("its rows form one rectangle, so that a batch is refilled only when all of them are done")
+            reasons.append("its rows form one rectangle, so a batch is refilled only when all of them are done")
         if spec.max_tokens is not None:
-            reasons.append("how many slots its holes will take cannot be foreseen, so it keeps no memory limit")
+            reasons.append("the number of slots that its holes take cannot be foreseen, so it keeps no memory limit")
         return reasons
 
     def allocate(self, spec: KVCacheSpec) -> None:
@@ -100,9 +99,8 @@ class PaddedBackend(AttentionBackend):
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return True
 
-    def plan(self, packed: PackedInputs) -> PaddedPlan:
-        rows = self._table.rows(packed.request_ids)
-        lengths = packed.lengths
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        rows, lengths = self._table.rows(packed.request_ids), packed.lengths
         before = [kv_len - new for kv_len, new in zip(packed.kv_lens, lengths, strict=True)]
         if any(len(self._table.slots(name)) > count for name, count in zip(packed.request_ids, before, strict=True)):
             self._drop(packed.request_ids, before)  # of a step that was planned and failed
@@ -113,80 +111,61 @@ class PaddedBackend(AttentionBackend):
         for request_id, start, length in zip(packed.request_ids, starts, lengths, strict=True):
             self._table.append(request_id, range(start, start + length))
         self._peak_held = max(self._peak_held, self.kv_usage.held)
-        rectangle: list[int] = []  # packed token at each place
-        real: list[int] = []  # place of each packed token
-        for row, (first, length) in enumerate(zip(packed.qo_indptr, lengths, strict=False)):
-            rectangle.extend(range(first, first + length))
-            rectangle.extend([first + length - 1] * (longest - length))
-            real.extend(range(row * longest, row * longest + length))
-        place, real_places = self._index(rectangle), self._index(real)
-        columns = torch.arange(longest, device=place.device)
+        places, real = (self._index(places) for places in _rectangle(packed, longest))
         write_rows = self._index(rows).repeat_interleave(longest)
-        write_slots = (self._index(starts).unsqueeze(1) + columns).flatten()
-        self._positions[write_rows[real_places], write_slots[real_places]] = packed.position_ids
-        dense = rows == list(range(len(rows)))
-        rows_used = slice(len(rows)) if dense else self._index(rows)
+        write_slots = (self._index(starts).unsqueeze(1) + torch.arange(longest, device=places.device)).flatten()
+        self._positions[write_rows[real], write_slots[real]] = packed.position_ids
+        rows_used = slice(len(rows)) if rows == list(range(len(rows))) else self._index(rows)
         watch = StepWatch() if self._watched else None
-        attention: dict[str, Any] = {
-            "replay": None if watch is None else watch.run,
-            "watch": watch,
-            "rows": rows_used,
-            "positions": packed.position_ids[place].view(len(rows), longest),
-            "key_positions": self._positions[rows_used, : self._table.num_slots],
-        }
-        if self._pad_inputs:
-            wanted = real_places[packed.logit_rows]
-            keep, column_index = torch.unique(wanted % longest, return_inverse=True)
-            return PaddedPlan(
-                input_ids=packed.input_ids[place].view(len(rows), longest),
-                position_ids=attention["positions"],
-                logits_to_keep=keep,
-                logit_index=wanted // longest * len(keep) + column_index,
-                num_padding=len(rectangle) - packed.num_tokens,
-                rectangle=None,
-                real=None,
-                # A padding token writes its KV as well, to a slot that is a hole or is overwritten later.
-                write_rows=write_rows,
-                write_slots=write_slots,
-                **attention,
-            )
-        return PaddedPlan(
-            input_ids=packed.input_ids.unsqueeze(0),
-            position_ids=packed.position_ids.unsqueeze(0),
-            logits_to_keep=packed.logit_rows,
-            logit_index=None,
-            num_padding=0,
-            rectangle=place,
-            real=real_places,
-            write_rows=write_rows[real_places],
-            write_slots=write_slots[real_places],
-            **attention,
+        replay = None if watch is None else watch.run
+        step = PaddedStep(
+            places=None if self._pad_inputs else places,
+            real=None if self._pad_inputs else real,
+            rows=rows_used,
+            # A padding token writes its KV too, to a slot that is a hole or is overwritten later.
+            write_rows=write_rows if self._pad_inputs else write_rows[real],
+            write_slots=write_slots if self._pad_inputs else write_slots[real],
+            positions=packed.position_ids[places].view(len(rows), longest),
+            key_positions=self._positions[rows_used, : self._table.num_slots],
+            watch=watch,
+        )
+        if not self._pad_inputs:
+            return StepPlan.ragged(packed, step, replay)
+        wanted = real[packed.logit_rows]
+        keep, column_index = torch.unique(wanted % longest, return_inverse=True)
+        return StepPlan(
+            input_ids=packed.input_ids[places].view(len(rows), longest),
+            position_ids=step.positions,
+            logits_to_keep=keep,
+            logit_index=wanted // longest * len(keep) + column_index,
+            attention=step,
+            replay=replay,
         )
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        assert isinstance(plan, PaddedPlan)
-        spec, num_slots = self._spec.layers[layer], plan.key_positions.shape[1]
+        step: PaddedStep = plan.attention
+        spec, num_slots = self._spec.layers[layer], step.key_positions.shape[1]
         keys, values = self._keys[layer], self._values[layer]
-        keys[plan.write_rows, plan.write_slots] = key
-        values[plan.write_rows, plan.write_slots] = value
-        rectangle = query if plan.rectangle is None else query[plan.rectangle]
+        keys[step.write_rows, step.write_slots] = key
+        values[step.write_rows, step.write_slots] = value
+        rectangle = query if step.places is None else query[step.places]
         out = masked_attention(
-            rectangle.view(plan.positions.shape[0], -1, *query.shape[1:]),
-            keys[plan.rows, :num_slots],
-            values[plan.rows, :num_slots],
-            plan.mask(spec.sliding_window, query.dtype),
+            rectangle.view(step.positions.shape[0], -1, *query.shape[1:]),
+            keys[step.rows, :num_slots],
+            values[step.rows, :num_slots],
+            step.mask(spec.sliding_window, query.dtype),
             spec,
-            checked=plan.watch is None or not plan.watch.trusts,
+            checked=step.watch is None or not step.watch.trusts,
         ).reshape(-1, spec.num_qo_heads, spec.value_dim)
-        if plan.watch is not None:
-            plan.watch.saw(out)
-        return out if plan.real is None else out[plan.real]
+        if step.watch is not None:
+            step.watch.saw(out)
+        return out if step.real is None else out[step.real]
 
-    def commit(self, kept: Kept) -> int:
+    def commit(self, kept: Kept) -> None:
         self._drop(kept.request_ids, kept.kv_lens)
-        return max(0, self._table.num_holes - self._holes_before) if self._pad_kv else 0
+        self._padding = max(0, self._table.num_holes - self._holes_before) if self._pad_kv else 0
 
     def release(self, request_ids: Iterable[str]) -> None:
         before = self._table.num_rows
@@ -201,10 +180,10 @@ class PaddedBackend(AttentionBackend):
     @property
     def kv_usage(self) -> KVUsage:
         held = self._table.num_rows * self._table.num_slots * self._spec.bytes_per_token()
-        return KVUsage(held, self._peak_held, self._peak_pool)
+        return KVUsage(held, self._peak_held, self._peak_pool, self._padding)
 
     def _drop(self, request_ids: Sequence[str], kv_lens: Sequence[int]) -> None:
-        """Make holes of the slots that these rows hold behind so many tokens."""
+        """Turn the slots of each row behind its first `kv_lens` tokens into holes."""
         rows: list[int] = []
         slots: list[int] = []
         for row, request_id, kv_len in zip(self._table.rows(request_ids), request_ids, kv_lens, strict=True):
@@ -229,8 +208,19 @@ class PaddedBackend(AttentionBackend):
         self._peak_pool = max(self._peak_pool, rows * slots * self._spec.bytes_per_token())
 
 
+def _rectangle(packed: PackedInputs, longest: int) -> tuple[list[int], list[int]]:
+    """The packed token at each place of a rectangle ``[B, longest]``, and the place of each packed token."""
+    places: list[int] = []
+    real: list[int] = []
+    for row, (first, length) in enumerate(zip(packed.qo_indptr, packed.lengths, strict=False)):
+        places.extend(range(first, first + length))
+        places.extend([first + length - 1] * (longest - length))
+        real.extend(range(row * longest, row * longest + length))
+    return places, real
+
+
 def _enlarged(old: torch.Tensor, rows: int, slots: int, fill: int) -> torch.Tensor:
-    if old.shape[0] >= rows and old.shape[1] >= slots:  # done before memory ran out for the others
+    if old.shape[0] >= rows and old.shape[1] >= slots:  # an earlier call ran out of memory after this one
         return old
     new = old.new_full((max(rows, old.shape[0]), max(slots, old.shape[1]), *old.shape[2:]), fill)
     new[: old.shape[0], : old.shape[1]] = old

@@ -1,4 +1,4 @@
-"""Which slot of a rectangular KV slab holds which token: rows, write positions and holes; integers only."""
+"""Which slot of a rectangular KV slab holds which token, as integers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["SlabTable"]
 
 
 class SlabTable:
-    """Slot bookkeeping for a slab with one row per sequence, in order of arrival, without gaps between rows.
+    """The slots of a slab with one row per sequence, in order of arrival, without gaps between rows.
 
     Args:
-        pad_kv: write all rows at the same slot, one behind the last slot that any row uses.
+        pad_kv: write all rows at the same slot: the one behind the last slot that any row uses.
     """
 
     def __init__(self, pad_kv: bool) -> None:
@@ -46,7 +46,7 @@ class SlabTable:
         return self._slots[request_id]
 
     def write_start(self, request_id: str) -> int:
-        """Slot of the next token: behind the batch's last with padded KV, else behind the row's own last."""
+        """Slot of the next token: with padded KV behind the batch's last slot, else behind the row's own last slot."""
         if self._pad_kv:
             return self.num_slots
         slots = self._slots[request_id]
@@ -64,7 +64,7 @@ class SlabTable:
         return dropped
 
     def release(self, request_ids: Iterable[str]) -> list[int]:
-        """Forget sequences. Returns the former rows of those that stay, which close ranks in this order."""
+        """Forget sequences. Returns the former rows of those that stay; they close ranks in this order."""
         gone = set(request_ids)
         stay = [row for row, request_id in enumerate(self._slots) if request_id not in gone]
         self._slots = {request_id: slots for request_id, slots in self._slots.items() if request_id not in gone}

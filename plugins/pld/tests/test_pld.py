@@ -14,7 +14,7 @@ from emssd_padded import PaddedConfig
 from emssd_pld import Occurrence, PLDConfig
 from emssd_pld.drafter import PLDDrafter
 from emssd_ragged import Kernels, RaggedConfig
-from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.backend import ragged_backend
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -171,7 +171,7 @@ def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
 
 class PLDMachine(EngineMachine):
     def make_backend(self, page_size: int) -> AttentionBackend:
-        return RaggedBackend(page_size)
+        return ragged_backend(page_size)
 
     def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
         return CONFIGS.map(AsDefined)

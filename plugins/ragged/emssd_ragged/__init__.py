@@ -1,4 +1,4 @@
-"""Plugin `backend=ragged`: the paper's method on any device, unpadded KV cache and unpadded inputs."""
+"""Plugin `backend=ragged`: the paper's method on any device, with an unpadded KV cache and unpadded inputs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class RaggedConfig:
 
     Attributes:
         page_size: tokens per KV page. Memory is held in whole pages.
-        kernels: what computes attention: fused, one C++ call per layer (CPUs; built on first use, for page_size 16);
-            torch, anywhere; auto takes fused where it can.
+        kernels: what computes attention. fused makes one C++ call per layer, on CPUs and with page_size 16; it is
+            built on first use. torch runs anywhere. auto is fused if possible, else torch.
     """
 
     page_size: int = 16
@@ -34,9 +34,9 @@ class RaggedConfig:
 
 
 def _build(config: RaggedConfig) -> AttentionBackend:
-    from emssd_ragged.backend import RaggedBackend
+    from emssd_ragged.backend import ragged_backend
 
-    return RaggedBackend(config.page_size, config.kernels)
+    return ragged_backend(config.page_size, config.kernels)
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Attention over a paged pool in one C++ call per layer, on CPUs; each query's result depends on its own row alone."""
+"""Attention over pages in one C++ call per layer, on CPUs. The result of a query depends on its own row alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from itertools import accumulate
 
 import torch
 
-from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs
+from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedKernels, StepPlan
 from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool, PageShapes
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["PAGE_SIZE", "FusedAttention", "FusedPlan", "padded_bytes_per_token", "why_not_fused"]
+__all__ = ["PAGE_SIZE", "FusedKernels", "FusedTables", "why_not_fused"]
 
-PAGE_SIZE = 16  # of the kernel: one vector of scores
+PAGE_SIZE = 16  # one vector of scores
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def why_not_fused(spec: KVCacheSpec, page_size: int) -> str | None:
-    """Why the kernel cannot serve this cache, in words; ``None`` if it can. It may be built for that."""
+    """Why the kernel cannot serve this cache, in words; ``None`` if it can. To answer, it may build the kernel."""
     if spec.device.type != "cpu":
         return f"the fused kernel is for CPUs, and the model is on {spec.device}"
     if spec.dtype not in _DTYPES:
@@ -29,24 +30,9 @@ def why_not_fused(spec: KVCacheSpec, page_size: int) -> str | None:
     return why_unavailable()
 
 
-def padded_bytes_per_token(spec: KVCacheSpec) -> int:
-    """Bytes that a token takes in `FusedAttention`: keys fill whole cells, and values whole vectors."""
-    elements = 0
-    for layer in spec.layers:
-        width, key_cells, value_lanes = _sizes(layer, spec.dtype)
-        elements += layer.num_kv_heads * (key_cells * width + value_lanes)
-    return elements * spec.dtype.itemsize
-
-
-def _sizes(layer: LayerSpec, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Elements of a cell, cells of a key, and lanes of a value."""
-    width = 2 if dtype is torch.bfloat16 else 1
-    return width, -(-layer.key_dim // width), -(-layer.value_dim // 16) * 16
-
-
 @dataclass(slots=True)
-class FusedPlan:
-    """One step as the kernel reads it, all int32 and 1-D; see `emssd.attention.paged.PagedMetadata` for the terms."""
+class FusedTables:
+    """One step as the kernel reads it, all int32 and 1-D; see `emssd.attention.tables.PagedMetadata` for the terms."""
 
     qo_indptr: torch.Tensor
     kv_lens: torch.Tensor
@@ -54,46 +40,45 @@ class FusedPlan:
     kv_indices: torch.Tensor
 
 
-class FusedAttention:
-    """Per layer keys ``[pages, heads, cells, 16, width]`` and values ``[pages, heads, 16 / width, lanes, width]``.
+class FusedKernels(PagedKernels):
+    """A page is keys ``[heads, cells, 16, width]`` and values ``[heads, 16 / width, lanes, width]``.
 
-    A cell holds the `width` neighbours that one instruction multiplies and sums up: two in bfloat16, else one. Keys
+    A cell holds the `width` neighbours that one instruction multiplies and adds up: two in bfloat16, else one. Keys
     are transposed within their page, so that a vector of them belongs to 16 tokens.
-
-    Args:
-        spec: of the cache; one that `why_not_fused` has nothing against.
     """
 
-    def __init__(self, spec: KVCacheSpec) -> None:
-        self._layers, self._attend = spec.layers, load_kernels().attend.default
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        for layer in spec.layers:
-            width, key_cells, value_lanes = _sizes(layer, spec.dtype)
-            heads = layer.num_kv_heads
-            self._keys.append(torch.zeros(0, heads, key_cells, PAGE_SIZE, width, dtype=spec.dtype))
-            self._values.append(torch.zeros(0, heads, PAGE_SIZE // width, value_lanes, width, dtype=spec.dtype))
-        self.page_bytes = padded_bytes_per_token(spec) * PAGE_SIZE
-        self.pools = (self._keys, self._values)
+    def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
+        reason = why_not_fused(spec, page_size)
+        return [] if reason is None else [f"{reason}; kernels=torch serves it"]
 
-    def plan(self, packed: PackedInputs, table: PageTable) -> FusedPlan:
-        """The page tables of one step."""
+    def page_shapes(self, layer: LayerSpec, dtype: torch.dtype, page_size: int) -> PageShapes:
+        width = 2 if dtype is torch.bfloat16 else 1
+        key_cells, value_lanes = -(-layer.key_dim // width), -(-layer.value_dim // 16) * 16
+        heads = layer.num_kv_heads
+        return (heads, key_cells, PAGE_SIZE, width), (heads, PAGE_SIZE // width, value_lanes, width)
+
+    def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
+        self._layers, self._attend = spec.layers, load_kernels().attend.default
+        self._keys, self._values = pool.keys, pool.values
+
+    def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         pages = [table.pages(request_id) for request_id in packed.request_ids]
-        return FusedPlan(
+        tables = FusedTables(
             qo_indptr=_int32(packed.qo_indptr),
             kv_lens=_int32(packed.kv_lens),
             kv_indptr=_int32([0, *accumulate(map(len, pages))]),
             kv_indices=_int32([page for row in pages for page in row]),
         )
+        return StepPlan.ragged(packed, tables)
 
     def forward(
-        self, plan: FusedPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
+        tables: FusedTables = plan.attention
         spec = self._layers[layer]
         out: torch.Tensor = self._attend(
             query, key, value, self._keys[layer], self._values[layer],
-            plan.qo_indptr, plan.kv_lens, plan.kv_indptr, plan.kv_indices,
+            tables.qo_indptr, tables.kv_lens, tables.kv_indptr, tables.kv_indices,
             spec.scale, spec.sliding_window or 0, spec.softcap or 0.0,
         )  # fmt: skip
         return out

@@ -1,4 +1,4 @@
-"""Attention over a paged pool in pure PyTorch: rows of similar length attend together, padding is masked."""
+"""Attention over pages in PyTorch: rows of similar length attend together, and padding is masked."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ from dataclasses import dataclass, field
 
 import torch
 
-from emssd.attention import KVCacheSpec, PackedInputs, additive_mask, masked_attention
+from emssd.attention import (
+    KVCacheSpec,
+    LayerSpec,
+    PackedInputs,
+    PagedKernels,
+    StepPlan,
+    additive_mask,
+    masked_attention,
+)
 from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool, PageShapes
 from emssd.attention.seen import StepWatch
 from emssd.attention.transfer import on_device
 
-__all__ = ["GroupedAttention", "GroupedPlan", "RowGroup"]
+__all__ = ["GroupedKernels", "GroupedStep", "RowGroup"]
 
-# Rows with at most this many new tokens attend together in one call; longer ones (prompts) each in their own, so that
-# a long prompt beside decoding rows pads nobody.
+# Rows with at most this many new tokens attend together in one call. A longer row, a prompt, has a call of its own, so
+# that it pads no other row.
 _MAX_GROUPED_TOKENS = 16
-# Rows of different lengths attend in separate calls if that saves reading this many tokens of KV.
+# Rows of different lengths attend in separate calls if this saves reading this many tokens of KV.
 _WORTH_A_CALL = 384
 
 
@@ -27,10 +36,10 @@ class RowGroup:
     Attributes:
         token_index: ``[r, n]`` int64 into the ``nnz`` tokens; short rows repeat their last token. ``None`` if the group
             is all of the step's tokens in order.
-        output_index: ``[m]`` int64, where the group's ``m`` real tokens lie in ``[r * n]``; ``None`` as above.
-        tokens: ``[m]`` int64, which of the ``nnz`` tokens these are; ``None`` as above.
+        output_index: ``[m]`` int64, the places of the group's ``m`` real tokens in ``[r * n]``; ``None`` as above.
+        tokens: ``[m]`` int64, the places of these tokens among the ``nnz``; ``None`` as above.
         num_rows: ``r``.
-        pages: ``[r * p]`` int64, the pages of each row, filled up with page 0.
+        pages: ``[r * p]`` int64, the pages of each row, padded with page 0.
         positions: ``[r, n]`` int64.
         masks: by sliding window, ``[r, n, p * page_size]``, see `additive_mask`.
     """
@@ -44,7 +53,7 @@ class RowGroup:
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Which KV each query sees: all positions up to its own, within the window; built once a step."""
+        """Which KV each query sees: the positions up to its own, within the window. It is built once a step."""
         if window not in self.masks:
             num_slots = self.pages.numel() // self.num_rows * page_size
             key_positions = torch.arange(num_slots, device=self.pages.device)
@@ -57,11 +66,13 @@ class RowGroup:
 
 
 @dataclass(slots=True)
-class GroupedPlan:
-    """One step: where the new KV goes (``slots [nnz]``), and who attends with whom.
+class GroupedStep:
+    """What `GroupedKernels.forward` reads.
 
     Attributes:
-        watch: where looking at each layer's results would make the host wait; else ``None``.
+        slots: ``[nnz]`` int64, where the new KV goes.
+        groups: rows that attend together.
+        watch: on devices where a look at each layer's results would make the host wait; else ``None``.
     """
 
     slots: torch.Tensor
@@ -69,27 +80,21 @@ class GroupedPlan:
     watch: StepWatch | None
 
 
-class GroupedAttention:
-    """Keys and values per layer, ``[pages, page_size, heads, dim]``, any dtype and device.
+class GroupedKernels(PagedKernels):
+    """Pages ``[page_size, heads, dim]``, in any dtype and on any device."""
 
-    Args:
-        spec: of the cache.
-        page_size: tokens per page.
-    """
+    def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
+        return []
 
-    def __init__(self, spec: KVCacheSpec, page_size: int) -> None:
-        self._spec, self._page_size, self._watched = spec, page_size, spec.device.type != "cpu"
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        for layer in spec.layers:
-            shape = (0, page_size, layer.num_kv_heads)
-            self._keys.append(torch.zeros(*shape, layer.key_dim, dtype=spec.dtype, device=spec.device))
-            self._values.append(torch.zeros(*shape, layer.value_dim, dtype=spec.dtype, device=spec.device))
-        self.page_bytes = spec.bytes_per_token() * page_size
-        self.pools = (self._keys, self._values)
+    def page_shapes(self, layer: LayerSpec, dtype: torch.dtype, page_size: int) -> PageShapes:
+        page = (page_size, layer.num_kv_heads)
+        return (*page, layer.key_dim), (*page, layer.value_dim)
 
-    def plan(self, packed: PackedInputs, table: PageTable) -> GroupedPlan:
-        """Arrange the rows of one step."""
+    def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
+        self._spec, self._watched, self._page_size = spec, spec.device.type != "cpu", pool.page_size
+        self._keys, self._values = pool.keys, pool.values
+
+    def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         slots: list[int] = []
         for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
             slots.extend(table.slots(request_id, kv_len - length, kv_len))
@@ -97,30 +102,29 @@ class GroupedAttention:
         short = [row for row, length in enumerate(packed.lengths) if length <= _MAX_GROUPED_TOKENS]
         groups = self._by_length(pages, short)
         groups += [[row] for row, length in enumerate(packed.lengths) if length > _MAX_GROUPED_TOKENS]
-        return GroupedPlan(
-            on_device(slots, self._spec.device),
-            [self._group(packed, pages, rows) for rows in groups],
-            StepWatch() if self._watched else None,
-        )
+        watch = StepWatch() if self._watched else None
+        rectangles = [self._group(packed, pages, rows) for rows in groups]
+        step = GroupedStep(on_device(slots, self._spec.device), rectangles, watch)
+        return StepPlan.ragged(packed, step, replay=None if watch is None else watch.run)
 
     def forward(
-        self, plan: GroupedPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        out = self._attend(plan, layer, query, key, value)
-        if plan.watch is not None:
-            plan.watch.saw(out)
+        step: GroupedStep = plan.attention
+        out = self._attend(step, layer, query, key, value)
+        if step.watch is not None:
+            step.watch.saw(out)
         return out
 
     def _attend(
-        self, plan: GroupedPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, step: GroupedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        spec, checked = self._spec.layers[layer], plan.watch is None or not plan.watch.trusts
+        spec, checked = self._spec.layers[layer], step.watch is None or not step.watch.trusts
         keys, values = self._keys[layer], self._values[layer]
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, plan.slots, key)
-        values.view(-1, *values.shape[2:]).index_copy_(0, plan.slots, value)
-        out = query.new_empty(query.shape[0], spec.num_qo_heads, spec.value_dim) if len(plan.groups) > 1 else None
-        for group in plan.groups:
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, step.slots, key)
+        values.view(-1, *values.shape[2:]).index_copy_(0, step.slots, value)
+        out = query.new_empty(query.shape[0], spec.num_qo_heads, spec.value_dim) if len(step.groups) > 1 else None
+        for group in step.groups:
             rows = group.num_rows
             attended = masked_attention(
                 query.view(rows, -1, *query.shape[1:]) if group.token_index is None else query[group.token_index],
@@ -139,7 +143,7 @@ class GroupedAttention:
         return out
 
     def _by_length(self, page_rows: list[list[int]], rows: list[int]) -> list[list[int]]:
-        """Rows that attend together: all of them, or apart where short ones would read much of nothing."""
+        """Rows that attend together: all of them, or short rows apart if they would read much padding."""
         pages = {row: len(page_rows[row]) for row in rows}
         groups: list[list[int]] = []
         ordered = sorted(rows, key=pages.__getitem__, reverse=True)

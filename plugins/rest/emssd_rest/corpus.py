@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from emssd.data.prompts import FailedPrompt, encode_text
-from emssd.data.records import RecordsConfig, Words, existing_file, read_records, read_text, to_prompts
+from emssd.data.records import RecordsConfig, existing_file, read_records, read_text, to_prompts
 from emssd.errors import ConfigError, PromptError
 
 __all__ = ["encoded", "load_tokenizer", "read_corpus"]
 
-_WORDS = Words(
-    things="documents",
-    path="",
-    option="--",
-    equals=" ",
-    lines="a .jsonl file has one JSON object per line",
-    plain="; files of other names are read as plain text",
-    chat="",
-)
+_PLAIN = "files whose names do not end in .jsonl are read as plain text"
 
 
 def read_corpus(names: Iterable[str], config: RecordsConfig) -> list[tuple[str, str]]:
@@ -37,7 +30,7 @@ def read_corpus(names: Iterable[str], config: RecordsConfig) -> list[tuple[str, 
     """
     texts: list[tuple[str, str]] = []
     for name in names:
-        path = existing_file(name, _WORDS)
+        path = existing_file(name, "")
         texts += _records(path, config) if path.suffix == ".jsonl" else [(path.name, read_text(path))]
     return [(place, text) for place, text in texts if text.strip()]
 
@@ -68,8 +61,9 @@ def load_tokenizer(name: str) -> Any:
 
 def _records(path: Path, config: RecordsConfig) -> list[tuple[str, str]]:
     texts = []
-    for prompt in to_prompts(read_records(path, _WORDS), config, path.name, _WORDS):
+    for prompt in to_prompts(read_records(path, _PLAIN), config, path.name):
         if isinstance(prompt, FailedPrompt):
-            raise PromptError(prompt.error)
+            said = prompt.error.partition("; data.chat=")[0]  # documents are no conversations
+            raise PromptError(re.sub(r"\bdata\.(field|template)\b(?!\.)", r"--\1", said))
         texts.append((prompt.prompt_id, prompt.text))
     return texts

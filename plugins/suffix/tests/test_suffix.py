@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
-from emssd_ragged.backend import RaggedBackend
+from emssd_ragged.backend import ragged_backend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import SEPARATOR
 from emssd_suffix.drafter import SuffixDrafter
@@ -259,7 +259,7 @@ def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
 
 class SuffixMachine(EngineMachine):
     def make_backend(self, page_size: int) -> AttentionBackend:
-        return RaggedBackend(page_size)
+        return ragged_backend(page_size)
 
     def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
         return CONFIGS.map(AsDefined)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -18,14 +17,7 @@ from emssd.attention import (
     masked_attention,
 )
 
-__all__ = ["PerRowBackend", "PerRowPlan"]
-
-
-@dataclass(slots=True)
-class PerRowPlan(StepPlan):
-    """One step: which tokens of the inputs are whose, and how long each row is with them."""
-
-    packed: PackedInputs
+__all__ = ["PerRowBackend"]
 
 
 class PerRowBackend(AttentionBackend):
@@ -43,23 +35,16 @@ class PerRowBackend(AttentionBackend):
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self._spec.max_tokens is None or sum(kv_lens.values()) <= self._spec.max_tokens
 
-    def plan(self, packed: PackedInputs) -> PerRowPlan:
+    def plan(self, packed: PackedInputs) -> StepPlan:
         self._lengths |= zip(packed.request_ids, packed.kv_lens, strict=True)
         self._peak = max(self._peak, self.kv_usage.held)
-        return PerRowPlan(
-            input_ids=packed.input_ids.unsqueeze(0),  # the model is fed one row of nnz tokens
-            position_ids=packed.position_ids.unsqueeze(0),
-            logits_to_keep=packed.logit_rows,
-            logit_index=None,
-            num_padding=0,
-            packed=packed,
-        )
+        return StepPlan.ragged(packed, packed)  # the model is fed one row of nnz tokens; forward reads `packed`
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        assert isinstance(plan, PerRowPlan)
-        packed, rules = plan.packed, self._spec.layers[layer]
+        packed: PackedInputs = plan.attention
+        rules = self._spec.layers[layer]
         outputs = []
         for request_id, kv_len, (start, stop) in zip(
             packed.request_ids, packed.kv_lens, pairwise(packed.qo_indptr), strict=True
@@ -76,9 +61,8 @@ class PerRowBackend(AttentionBackend):
             outputs.append(masked_attention(*rows, mask, rules)[0])
         return torch.cat(outputs)
 
-    def commit(self, kept: Kept) -> int:
+    def commit(self, kept: Kept) -> None:
         self._lengths |= zip(kept.request_ids, kept.kv_lens, strict=True)
-        return 0
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

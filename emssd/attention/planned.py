@@ -1,0 +1,230 @@
+"""Paged kernels that are planned from page tables once a step, as FlashInfer's are; small steps can be recorded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from emssd.attention.interface import KVCacheSpec, LayerSpec, StepPlan
+from emssd.attention.packed import PackedInputs
+from emssd.attention.paged import PagedKernels
+from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool, PageShapes
+from emssd.attention.recorded import Capture, Compute, StaticInputs, ladder, rung
+from emssd.attention.tables import FixedShape, PagedMetadata, largest_metadata, page_metadata
+from emssd.attention.transfer import on_device
+from emssd.errors import ConfigError
+
+__all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "write_kv"]
+
+
+class PagedAttention(Protocol):
+    """Attention by the rules of one layer: planned once a step, run for each layer that has these rules."""
+
+    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
+        """Prepare a step.
+
+        Attention is causal, within the layer's window if it has one. A mask replaces both rules. An attention of a
+        fixed shape takes metadata with exactly that number of rows.
+
+        Args:
+            metadata: of the step.
+            mask: ``[sum(q_len * kv_len)]`` bool, see `emssd.attention.tables.tree_mask`.
+        """
+
+    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Attend. Queries beyond the planned ones leave their rows of `out` as they are.
+
+        Args:
+            query: ``[n, num_qo_heads, dim]``, ``n >= nnz``.
+            keys, values: ``[pages, page_size, num_kv_heads, dim]``, with the new tokens in their slots.
+            out: ``[n, num_qo_heads, dim]``, written.
+        """
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """What `PlannedKernels.forward` reads.
+
+    Attributes:
+        slots: ``[n]`` int64, where the new KV goes.
+        attention: by layer, planned for this step. Layers of the same rules share one.
+        outputs: ``[max_tokens, heads, dim]`` by layer rules, which a recorded step writes; ``None`` in other steps.
+    """
+
+    slots: torch.Tensor
+    attention: list[PagedAttention]
+    outputs: dict[LayerSpec, torch.Tensor] | None = None
+
+
+class PlannedKernels(PagedKernels):
+    """Pages ``[page_size, num_kv_heads, dim]``; inputs are padded in recorded steps only.
+
+    Args:
+        head_dims: elements per head that the kernels take, ascending. Other heads are padded with zeros to the next.
+        capture: records the forward passes of small steps; ``None`` runs all steps as they are. It needs a pool of a
+            fixed size, as a recording reads fixed addresses.
+        max_graph_tokens: steps with more tokens are not recorded.
+    """
+
+    def __init__(self, head_dims: tuple[int, ...], capture: Capture | None = None, max_graph_tokens: int = 512) -> None:
+        if max_graph_tokens < 1:
+            raise ConfigError(f"backend.max_graph_tokens is {max_graph_tokens}; it must be at least 1")
+        self._head_dims = head_dims
+        self._capture = capture
+        self._ladder = ladder(max_graph_tokens) if capture is not None else ()
+        self._attention: dict[tuple[LayerSpec, int | None], PagedAttention] = {}
+        self._recordings: dict[int, Compute] = {}
+
+    @abstractmethod
+    def attention(self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None) -> PagedAttention:
+        """Attention by the rules of `layer`, whose heads are padded already and whose scale is the true one.
+
+        Args:
+            layer: shape and rules.
+            masked: whether it is always planned with a mask.
+            shape: its limits if it is to be recorded.
+        """
+
+    def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
+        reasons, largest = [], self._head_dims[-1]
+        dims = [max(layer.key_dim, layer.value_dim) for layer in spec.layers]
+        if max(dims) > largest:
+            index = dims.index(max(dims))
+            reasons.append(f"it takes heads of up to {largest} elements, and layer {index} has {dims[index]}")
+        for index, layer in enumerate(spec.layers):
+            if layer.num_qo_heads % layer.num_kv_heads:
+                reasons.append(
+                    f"layer {index} has {layer.num_qo_heads} query heads over {layer.num_kv_heads} key heads, and "
+                    f"query heads must be a multiple of key heads"
+                )
+                break
+        return reasons
+
+    def page_shapes(self, layer: LayerSpec, dtype: torch.dtype, page_size: int) -> PageShapes:
+        page = (page_size, layer.num_kv_heads, padded_layer(layer, self._head_dims).key_dim)
+        return page, page
+
+    def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
+        self._spec, self._pool = spec, pool
+        self._layers = tuple(padded_layer(layer, self._head_dims) for layer in spec.layers)
+        if self._ladder:
+            most = self._ladder[-1]
+            self._static = StaticInputs(most, spec.device)
+            self._outputs = {
+                layer: torch.zeros(most, layer.num_qo_heads, layer.value_dim, dtype=spec.dtype, device=spec.device)
+                for layer in set(self._layers)
+            }
+
+    def prepare(self) -> None:
+        assert self._capture is None or self._pool.num_pages, "recorded steps need a pool of a fixed size"
+        for layer in set(self._layers):  # so that kernels which cannot be made are known before the first step
+            self._attention_of(layer, None)
+
+    def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
+        metadata = page_metadata(table, packed)
+        size = rung(self._ladder, packed.num_tokens)
+        if size is not None:
+            metadata = metadata.with_rows(self._num_rows(size))
+        planned: dict[LayerSpec, PagedAttention] = {}
+        for layer in self._layers:
+            if layer not in planned:
+                planned[layer] = self._attention_of(layer, size)
+                planned[layer].plan(metadata)
+        attention = [planned[layer] for layer in self._layers]
+        if size is not None:
+            return self._recorded_plan(packed, metadata.slots, attention, size)
+        return StepPlan.ragged(packed, PlannedStep(on_device(metadata.slots, self._spec.device), attention))
+
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        step: PlannedStep = plan.attention
+        rules, spec = self._layers[layer], self._spec.layers[layer]
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        write_kv(keys, values, step.slots, key, value)
+        if rules.key_dim > spec.key_dim:
+            query = F.pad(query, (0, rules.key_dim - spec.key_dim))
+        out = query.new_empty(query.shape) if step.outputs is None else step.outputs[rules][: len(query)]
+        step.attention[layer].run(query, keys, values, out)
+        return out[..., : spec.value_dim]
+
+    def _attention_of(self, layer: LayerSpec, size: int | None) -> PagedAttention:
+        """The attention for `layer`'s rules, eager or of a recorded size. It is made when it is first asked for."""
+        if (layer, size) not in self._attention:
+            shape = None if size is None else self._shape(size)
+            self._attention[layer, size] = self.attention(layer, shape=shape)
+        return self._attention[layer, size]
+
+    def _shape(self, size: int) -> FixedShape:
+        """What a recording of `size` tokens must hold."""
+        shape = FixedShape(self._num_rows(size), size, num_pages=0)
+        most = max(self._pool.num_pages - 1, len(largest_metadata(shape, self._pool.page_size).kv_indices))
+        return replace(shape, num_pages=most)
+
+    def _num_rows(self, size: int) -> int:
+        """Rows of a recording of `size` tokens. Every row has a token, so there are never more rows than tokens."""
+        return min(self._spec.max_batch_size, size)
+
+    def _recorded_plan(
+        self, packed: PackedInputs, slots: torch.Tensor, attention: list[PagedAttention], size: int
+    ) -> StepPlan:
+        """A step in the static tensors, padded to `size` tokens and to as many rows of logits."""
+        static, num_padding, num_logits = self._static, size - packed.num_tokens, len(packed.logit_rows)
+        static.fill(packed, slots, self._scrap_slots(num_padding))
+        if num_padding:
+            for out in self._outputs.values():  # attention leaves padding as an earlier step left it, maybe with NaN
+                out[packed.num_tokens : size].zero_()
+        return StepPlan(
+            input_ids=static.input_ids[:size].unsqueeze(0),
+            position_ids=static.position_ids[:size].unsqueeze(0),
+            logits_to_keep=static.logit_rows[:size],
+            logit_index=None if num_logits == size else static.counting[:num_logits],
+            attention=PlannedStep(static.slots[:size], attention, self._outputs),
+            replay=partial(self._replay, size),
+        )
+
+    def _scrap_slots(self, count: int) -> torch.Tensor:
+        """``[count]`` int64 slots of the last page, which belongs to no sequence."""
+        return (self._pool.num_pages - 1) * self._pool.page_size + torch.arange(count) % self._pool.page_size
+
+    def _replay(self, size: int, compute: Compute) -> torch.Tensor:
+        assert self._capture is not None
+        if size not in self._recordings:
+            self._recordings[size] = self._capture(compute)
+        return self._recordings[size]()
+
+
+def padded_layer(layer: LayerSpec, head_dims: tuple[int, ...]) -> LayerSpec:
+    """`layer` with heads as long as the kernels take them, and with its true scale.
+
+    Zeros at the end of keys and queries change no score. Zeros at the end of values are cut off the output.
+    """
+    dim = min(dim for dim in head_dims if dim >= max(layer.key_dim, layer.value_dim))
+    return replace(layer, key_dim=dim, value_dim=dim)
+
+
+def write_kv(
+    keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Store ``key [n, heads, key_dim]`` and ``value [n, heads, value_dim]`` in the pages at ``slots [n]``.
+
+    Kernels replace masked scores by minus infinity, and then multiply every value of a tile, masked ones by 0. So a NaN
+    in a key reaches only those who see it, and a NaN in a value reaches others too. A head whose value is not finite is
+    therefore stored with a key of NaN and finite values: who sees it gets NaN, and nobody else.
+
+    Args:
+        keys, values: ``[pages, page_size, heads, dim]``, written; `dim` may be larger than that of `key` and `value`.
+        slots, key, value: as above.
+    """
+    if key.shape == value.shape:
+        key = torch.add(key, value, alpha=0)
+    else:
+        key = key + 0 * torch.linalg.vector_norm(value, float("inf"), dim=-1, keepdim=True)
+    for pages, new in ((keys, key), (values, value.nan_to_num(0.0, 0.0, 0.0))):
+        pages.view(-1, *pages.shape[2:])[..., : new.shape[2]].index_copy_(0, slots, new)
