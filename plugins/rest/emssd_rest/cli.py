@@ -71,13 +71,17 @@ def _build(arguments: argparse.Namespace) -> None:
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit is {arguments.limit}; it must be at least 1")
     # Transformers warns of texts that are longer than the model takes; these are never the model's input.
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # Transformers' own has no annotations
-    config = RecordsConfig(field=arguments.field, template=arguments.template, limit=arguments.limit)
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    texts = read_corpus(arguments.corpus, config)
-    documents = encoded(_with_progress(texts), tokenizer)
-    sources = [Path(name).name for name in arguments.corpus]
-    header = build_store(arguments.store, documents, tokenizer=tokenizer, sources=sources)
+    verbosity = logging.get_verbosity()  # type: ignore[no-untyped-call]  # Transformers' own has no annotations
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # as above
+    try:
+        config = RecordsConfig(field=arguments.field, template=arguments.template, limit=arguments.limit)
+        tokenizer = load_tokenizer(arguments.tokenizer)
+        texts = read_corpus(arguments.corpus, config)
+        documents = encoded(_with_progress(texts), tokenizer)
+        sources = [Path(name).name for name in arguments.corpus]
+        header = build_store(arguments.store, documents, tokenizer=tokenizer, sources=sources)
+    finally:
+        logging.set_verbosity(verbosity)  # type: ignore[no-untyped-call]  # as above
     print(
         f"{arguments.store}: {header.num_documents} documents, {header.num_tokens} tokens. "
         f"Use it with drafter=rest drafter.store={arguments.store}"
