@@ -71,8 +71,8 @@ def _build(arguments: argparse.Namespace) -> None:
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit is {arguments.limit}; it must be at least 1")
     # Transformers warns of texts that are longer than the model takes; these are never the model's input.
-    verbosity = logging.get_verbosity()  # type: ignore[no-untyped-call]  # Transformers' own has no annotations
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # as above
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # Transformers' own has no annotations
     try:
         config = RecordsConfig(field=arguments.field, template=arguments.template, limit=arguments.limit)
         tokenizer = load_tokenizer(arguments.tokenizer)
@@ -81,7 +81,7 @@ def _build(arguments: argparse.Namespace) -> None:
         sources = [Path(name).name for name in arguments.corpus]
         header = build_store(arguments.store, documents, tokenizer=tokenizer, sources=sources)
     finally:
-        logging.set_verbosity(verbosity)  # type: ignore[no-untyped-call]  # as above
+        logging.set_verbosity(verbosity)
     print(
         f"{arguments.store}: {header.num_documents} documents, {header.num_tokens} tokens. "
         f"Use it with drafter=rest drafter.store={arguments.store}"
