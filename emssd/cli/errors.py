@@ -56,7 +56,9 @@ def as_config_error(error: Exception, registry: Registry) -> ConfigError:
     Raises:
         PluginError: the user asked for a plugin that is not there, or cannot run here.
     """
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__  # Hydra wraps some of OmegaConf's
+    if not isinstance(cause, OmegaConfBaseException):
+        cause = error
     if isinstance(cause, OverrideParseException):
         return ConfigError(_line(_of_syntax(cause)))
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
