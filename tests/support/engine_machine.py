@@ -46,7 +46,7 @@ class EngineMachine(RuleBasedStateMachine):
         crowded: every run begins with more prompts than are admitted together, not just some. In the simplest there is
             so little room that prompts are computed in pieces and rows preempted.
         num_preempted, num_pieces: rows preempted, and pieces of prompts, in all runs;
-            `emssd.testing.preemption.run_with_preemption` sees to it that they occur.
+            `tests.support.preemption.run_with_preemption` sees to it that they occur.
     """
 
     max_prompt_tokens = 30
