@@ -1,1 +1,1 @@
-"""What several test files share: the state machine of the engine, and its runs in little memory."""
+"""What several test files share: the state machine of the engine, its runs in little memory, strategies."""
