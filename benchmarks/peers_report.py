@@ -1,6 +1,6 @@
 """The page of ``python -m emssd.report`` with one section more: other engines, from ``benchmarks/cpu_peers.py``.
 
-python benchmarks/peers_report.py RUNS... --peers docs/results/cpu_peers.json --out report
+Use it as ``python benchmarks/peers_report.py RUNS --peers FILE --out DIR --title TEXT``.
 """
 
 from __future__ import annotations

@@ -32,15 +32,15 @@ def layer_specs(draw: st.DrawFn) -> LayerSpec:
     )
 
 
-def kv_layers(max_layers: int = 3) -> st.SearchStrategy[tuple[LayerSpec, ...]]:
+def kv_layers() -> st.SearchStrategy[tuple[LayerSpec, ...]]:
     """The layers of a model, each with rules of its own."""
-    return st.lists(layer_specs(), min_size=1, max_size=max_layers).map(tuple)
+    return st.lists(layer_specs(), min_size=1, max_size=3).map(tuple)
 
 
-def _scripts(max_draft: int = 6) -> st.SearchStrategy[list[tuple[int, list[int]]]]:
+def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
     """Scripts of `ScriptedDrafter`: how many right tokens, then which others."""
-    rubbish = st.lists(st.integers(0, 1000), max_size=max_draft)
-    return st.lists(st.tuples(st.integers(0, max_draft), rubbish), min_size=1, max_size=6)
+    rubbish = st.lists(st.integers(0, 1000), max_size=6)
+    return st.lists(st.tuples(st.integers(0, 6), rubbish), min_size=1, max_size=6)
 
 
 @st.composite
@@ -63,8 +63,8 @@ def drafters(draw: st.DrawFn, vocab_size: int, references: Mapping[Any, Seq[int]
     return ScriptedDrafter(draw(_scripts()), vocab_size, num_tokens, references)
 
 
-def policies(max_draft: int = 6) -> st.SearchStrategy[BudgetPolicy]:
+def policies() -> st.SearchStrategy[BudgetPolicy]:
     """Any budget policy: fixed, or one that allots and trims at will."""
-    length = st.integers(0, max_draft)
+    length = st.integers(0, 6)
     scripted = st.lists(st.tuples(length, length), min_size=1, max_size=8).map(ScriptedBudget)
     return st.none().map(FixedBudget) | length.map(FixedBudget) | scripted
