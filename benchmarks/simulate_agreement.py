@@ -38,7 +38,8 @@ from emssd.sequences import Request
 from emssd.simulate import FittedCurve, Simulator, Trace
 from emssd.simulate import warm_up as warm_up_simulated
 from emssd.simulate.commands import make_budget
-from emssd.simulate.recording import RecordedTimes, logged_steps, record_trace
+from emssd.simulate.curves import StepCurve
+from emssd.simulate.recording import logged_steps, record_trace
 
 
 def counts(report: RunReport) -> tuple[int, ...]:
@@ -86,6 +87,26 @@ def compare(
             }
         )
     return rows
+
+
+class RecordedTimes(StepCurve):
+    """The times of a real run, step by step, so that a policy that decides by time can be held to what it did.
+
+    Args:
+        steps: of the run; a simulation that takes more steps ends with an `IndexError`.
+    """
+
+    def __init__(self, steps: list[StepStats]) -> None:
+        self._steps = steps
+        self._num_steps = 0
+
+    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
+        return self._steps[self._num_steps].stages[stage].seconds
+
+    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        step = self._steps[self._num_steps]
+        self._num_steps += 1
+        return sum(step.seconds.values()) - step.seconds["draft"]
 
 
 def _replay(trace: Trace, scheduler: ContinuousScheduler, policy: BudgetPolicy, log: list[StepStats]) -> RunReport:

@@ -1,15 +1,18 @@
-"""``python -m emssd.report``: a page of what experiments, runs and comparisons showed."""
+"""``python -m emssd.report``: a page of what experiments and runs showed."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from emssd.console.terminal import steady
 from emssd.errors import ConfigError, OutputError, exit_on_error
+
+if TYPE_CHECKING:
+    from emssd.report.sections import Section
 
 __all__ = ["main", "make_parser", "report"]
 
@@ -23,12 +26,10 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m emssd.report",
-        description="Makes a page of experiments, runs, and comparisons with other engines: Markdown with its plots, "
-        "and one HTML file that needs nothing else. See docs/reports.md.",
+        description="Makes a page of experiments and runs: Markdown with its plots, and one HTML file that needs "
+        "nothing else. See docs/reports.md.",
     )
-    what = (
-        "folder of an experiment or of runs (searched through), rows.jsonl, or a JSON file of benchmarks/cpu_peers.py"
-    )
+    what = "folder of an experiment or of runs (searched through), or rows.jsonl"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help=what)
     parser.add_argument(
         "--out", type=Path, default=Path("report"), metavar="DIR", help="where to write (default: report)"
@@ -49,24 +50,25 @@ def main(arguments: Seq[str] | None = None) -> None:
             raise ConfigError(
                 f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only"
             )
-        markdown, page, *plots = report(options.runs, options.out, title=options.title, name=options.name)
+        from emssd.report.sections import sections
+        from emssd.report.sources import read
+
+        found = sections(read(options.runs))
+        markdown, page, *plots = report(found, options.out, title=options.title, name=options.name)
         beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
         print(f"{page}\n{markdown}{beside}")
 
 
-def report(runs: Iterable[Path], out: Path, *, title: str, name: str) -> list[Path]:
-    """Make the report of `runs` in the folder `out`: Markdown with its plots as files beside it, and one HTML file.
+def report(found: Seq[Section], out: Path, *, title: str, name: str) -> list[Path]:
+    """Write a page of these sections in the folder `out`: Markdown with its plots as files, and one HTML file.
 
     Raises:
-        ConfigError: what was given cannot be shown, or there is no matplotlib.
         OutputError: the files cannot be written.
     """
     from emssd.report.page import html_page
-    from emssd.report.sections import Plot, sections
-    from emssd.report.sources import read
+    from emssd.report.sections import Plot
     from emssd.report.tables import escape
 
-    found = sections(read(runs))
     plots = [block for section in found for block in section.blocks if isinstance(block, Plot)]
     images = {f"{name}_{plot.name}.svg": plot.svg for plot in plots}
     parts = [f"# {escape(title)}", _INTRODUCTION, *(section.markdown(name) for section in found)]

@@ -1,4 +1,4 @@
-"""Finds what a report is asked to show: rows of experiments, plain runs, comparisons with other engines."""
+"""Finds what a report is asked to show: rows of experiments, and plain runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 from emssd.errors import ConfigError
 from emssd.report.rows import Row, Simulation, read_rows
 
-__all__ = ["Material", "PeersRun", "PlainRun", "read"]
+__all__ = ["Material", "PlainRun", "read"]
 
 _HOW = (
     "an experiment makes rows (python -m emssd -m experiment=fig1 output_dir=DIR), a run makes metrics.json "
     "(python -m emssd output_dir=DIR)"
 )
 _RUN_METRICS = ("title", "decode_tokens_per_second", "tokens_per_second", "mean_acceptance_length", "num_new_tokens")
-_PEERS_RUN = ("script", "commit", "date", "processor", "models", "options", "versions")
 
 
 class PlainRun(NamedTuple):
@@ -28,20 +27,6 @@ class PlainRun(NamedTuple):
     metrics: Mapping[str, Any]
 
 
-class PeersRun(NamedTuple):
-    """A comparison with other engines, of ``benchmarks/cpu_peers.py``.
-
-    Attributes:
-        name: its file.
-        run: what ran, on what.
-        cells: one for each engine, mode and batch size.
-    """
-
-    name: str
-    run: Mapping[str, Any]
-    cells: list[dict[str, Any]]
-
-
 @dataclass(frozen=True, slots=True)
 class Material:
     """All that a report shows."""
@@ -49,7 +34,6 @@ class Material:
     rows: list[Row] = field(default_factory=list)
     simulations: list[Simulation] = field(default_factory=list)
     runs: list[PlainRun] = field(default_factory=list)
-    peers: list[PeersRun] = field(default_factory=list)
 
     def of(self, experiment: str) -> list[Row]:
         """The rows of an experiment."""
@@ -70,9 +54,7 @@ def read(paths: Iterable[Path]) -> Material:
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
-        raise ConfigError(
-            f"there is no {path}; give folders of experiments or runs, rows.jsonl files, peers' JSON files"
-        )
+        raise ConfigError(f"there is no {path}; give folders of experiments or runs, rows.jsonl files")
     found = [path] if path.is_file() else list(_found(path))
     if not found:
         raise ConfigError(f"there are neither rows in a rows.jsonl nor a metrics.json anywhere in {path}; {_HOW}")
@@ -107,18 +89,11 @@ def _add(file: Path, material: Material) -> None:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
-    if isinstance(value, dict) and {"run", "cells"} <= value.keys():
-        again = "run benchmarks/cpu_peers.py again"
-        for cell in value["cells"]:
-            figures = () if "failed" in cell else ("tokens_per_second", "equal_rows")
-            _need(cell, ("batch_size", "mode", "peer", *figures), f"{file}: a cell", again)
-        _need(value["run"], _PEERS_RUN, f"{file}: its run", again)
-        material.peers.append(PeersRun(str(file), value["run"], value["cells"]))
-    elif isinstance(value, dict) and "decode_tokens_per_second" in value:
+    if isinstance(value, dict) and "decode_tokens_per_second" in value:
         _need(value, _RUN_METRICS, str(file), "it was written by another version of emssd, run again")
         material.runs.append(PlainRun(str(file.parent), value))
     else:
-        raise ConfigError(f"{file} is neither a metrics.json nor a result of benchmarks/cpu_peers.py; {_HOW}")
+        raise ConfigError(f"{file} is no metrics.json; {_HOW}")
 
 
 def _need(value: Mapping[str, Any], names: Iterable[str], what: str, how: str) -> None:

@@ -1,4 +1,4 @@
-"""Records from real runs: acceptance traces for `Simulator`, and steps for `FittedCurve` and `RecordedTimes`."""
+"""Records from real runs: acceptance traces for `Simulator`, and steps for `FittedCurve`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from emssd.decoding.engine import Engine
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, StepStats
 from emssd.drafting.budget import FixedBudget
 from emssd.sequences import Batch, Sequence
-from emssd.simulate.curves import StepCurve
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace
 
-__all__ = ["RecordedTimes", "StepLog", "TraceRecorder", "logged_steps", "record_trace"]
+__all__ = ["StepLog", "TraceRecorder", "logged_steps", "record_trace"]
 
 
 class TraceRecorder(Drafter):
@@ -130,23 +129,3 @@ def logged_steps(engine: Engine, policy: BudgetPolicy | None = None) -> Iterator
         yield log.steps
     finally:
         engine.drafting.policy = own
-
-
-class RecordedTimes(StepCurve):
-    """The times of a real run, step by step, so that a policy that decides by time can be held to what it did.
-
-    Args:
-        steps: of the run; a simulation that takes more steps ends with an `IndexError`.
-    """
-
-    def __init__(self, steps: Seq[StepStats]) -> None:
-        self._steps = steps
-        self._num_steps = 0
-
-    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
-        return self._steps[self._num_steps].stages[stage].seconds
-
-    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        step = self._steps[self._num_steps]
-        self._num_steps += 1
-        return sum(step.seconds.values()) - step.seconds["draft"]

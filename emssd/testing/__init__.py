@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from emssd.testing.conformance.backend import AttentionBackendConformance
     from emssd.testing.conformance.budget import BudgetPolicyConformance
     from emssd.testing.conformance.drafter import DrafterConformance
-    from emssd.testing.engine_machine import EngineMachine
     from emssd.testing.machines import BackendMachine
     from emssd.testing.models import tiny_model
     from emssd.testing.oracle import DenseBackend, greedy_reference
@@ -27,7 +26,6 @@ __all__ = [
     "BudgetPolicyConformance",
     "DenseBackend",
     "DrafterConformance",
-    "EngineMachine",
     "greedy_reference",
     "tiny_model",
 ]
@@ -38,7 +36,6 @@ _HOMES = {
     "BudgetPolicyConformance": "conformance.budget",
     "DenseBackend": "oracle",
     "DrafterConformance": "conformance.drafter",
-    "EngineMachine": "engine_machine",
     "greedy_reference": "oracle",
     "tiny_model": "models",
 }

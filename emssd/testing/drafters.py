@@ -1,10 +1,10 @@
-"""Adversarial drafters: perfect, always wrong, random, EOS-injecting, scripted. None may change what is generated."""
+"""Adversarial drafters: perfect, always wrong, random, scripted. None may change what is generated."""
 
 from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -13,7 +13,6 @@ from emssd.sequences import Batch, Sequence
 
 __all__ = [
     "ChainDrafter",
-    "EosDrafter",
     "PerfectDrafter",
     "RandomDrafter",
     "ScriptedDrafter",
@@ -89,33 +88,6 @@ class RandomDrafter(ChainDrafter):
         length = self._random.randint(0, limit)
         right = self.upcoming(row)[: self._random.randint(0, length)]
         return right + [self._random.randrange(self.vocab_size) for _ in range(length - len(right))]
-
-
-class EosDrafter(RandomDrafter):
-    """Drafts like `RandomDrafter`, with an EOS at a random place: behind right tokens, in rubbish, first or last.
-
-    Args:
-        eos_token_ids: the ids to inject, at least one.
-        vocab_size, num_speculative_tokens, references, seed: see `RandomDrafter`.
-    """
-
-    def __init__(
-        self,
-        eos_token_ids: Iterable[int],
-        vocab_size: int,
-        num_speculative_tokens: int = 4,
-        references: Mapping[Any, Seq[int]] | None = None,
-        *,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(vocab_size, num_speculative_tokens, references, seed=seed)
-        self._eos_token_ids = sorted(eos_token_ids)
-
-    def chain(self, row: Sequence, limit: int) -> list[int]:
-        chain = super().chain(row, limit)
-        if chain:
-            chain[self._random.randrange(len(chain))] = self._random.choice(self._eos_token_ids)
-        return chain
 
 
 class ScriptedDrafter(ChainDrafter):

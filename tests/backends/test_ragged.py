@@ -17,7 +17,7 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.sequences import Request, Sequence
-from emssd.testing.strategies import step_histories
+from tests.support.strategies import step_histories
 
 LAYER = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=3, value_dim=2, scale=1.0)
 SPEC = KVCacheSpec((LAYER, LAYER), torch.float64, torch.device("cpu"), max_batch_size=8, max_model_len=512)

@@ -22,7 +22,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.models import tiny_model
-from emssd.testing.strategies import drafts
+from tests.support.strategies import drafts
 
 BATCH = Batch(tuple(Sequence(Request(name, (1,), 9)) for name in "abc"))
 

@@ -11,7 +11,7 @@ from emssd.drafting import Draft
 from emssd.drafting.rules import check_draft
 from emssd.errors import DraftError, PluginError
 from emssd.sequences import Batch, Request, Sequence
-from emssd.testing.strategies import drafts
+from tests.support.strategies import drafts
 
 BATCH = Batch((Sequence(Request("first", (1,), 9)), Sequence(Request("second", (2, 3), 9))))
 

@@ -22,7 +22,7 @@ from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError, DraftError, OutOfMemoryError, PluginError, PromptError
 from emssd.sequences import Batch, FinishReason, Generation, Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
-from emssd.testing.strategies import drafters, prompt_batches
+from tests.support.strategies import drafters_with_eos, prompt_batches
 
 MakeBackend = Callable[[], AttentionBackend]
 MAX_NEW = 14
@@ -38,7 +38,9 @@ def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(
     prompts = data.draw(prompt_batches(oracle.vocab_size, 5, 20), label="prompts")
     limits = [data.draw(st.integers(1, MAX_NEW), label="max_new_tokens") for _ in prompts]
     eos = data.draw(st.frozensets(ids, max_size=2), label="eos")
-    drafter = data.draw(drafters(oracle.vocab_size, oracle.references(prompts, MAX_NEW), sorted(eos)), label="drafter")
+    drafter = data.draw(
+        drafters_with_eos(oracle.vocab_size, oracle.references(prompts, MAX_NEW), sorted(eos)), label="drafter"
+    )
     engine = build(oracle, make_backend, drafter, data.draw(st.integers(1, 6), label="batch size"))
     requests = [
         Request(str(i), tuple(prompt), limit, eos)

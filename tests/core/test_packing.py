@@ -10,7 +10,7 @@ from emssd.attention import PackedInputs
 from emssd.decoding.packing import pack, pack_one
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
-from emssd.testing.strategies import drafts, prompt_batches
+from tests.support.strategies import drafts, prompt_batches
 
 CPU = torch.device("cpu")
 

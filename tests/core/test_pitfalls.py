@@ -25,9 +25,10 @@ from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import FinishReason, Request, Sequence
-from emssd.testing.drafters import EosDrafter, PerfectDrafter, RandomDrafter, WrongDrafter
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.strategies import EosDrafter
 
 MakeBackend = Callable[[], AttentionBackend]
 

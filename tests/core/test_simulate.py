@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulate_agreement import RecordedTimes
 from emssd import demo
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
@@ -23,7 +24,7 @@ from emssd.model import CausalLMRunner
 from emssd.sequences import Request, Sequence
 from emssd.simulate import PRESETS, Simulation, Simulator, Trace, geometric_trace, warm_up
 from emssd.simulate.commands import make_budget
-from emssd.simulate.recording import RecordedTimes, logged_steps, record_trace
+from emssd.simulate.recording import logged_steps, record_trace
 from emssd.testing.drafters import ChainDrafter
 
 pytestmark = pytest.mark.slow  # random histories

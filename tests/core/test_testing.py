@@ -14,14 +14,14 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.drafters import (
-    EosDrafter,
     PerfectDrafter,
     RandomDrafter,
     ScriptedDrafter,
     WrongDrafter,
 )
 from emssd.testing.oracle import DenseBackend, greedy_reference
-from emssd.testing.strategies import drafters, layer_specs, step_histories
+from emssd.testing.strategies import layer_specs
+from tests.support.strategies import EosDrafter, drafters_with_eos, step_histories
 
 REFERENCE = (3, 1, 4, 1, 5, 2, 6, 5)
 BY_ID, BY_PROMPT = {"a": REFERENCE}, {(7, 7): REFERENCE}
@@ -84,7 +84,7 @@ def test_scripted_drafter_follows_its_script_round_and_round() -> None:
 
 @given(st.data())
 def test_every_drawn_drafter_keeps_to_budget_and_vocabulary(data: st.DataObject) -> None:
-    drafter = data.draw(drafters(8, BY_ID, [0, 2]))
+    drafter = data.draw(drafters_with_eos(8, BY_ID, [0, 2]))
     sequence = row(*REFERENCE[: data.draw(st.integers(0, 8))])
     limit = data.draw(st.integers(0, drafter.num_speculative_tokens))
     drafted = chain(drafter, sequence, limit)

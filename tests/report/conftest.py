@@ -145,7 +145,7 @@ def write(folder: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="session")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all kinds of rows, a plain run, a checked run, and a comparison with peers."""
+    """A folder of all kinds of rows, a plain run, and a checked run."""
     folder = tmp_path_factory.mktemp("everything")
     pairs = ("greedy", "vanilla", "unpad_both")
     shape = {"replay": "acceptance drawn: p = 0.75", "random_weights": True, "model": "opt-6.7b"}
@@ -170,7 +170,6 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checked = figures | {"check": {"exact": 4, "ties": 1, "differences": 0}, "speedup": 1.25}
     (folder / "runs" / "1").mkdir()
     (folder / "runs" / "1" / "metrics.json").write_text(json.dumps(checked))
-    (folder / "peers.json").write_text(json.dumps(_peers()))
     return folder
 
 
@@ -195,24 +194,3 @@ def _crossover() -> Iterator[dict[str, Any]]:
             gain = factor / each["batch_size"] ** 0.3 if speculate else 1.0
             metrics = each["metrics"] | {"decode_tokens_per_second": rate * gain}
             yield each | {"speculate": speculate, "budget": budget, "budget_options": budget, "metrics": metrics}
-
-
-def _peers() -> dict[str, Any]:
-    run = {
-        "script": "benchmarks/cpu_peers.py",
-        "commit": "abc1234",
-        "date": "2026-11-21",
-        "processor": "made up",
-        "models": {"target": "t", "draft": "d"},
-        "options": {"threads": 2, "repeats": 2, "num_prompts": 4},
-        "versions": {"emssd": {"emssd": "0.1.0"}, "vllm": {"vllm": "0"}},
-    }
-    cells: list[dict[str, Any]] = [
-        {"peer": peer, "mode": mode, "batch_size": size, "tokens_per_second": [rate, rate * 1.1], "num_rows": 4,
-         "equal_rows": {"HF float32": 3}, "equal_to_own_greedy": None if mode == "greedy" else 4}
-        for size in (4, 8)
-        for mode in ("greedy", "ngram")
-        for peer, rate in (("emssd", 30.0 * size), ("vllm", 20.0 * size))
-    ]  # fmt: skip
-    cells.append({"peer": "openvino", "mode": "greedy", "batch_size": 4, "failed": "no | memory\nat all"})
-    return {"run": run, "cells": cells}

@@ -38,8 +38,7 @@ class Page:
 @pytest.fixture(scope="module")
 def page(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
     folder = tmp_path_factory.mktemp("page")
-    runs = [str(everything), str(everything / "peers.json")]
-    main([*runs, "--out", str(folder), "--name", "all", "--title", "All <of> it"])
+    main([str(everything), "--out", str(folder), "--name", "all", "--title", "All <of> it"])
     return Page(folder, (folder / "all.md").read_text(), (folder / "all.html").read_text())
 
 
@@ -80,7 +79,7 @@ def test_every_kind_of_rows_has_its_section(page: Page) -> None:
     starts = [
         "Figure 1", "Table 2", "Table 3", "Table 4", "Appendix: several datasets", "Padding of the vanilla",
         "Acceptance by", "Time of a step", "Appendix: expected padding", "Crossover", "Drafters side by side",
-        "Experiment my own", "Where the time of a step goes, and its floor", "Beside other engines", "Single runs",
+        "Experiment my own", "Where the time of a step goes, and its floor", "Single runs",
         "Where this comes from",
     ]  # fmt: skip
     assert len(titles) == len(starts)
@@ -112,7 +111,6 @@ def test_text_from_rows_is_shown_as_it_is(page: Page) -> None:
     text = "".join(page.tree.itertext())
     assert "All <of> it" in text
     assert "made up | for tests, 2 threads" in text  # the processor's name, which stands in a table, too
-    assert "failed: no | memory" in text
     cells = {len(line.findall("th")) + len(line.findall("td")) for line in page.tree.iter("tr")}
     for made in page.tree.iter("table"):
         widths = {len(list(line)) for line in made.iter("tr")}
@@ -222,12 +220,6 @@ def test_the_time_of_a_step_is_shown_by_phase_beside_its_floor(tmp_path: Path) -
 def _text(folder: Path) -> str:
     found = sections(read([folder]))
     return "\n".join(section.markdown() for section in found)
-
-
-def test_peers_stand_beside_their_spread(page: Page) -> None:
-    section = next(part for part in page.markdown.split("\n## ") if part.startswith("Beside other engines"))
-    assert "| 4 | greedy | vllm | 84 (80–88) | 1.50 |  | 3/4 |" in section
-    assert "| 8 | ngram | vllm | 168 (160–176) | 1.50 | 4/4 | 3/4 |" in section
 
 
 def test_single_runs_are_listed(page: Page, everything: Path) -> None:

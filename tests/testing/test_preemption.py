@@ -8,8 +8,8 @@ from emssd_ragged import Kernels, RaggedConfig
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.testing.engine_machine import EngineMachine
-from emssd.testing.preemption import decode_in_little_memory, run_with_preemption
+from tests.support.engine_machine import EngineMachine
+from tests.support.preemption import decode_in_little_memory, run_with_preemption
 
 RAGGED = RaggedConfig(kernels=Kernels.torch)
 

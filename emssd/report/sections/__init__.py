@@ -8,7 +8,6 @@ from emssd.report.sections.comparisons import COMPARISONS, comparison, own
 from emssd.report.sections.crossover import crossover
 from emssd.report.sections.drafters import drafters
 from emssd.report.sections.padding import appendix, padding_ratio
-from emssd.report.sections.peers import peers
 from emssd.report.sections.provenance import provenance
 from emssd.report.sections.runs import plain_runs
 from emssd.report.sections.step_time import step_time
@@ -32,7 +31,6 @@ def sections(material: Material) -> list[Section]:
         drafters(material),
         *own(material, [*(about.experiment for about in COMPARISONS), *_OTHERS]),
         time_of_steps(material),
-        peers(material),
         plain_runs(material),
         provenance(material),
     ]

@@ -28,8 +28,6 @@ def provenance(material: Material) -> Section:
     )
     for said, runs in alike.items():
         section.say(f"{listed(code(run.name) for run in runs)}: {escape(said)}.")
-    for peers in material.peers:
-        section.say(f"{code(peers.name)}: see its section.")
     return section
 
 

@@ -30,10 +30,10 @@ from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.budgets import ScriptedBudget
-from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
-from emssd.testing.preemption import run_with_preemption
+from tests.support.engine_machine import EngineMachine
+from tests.support.preemption import run_with_preemption
 
 
 class Told(Drafter):

@@ -24,9 +24,9 @@ from emssd.attention import AttentionBackend
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Sequence
-from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
-from emssd.testing.preemption import decode_in_little_memory, run_with_preemption
+from tests.support.engine_machine import EngineMachine
+from tests.support.preemption import decode_in_little_memory, run_with_preemption
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(

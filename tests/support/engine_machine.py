@@ -21,7 +21,8 @@ from emssd.sequences import FinishReason, Request, Sequence
 from emssd.simulate.recording import StepLog
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, References
-from emssd.testing.strategies import drafters, policies
+from emssd.testing.strategies import policies
+from tests.support.strategies import drafters_with_eos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
         crowded: every run begins with more prompts than are admitted together, not just some. In the simplest there is
             so little room that prompts are computed in pieces and rows preempted.
         num_preempted, num_pieces: rows preempted, and pieces of prompts, in all runs;
-            `emssd.testing.preemption.run_with_preemption` sees to it that they occur.
+            `tests.support.preemption.run_with_preemption` sees to it that they occur.
     """
 
     max_prompt_tokens = 30
@@ -74,7 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
     def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
         """The drafters to run with: single ones, or several that are asked in turn."""
         references = self.references()
-        return drafters(references.target.vocab_size, references, eos_token_ids=[1])
+        return drafters_with_eos(references.target.vocab_size, references, eos_token_ids=[1])
 
     def policies(self) -> st.SearchStrategy[BudgetPolicy]:
         """The budget policies to run with."""

@@ -1,39 +1,108 @@
-"""Other engines beside this one, from the results of ``benchmarks/cpu_peers.py``."""
+"""The page of ``python -m emssd.report`` with one section more: other engines, from ``benchmarks/cpu_peers.py``.
+
+Use it as ``python benchmarks/peers_report.py RUNS --peers FILE --out DIR --title TEXT``.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from emssd.errors import ConfigError, exit_on_error
+from emssd.report.__main__ import make_parser, report
 from emssd.report.cells import Spread
 from emssd.report.figures import Curve, colour, curves
 from emssd.report.rows import machine_name
-from emssd.report.sections.common import Section
-from emssd.report.sources import Material, PeersRun
+from emssd.report.sections import Section, sections
+from emssd.report.sources import read
 from emssd.report.tables import code, escape, listed, pairs, table_of
 
-__all__ = ["peers"]
+__all__ = ["main", "peers", "read_peers"]
+
+
+class PeersRun(NamedTuple):
+    """A comparison with other engines.
+
+    Attributes:
+        name: its file.
+        run: what ran, on what.
+        cells: one for each engine, mode and batch size.
+    """
+
+    name: str
+    run: Mapping[str, Any]
+    cells: list[dict[str, Any]]
+
 
 _Runs = Seq[PeersRun]  # of one setting, each with batch sizes of its own
 _Cell = Mapping[str, Any]
+_FAILED = ("batch_size", "mode", "peer")
+_CELL = (*_FAILED, "tokens_per_second", "equal_rows")
+_RUN = ("script", "commit", "date", "processor", "models", "options", "versions")
 _TOLD = ("prompts", "max_new_tokens", "dtype", "repeats")
 _CUT = ("batch_sizes", "num_prompts")  # options in which the parts of a run differ that was cut by batch size
 
 
-def peers(material: Material) -> Section | None:
+def main(arguments: Seq[str] | None = None) -> None:
+    """Parse the command line and make the report."""
+    with exit_on_error("peers_report.py"):
+        parser = make_parser()
+        parser.prog = "python benchmarks/peers_report.py"
+        parser.add_argument(
+            "--peers", nargs="+", type=Path, required=True, metavar="FILE", help="results of benchmarks/cpu_peers.py"
+        )
+        options = parser.parse_args(arguments)
+        compared = read_peers(options.peers)
+        found = sections(read(options.runs))
+        place = next(index for index, section in enumerate(found) if section.name in ("runs", "provenance"))
+        found.insert(place, peers(compared))
+        for each in compared:
+            found[-1].say(f"{code(each.name)}: see its section.")
+        for file in report(found, options.out, title=options.title, name=options.name)[:2]:
+            print(file)
+
+
+def read_peers(paths: Iterable[Path]) -> list[PeersRun]:
+    """The comparisons in these files.
+
+    Raises:
+        ConfigError: a file cannot be read, or is of another format.
+    """
+    found = []
+    for path in paths:
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+        if not isinstance(value, dict) or not {"run", "cells"} <= value.keys():
+            raise ConfigError(f"{path} is no result of benchmarks/cpu_peers.py")
+        for cell in value["cells"]:
+            _need(cell, _FAILED if "failed" in cell else _CELL, f"{path}: a cell")
+        _need(value["run"], _RUN, f"{path}: its run")
+        found.append(PeersRun(str(path), value["run"], value["cells"]))
+    return found
+
+
+def _need(value: Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    for name in names:
+        if name not in value:
+            raise ConfigError(f"{what} has no {name!r}; run benchmarks/cpu_peers.py again")
+
+
+def peers(compared: Iterable[PeersRun]) -> Section:
     """Tokens/s and exact matches of all engines, those of one run together."""
-    if not material.peers:
-        return None
     section = Section("peers", "Beside other engines")
     section.say(
         "Every engine ran in a process of its own, in turn with the others, on the same prompts; tokens/s include the "
         "prompts. *= own greedy* counts rows whose tokens are those of the engine's own greedy decoding at that batch "
         "size; the other columns count likewise, with the outputs that they name."
     )
-    for runs in _joined(material.peers):
+    for runs in _joined(compared):
         _of_runs(section, runs)
     return section
 
@@ -118,3 +187,7 @@ def _origin(runs: _Runs) -> str:
         for each in runs
     )
     return f"{escape(said)} {listed(files)}."
+
+
+if __name__ == "__main__":
+    main()

@@ -12,9 +12,9 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter
 from emssd.model import TargetModel
-from emssd.testing.engine_machine import EngineMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
+from tests.support.engine_machine import EngineMachine
 
 __all__ = ["decode_in_little_memory", "run_with_preemption"]
 

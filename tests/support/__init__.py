@@ -1,0 +1,1 @@
+"""What several test files share: the state machine of the engine, its runs in little memory, strategies."""
