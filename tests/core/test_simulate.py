@@ -21,8 +21,18 @@ from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.model import CausalLMRunner
-from emssd.sequences import Request, Sequence
-from emssd.simulate import PRESETS, Simulation, Simulator, Trace, geometric_trace, warm_up
+from emssd.sequences import FinishReason, Request, Sequence
+from emssd.simulate import (
+    PRESETS,
+    FittedCurve,
+    RequestTrace,
+    Simulation,
+    Simulator,
+    StageTrace,
+    Trace,
+    geometric_trace,
+    warm_up,
+)
 from emssd.simulate.commands import make_budget
 from emssd.simulate.recording import logged_steps, record_trace
 from emssd.testing.drafters import ChainDrafter
@@ -194,6 +204,29 @@ def test_seconds_are_those_of_the_curve() -> None:
     expected = sum(CURVE.verify_seconds(step.num_tokens, step.num_kv_tokens) for step in run.steps)
     assert run.report.total_seconds == pytest.approx(expected)
     assert run.report.tokens_per_second == pytest.approx(12 * 150 / expected)
+
+
+def test_drafting_takes_the_seconds_of_its_curve_stage_by_stage() -> None:
+    trace = geometric_trace(0.5, 4, num_speculative_tokens=3, max_new_tokens=9, seed=0)
+    curve = FittedCurve((0,), (1.0, 0.0, 0.0), ((5.0, 7.0, 11.0),))
+    run = Simulator(trace, ContinuousScheduler(4), FixedBudget(), curve).run()
+    drafting = [step.stages[0].budget for step in run.steps if any(step.stages[0].budget)]
+    expected = sum(5.0 + 7.0 * max(budget) + 11.0 * sum(budget) for budget in drafting)
+    assert run.report.seconds["draft"] == pytest.approx(expected)
+    assert sum(step.stages[0].seconds for step in run.steps) == pytest.approx(expected)
+    assert run.report.seconds["forward"] == len(run.steps)
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_a_row_ends_where_its_trace_does_before_its_limit_also_by_a_drafted_token(right: int) -> None:
+    # after two tokens, the third ends the row; it is drafted, rightly or wrongly
+    stage = StageTrace((0, 0, 2) if not right else (0, 2, 0), (0, 0, 0) if not right else (0, 2, 0))
+    trace = Trace((2,), (RequestTrace("a", 3, 50, (stage,)),))
+    run = Simulator(trace, ContinuousScheduler(1), FixedBudget(), FittedCurve((0,), (1.0, 0.0, 0.0), ())).run()
+    (row,) = run.sequences
+    assert (len(row.output_ids), row.finish_reason) == (3, FinishReason.EOS)
+    assert len(run.steps) == (2 if right else 3)
+    assert run.report.num_accepted == 2 * right
 
 
 def test_what_cannot_run_is_refused() -> None:
