@@ -8,39 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
-from emssd_ragged.backend import ragged_backend
 from emssd_ragged.fused import FusedKernels
 from emssd_ragged.grouped import GroupedKernels
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan
+from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.paged import ReferenceKernels, rerun
+from tests.support.backends import BACKENDS, MakeBackend
 
 pytestmark = pytest.mark.slow  # random histories
-
-MakeBackend = Callable[[], AttentionBackend]
-
-BACKENDS: dict[str, MakeBackend] = {
-    "ragged-page-1": lambda: ragged_backend(page_size=1),
-    "ragged-page-3": lambda: ragged_backend(page_size=3),
-    "ragged-page-16": lambda: ragged_backend(page_size=16, kernels="torch"),
-    "ragged-fused": lambda: ragged_backend(kernels="fused"),
-    "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
-    "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
-    "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
-    "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
-    "paged-grows": lambda: PagedBackend(ReferenceKernels(), page_size=2),
-    "paged-page-1": lambda: PagedBackend(ReferenceKernels(), page_size=1, memory_fraction=1.0),
-    "paged-page-16": lambda: PagedBackend(ReferenceKernels(), page_size=16, memory_fraction=1.0),
-    "paged-recorded": lambda: PagedBackend(
-        ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=3, memory_fraction=1.0
-    ),
-    "dense": DenseBackend,
-}
 
 
 def run_machine(make: MakeBackend, **changes: object) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_padded.backend import PaddedBackend
-from emssd_ragged.backend import ragged_backend
 
-from emssd.attention import AttentionBackend, LayerSpec, PagedBackend, additive_mask, masked_attention
+from emssd.attention import AttentionBackend, LayerSpec, additive_mask, masked_attention
 from emssd.attention.seen import StepWatch
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
@@ -24,25 +22,10 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Generation, Request, Sequence
 from emssd.testing.drafters import ChainDrafter
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import DenseBackend, greedy_reference
-from emssd.testing.paged import ReferenceKernels, rerun
+from emssd.testing.oracle import greedy_reference
+from tests.support.backends import MakeBackend, chosen
 
-MakeBackend = Callable[[], AttentionBackend]
-
-BACKENDS: dict[str, MakeBackend] = {
-    "ragged-page-3": lambda: ragged_backend(page_size=3),
-    "ragged-page-16": lambda: ragged_backend(page_size=16, kernels="torch"),
-    "ragged-fused": lambda: ragged_backend(kernels="fused"),
-    "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
-    "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
-    "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
-    "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
-    "paged": lambda: PagedBackend(ReferenceKernels(), page_size=4, memory_fraction=1.0),
-    "paged-recorded": lambda: PagedBackend(
-        ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=3, memory_fraction=1.0
-    ),
-    "dense": DenseBackend,
-}
+BACKENDS = chosen("ragged-page-1", "paged-grows", "paged-page-1", "paged-page-16")
 each_backend = pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
 
 BAD, NEW_TOKENS = 60, 12

@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_padded.backend import PaddedBackend
-from emssd_ragged.backend import ragged_backend
 
-from emssd.attention import AttentionBackend, PagedBackend
+from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import DenseBackend, greedy_reference
-from emssd.testing.paged import ReferenceKernels, rerun
+from emssd.testing.oracle import greedy_reference
+from tests.support.backends import chosen
 
 # Small vocabularies make rubbish right by chance; untied embeddings keep Gemma from repeating its last token for ever.
 MODELS: dict[str, dict[str, Any]] = {
@@ -32,20 +30,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2-7": {"architecture": "gemma2", "vocab_size": 7, "tie_word_embeddings": False},
 }
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "ragged-page-1": lambda: ragged_backend(page_size=1),
-    "ragged-page-16": lambda: ragged_backend(page_size=16, kernels="torch"),
-    "ragged-fused": lambda: ragged_backend(kernels="fused"),
-    "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
-    "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
-    "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
-    "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
-    "paged": lambda: PagedBackend(ReferenceKernels(), memory_fraction=1.0),
-    "paged-recorded": lambda: PagedBackend(
-        ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=3, memory_fraction=1.0
-    ),
-    "dense": DenseBackend,  # slow, and it asserts what the engine owes to a backend
-}
+# "dense" is slow, and it asserts what the engine owes to a backend
+BACKENDS = chosen("ragged-page-3", "paged-grows", "paged-page-1", "paged-page-4")
 
 
 @dataclass

@@ -1,0 +1,41 @@
+"""Every backend that runs without a GPU, under the name that tests are drawn by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emssd_padded.backend import PaddedBackend
+from emssd_ragged.backend import ragged_backend
+
+from emssd.attention import AttentionBackend, PagedBackend
+from emssd.testing.oracle import DenseBackend
+from emssd.testing.paged import ReferenceKernels, rerun
+
+__all__ = ["BACKENDS", "MakeBackend", "chosen"]
+
+MakeBackend = Callable[[], AttentionBackend]
+
+BACKENDS: dict[str, MakeBackend] = {
+    "ragged-page-1": lambda: ragged_backend(page_size=1),
+    "ragged-page-3": lambda: ragged_backend(page_size=3),
+    "ragged-page-16": lambda: ragged_backend(page_size=16, kernels="torch"),
+    "ragged-fused": lambda: ragged_backend(kernels="fused"),
+    "padded": lambda: PaddedBackend(pad_kv=True, pad_inputs=True),
+    "unpad_inputs": lambda: PaddedBackend(pad_kv=True, pad_inputs=False),
+    "unpad_kv": lambda: PaddedBackend(pad_kv=False, pad_inputs=True),
+    "unpad_both": lambda: PaddedBackend(pad_kv=False, pad_inputs=False),
+    "paged-grows": lambda: PagedBackend(ReferenceKernels(), page_size=2),
+    "paged-page-1": lambda: PagedBackend(ReferenceKernels(), page_size=1, memory_fraction=1.0),
+    "paged-page-4": lambda: PagedBackend(ReferenceKernels(), page_size=4, memory_fraction=1.0),
+    "paged-page-16": lambda: PagedBackend(ReferenceKernels(), page_size=16, memory_fraction=1.0),
+    "paged-recorded": lambda: PagedBackend(
+        ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=3, memory_fraction=1.0
+    ),
+    "dense": DenseBackend,
+}
+
+
+def chosen(*left_out: str) -> dict[str, MakeBackend]:
+    """All of them but those `left_out`."""
+    assert set(left_out) <= set(BACKENDS)
+    return {name: make for name, make in BACKENDS.items() if name not in left_out}
