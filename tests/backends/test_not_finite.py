@@ -91,7 +91,7 @@ def test_rows_beside_before_and_after_a_bad_one_and_drafts_of_it_change_no_token
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith(("ragged", "paged"))])
 def test_nor_where_rows_are_preempted_and_begin_anew_on_pages_of_others(name: str) -> None:
     # Tokens that fit; where heads are padded, a page takes more.
-    room = {"ragged-page-16": 48, "ragged-fused": 80, "paged": 90, "paged-recorded": 90}
+    room = {"ragged-page-16": 48, "ragged-fused": 80, "paged-page-4": 90, "paged-recorded": 90}
     check_float64(with_embedding("llama", float("nan")), BACKENDS[name], room.get(name, 40))
 
 
