@@ -37,7 +37,7 @@ def main() -> None:
     def step(drafted: int) -> float:
         start = time.perf_counter()
         draft = Draft.from_chains([[7] * drafted] * len(rows))
-        runner.run(pack(rows, draft, target.device))
+        runner.run(pack(rows, draft))
         seconds = time.perf_counter() - start
         for row in rows:
             row.set_cached(len(row.tokens) - 1)

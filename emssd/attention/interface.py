@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from emssd.attention.packed import PackedInputs
+from emssd.attention.packed import PackedInputs, StepInputs
 
 __all__ = [
     "AttentionBackend",
@@ -54,6 +54,7 @@ class KVCacheSpec:
         max_tokens: the cache may take the memory of this many tokens; ``None`` leaves it to the backend.
         continuous: whether rows come and go at any step, and long prompts are computed in pieces. Otherwise a batch
             begins and ends as a whole.
+        trees: whether rows may end with token trees, see `PackedInputs.trees`.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -63,6 +64,7 @@ class KVCacheSpec:
     max_model_len: int
     max_tokens: int | None = None
     continuous: bool = False
+    trees: bool = False
 
     def bytes_per_token(self) -> int:
         """Bytes of KV that one token takes over all layers."""
@@ -95,13 +97,13 @@ class StepPlan:
     @classmethod
     def ragged(
         cls,
-        packed: PackedInputs,
+        inputs: StepInputs,
         attention: Any,
         replay: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None,
     ) -> StepPlan:
         """Feed the model the tokens as they are packed, ``[1, nnz]``, without padding."""
-        ids, positions = packed.input_ids.unsqueeze(0), packed.position_ids.unsqueeze(0)
-        return cls(ids, positions, packed.logit_rows, None, attention, replay)
+        ids, positions = inputs.input_ids.unsqueeze(0), inputs.position_ids.unsqueeze(0)
+        return cls(ids, positions, inputs.logit_rows, None, attention, replay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,19 @@ class Kept:
 
     Attributes:
         request_ids: ``[B]``.
-        kv_lens: ``[B]`` number of leading tokens whose KV stays.
+        kv_lens: ``[B]`` number of tokens whose KV stays.
+        sources: ``[B]``, for each row the indices in its KV, ascending, of those tokens that stay and are to move: they
+            become the last of its ``kv_lens``. Empty for a row that keeps its first tokens as they are.
     """
 
     request_ids: tuple[str, ...]
     kv_lens: tuple[int, ...]
+    sources: tuple[tuple[int, ...], ...] = ()
+
+    def moves(self) -> list[tuple[str, tuple[int, ...], range]]:
+        """The rows with tokens that move: request id, and their indices in the KV before and after."""
+        rows = zip(self.request_ids, self.kv_lens, self.sources, strict=True) if self.sources else ()
+        return [(name, sources, range(kv_len - len(sources), kv_len)) for name, kv_len, sources in rows if sources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +146,13 @@ class KVUsage:
 
 
 class AttentionBackend(ABC):
-    """Owns the KV cache of one model and computes its attention, one ragged step at a time."""
+    """Owns the KV cache of one model and computes its attention, one ragged step at a time.
+
+    Attributes:
+        takes_trees: whether `plan` takes rows that end with token trees, and `commit` moves KV.
+    """
+
+    takes_trees: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
@@ -161,8 +177,8 @@ class AttentionBackend(ABC):
     def plan(self, packed: PackedInputs) -> StepPlan:
         """Once a step: reserve room for the new tokens and prepare indices and masks.
 
-        A new request id begins an empty row. Row ``i`` attends causally to its first ``kv_lens[i]`` tokens; the new
-        tokens are the last of them. Padding tokens may carry any valid id and position.
+        A new request id begins an empty row. What each token sees, `PackedInputs` says. Padding tokens may carry any
+        valid id and position.
 
         A step may fail after this call. Then the same or other rows are planned next, without a commit between. The new
         tokens of row ``i`` follow the first ``kv_lens[i]`` less their number; forget what the row holds behind those.
@@ -190,7 +206,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def commit(self, kept: Kept) -> None:
-        """After verification, drop the KV of rejected tokens."""
+        """After verification, move the KV of accepted tree nodes together and drop that of rejected tokens."""
 
     @abstractmethod
     def release(self, request_ids: Iterable[str]) -> None:

@@ -4,24 +4,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["PackedInputs"]
+from emssd.attention.transfer import together
+from emssd.attention.trees import depths
+
+__all__ = ["Drafted", "PackedInputs", "StepInputs"]
+
+
+class Drafted(NamedTuple):
+    """Drafted tokens that only a device knows.
+
+    Attributes:
+        places: ``[d]`` int64 on the host, the tokens of the step that they are.
+        token_ids: ``[d]`` int64 on the device.
+    """
+
+    places: torch.Tensor
+    token_ids: torch.Tensor
+
+
+class StepInputs(NamedTuple):
+    """The tensors of a step that the model reads, ``[nnz]``, ``[nnz]`` and ``[R]``, on its device."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logit_rows: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """The ragged input of one step. Row ``i`` owns tokens ``qo_indptr[i]:qo_indptr[i + 1]`` of the ``nnz``.
+    """The ragged input of one step, on the host. Row ``i`` owns tokens ``qo_indptr[i]:qo_indptr[i + 1]``.
+
+    Its tokens are the last of its KV: token ``j`` of row ``i`` has the index ``kv_lens[i] - q_len + j`` there. It
+    sees the KV up to itself. In a row that ends with a tree, a node sees what is before the tree, its ancestors and
+    itself. The first nodes may be in the cache already, of an earlier step that was not committed.
 
     Attributes:
         request_ids: ``[B]``, the request whose KV each row reads and writes.
-        input_ids: ``[nnz]`` int64.
-        position_ids: ``[nnz]`` int64, true positions counted from 0 in each sequence.
-        qo_indptr: ``[B + 1]`` host integers with a leading zero.
-        kv_lens: ``[B]`` host integers: the KV length of each row once the tokens of this step are written.
+        input_ids: ``[nnz]`` int64; 0 where a token is one of `drafted`.
+        position_ids: ``[nnz]`` int64, true positions counted from 0 in each sequence. In a tree they go by depth.
+        qo_indptr: ``[B + 1]`` integers with a leading zero.
+        kv_lens: ``[B]``, the KV length of each row once the tokens of this step are written.
         logit_rows: ``[R]`` int64, the tokens whose logits are wanted: the newest token of each row and its drafts, but
             none in rows that compute a piece of their prompt.
+        trees: ``[B]``, for each row the tree that its last KV is, see `emssd.attention.trees`; empty for a row without
+            branches. ``None``: no row has any.
+        drafted: tokens that only the device knows; ``None`` if the host knows all.
     """
 
     request_ids: tuple[str, ...]
@@ -30,6 +61,8 @@ class PackedInputs:
     qo_indptr: tuple[int, ...]
     kv_lens: tuple[int, ...]
     logit_rows: torch.Tensor
+    trees: tuple[tuple[int, ...], ...] | None = None
+    drafted: Drafted | None = None
 
     @property
     def num_rows(self) -> int:
@@ -45,3 +78,18 @@ class PackedInputs:
     def num_tokens(self) -> int:
         """Number of tokens ``nnz``."""
         return self.qo_indptr[-1]
+
+    def kv_positions(self, row: int) -> list[int]:
+        """``[kv_lens[row]]`` the position of each token in the KV of a row."""
+        tree = self.trees[row] if self.trees is not None else ()
+        num_before = self.kv_lens[row] - len(tree)
+        return [*range(num_before), *(num_before - 1 + depth for depth in depths(tree))]
+
+    def on(self, device: torch.device) -> StepInputs:
+        """What the model reads, moved to `device` in one copy."""
+        if self.drafted is None:
+            return StepInputs(*together([self.input_ids, self.position_ids, self.logit_rows], device))
+        inputs = [self.input_ids, self.position_ids, self.logit_rows, self.drafted.places]
+        ids, positions, logit_rows, places = together(inputs, device)
+        ids = ids.index_copy(0, places, self.drafted.token_ids)
+        return StepInputs(ids, positions, logit_rows)

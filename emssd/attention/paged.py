@@ -12,6 +12,7 @@ from emssd.attention.memory import free_bytes
 from emssd.attention.packed import PackedInputs
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, page_bytes
+from emssd.attention.transfer import on_device
 from emssd.errors import ConfigError, OutOfMemoryError
 
 __all__ = ["PagedBackend", "PagedKernels"]
@@ -21,7 +22,12 @@ class PagedKernels(ABC):
     """A family of attention kernels over paged KV: the layout of its pages, and what it computes from them.
 
     One object serves one `PagedBackend`.
+
+    Attributes:
+        takes_trees: whether `plan` takes rows that end with token trees.
     """
+
+    takes_trees: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
@@ -48,6 +54,16 @@ class PagedKernels(ABC):
     ) -> torch.Tensor:
         """Once a layer: store the new keys and values in the pool, then attend. See `AttentionBackend.forward`."""
 
+    def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the keys or the values of some tokens to other slots. All are read before the first is written.
+
+        Args:
+            pages: one of the pool's tensors, ``[num_pages, *shape of a page]``; here a page is ``[page_size, …]``.
+            sources, targets: ``[n]`` int64 slots, ``page * page_size + offset``.
+        """
+        slots = pages.view(-1, *pages.shape[2:])
+        slots.index_copy_(0, targets, slots.index_select(0, sources))
+
 
 class PagedBackend(AttentionBackend):
     """Sequences hold whole pages of one pool. To roll back a draft is to give back pages; nothing is copied.
@@ -68,6 +84,11 @@ class PagedBackend(AttentionBackend):
         self._memory_fraction = memory_fraction
         self._table = PageTable(page_size)
         self._peak_held = 0
+
+    @property
+    def takes_trees(self) -> bool:  # type: ignore[override]  # read-only: that of its kernels
+        """Whether any of its kernels take rows that end with token trees."""
+        return any(kernels.takes_trees for kernels in self._choice)
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         return self._serving(spec).unsupported(spec, self._table.page_size)
@@ -105,6 +126,7 @@ class PagedBackend(AttentionBackend):
         return self._kernels.forward(plan, layer, query, key, value)
 
     def commit(self, kept: Kept) -> None:
+        self._move(kept)
         for request_id, kv_len in zip(kept.request_ids, kept.kv_lens, strict=True):
             self._table.truncate(request_id, kv_len)
 
@@ -117,8 +139,20 @@ class PagedBackend(AttentionBackend):
 
     def _serving(self, spec: KVCacheSpec) -> PagedKernels:
         """The first kernels that can serve `spec`; the last if none can."""
-        *first, last = self._choice
+        *first, last = [each for each in self._choice if each.takes_trees or not spec.trees] or self._choice
         return next((each for each in first if not each.unsupported(spec, self._table.page_size)), last)
+
+    def _move(self, kept: Kept) -> None:
+        """Move the KV of accepted tree nodes to where it would be if they had been a chain."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for request_id, before, after in kept.moves():
+            sources += self._table.slots(request_id, before)
+            targets += self._table.slots(request_id, after)
+        if sources:
+            index = on_device([*sources, *targets], self._pool.keys[0].device)
+            for pages in (*self._pool.keys, *self._pool.values):
+                self._kernels.move(pages, index[: len(sources)], index[len(sources) :])
 
     def _grow_pool(self) -> None:
         """Make the pool as large as the page table, with an eighth to spare so that copying stays rare."""

@@ -74,10 +74,10 @@ class PageTable:
         for request_id in request_ids:
             self._free.extend(reversed(self._pages.pop(request_id, [])))
 
-    def slots(self, request_id: str, start: int, stop: int) -> list[int]:
-        """Pool slots (``page * page_size + offset``) of tokens ``start:stop`` of a sequence."""
+    def slots(self, request_id: str, tokens: Iterable[int]) -> list[int]:
+        """Pool slots (``page * page_size + offset``) of these tokens of a sequence."""
         pages, size = self._pages[request_id], self.page_size
-        return [pages[token // size] * size + token % size for token in range(start, stop)]
+        return [pages[token // size] * size + token % size for token in tokens]
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -16,7 +16,7 @@ from emssd.attention.paged import PagedKernels
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.attention.recorded import Capture, Compute, StaticInputs, ladder, rung
-from emssd.attention.tables import FixedShape, PagedMetadata, largest_metadata, page_metadata
+from emssd.attention.tables import FixedShape, PagedMetadata, largest_metadata, page_metadata, tree_mask
 from emssd.attention.transfer import on_device
 from emssd.errors import ConfigError
 
@@ -72,13 +72,15 @@ class PlannedKernels(PagedKernels):
         max_graph_tokens: steps with more tokens are not recorded.
     """
 
+    takes_trees = True
+
     def __init__(self, head_dims: tuple[int, ...], capture: Capture | None = None, max_graph_tokens: int = 512) -> None:
         if max_graph_tokens < 1:
             raise ConfigError(f"backend.max_graph_tokens is {max_graph_tokens}; it must be at least 1")
         self._head_dims = head_dims
         self._capture = capture
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
-        self._attention: dict[tuple[LayerSpec, int | None], PagedAttention] = {}
+        self._attention: dict[tuple[LayerSpec, int | None, bool], PagedAttention] = {}
         self._recordings: dict[int, Compute] = {}
 
     @abstractmethod
@@ -128,18 +130,20 @@ class PlannedKernels(PagedKernels):
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         metadata = page_metadata(table, packed)
-        size = rung(self._ladder, packed.num_tokens)
+        masked = packed.trees is not None
+        size = None if masked else rung(self._ladder, packed.num_tokens)
         if size is not None:
             metadata = metadata.with_rows(self._num_rows(size))
         planned: dict[LayerSpec, PagedAttention] = {}
         for layer in self._layers:
             if layer not in planned:
-                planned[layer] = self._attention_of(layer, size)
-                planned[layer].plan(metadata)
+                planned[layer] = self._attention_of(layer, size, masked)
+                planned[layer].plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
         attention = [planned[layer] for layer in self._layers]
         if size is not None:
             return self._recorded_plan(packed, metadata.slots, attention, size)
-        return StepPlan.ragged(packed, PlannedStep(on_device(metadata.slots, self._spec.device), attention))
+        step = PlannedStep(on_device(metadata.slots, self._spec.device), attention)
+        return StepPlan.ragged(packed.on(self._spec.device), step)
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -154,12 +158,13 @@ class PlannedKernels(PagedKernels):
         step.attention[layer].run(query, keys, values, out)
         return out[..., : spec.value_dim]
 
-    def _attention_of(self, layer: LayerSpec, size: int | None) -> PagedAttention:
+    def _attention_of(self, layer: LayerSpec, size: int | None, masked: bool = False) -> PagedAttention:
         """The attention for `layer`'s rules, eager or of a recorded size. It is made when it is first asked for."""
-        if (layer, size) not in self._attention:
+        key = layer, size, masked
+        if key not in self._attention:
             shape = None if size is None else self._shape(size)
-            self._attention[layer, size] = self.attention(layer, shape=shape)
-        return self._attention[layer, size]
+            self._attention[key] = self.attention(layer, masked=masked, shape=shape)
+        return self._attention[key]
 
     def _shape(self, size: int) -> FixedShape:
         """What a recording of `size` tokens must hold."""

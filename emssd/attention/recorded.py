@@ -57,11 +57,8 @@ class StaticInputs:
             scrap_slots: ``[padding]`` int64 on the host, one for each padding token.
         """
         size, device = packed.num_tokens + len(scrap_slots), self.slots.device
-        for buffer, real in (
-            (self.input_ids, packed.input_ids),
-            (self.position_ids, packed.position_ids),
-            (self.logit_rows, packed.logit_rows),
-        ):
+        buffers = (self.input_ids, self.position_ids, self.logit_rows)
+        for buffer, real in zip(buffers, packed.on(device), strict=True):
             buffer[: len(real)].copy_(real, non_blocking=True)
             buffer[len(real) : size].zero_()
         self.slots[:size].copy_(on_device(torch.cat([slots, scrap_slots]), device), non_blocking=True)

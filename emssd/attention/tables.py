@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 
 from emssd.attention.packed import PackedInputs
 from emssd.attention.pages import PageTable
+from emssd.attention.trees import ancestors
 
 __all__ = [
     "FixedShape",
@@ -83,7 +83,7 @@ def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:
         pages = table.pages(request_id)[: -(-kv_len // table.page_size)]
         kv_indices.extend(pages)
         kv_indptr.append(len(kv_indices))
-        slots.extend(table.slots(request_id, kv_len - length, kv_len))
+        slots.extend(table.slots(request_id, range(kv_len - length, kv_len)))
     return PagedMetadata(
         qo_indptr=torch.tensor(packed.qo_indptr, dtype=torch.int32),
         kv_indptr=torch.tensor(kv_indptr, dtype=torch.int32),
@@ -94,47 +94,25 @@ def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:
     )
 
 
-class Trees(Protocol):
-    """What `tree_mask` reads of a draft."""
-
-    @property
-    def lengths(self) -> list[int]: ...
-    @property
-    def indptr(self) -> tuple[int, ...]: ...
-    @property
-    def parents(self) -> tuple[int, ...] | None: ...
-
-
-def tree_mask(packed: PackedInputs, draft: Trees, sliding_window: int | None = None) -> torch.Tensor:
-    """Which tokens each token sees when drafts are trees: a node sees the cached tokens, its ancestors and itself.
+def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.Tensor:
+    """Which tokens each token sees: those before the tree, its ancestors and itself, or all up to itself in a chain.
 
     Args:
-        packed: a step whose rows end with the nodes of `draft`. The new tokens before the nodes are a chain.
-        draft: a tree for each row.
+        packed: a step.
         sliding_window: a token sees this many of the latest positions, by depth in the tree; ``None`` for all.
 
     Returns:
         ``[sum(q_len * kv_len)]`` bool: for each row of the batch a row-major ``[q_len, kv_len]``, true if seen.
     """
     masks = []
-    for row, (q_len, kv_len, num_nodes) in enumerate(zip(packed.lengths, packed.kv_lens, draft.lengths, strict=True)):
-        num_cached, first_node = kv_len - q_len, q_len - num_nodes
-        parents = list(range(-1, q_len - 1))
-        if draft.parents is not None:
-            start = draft.indptr[row]
-            parents[first_node:] = [first_node + node for node in draft.parents[start : start + num_nodes]]
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool)
-        mask[:, num_cached:] = torch.eye(q_len, dtype=torch.bool)
-        positions = torch.arange(kv_len)
-        for query, parent in enumerate(parents):
-            if parent >= 0:
-                mask[query, num_cached:] |= mask[parent, num_cached:]
-                positions[num_cached + query] = positions[num_cached + parent] + 1
-            else:
-                positions[num_cached + query] = num_cached
+    for row, (q_len, kv_len) in enumerate(zip(packed.lengths, packed.kv_lens, strict=True)):
+        mask = torch.ones(kv_len, kv_len, dtype=torch.bool).tril_()
+        if packed.trees is not None and (tree := packed.trees[row]):
+            mask[-len(tree) :, -len(tree) :] = ancestors(tree)
         if sliding_window is not None:
-            mask &= positions > positions[num_cached:, None] - sliding_window
-        masks.append(mask.flatten())
+            positions = torch.tensor(packed.kv_positions(row))
+            mask &= positions > positions[:, None] - sliding_window
+        masks.append(mask[kv_len - q_len :].flatten())
     return torch.cat(masks)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-__all__ = ["on_device", "to_host"]
+__all__ = ["on_device", "to_host", "together"]
 
 
 def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -32,3 +32,11 @@ def to_host(values: torch.Tensor) -> list[int]:
     pinned.copy_(values, non_blocking=True)
     torch.cuda.current_stream(values.device).synchronize()
     return pinned.tolist()
+
+
+def together(tensors: Seq[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Flat int64 tensors of the host, moved to `device` in one copy. The results are views of one tensor."""
+    if device.type == "cpu":
+        return list(tensors)
+    moved = on_device(torch.cat(list(tensors)), device)
+    return list(torch.split_with_sizes(moved, [len(tensor) for tensor in tensors]))

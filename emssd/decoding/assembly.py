@@ -119,7 +119,8 @@ def make_parts(
         plugin, config = registry.resolve("budget", budget)
         budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
         budget = registry.build("budget", plugin, config)
-    runner = CausalLMRunner(target, caches.make())
+    drafters = [drafter] if isinstance(drafter, Drafter) else drafter
+    runner = CausalLMRunner(target, caches.make(trees=any(each.drafts_trees for each in drafters)))
     caches.allocate()
     return Parts(
         runner,
@@ -142,10 +143,10 @@ def _context(
     registry: Registry,
     load: LoadModel | None = None,
 ) -> DrafterContext:
-    def load_runner(path: str) -> tuple[ModelRunner, Any]:
+    def load_runner(path: str, *, trees: bool = False) -> tuple[ModelRunner, Any]:
         dtype, compiled = str(target.dtype).removeprefix("torch."), target.compiled is not None
         model, own_tokenizer = (load or load_model)(path, dtype=dtype, device=str(target.device), compile=compiled)
-        cache = caches.make(model.kv_cache_spec(options.batch_size))
+        cache = caches.make(model.kv_cache_spec(options.batch_size), trees=trees)
         return CausalLMRunner(model, cache), own_tokenizer
 
     def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:

@@ -51,13 +51,13 @@ class Caches:
     def __post_init__(self) -> None:
         self.target = dataclasses.replace(self.target, continuous=self._is_continuous())
 
-    def make(self, other: KVCacheSpec | None = None) -> AttentionBackend:
+    def make(self, other: KVCacheSpec | None = None, *, trees: bool = False) -> AttentionBackend:
         """The target's backend, or that of a drafter's model with the cache `other`; of use after `allocate`.
 
         Raises:
             PluginError: the backend cannot serve it, with its reasons.
         """
-        spec = dataclasses.replace(other or self.target, continuous=self.target.continuous)
+        spec = dataclasses.replace(other or self.target, continuous=self.target.continuous, trees=trees)
         asked = spec if self._limit() is None else dataclasses.replace(spec, max_tokens=1)
         owner, backend = _built(asked, self.backend, self.registry)
         self._made.append((owner, backend, spec))
@@ -138,6 +138,8 @@ def _built(spec: KVCacheSpec, choice: Any, registry: Registry) -> tuple[str, Att
 
 def _unsupported(backend: AttentionBackend, spec: KVCacheSpec, owner: str) -> list[str]:
     with guarded(owner, "unsupported"):
+        if spec.trees and not backend.takes_trees:
+            return ["it takes no token trees, and the drafter drafts them"]
         reasons = backend.unsupported(spec)
         if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
             raise PluginError(f"unsupported of {owner} returned {reasons!r}; give a list of sentences")

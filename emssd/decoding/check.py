@@ -97,7 +97,7 @@ def _first_difference(ours: Generation, theirs: Generation, runner: ModelRunner)
 def _logits_after(tokens: tuple[int, ...], runner: ModelRunner) -> torch.Tensor:
     """The target's logits after `tokens`, ``[vocab]`` in float64."""
     sequence = Sequence(Request("emssd.decoding.check", tokens, max_new_tokens=1))
-    packed = pack([sequence], Draft.empty(1), runner.device)
+    packed = pack([sequence], Draft.empty(1))
     try:
         return runner.run(packed).logits[0].double()
     finally:

@@ -130,12 +130,12 @@ class Engine:
             schedule = self._schedule()
             draft = self.drafting.propose(schedule.batch, schedule.limits, schedule.num_prefill_tokens)
             known = draft.within(self.runner.vocab_size)
-            packed = pack(schedule.batch, known, self.runner.device, schedule.prefills)
+            packed = pack(schedule.batch, known, schedule.prefills)
             output = self.runner.run(packed)
             verification = verify_greedy(output.logits, draft)
             self.drafting.check_ids(draft, verification.drafted)
             self._advance(schedule, draft, verification)
-            outcome = Outcome(schedule.batch, draft, verification.accepted)
+            outcome = Outcome(schedule.batch, draft, verification.accepted, verification.target_ids)
             self._conclude(outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 
@@ -269,7 +269,9 @@ class Engine:
     @phase("schedule")
     def _schedule(self) -> Schedule:
         """What this step computes; rows that lose their KV to others give it back."""
-        schedule = self.scheduler.select(self.runner.fits, self.drafting.num_speculative_tokens)
+        schedule = self.scheduler.select(
+            self.runner.fits, self.drafting.num_speculative_tokens, self.drafting.drafts_trees
+        )
         self._free(schedule.preempted)
         return schedule
 
@@ -281,7 +283,9 @@ class Engine:
         kept = [len(row.tokens) + number for row, number in zip(batch, num_accepted, strict=True)]
         kept += [piece.sequence.num_cached + piece.num_tokens for piece in pieces]
         names = (*batch.request_ids, *(piece.sequence.request_id for piece in pieces))
-        self.runner.commit(Kept(names, tuple(kept)))
+        moved = tuple(_moved(len(row.tokens), nodes) for row, nodes in zip(batch, verification.accepted, strict=True))
+        sources = (*moved, *((),) * len(pieces)) if any(moved) else ()
+        self.runner.commit(Kept(names, tuple(kept), sources))
         for row, drafted, accepted, ending in zip(batch, draft.lengths, num_accepted, taken, strict=True):
             row.advance(*ending, num_drafted=drafted, num_accepted=accepted)
         for piece in pieces:
@@ -327,3 +331,8 @@ class Engine:
                 sequence.set_cached(0)
             self.runner.release(request_ids)
             self.drafting.release(request_ids)
+
+
+def _moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
+    """The KV of accepted `nodes` behind `num_tokens` tokens, as `Kept.sources`: nothing moves if they lie together."""
+    return () if not nodes or nodes[-1] == len(nodes) - 1 else tuple(num_tokens + node for node in nodes)

@@ -63,12 +63,13 @@ class Scheduler(ABC):
         self._running: list[Sequence] = []
 
     @abstractmethod
-    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
         """The next step; it has rows as long as there is work.
 
         Args:
             fits: of the target's KV cache. Every sequence fits if it is alone.
             num_speculative_tokens: the most tokens to draft for a row.
+            trees: whether a row may draft more tokens than it may still generate, as they need not follow each other.
         """
 
     def add(self, sequence: Sequence) -> None:
@@ -108,7 +109,7 @@ class StaticScheduler(Scheduler):
         batch_size: rows of a batch, at least one; fewer run if the KV cache may not hold them to their ends.
     """
 
-    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
         if not self._running:
             lengths, admitted = dict[str, int](), list[Sequence]()
             for candidate in islice(self._waiting, self.batch_size):
@@ -119,8 +120,10 @@ class StaticScheduler(Scheduler):
             for _ in admitted:  # nothing has changed up to here, where `fits` may fail
                 self._waiting.popleft()
             self._running = admitted
-        batch = Batch(tuple(self._running))
-        return Schedule(batch, tuple(_draft_limit(row, num_speculative_tokens) for row in batch))
+        rows = self._running
+        if trees:  # these may outgrow what a row will hold in the end
+            return Schedule(Batch(tuple(rows)), _draft_limits(rows, rows, num_speculative_tokens, trees, fits))
+        return Schedule(Batch(tuple(rows)), tuple(_draft_limit(row, num_speculative_tokens, trees) for row in rows))
 
 
 class ContinuousScheduler(Scheduler):
@@ -149,7 +152,7 @@ class ContinuousScheduler(Scheduler):
         self._worst_case = worst_case
         self._headroom = headroom
 
-    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
         running, preempted = self._preempt(fits)
         admitted = [] if preempted else self._admit(running, fits)
         running = [*running, *admitted]
@@ -163,7 +166,7 @@ class ContinuousScheduler(Scheduler):
                 complete.append(row)
             elif share:
                 pieces.append(Prefill(row, share))
-        limits = _draft_limits(complete, running, num_speculative_tokens, fits)
+        limits = _draft_limits(complete, running, num_speculative_tokens, trees, fits)
         for _ in admitted:  # nothing has changed up to here, where `fits` may fail
             self._waiting.popleft()
         self._waiting.extendleft(preempted)
@@ -193,11 +196,11 @@ class ContinuousScheduler(Scheduler):
 
 
 def _draft_limits(
-    rows: list[Sequence], running: list[Sequence], num_speculative_tokens: int, fits: Fits
+    rows: list[Sequence], running: list[Sequence], num_speculative_tokens: int, trees: bool, fits: Fits
 ) -> tuple[int, ...]:
     """``[B]`` for `rows`, which are some of those `running`. Where the cache is nearly full they draft less."""
     while True:
-        limits = tuple(_draft_limit(row, num_speculative_tokens) for row in rows)
+        limits = tuple(_draft_limit(row, num_speculative_tokens, trees) for row in rows)
         if not any(limits):
             return limits
         lengths = {row.request_id: len(row.tokens) for row in running}
@@ -207,9 +210,10 @@ def _draft_limits(
         num_speculative_tokens //= 2
 
 
-def _draft_limit(row: Sequence, num_speculative_tokens: int) -> int:
-    """One below what the row may still generate, since every step gives one token of the target's own."""
-    return max(0, min(num_speculative_tokens, row.num_remaining - 1))
+def _draft_limit(row: Sequence, num_speculative_tokens: int, trees: bool) -> int:
+    """A chain ends one below what the row may still generate, since every step gives one token of the target's own."""
+    most = max(0, row.num_remaining - 1)
+    return num_speculative_tokens if trees and most else min(num_speculative_tokens, most)
 
 
 def _shares(needs: list[int], budget: int) -> list[int]:

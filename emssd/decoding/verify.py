@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from emssd.attention.transfer import to_host
+from emssd.attention.trees import Parents
 from emssd.drafting import Draft
 from emssd.metrics.timing import phase
 from emssd.native import loaded_kernels
@@ -24,11 +25,13 @@ class Verification:
         new_tokens: ``[B]`` per row the accepted tokens followed by one token of the target's own: *recovered* where
             a draft token was rejected, *bonus* where all were accepted. Never empty; its length is the acceptance
             length τ.
+        target_ids: ``[B]`` per row the target's choice behind its newest token, then behind each node of its draft.
         drafted: ``[num_draft]`` the drafted token ids, now on the host.
     """
 
     accepted: tuple[Seq[int], ...]
     new_tokens: tuple[list[int], ...]
+    target_ids: tuple[list[int], ...]
     drafted: tuple[int, ...]
 
 
@@ -42,12 +45,12 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 @phase("verify")
 def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
-    """Accept each row's longest draft prefix that equals the target's own argmax (Equations 4 and 5).
+    """Accept each row's longest way through its tree that equals the target's own argmax (Equations 4 and 5).
 
     Args:
         logits: ``[R, vocab]`` with ``R = B + num_draft``: of each row the logits after its newest token, then
             after each of its drafted tokens.
-        draft: the chains that were verified.
+        draft: the trees that were verified.
     """
     best = greedy_tokens(logits)
     # One copy to the host brings everything that the step needs to know, and is the only time that the host waits.
@@ -58,13 +61,31 @@ def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
         targets, drafted = host[: best.numel()], host[best.numel() :]
     accepted: list[Seq[int]] = []
     new_tokens: list[list[int]] = []
+    target_ids: list[list[int]] = []
     for row, (start, stop) in enumerate(zip(draft.indptr, draft.indptr[1:], strict=False)):
-        target_row = targets[start + row : stop + row + 1]
-        num_accepted = 0
-        for token, target in zip(drafted[start:stop], target_row, strict=False):
-            if token != target:
-                break
-            num_accepted += 1
-        accepted.append(range(num_accepted))
-        new_tokens.append(target_row[: num_accepted + 1])
-    return Verification(tuple(accepted), tuple(new_tokens), tuple(drafted))
+        choices, tokens = targets[start + row : stop + row + 1], drafted[start:stop]
+        path = _chain_path(tokens, choices) if draft.parents is None else _path(tokens, draft.tree(row), choices)
+        accepted.append(path)
+        new_tokens.append([*(tokens[node] for node in path), choices[path[-1] + 1 if path else 0]])
+        target_ids.append(choices)
+    return Verification(tuple(accepted), tuple(new_tokens), tuple(target_ids), tuple(drafted))
+
+
+def _chain_path(tokens: list[int], choices: list[int]) -> range:
+    """The accepted nodes of a chain: its beginning, as far as it is what the target chooses."""
+    for node, (token, choice) in enumerate(zip(tokens, choices, strict=False)):
+        if token != choice:
+            return range(node)
+    return range(len(tokens))
+
+
+def _path(tokens: list[int], tree: Parents, choices: list[int]) -> list[int]:
+    """The accepted nodes of a tree, from its origin down: the deepest of those that the target chooses, all the way.
+
+    Children may be drafted twice. So several ways can be right, and the first of the deepest is taken.
+    """
+    paths: dict[int, list[int]] = {-1: []}
+    for node, (token, parent) in enumerate(zip(tokens, tree, strict=True)):
+        if parent in paths and token == choices[parent + 1]:
+            paths[node] = [*paths[parent], node]
+    return max(paths.values(), key=len)

@@ -38,14 +38,20 @@ class BudgetStep:
 
 
 class BudgetPolicy(ABC):
-    """Spends the tokens of a verification step where they are expected to be accepted. It cannot change the output."""
+    """Spends the tokens of a verification step where they are expected to be accepted. It cannot change the output.
+
+    Attributes:
+        max_depth: nodes of trees that are deeper are dropped before `trim`; ``None`` for no limit.
+    """
+
+    max_depth: int | None = None
 
     @abstractmethod
     def allot(self, step: BudgetStep) -> Seq[int]:
         """Before a drafter is asked: the most tokens to draft for each row, ``[B]``, each at most its limit."""
 
     def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        """After it has drafted: how much of each row's draft to verify, ``[B]``; all of it by default."""
+        """After it has drafted: how many of the first nodes of each row to verify, ``[B]``; all of them by default."""
         return draft.lengths
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:

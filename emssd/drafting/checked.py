@@ -43,6 +43,11 @@ class CheckedDrafter(Drafter):
                 return _checked_count(self.drafter.num_speculative_tokens)
         return 0
 
+    @property
+    def drafts_trees(self) -> bool:  # type: ignore[override]  # read-only: the drafter's own
+        """Whether it may draft trees."""
+        return bool(self.drafter.drafts_trees)
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         """A draft that keeps the rules of the interface; empty once the drafter has failed.
 
@@ -56,7 +61,8 @@ class CheckedDrafter(Drafter):
             return Draft.empty(len(batch))
         limits = tuple(budget)
         with self._batch_kept(batch), self._guarded("propose"):
-            return own_draft(self.drafter.propose(batch, limits), batch, limits, self._vocab_size)
+            draft = self.drafter.propose(batch, limits)
+            return own_draft(draft, batch, limits, self._vocab_size, trees=self.drafter.drafts_trees)
         return Draft.empty(len(batch))
 
     def check_ids(self, drafted: Seq[int]) -> None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from emssd.drafting.drafter import Drafter
 from emssd.model import ModelRunner
 
 __all__ = ["DrafterContext"]
+
+
+class LoadRunner(Protocol):
+    """See `DrafterContext.load_runner`."""
+
+    def __call__(self, path: str, *, trees: bool = False) -> tuple[ModelRunner, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +25,13 @@ class DrafterContext:
     Attributes:
         vocab_size: drafted ids must be below it.
         tokenizer: the target's tokenizer, if there is one.
-        load_runner: ``load_runner(path)`` gives a further model with a KV cache of its own, and its tokenizer (or
-            ``None``). The memory of all caches is divided once all drafters are built: run it from `propose` on.
+        load_runner: ``load_runner(path, trees=False)`` gives a further model with a KV cache of its own, and its
+            tokenizer (or ``None``); `trees` says whether its steps hold token trees. The memory of all caches is
+            divided once all drafters are built: run it from `propose` on.
         make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
     """
 
     vocab_size: int
     tokenizer: Any
-    load_runner: Callable[[str], tuple[ModelRunner, Any]]
+    load_runner: LoadRunner
     make_drafter: Callable[[str, Mapping[str, Any]], Drafter]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from emssd.attention.transfer import on_device
+from emssd.attention.trees import Parents, depths, is_chain
 
 if TYPE_CHECKING:
     from emssd.sequences import Batch
@@ -22,19 +23,22 @@ __all__ = ["Draft", "Outcome"]
 class Draft:
     """Drafted tokens of a whole batch: one token tree per row, ragged, a chain being the special case.
 
-    Row ``i`` holds nodes ``indptr[i]:indptr[i + 1]``.
+    Row ``i`` holds nodes ``indptr[i]:indptr[i + 1]``. A parent comes before its children, so that the first nodes of a
+    row, however many, are a tree. The nodes that are most likely to be accepted come first.
 
     Attributes:
         token_ids: ``[num_draft]`` int64, on any device.
         indptr: ``[B + 1]`` host integers with a leading zero.
         parents: ``[num_draft]`` host integers, for each node the index *within its row* of its parent, ``-1`` for
-            a child of the sequence's newest token; a parent comes before its children. ``None``: every row is a
-            chain.
+            a child of the sequence's newest token. ``None``: every row is a chain.
+        confidence: ``[num_draft]`` host numbers from 0 to 1: how sure the drafter is that a node follows its parent.
+            ``None``: it does not say.
     """
 
     token_ids: torch.Tensor
     indptr: tuple[int, ...]
     parents: tuple[int, ...] | None = None
+    confidence: tuple[float, ...] | None = None
 
     @classmethod
     def from_chains(cls, chains: Iterable[Seq[int]]) -> Draft:
@@ -45,6 +49,18 @@ class Draft:
             token_ids.extend(chain)
             indptr.append(len(token_ids))
         return cls(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr))
+
+    @classmethod
+    def from_trees(cls, trees: Iterable[Seq[tuple[int, int]]]) -> Draft:
+        """A draft of one tree per row: its nodes in order, each a token id and the index of its parent, or -1."""
+        token_ids: list[int] = []
+        parents: list[int] = []
+        indptr = [0]
+        for tree in trees:
+            token_ids.extend(token for token, _ in tree)
+            parents.extend(parent for _, parent in tree)
+            indptr.append(len(token_ids))
+        return cls(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), tuple(parents))
 
     @classmethod
     def empty(cls, num_rows: int) -> Draft:
@@ -61,13 +77,36 @@ class Draft:
         """Number of drafted tokens of each row."""
         return [stop - start for start, stop in zip(self.indptr, self.indptr[1:], strict=False)]
 
+    def tree(self, row: int) -> Parents:
+        """The parents of a row's nodes, also where it is a chain."""
+        start, stop = self.indptr[row], self.indptr[row + 1]
+        return range(-1, stop - start - 1) if self.parents is None else self.parents[start:stop]
+
     def cut(self, lengths: Seq[int]) -> Draft:
-        """The first `lengths` tokens of each row's chain, ``[B]``."""
+        """The first `lengths` nodes of each row, ``[B]``."""
         if list(lengths) == self.lengths:
             return self
-        kept = [range(start, start + length) for start, length in zip(self.indptr, lengths, strict=False)]
-        nodes = on_device([node for row in kept for node in row], self.token_ids.device)
-        return Draft(self.token_ids[nodes], (0, *accumulate(lengths)))
+        return self.pick([range(length) for length in lengths])
+
+    def shallow(self, limits: Seq[int]) -> Draft:
+        """The nodes of each row that are no deeper than its limit, ``[B]``; a child of the newest token has depth 1."""
+        if self.parents is None:
+            return self.cut([min(length, limit) for length, limit in zip(self.lengths, limits, strict=True)])
+        rows = zip(map(depths, map(self.tree, range(self.num_rows))), limits, strict=True)
+        return self.pick([[node for node, depth in enumerate(row) if depth <= limit] for row, limit in rows])
+
+    def pick(self, rows: Seq[Seq[int]]) -> Draft:
+        """The nodes `rows` of each row, ``[B]`` ascending indices within the row; with a node its parent is picked."""
+        places = [start + node for start, nodes in zip(self.indptr, rows, strict=False) for node in nodes]
+        parents = None
+        if self.parents is not None:
+            parents = tuple(parent for row, nodes in enumerate(rows) for parent in _renumbered(self.tree(row), nodes))
+        return Draft(
+            self.token_ids[on_device(places, self.token_ids.device)],
+            (0, *accumulate(map(len, rows))),
+            parents,
+            None if self.confidence is None else tuple(self.confidence[place] for place in places),
+        )
 
     @property
     def on_host(self) -> bool:
@@ -86,10 +125,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether every row is a chain."""
-        if self.parents is None:
-            return True
-        lengths = self.lengths
-        return self.parents == tuple(node - 1 for length in lengths for node in range(length))
+        return self.parents is None or all(is_chain(self.tree(row)) for row in range(self.num_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +137,17 @@ class Outcome:
         draft: what was verified: the beginning of each row's draft, as long as the budget policy decided.
         accepted: per row the accepted nodes of its draft, as indices within the row, in order; for a chain
             ``range(n)``. What an EOS or a length limit later cut off the sequence is not taken out here.
+        target_ids: per row the target's own choice behind its newest token, and then behind each node of its draft,
+            ``1 + nodes``. Behind a node that was not accepted it is what the target would have said there.
     """
 
     batch: Batch
     draft: Draft
     accepted: tuple[Seq[int], ...]
+    target_ids: tuple[Seq[int], ...]
+
+
+def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:
+    """The parents of `nodes` as indices among them."""
+    places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
+    return [places[parents[node]] for node in nodes]

@@ -17,11 +17,13 @@ class Drafter(ABC):
 
     Attributes:
         num_speculative_tokens: the most tokens this drafter proposes for one row in one step.
+        drafts_trees: whether a row's tokens may be a tree. Then a row may have more of them than it may still generate.
         replays: what is replayed, in words, by a drafter that knows the output beforehand. Its figures are called a
             replay wherever they are shown. ``None``: it drafts in earnest.
     """
 
     num_speculative_tokens: int = 0
+    drafts_trees: bool = False
     replays: str | None = None
 
     @abstractmethod
@@ -33,7 +35,8 @@ class Drafter(ABC):
             budget: ``[B]`` the most tokens to draft for each row; 0 means none. Fewer, or none, is always fine.
 
         Returns:
-            A `Draft` with one row per row of the batch and ids below the vocabulary size.
+            A `Draft` with one row per row of the batch and ids below the vocabulary size. In a tree, no node is deeper
+            than ``row.num_remaining - 1``, as every step gives one token of the target's own; see `Draft.shallow`.
         """
 
     def observe(self, outcome: Outcome) -> None:

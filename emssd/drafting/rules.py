@@ -7,19 +7,26 @@ from operator import index
 
 import torch
 
+from emssd.attention.trees import Parents, depths, is_chain
 from emssd.drafting.draft import Draft
 from emssd.errors import DraftError
-from emssd.sequences import Batch
+from emssd.sequences import Batch, Sequence
 
 __all__ = ["check_draft", "check_ids", "own_draft"]
 
 
-def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> None:
+def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> None:
     """Hold a drafter to its interface.
 
+    Args:
+        draft: what it returned.
+        batch, budget: what it was asked for.
+        vocab_size: of the target.
+        trees: whether it says that it drafts trees.
+
     Raises:
-        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, a tree, or,
-            where they lie on the host, ids outside the vocabulary.
+        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
+            that is too deep or was not announced, or, where they lie on the host, ids outside the vocabulary.
     """
     if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
         raise DraftError(
@@ -29,7 +36,7 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
     if draft.num_rows != len(batch) or draft.indptr[0] != 0 or draft.indptr[-1] != draft.token_ids.numel():
         raise DraftError(
             f"its draft has {draft.num_rows} rows over {draft.token_ids.numel()} tokens (indptr {draft.indptr}), "
-            f"but the batch has {len(batch)} rows; return one chain, possibly empty, per row"
+            f"but the batch has {len(batch)} rows; return one chain or tree, possibly empty, per row"
         )
     for sequence, length, limit in zip(batch, draft.lengths, budget, strict=True):
         if not 0 <= length <= limit:
@@ -37,13 +44,40 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -
                 f"it drafted {length} tokens for request {sequence.request_id!r} with a budget of {limit}; "
                 f"draft at most budget[row] tokens"
             )
-    if not draft.is_chain:
-        raise DraftError("it drafted a token tree, and only chains are verified so far; draft one chain per row")
+    for name, values in (("parents", draft.parents), ("confidence", draft.confidence)):
+        if values is not None and len(values) != draft.token_ids.numel():
+            raise DraftError(
+                f"its draft has {len(values)} {name} for {draft.token_ids.numel()} tokens; give one for each"
+            )
+    if draft.confidence is not None and not all(0 <= each <= 1 for each in draft.confidence):
+        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
+    for row, sequence in enumerate(batch):
+        _check_tree(draft.tree(row), sequence, trees)
     if draft.on_host:
         check_ids(draft.token_ids.tolist(), vocab_size)
 
 
-def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> Draft:
+def _check_tree(tree: Parents, sequence: Sequence, trees: bool) -> None:
+    name = sequence.request_id
+    for node, parent in enumerate(tree):
+        if not -1 <= parent < node:
+            raise DraftError(
+                f"node {node} of its tree for request {name!r} has parent {parent}; a parent is an earlier node of the "
+                f"same row, or -1 for the row's newest token"
+            )
+    if not trees and not is_chain(tree):
+        raise DraftError(
+            f"it drafted a token tree for request {name!r}, and its drafts_trees is False; draft a chain, or set "
+            f"drafts_trees = True"
+        )
+    if (depth := max(depths(tree), default=0)) > max(0, sequence.num_remaining - 1):
+        raise DraftError(
+            f"its tree for request {name!r} has depth {depth}, and the row may still generate {sequence.num_remaining} "
+            f"tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)"
+        )
+
+
+def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
     """A copy of `draft` that nobody else can write to, held to the interface; see `check_draft`.
 
     Raises:
@@ -59,8 +93,9 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int) -> 
         token_ids=draft.token_ids.clone(),
         indptr=tuple(map(index, draft.indptr)),
         parents=None if draft.parents is None else tuple(map(index, draft.parents)),
+        confidence=None if draft.confidence is None else tuple(map(float, draft.confidence)),
     )
-    check_draft(own, batch, budget, vocab_size)
+    check_draft(own, batch, budget, vocab_size, trees=trees)
     return own
 
 

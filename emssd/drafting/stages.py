@@ -49,19 +49,25 @@ class DraftStages:
         """The most tokens that any of the drafters proposes for one row in one step."""
         return max(drafter.num_speculative_tokens for drafter in self.drafters)
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether any of the drafters may draft trees."""
+        return any(drafter.drafts_trees for drafter in self.drafters)
+
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
         """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
         for stage, drafter in enumerate(self.drafters):
             with phase("schedule"):
-                most = drafter.num_speculative_tokens
-                step = BudgetStep(batch, tuple(min(limit, most) for limit in still), num_other, stage)
+                step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
                 budget = self._asked(self.policy.allot, step.limits, step)
             with phase("draft"):
                 start = time.perf_counter()
                 proposed = drafter.propose(batch, budget)
                 seconds = time.perf_counter() - start
             with phase("schedule"):
+                if (depth := self.policy.max_depth) is not None:
+                    proposed = proposed.shallow([depth] * len(batch))
                 part = proposed.cut(self._asked(self.policy.trim, proposed.lengths, step, proposed))
             parts.append(part)
             stats.append(StageStats(tuple(budget), tuple(part.lengths), seconds))
@@ -115,10 +121,7 @@ class DraftStages:
             return
         with ExitStack() as everybody:
             for drafter, stats in reversed(list(zip(self.drafters, self.stats, strict=True))):
-                accepted = tuple(
-                    nodes if length else () for nodes, length in zip(outcome.accepted, stats.drafted, strict=True)
-                )
-                own = Outcome(outcome.batch, outcome.draft.cut(stats.drafted), accepted)
+                own = _own(outcome, stats.drafted)
                 everybody.callback(drafter.observe, own)
 
     def learn(self, outcome: Outcome, stats: StepStats) -> None:
@@ -139,6 +142,21 @@ class DraftStages:
             drafter.reset()
 
 
+def _limits(drafter: CheckedDrafter, batch: Batch, still: Seq[int]) -> tuple[int, ...]:
+    """``[B]`` the most that `drafter` can draft for each row: a chain ends before the row does."""
+    most = drafter.num_speculative_tokens
+    if drafter.drafts_trees:
+        return tuple(min(limit, most) for limit in still)
+    return tuple(min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch, still, strict=True))
+
+
+def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
+    """What became of the drafts of one drafter, which drafted ``drafted [B]``: nothing for rows of others."""
+    accepted = tuple(nodes if length else () for nodes, length in zip(outcome.accepted, drafted, strict=True))
+    targets = tuple(ids[: length + 1] for ids, length in zip(outcome.target_ids, drafted, strict=True))
+    return Outcome(outcome.batch, outcome.draft.cut(drafted), accepted, targets)
+
+
 def _joined(parts: list[Draft], num_rows: int) -> Draft:
     """One draft of several; each row has tokens in at most one of them."""
     filled = [part for part in parts if part.token_ids.numel()]
@@ -146,10 +164,18 @@ def _joined(parts: list[Draft], num_rows: int) -> Draft:
         return filled[0] if filled else Draft.empty(num_rows)
     device = next((part.token_ids.device for part in filled if part.token_ids.device.type != "cpu"), None)
     offsets = [0, *accumulate(part.token_ids.numel() for part in filled)]
-    nodes, indptr = list[int](), [0]
+    nodes, indptr, parents, confidence = list[int](), [0], list[int](), list[float]()
     for row in range(num_rows):
         for part, offset in zip(filled, offsets, strict=False):
-            nodes.extend(range(offset + part.indptr[row], offset + part.indptr[row + 1]))
+            start, stop = part.indptr[row], part.indptr[row + 1]
+            nodes.extend(range(offset + start, offset + stop))
+            parents.extend(part.tree(row))
+            confidence.extend(part.confidence[start:stop] if part.confidence is not None else ())
         indptr.append(len(nodes))
     together = torch.cat([part.token_ids.to(device or "cpu", non_blocking=True) for part in filled])
-    return Draft(together[on_device(nodes, together.device)], tuple(indptr))
+    return Draft(
+        together[on_device(nodes, together.device)],
+        tuple(indptr),
+        None if all(part.parents is None for part in filled) else tuple(parents),
+        tuple(confidence) if len(confidence) == len(nodes) else None,
+    )

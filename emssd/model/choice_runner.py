@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from emssd.attention import Kept, KVUsage, PackedInputs
+from emssd.attention.trees import Parents
 from emssd.model.runner import ModelOutput, ModelRunner
 
 __all__ = ["ChoiceRunner"]
@@ -27,13 +28,14 @@ class ChoiceRunner(ModelRunner):
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
 
     @abstractmethod
-    def choices(self, request_id: str, length: int, drafted: Seq[int]) -> Seq[int]:
+    def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> Seq[int]:
         """The target's choice behind the newest token of a row, and behind each of its drafted tokens.
 
         Args:
             request_id: of the row.
             length: tokens that the row has without its draft.
-            drafted: its draft, a chain.
+            drafted: its draft.
+            tree: the parents of the drafted tokens, also of a chain.
 
         Returns:
             ``[1 + len(drafted)]`` token ids.
@@ -42,12 +44,14 @@ class ChoiceRunner(ModelRunner):
     def run(self, packed: PackedInputs) -> ModelOutput:
         tokens, wanted = packed.input_ids.tolist(), packed.logit_rows.tolist()
         chosen = list[int]()
-        rows = zip(packed.request_ids, packed.kv_lens, packed.qo_indptr[1:], strict=True)
-        for request_id, kv_len, stop in rows:
+        trees = packed.trees or ((),) * packed.num_rows
+        rows = zip(packed.request_ids, packed.kv_lens, packed.qo_indptr[1:], trees, strict=True)
+        for request_id, kv_len, stop, tree in rows:
             num_wanted = bisect_left(wanted, stop) - len(chosen)
             if num_wanted:  # none for a piece of a prompt
                 drafted = tokens[stop - num_wanted + 1 : stop]
-                chosen += self.choices(request_id, kv_len - len(drafted), drafted)
+                parents = tree or range(-1, len(drafted) - 1)
+                chosen += self.choices(request_id, kv_len - len(drafted), drafted, parents)
         return ModelOutput(F.one_hot(torch.tensor(chosen, dtype=torch.int64), self.vocab_size).float())
 
     def commit(self, kept: Kept) -> None:

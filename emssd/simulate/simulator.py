@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.attention.pages import PageTable
+from emssd.attention.trees import Parents, depths
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy
@@ -106,9 +107,11 @@ class TraceRunner(ChoiceRunner):
         self._traces = {request.request_id: request for request in trace}
         self._pages = PageTable(_PAGE_SIZE, None if max_kv_tokens is None else max_kv_tokens // _PAGE_SIZE)
 
-    def choices(self, request_id: str, length: int, drafted: Seq[int]) -> list[int]:
+    def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> list[int]:
         trace = self._traces[request_id]
-        return trace.tokens(length - trace.num_prompt, len(drafted) + 1)
+        deep = [0, *depths(tree)]
+        tokens = trace.tokens(length - trace.num_prompt, max(deep) + 1)
+        return [tokens[depth] for depth in deep]
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self._pages.fits(kv_lens.values())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, StepPlan
-from emssd.decoding.packing import pack, pack_one
+from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.testing.conformance.rules import assertions, broken
 from emssd.testing.oracle import DenseBackend
@@ -95,7 +95,7 @@ class BackendMachine(RuleBasedStateMachine):
             return
         lengths = [data.draw(st.integers(0, min(7, self._room(row))), label="drafted") for row in rows]
         chains = [self._new_ids(length) for length in lengths]
-        self._step(pack(rows, Draft.from_chains(chains), self.device))
+        self._step(pack(rows, Draft.from_chains(chains)))
         for row, chain in zip(rows, chains, strict=True):
             accepted = data.draw(st.integers(0, len(chain)), label="accepted")
             row.num_cached = len(row.tokens) + accepted
@@ -110,13 +110,13 @@ class BackendMachine(RuleBasedStateMachine):
         if not rows:
             return
         wanted = [data.draw(st.integers(1, min(5, self._room(row))), label="drafted") for row in rows]
-        self._step(pack(rows, Draft.empty(len(rows)), self.device))
+        self._step(pack(rows, Draft.empty(len(rows))))
         fed = [list(row.tokens) for row in rows]
         for depth in range(1, max(wanted)):
             active = [i for i, limit in enumerate(wanted) if limit > depth]
             ids = self._new_ids(len(active))
-            positions = [len(fed[i]) for i in active]
-            self._step(pack_one([rows[i].request_id for i in active], torch.tensor(ids, device=self.device), positions))
+            names, kv_lens = [rows[i].request_id for i in active], [len(fed[i]) + 1 for i in active]
+            self._step(pack_nodes(names, torch.tensor(ids), [1] * len(ids), kv_lens))
             for i, token in zip(active, ids, strict=True):
                 fed[i].append(token)
         for row, cached in zip(rows, fed, strict=True):
@@ -130,7 +130,7 @@ class BackendMachine(RuleBasedStateMachine):
         """Rows leave: they are finished, or an error kept the step from running for which they were `planned`."""
         rows = self._pick(data)
         if planned:
-            packed = pack(rows, Draft.empty(len(rows)), self.device)
+            packed = pack(rows, Draft.empty(len(rows)))
             self.backend.plan(packed)
             self.dense.plan(packed)
         self._release(rows)

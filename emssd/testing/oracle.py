@@ -96,6 +96,8 @@ class DenseBackend(AttentionBackend):
     holds behind those that its new tokens follow is of a step that never happened.
     """
 
+    takes_trees = True
+
     def __init__(self) -> None:
         self._keys: dict[str, list[torch.Tensor]] = {}
         self._values: dict[str, list[torch.Tensor]] = {}
@@ -114,19 +116,22 @@ class DenseBackend(AttentionBackend):
     def plan(self, packed: PackedInputs) -> StepPlan:
         assert len(set(packed.request_ids)) == packed.num_rows <= self._spec.max_batch_size
         positions = packed.position_ids.tolist()
-        for request_id, kv_len, new in zip(packed.request_ids, packed.kv_lens, _rows(packed), strict=True):
+        for row, (request_id, kv_len, new) in enumerate(
+            zip(packed.request_ids, packed.kv_lens, _rows(packed), strict=True)
+        ):
             if request_id not in self._lengths:
                 layers = self._spec.layers
                 self._keys[request_id] = [self._empty(layer.num_kv_heads, layer.key_dim) for layer in layers]
                 self._values[request_id] = [self._empty(layer.num_kv_heads, layer.value_dim) for layer in layers]
             num_cached = kv_len - (new.stop - new.start)
             assert 0 <= num_cached <= self._lengths.get(request_id, 0), (request_id, num_cached)
-            assert kv_len <= self._spec.max_model_len, request_id
+            expected = packed.kv_positions(row)[num_cached:]
+            assert max(expected) < self._spec.max_model_len, request_id
             self._cut(request_id, num_cached)
-            assert positions[new] == list(range(num_cached, kv_len)), request_id
+            assert positions[new] == expected, request_id
             self._lengths[request_id] = kv_len
         self._peak = max(self._peak, self.kv_usage.held)
-        return StepPlan.ragged(packed, packed)
+        return StepPlan.ragged(packed.on(self._spec.device), packed)
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -134,19 +139,25 @@ class DenseBackend(AttentionBackend):
         packed: PackedInputs = plan.attention
         spec = self._spec.layers[layer]
         out = query.new_empty(packed.num_tokens, spec.num_qo_heads, spec.value_dim)
-        for request_id, kv_len, new in zip(packed.request_ids, packed.kv_lens, _rows(packed), strict=True):
+        for row, (request_id, kv_len, new) in enumerate(
+            zip(packed.request_ids, packed.kv_lens, _rows(packed), strict=True)
+        ):
             keys = torch.cat([self._keys[request_id][layer], key[new].double()])
             values = torch.cat([self._values[request_id][layer], value[new].double()])
             assert len(keys) == len(values) == kv_len, f"layer {layer} of {request_id} missed a step"
             self._keys[request_id][layer], self._values[request_id][layer] = keys, values
             for token in range(new.start, new.stop):
-                seen = slice(0, kv_len - (new.stop - 1 - token))
+                seen = _seen(packed, row, kv_len - (new.stop - token))
                 if spec.sliding_window is not None:
-                    seen = slice(max(0, seen.stop - spec.sliding_window), seen.stop)
+                    seen = seen[-spec.sliding_window :]
                 out[token] = _attend(query[token].double(), keys[seen], values[seen], spec).to(out.dtype)
         return out
 
     def commit(self, kept: Kept) -> None:
+        for request_id, before, after in kept.moves():
+            assert before[-1] < self._lengths[request_id], f"{request_id} moves more than it has"
+            for stored in (*self._keys[request_id], *self._values[request_id]):
+                stored[list(after)] = stored[list(before)]
         for request_id, kv_len in zip(kept.request_ids, kept.kv_lens, strict=True):
             assert 0 <= kv_len <= self._lengths[request_id], f"{request_id} keeps more than it has"
             self._lengths[request_id] = kv_len
@@ -171,6 +182,17 @@ class DenseBackend(AttentionBackend):
 
 def _rows(packed: PackedInputs) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(packed.qo_indptr, packed.qo_indptr[1:], strict=False)]
+
+
+def _seen(packed: PackedInputs, row: int, token: int) -> list[int]:
+    """The KV that a token of a row sees, by index, from the first to itself: of a tree, the way to it."""
+    tree = () if packed.trees is None else packed.trees[row]
+    origin, way = packed.kv_lens[row] - len(tree), list[int]()
+    while token >= origin:
+        way.append(token)
+        parent = tree[token - origin]
+        token = origin + parent if parent >= 0 else origin - 1
+    return [*range(token + 1), *reversed(way)]
 
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: LayerSpec) -> torch.Tensor:

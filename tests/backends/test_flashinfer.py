@@ -43,7 +43,7 @@ def sequence(name: str, length: int, num_cached: int = 0) -> Sequence:
 
 def test_layers_with_the_same_rules_share_one_plan() -> None:
     backend = allocated(replace(SPEC, layers=(*SPEC.layers, LAYER)))
-    attention = backend.plan(pack([sequence("a", 3)], Draft.empty(1), CPU)).attention.attention
+    attention = backend.plan(pack([sequence("a", 3)], Draft.empty(1))).attention.attention
     assert attention[0] is attention[2] is not attention[1]
 
 
@@ -62,15 +62,15 @@ def test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone(
 
     prompt, nodes = draw(5), draw(1 + len(tree))  # the newest token, then its tree
     draft = Draft(torch.zeros(len(tree), dtype=torch.int64), (0, len(tree)), tree)
-    packed, table = pack([sequence("a", 6, 5)], draft, CPU), PageTable(3)
+    packed, table = pack([sequence("a", 6, 5)], draft), PageTable(3)
     table.reserve_step(packed)
     padded = padded_layer(layer, (16,))
     keys, values = torch.zeros(2, table.num_pages, 3, padded.num_kv_heads, 16, dtype=torch.float64)
-    write_kv(keys, values, torch.tensor(table.slots("a", 0, 5)), *prompt[1:])
+    write_kv(keys, values, torch.tensor(table.slots("a", range(5))), *prompt[1:])
     write_kv(keys, values, (metadata := page_metadata(table, packed)).slots, *nodes[1:])
     query = F.pad(nodes[0], (0, 6))
     attention, out = ReferenceKernels().attention(padded, masked=True), torch.empty_like(query)
-    attention.plan(metadata, tree_mask(packed, draft, window))
+    attention.plan(metadata, tree_mask(packed, window))
     attention.run(query, keys, values, out)
     out = out[..., :7]
     for node in range(len(tree)):
@@ -80,7 +80,7 @@ def test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone(
         chosen = torch.tensor([0] + [1 + step for step in path])
         dense = DenseBackend()
         dense.allocate(spec)
-        alone = pack([sequence("a", 5 + len(chosen))], Draft.empty(1), CPU)
+        alone = pack([sequence("a", 5 + len(chosen))], Draft.empty(1))
         whole = [torch.cat([old, new[chosen]]) for old, new in zip(prompt, nodes, strict=True)]
         expected = dense.forward(dense.plan(alone), 0, *whole)
         torch.testing.assert_close(out[1 + node], expected[-1], rtol=0, atol=1e-12)
@@ -102,7 +102,7 @@ class TestMemory:
         assert backend.kv_usage.peak_pool == limit // page_bytes * page_bytes == 13 * page_bytes
         assert backend.fits({"a": 48})
         assert not backend.fits({"a": 45, "b": 1})  # 12 pages and one more
-        backend.plan(pack([sequence("a", 5)], Draft.empty(1), CPU))
+        backend.plan(pack([sequence("a", 5)], Draft.empty(1)))
         assert backend.kv_usage.held == 2 * page_bytes
         backend.release(["a"])
         assert (backend.kv_usage.held, backend.kv_usage.peak_held) == (0, 2 * page_bytes)

@@ -69,7 +69,7 @@ class TestStaticInputs:
         static = StaticInputs(16, CPU)
         addresses = [tensor.data_ptr() for tensor in (static.input_ids, static.slots)]
         for num_tokens, padding in history:
-            packed = pack([sequence("a", num_tokens)], Draft.empty(1), CPU)
+            packed = pack([sequence("a", num_tokens)], Draft.empty(1))
             slots, scrap = torch.arange(100, 100 + num_tokens), torch.full((padding,), 7)
             static.fill(packed, slots, scrap)
             size = num_tokens + padding
@@ -118,7 +118,7 @@ def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str) ->
 
 def test_padding_of_a_recorded_step_is_counted_and_harms_nobody() -> None:
     backend, plain = allocated(capture=rerun, max_graph_tokens=12), allocated()
-    packed = pack([sequence("a", 7), sequence("b", 2)], Draft.empty(2), CPU)
+    packed = pack([sequence("a", 7), sequence("b", 2)], Draft.empty(2))
     plan = backend.plan(packed)
     assert plan.input_ids.shape == (1, 10)  # 9 tokens in a recording of 10
     assert plain.plan(packed).input_ids.shape == (1, 9)
@@ -127,7 +127,7 @@ def test_padding_of_a_recorded_step_is_counted_and_harms_nobody() -> None:
 @pytest.mark.parametrize("length", [9, 10, 13], ids=["padded", "full", "not recorded"])
 def test_no_output_shows_memory_that_nobody_wrote(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = allocated(capture=rerun, max_graph_tokens=12)
-    plan = backend.plan(pack([sequence("a", length)], Draft.empty(1), CPU))
+    plan = backend.plan(pack([sequence("a", length)], Draft.empty(1)))
     count = plan.input_ids.numel()
     query, key, value = (
         torch.ones(count, heads, dim, dtype=torch.float64) for heads, dim in ((4, 10), (2, 10), (2, 7))
@@ -139,7 +139,7 @@ def test_no_output_shows_memory_that_nobody_wrote(length: int, monkeypatch: pyte
 def test_padding_gets_nothing_of_a_larger_step_before_that_was_not_finite() -> None:
     backend = allocated(capture=rerun, max_graph_tokens=12)
     for name, length, filling in (("bad", 10, torch.nan), ("good", 9, 1.0)):
-        plan = backend.plan(pack([sequence(name, length)], Draft.empty(1), CPU))
+        plan = backend.plan(pack([sequence(name, length)], Draft.empty(1)))
         query, key, value = (
             torch.full((10, heads, dim), filling, dtype=torch.float64) for heads, dim in ((4, 10), (2, 10), (2, 7))
         )
@@ -150,7 +150,7 @@ def test_padding_gets_nothing_of_a_larger_step_before_that_was_not_finite() -> N
 
 def test_a_step_beyond_the_ladder_runs_as_it_is() -> None:
     backend = allocated(capture=rerun, max_graph_tokens=12)
-    plan = backend.plan(pack([sequence("a", 13)], Draft.empty(1), CPU))
+    plan = backend.plan(pack([sequence("a", 13)], Draft.empty(1)))
     assert plan.replay is None
     assert plan.input_ids.shape == (1, 13)
 
@@ -158,7 +158,7 @@ def test_a_step_beyond_the_ladder_runs_as_it_is() -> None:
 def test_a_recorded_step_reads_no_tensor_of_its_packed_inputs() -> None:
     """What a replay reads must be the static tensors: here the packed ones are spoilt after planning."""
     backend = allocated(capture=rerun, max_graph_tokens=12)
-    packed: PackedInputs = pack([sequence("a", 3)], Draft.empty(1), CPU)
+    packed: PackedInputs = pack([sequence("a", 3)], Draft.empty(1))
     plan = backend.plan(packed)
     wanted = [tensor.clone() for tensor in (plan.input_ids, plan.position_ids, plan.logits_to_keep)]
     for tensor in (packed.input_ids, packed.position_ids, packed.logit_rows):

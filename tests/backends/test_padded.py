@@ -37,7 +37,7 @@ def sequences(*lengths: int) -> list[Sequence]:
 
 def step(backend: PaddedBackend, rows: list[Sequence], drafted: list[int], accepted: list[int]) -> tuple[int, int]:
     """Run one step without a model. Returns its padding: inputs, KV."""
-    packed = pack(rows, Draft.from_chains([[0] * length for length in drafted]), SPEC.device)
+    packed = pack(rows, Draft.from_chains([[0] * length for length in drafted]))
     plan = backend.plan(packed)
     for row, number in zip(rows, accepted, strict=True):
         row.advance([0] * (number + 1), None, num_drafted=number, num_accepted=number)
@@ -89,7 +89,7 @@ def test_held_memory_is_the_rectangle_in_use(pad_kv: bool, pad_inputs: bool) -> 
 def test_positions_count_real_tokens_whatever_is_padded(pad_kv: bool, pad_inputs: bool) -> None:
     backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
     step(backend, rows, [3, 3], [3, 0])  # leaves holes in the second row, where KV is padded
-    plan = backend.plan(pack(rows, Draft.from_chains([[], [7, 8]]), SPEC.device))
+    plan = backend.plan(pack(rows, Draft.from_chains([[], [7, 8]])))
     if pad_inputs:
         assert plan.input_ids.tolist() == [[0, 0, 0], [0, 7, 8]]
         assert plan.position_ids.tolist() == [[8, 8, 8], [2, 3, 4]]
@@ -104,7 +104,7 @@ def test_holes_are_never_attended(pad_kv: bool, pad_inputs: bool) -> None:
 
     def attend(drafted: list[int], value: float) -> torch.Tensor:
         """All keys are equal, so that a query's output is the mean of all values that it sees."""
-        plan = backend.plan(pack(rows, Draft.from_chains([[0] * length for length in drafted]), SPEC.device))
+        plan = backend.plan(pack(rows, Draft.from_chains([[0] * length for length in drafted])))
         zeros = torch.zeros(plan.input_ids.numel(), 1, 1, dtype=torch.float64)
         return backend.forward(plan, 0, zeros, zeros, torch.full_like(zeros, value)).flatten()
 
@@ -136,9 +136,9 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_slab(
     with monkeypatch.context() as patch:
         patch.setattr(backend_module, "_enlarged", full)
         with pytest.raises(torch.OutOfMemoryError):
-            backend.plan(pack(rows, Draft.from_chains([[0] * 90, []]), SPEC.device))
+            backend.plan(pack(rows, Draft.from_chains([[0] * 90, []])))
     backend.release(["0"])
-    plan = backend.plan(pack(rows[1:], Draft.empty(1), SPEC.device))
+    plan = backend.plan(pack(rows[1:], Draft.empty(1)))
     assert plan.attention.key_positions.tolist() == [[*range(5)]]
     ones = torch.ones(5, 1, 1, dtype=torch.float64)
     assert torch.equal(backend.forward(plan, 0, ones, ones, ones), ones)
@@ -150,14 +150,14 @@ def test_a_slab_with_rows_of_a_finished_batch_starts_the_next_one_clean(pad_kv: 
     step(backend, rows, [3, 3], [3, 0])
     backend.release(["0", "1"])
     rows = [Sequence(Request("next", (1, 2, 3), 9))]
-    plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
+    plan = backend.plan(pack(rows, Draft.empty(1)))
     assert plan.attention.key_positions.tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3])
 def test_window_counts_the_token_itself(window: int | None) -> None:
     backend, rows = allocated(True, True), sequences(4)
-    plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
+    plan = backend.plan(pack(rows, Draft.empty(1)))
     mask = plan.attention.mask(window, torch.float64)
     assert (mask[0] == 0).sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
 

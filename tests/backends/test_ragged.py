@@ -55,7 +55,7 @@ def test_held_memory_is_the_whole_pages_of_the_tokens_to_the_byte(
     peak = 0
     for step in history:
         draft = Draft.from_chains([[0] * drafted for drafted, _ in step])
-        plan = backend.plan(packed := pack(rows, draft, SPEC.device))
+        plan = backend.plan(packed := pack(rows, draft))
         fed = [len(row.tokens) + drafted for row, (drafted, _) in zip(rows, step, strict=True)]
         peak = max(peak, pages(fed, page_size) * page_bytes)
         assert backend.kv_usage.held == pages(fed, page_size) * page_bytes
@@ -79,7 +79,7 @@ def test_held_memory_is_the_whole_pages_of_the_tokens_to_the_byte(
 )
 def test_the_fused_kernel_counts_the_padding_of_narrow_heads(dtype: torch.dtype, page_bytes: int) -> None:
     backend = allocated(16, "fused", replace(SPEC, layers=(LAYER,), dtype=dtype))
-    backend.plan(pack(sequences(17), Draft.empty(1), SPEC.device))
+    backend.plan(pack(sequences(17), Draft.empty(1)))
     assert backend.kv_usage.held == backend.kv_usage.peak_pool == 2 * page_bytes
 
 
@@ -91,7 +91,7 @@ def test_a_limit_is_kept_in_bytes_whatever_the_layout_of_a_page() -> None:
     assert not plain.fits({"a": 81, "b": 16})
     assert padded.fits({"a": 16})
     assert not padded.fits({"a": 17})
-    padded.plan(pack(sequences(16), Draft.empty(1), SPEC.device))
+    padded.plan(pack(sequences(16), Draft.empty(1)))
     assert padded.kv_usage.peak_pool <= 100 * TOKEN_BYTES
 
 
@@ -106,13 +106,13 @@ def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it(kernels: str, pag
         return torch.randn(count, heads, dim, generator=generator, dtype=torch.float64)
 
     value = draw(4, 1, 2)
-    plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
+    plan = backend.plan(pack(rows, Draft.empty(1)))
     backend.forward(plan, 0, draw(4, 2, 3), torch.zeros(4, 1, 3, dtype=torch.float64), value)
     small = backend.kv_usage.peak_pool
     assert small == page_bytes
     rows[0].set_cached(4)
     rows[0].extend([0] * 100)
-    plan = backend.plan(pack(rows, Draft.empty(1), SPEC.device))
+    plan = backend.plan(pack(rows, Draft.empty(1)))
     zeros = torch.zeros(100, 1, 3, dtype=torch.float64)
     out = backend.forward(plan, 0, draw(100, 2, 3), zeros, torch.zeros(100, 1, 2, dtype=torch.float64))
     # Equal keys give equal weights, so a query sees the mean; only the old values are not zero.
@@ -138,8 +138,8 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_pool(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", full)
         with pytest.raises(torch.OutOfMemoryError):
-            backend.plan(pack([row], Draft.empty(1), SPEC.device))
-    backend.plan(pack([row], Draft.empty(1), SPEC.device))
+            backend.plan(pack([row], Draft.empty(1)))
+    backend.plan(pack([row], Draft.empty(1)))
     assert {len(layer) for pool in (backend._pool.keys, backend._pool.values) for layer in pool} == {3}
 
 
@@ -147,21 +147,21 @@ def test_released_pages_are_used_again_before_the_pool_grows() -> None:
     backend = allocated(4)
     for serial in range(20):
         row = Sequence(Request(str(serial), (0,) * 17, 9))
-        backend.plan(pack([row], Draft.empty(1), SPEC.device))
+        backend.plan(pack([row], Draft.empty(1)))
         backend.release([row.request_id])
     assert backend.kv_usage.peak_pool == 5 * 4 * TOKEN_BYTES
 
 
 def test_a_long_prompt_beside_short_rows_attends_in_a_group_of_its_own() -> None:
     backend, rows = allocated(4), sequences(3, 17, 16, 40)
-    groups = backend.plan(pack(rows, Draft.empty(4), SPEC.device)).attention.groups
+    groups = backend.plan(pack(rows, Draft.empty(4))).attention.groups
     assert [group.num_rows for group in groups] == [2, 1, 1]
     assert [tuple(group.positions.shape) for group in groups] == [(2, 16), (1, 17), (1, 40)]
 
 
 def test_fed_tokens_are_those_packed_in_one_row() -> None:
     backend, rows = allocated(4), sequences(3, 5)
-    packed = pack(rows, Draft.from_chains([[7, 8], []]), SPEC.device)
+    packed = pack(rows, Draft.from_chains([[7, 8], []]))
     plan = backend.plan(packed)
     assert plan.input_ids.tolist() == [packed.input_ids.tolist()] == [[0, 1, 2, 7, 8, 0, 1, 2, 3, 4]]
     assert plan.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]

@@ -97,7 +97,7 @@ FAULTS = {
     "vocabulary": "it drafted token id 11, outside the target's vocabulary of 11",
     "rows": "its draft has 3 rows .* but the batch has 2 rows",
     "indptr": "broke its interface",
-    "tree": "it drafted a token tree, and only chains are verified so far",
+    "tree": "node 0 of its tree for request .* has parent 0; a parent is an earlier node",
 }
 
 
@@ -248,7 +248,7 @@ def test_it_passes_everything_on() -> None:
     draft = checked.propose(batch, [4, 1])
     assert draft.lengths == [2, 1]
     assert inner.budget == (4, 1), "which it cannot raise"
-    checked.observe(Outcome(batch, draft, (range(0), range(1))))
+    checked.observe(Outcome(batch, draft, (range(0), range(1)), ()))
     assert inner.num_observed == 1
     checked.release(iter(["a"]))
     assert inner.released == ["a"]
@@ -258,7 +258,7 @@ def test_it_is_not_asked_for_batches_without_rows() -> None:
     inner = Faulty("propose", due=1)
     checked = CheckedDrafter(inner, None, 11)
     draft = checked.propose(Batch(()), [])
-    checked.observe(Outcome(Batch(()), draft, ()))
+    checked.observe(Outcome(Batch(()), draft, (), ()))
     assert draft.lengths == []
     assert inner.num_proposed == inner.num_observed == 0
 

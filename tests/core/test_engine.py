@@ -183,7 +183,7 @@ class Faulty(Drafter):
         ("negative id", DraftError, "it drafted token id -1, outside"),
         ("one row more", DraftError, "its draft has 3 rows .* but the batch has 2 rows"),
         ("one row less", DraftError, "its draft has 1 rows .* but the batch has 2 rows"),
-        ("tree", DraftError, "only chains are verified"),
+        ("tree", DraftError, "its drafts_trees is False"),
     ],
 )
 def test_a_faulty_drafter_is_named_its_memory_is_freed_and_finished_work_is_kept(

@@ -15,7 +15,7 @@ from emssd.attention import memory
 from emssd.attention.memory import free_bytes, kv_bytes
 from emssd.decoding.caches import Caches, shares
 from emssd.decoding.options import EngineOptions
-from emssd.decoding.packing import pack_one
+from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, PluginError, PromptError
 from emssd.model import TargetModel
 from emssd.plugins.registry import Registry
@@ -148,7 +148,7 @@ def test_the_caches_of_several_draft_models_share_the_limit_with_the_targets(ker
     assert len(set(pages)) == 1
     assert 10**6 - 2 * sum(page_bytes) < pages[0] * sum(page_bytes) <= 10**6
     for backend, num_bytes in zip(made, page_bytes, strict=True):
-        backend.plan(pack_one(["a"], torch.tensor([3]), [0]))
+        backend.plan(pack_nodes(["a"], torch.tensor([3]), [1], [1]))
         assert backend.kv_usage.held == num_bytes
 
 

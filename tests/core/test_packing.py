@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import PackedInputs
-from emssd.decoding.packing import pack, pack_one
+from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
 from tests.support.strategies import drafts, prompt_batches
@@ -30,7 +30,7 @@ def unpack(packed: PackedInputs, values: torch.Tensor) -> list[list[int]]:
 @given(rows_and_drafts())
 def test_each_row_is_its_uncached_tokens_and_its_draft_at_true_positions(case: tuple[list[Sequence], Draft]) -> None:
     rows, draft = case
-    packed = pack(rows, draft, CPU)
+    packed = pack(rows, draft)
     ids, positions = unpack(packed, packed.input_ids), unpack(packed, packed.position_ids)
     assert packed.request_ids == tuple(row.request_id for row in rows)
     assert packed.num_rows == len(rows) == len(ids)
@@ -45,7 +45,7 @@ def test_each_row_is_its_uncached_tokens_and_its_draft_at_true_positions(case: t
 @given(rows_and_drafts())
 def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple[list[Sequence], Draft]) -> None:
     rows, draft = case
-    packed = pack(rows, draft, CPU)
+    packed = pack(rows, draft)
     wanted = [
         (i, position)
         for i, (row, drafted) in enumerate(zip(rows, draft.lengths, strict=True))
@@ -61,26 +61,29 @@ def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple
 def test_packing_changes_nothing_it_is_given(case: tuple[list[Sequence], Draft]) -> None:
     rows, draft = case
     before = [(list(row.tokens), row.num_cached) for row in rows], draft.token_ids.clone()
-    pack(rows, draft, CPU)
+    pack(rows, draft)
     assert [(row.tokens, row.num_cached) for row in rows] == before[0]
     assert torch.equal(draft.token_ids, before[1])
 
 
 def test_indices_are_int64_and_indptr_has_a_leading_zero() -> None:
-    packed = pack([Sequence(Request("a", (4, 5), 3))], Draft.from_chains([[6]]), CPU)
+    packed = pack([Sequence(Request("a", (4, 5), 3))], Draft.from_chains([[6]]))
     assert packed.qo_indptr == (0, 3)
     assert {packed.input_ids.dtype, packed.position_ids.dtype, packed.logit_rows.dtype} == {torch.int64}
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), min_size=1, max_size=6))
-def test_pack_one_is_packing_rows_that_lack_their_newest_token_only(pairs: list[tuple[int, int]]) -> None:
+def test_pack_nodes_is_packing_rows_that_lack_their_newest_token_only(pairs: list[tuple[int, int]]) -> None:
     tokens, positions = [list(column) for column in zip(*pairs, strict=True)]
     names = [f"r{i}" for i in range(len(pairs))]
     rows = [
         Sequence(Request(name, (0,) * position + (token,), 5), num_cached=position)
         for name, token, position in zip(names, tokens, positions, strict=True)
     ]
-    one, many = pack_one(names, torch.tensor(tokens), positions), pack(rows, Draft.empty(len(rows)), CPU)
+    one, many = (
+        pack_nodes(names, torch.tensor(tokens), [1] * len(names), [p + 1 for p in positions]),
+        pack(rows, Draft.empty(len(rows))),
+    )
     assert (one.request_ids, one.qo_indptr, one.kv_lens) == (many.request_ids, many.qo_indptr, many.kv_lens)
     for ours, theirs in [
         (one.input_ids, many.input_ids),

@@ -33,7 +33,7 @@ def steps(draw: st.DrawFn) -> tuple[PageTable, PackedInputs]:
         row.set_cached(draw(st.integers(0, length - 1)))
         table.reserve(str(name), row.num_cached)
         rows.append(row)
-    packed = pack(rows, Draft.from_chains([[0] * draw(st.integers(0, 6)) for _ in rows]), CPU)
+    packed = pack(rows, Draft.from_chains([[0] * draw(st.integers(0, 6)) for _ in rows]))
     for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
         table.reserve(request_id, kv_len + draw(st.integers(0, 6)))  # a longer step may have been given up
     return table, packed
@@ -52,21 +52,21 @@ def test_metadata_reads_and_writes_the_slots_of_every_token(step: tuple[PageTabl
         last = int(metadata.kv_last_page_len[row])
         assert 1 <= last <= size
         read = [page * size + offset for page in pages for offset in range(size)][: (len(pages) - 1) * size + last]
-        assert read == table.slots(request_id, 0, kv_len)
+        assert read == table.slots(request_id, range(kv_len))
         assert metadata.slots[qo[row] : qo[row + 1]].tolist() == read[kv_len - packed.lengths[row] :]
 
 
 def test_what_a_failed_step_took_is_given_back_before_the_next_takes_its_own() -> None:
     table, rows = PageTable(4, max_pages=5), [Sequence(Request(name, (1,) * 6, 9)) for name in "ab"]
-    table.reserve_step(pack(rows, Draft.from_chains([[0] * 6, []]), CPU))
+    table.reserve_step(pack(rows, Draft.from_chains([[0] * 6, []])))
     assert [len(table.pages(name)) for name in "ab"] == [3, 2]
-    table.reserve_step(pack(rows, Draft.from_chains([[], [0] * 6]), CPU))  # together they would be too many
+    table.reserve_step(pack(rows, Draft.from_chains([[], [0] * 6])))  # together they would be too many
     assert [len(table.pages(name)) for name in "ab"] == [2, 3]
     for row in rows:
         row.set_cached(6)
         row.extend([1])
     kept = table.pages("a")[:]
-    table.reserve_step(pack(rows, Draft.empty(2), CPU))
+    table.reserve_step(pack(rows, Draft.empty(2)))
     assert table.pages("a") == kept
 
 
@@ -127,13 +127,13 @@ def test_a_node_sees_its_ancestors_and_itself_and_nobody_else(
     forest: tuple[list[Sequence], Draft], window: int | None
 ) -> None:
     rows, draft = forest
-    packed = pack(rows, draft, CPU)
+    packed = pack(rows, draft)
     expected: list[bool] = []
     for row, tokens in enumerate(paths(rows, draft)):
         for path in tokens:
             seen = set(path if window is None else path[-window:])
             expected += [key in seen for key in range(packed.kv_lens[row])]
-    mask = tree_mask(packed, draft, window)
+    mask = tree_mask(packed, window)
     assert mask.dtype == torch.bool
     assert mask.tolist() == expected
 
@@ -142,14 +142,14 @@ def test_a_node_sees_its_ancestors_and_itself_and_nobody_else(
 def test_without_parents_the_mask_is_causal(forest: tuple[list[Sequence], Draft], window: int | None) -> None:
     rows, draft = forest
     chain = Draft(draft.token_ids, draft.indptr)
-    packed = pack(rows, chain, CPU)
+    packed = pack(rows, chain)
     causal = [
         key <= query and (window is None or key > query - window)
         for q_len, kv_len in zip(packed.lengths, packed.kv_lens, strict=True)
         for query in range(kv_len - q_len, kv_len)
         for key in range(kv_len)
     ]
-    assert tree_mask(packed, chain, window).tolist() == causal
+    assert tree_mask(packed, window).tolist() == causal
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -157,7 +157,7 @@ def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None)
     table, generator = PageTable(3), torch.Generator().manual_seed(0)
     layer = LayerSpec(4, 2, 4, 4, 0.7, sliding_window=window, softcap=5.0)
     rows = [Sequence(Request(str(i), tuple(range(4 + i)), 9)) for i in range(3)]
-    packed = pack(rows, Draft.from_chains([[0], [], [0, 0]]), CPU)
+    packed = pack(rows, Draft.from_chains([[0], [], [0, 0]]))
     for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
         table.reserve(request_id, kv_len)
     metadata = page_metadata(table, packed)
@@ -170,7 +170,7 @@ def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None)
     outs = [torch.empty_like(query) for _ in range(2)]
     for masked, out in enumerate(outs):
         attention = ReferenceKernels().attention(layer, masked=bool(masked))
-        attention.plan(metadata, tree_mask(packed, Draft.from_chains([[0], [], [0, 0]]), window) if masked else None)
+        attention.plan(metadata, tree_mask(packed, window) if masked else None)
         attention.run(query, keys, values, out)
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
 

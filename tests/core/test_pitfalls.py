@@ -87,9 +87,9 @@ def test_2_after_each_step_the_cache_equals_a_fresh_prefill(
             used, fresh = copy.deepcopy(engine.runner.backend), make_backend()
             fresh.allocate(oracle.target.kv_cache_spec(5))
             probe = Draft.from_chains([[1, 2, 3]] * len(rows))
-            from_cache = oracle.target(used.plan(pack(rows, probe, oracle.target.device)), used)
+            from_cache = oracle.target(used.plan(pack(rows, probe)), used)
             anew = [Sequence(Request(row.request_id, tuple(row.tokens), 1)) for row in rows]
-            from_scratch = oracle.target(fresh.plan(pack(anew, probe, oracle.target.device)), fresh)
+            from_scratch = oracle.target(fresh.plan(pack(anew, probe)), fresh)
         torch.testing.assert_close(from_cache, from_scratch, atol=1e-10, rtol=0)
         num_checked += 1
     assert num_checked > 3

@@ -131,6 +131,6 @@ def test_dense_backend_agrees_with_masked_attention_on_one_prompt(layer: LayerSp
         mask = mask.triu(1 - layer.sliding_window)
     backend = DenseBackend()
     backend.allocate(KVCacheSpec((layer,), torch.float64, torch.device("cpu"), 1, 64))
-    plan = backend.plan(pack([Sequence(Request("a", (1,) * length, 1))], Draft.empty(1), torch.device("cpu")))
+    plan = backend.plan(pack([Sequence(Request("a", (1,) * length, 1))], Draft.empty(1)))
     expected = masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), layer)[0]
     torch.testing.assert_close(backend.forward(plan, 0, query, key, value), expected, atol=1e-12, rtol=0)

@@ -41,9 +41,9 @@ class OutOfVocabulary(Drafter):
 def test_packing_gives_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Sequence(Request(str(i), tuple(range(3 + i)), 9)) for i in range(3)]
     draft = Draft.from_chains([[7, 8], [], [9]])
-    seen = pack(rows, draft, CPU)
+    seen = pack(rows, draft)
     monkeypatch.setattr(Draft, "on_host", property(lambda self: False))
-    assert torch.equal(pack(rows, draft, CPU).input_ids, seen.input_ids)
+    assert torch.equal(pack(rows, draft).on(CPU).input_ids, seen.input_ids)
     assert seen.input_ids.tolist() == [0, 1, 2, 7, 8, 0, 1, 2, 3, 0, 1, 2, 3, 4, 9]
 
 

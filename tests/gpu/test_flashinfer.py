@@ -195,8 +195,8 @@ def test_a_tree_attends_as_with_the_reference_kernels(window: int | None) -> Non
     spec, table = KVCacheSpec((layer,), torch.bfloat16, CUDA, 2, 64), PageTable(16)
     draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
     rows = [Sequence(Request("a", tuple(range(21)), 9)), Sequence(Request("b", (4, 5), 9))]
-    table.reserve_step(packed := pack(rows, draft, CUDA))
-    metadata, mask = page_metadata(table, packed), tree_mask(packed, draft, window)
+    table.reserve_step(packed := pack(rows, draft))
+    metadata, mask = page_metadata(table, packed), tree_mask(packed, window)
     generator = torch.Generator(CUDA).manual_seed(0)
     pages = (table.num_pages, 16, 2, 128)
     inputs = [
@@ -222,7 +222,7 @@ def test_fa3_for_prompts_equals_fa2() -> None:
         assert not backend.unsupported(spec)
         backend.allocate(spec)
         rows = [Sequence(Request("a", tuple(range(300)), 9)), Sequence(Request("b", tuple(range(40)), 9))]
-        plan = backend.plan(pack(rows, Draft.empty(2), CUDA))
+        plan = backend.plan(pack(rows, Draft.empty(2)))
         generator = torch.Generator(CUDA).manual_seed(0)
         query, key, value = (
             torch.rand(340, 8, 128, generator=generator, device=CUDA, dtype=torch.float16) for _ in range(3)

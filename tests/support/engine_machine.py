@@ -212,8 +212,8 @@ class _WatchedScheduler(ContinuousScheduler):
         self.rows[sequence.request_id] = sequence
         super().add(sequence)
 
-    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
-        self.schedules.append(super().select(fits, num_speculative_tokens))
+    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
+        self.schedules.append(super().select(fits, num_speculative_tokens, trees))
         return self.schedules[-1]
 
 

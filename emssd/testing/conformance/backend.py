@@ -169,7 +169,7 @@ class AttentionBackendConformance(Suite):
             if not rows:
                 continue
             with named("backend.fits", f"a step to {[len(each.tokens) for each in rows]} tokens, which fits allows,"):
-                backend.backend.plan(pack(rows, Draft.empty(len(rows)), self.device))
+                backend.backend.plan(pack(rows, Draft.empty(len(rows))))
             for each in rows:
                 each.advance([1], None, num_drafted=0, num_accepted=0)
             backend.commit(Kept(tuple(each.request_id for each in rows), tuple(each.num_cached for each in rows)))

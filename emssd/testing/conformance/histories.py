@@ -122,7 +122,7 @@ class _Player:
                 accepted, rejected = self._new(move.accepted, sick), self._new(move.drafted - move.accepted, True)
                 chains.append([*accepted, *rejected])
             rows = [self._rows[move.row][0] for move in turn.moves]
-            packed = pack(rows, Draft.from_chains(chains), self._spec.device)
+            packed = pack(rows, Draft.from_chains(chains))
             yield from self._run(packed, self._judged(turn, packed), len(self._spec.layers))
             for move, row, chain in zip(turn.moves, rows, chains, strict=True):
                 tokens = [*chain[: move.accepted], *self._new(1, self._rows[move.row][1])]
@@ -137,7 +137,7 @@ class _Player:
         """Attempt the step with other drafts; nothing is committed."""
         assert turn.fails_after is not None
         chains = [[next(self._other_ids) for _ in range(move.failed)] for move in turn.moves]
-        packed = pack([self._rows[move.row][0] for move in turn.moves], Draft.from_chains(chains), self._spec.device)
+        packed = pack([self._rows[move.row][0] for move in turn.moves], Draft.from_chains(chains))
         for _ in self._run(packed, [], min(turn.fails_after, len(self._spec.layers))):
             pass
 

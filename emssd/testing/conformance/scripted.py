@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from emssd.attention.trees import Parents
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import Fits, Prefill, Schedule, Scheduler
 from emssd.drafting import BudgetPolicy, Drafter
@@ -124,7 +125,7 @@ class _ToldScheduler(Scheduler):
     def has_work(self) -> bool:
         return self.schedule is not None
 
-    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
         assert self.schedule is not None
         return self.schedule
 
@@ -134,7 +135,7 @@ class _ToldRunner(ChoiceRunner):
 
     told: dict[str, Decision]
 
-    def choices(self, request_id: str, length: int, drafted: Seq[int]) -> list[int]:
+    def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> list[int]:
         decision = self.told[request_id]
         agreed, following = min(decision.agree, len(drafted)), decision.token % self.vocab_size
         if agreed < len(drafted) and drafted[agreed] == following:

@@ -177,7 +177,7 @@ class World:
             seconds=dict.fromkeys(PHASES, 0.0) | {"forward": self.seconds(num_tokens), "draft": draft_seconds},
             stages=(StageStats(tuple(budget), tuple(kept), draft_seconds),),
         )
-        self.policy.observe(Outcome(batch, draft.cut(kept), tuple(range(count) for count in accepted)), stats)
+        self.policy.observe(Outcome(batch, draft.cut(kept), tuple(range(count) for count in accepted), ()), stats)
         return budget, kept
 
     def warm(self) -> World:

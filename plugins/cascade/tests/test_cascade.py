@@ -35,6 +35,8 @@ from emssd.testing.oracle import References
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 
+IDS = ([0] * 5,) * 3  # what a target chose, of no interest here
+
 
 class Told(Drafter):
     """Drafts its own token as long as it is told for each request, and remembers what it hears."""
@@ -90,7 +92,7 @@ def test_each_drafter_hears_of_its_own_rows_and_that_nothing_was_drafted_for_oth
     batch = rows("a", "b", "c")
     draft = cascade.propose(batch, [4, 4, 4], 0)
     assert chains(draft) == [[1, 1], [2, 2, 2], []]
-    cascade.observe(Outcome(batch, draft, (range(2), range(1), range(0))))
+    cascade.observe(Outcome(batch, draft, (range(2), range(1), range(0)), IDS))
     (ours,), (theirs,) = first.outcomes, second.outcomes
     assert ours.batch == theirs.batch == batch
     assert chains(ours.draft) == [[1, 1], [], []]
@@ -105,7 +107,7 @@ def test_a_row_whose_draft_is_trimmed_away_is_offered_to_the_next_drafter() -> N
     batch = rows("a", "b")
     draft = cascade.propose(batch, [4, 4], 0)
     assert chains(draft) == [[2, 2], [1, 1, 1]]
-    cascade.observe(Outcome(batch, draft, (range(1), range(2))))
+    cascade.observe(Outcome(batch, draft, (range(1), range(2)), IDS[:2]))
     assert chains(first.outcomes[0].draft) == [[], [1, 1, 1]]
     assert chains(second.outcomes[0].draft) == [[2, 2], []]
 
@@ -114,10 +116,10 @@ def test_who_served_a_row_is_forgotten_with_the_step() -> None:
     first, second = Told(1, {"a": 2}), Told(2, {"a": 3})
     cascade = stages(first, second)
     batch = rows("a")
-    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0), (range(1),)))
+    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0), (range(1),), IDS[:1]))
     first.lengths = {}
-    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0), (range(3),)))
-    cascade.observe(Outcome(batch, cascade.propose(batch, [0], 0), (range(0),)))
+    cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0), (range(3),), IDS[:1]))
+    cascade.observe(Outcome(batch, cascade.propose(batch, [0], 0), (range(0),), IDS[:1]))
     assert [outcome.draft.lengths for outcome in first.outcomes] == [[2], [0], [0]]
     assert [outcome.draft.lengths for outcome in second.outcomes] == [[0], [3], [0]]
 

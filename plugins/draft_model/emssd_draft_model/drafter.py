@@ -15,7 +15,7 @@ import torch
 
 from emssd.attention import Kept
 from emssd.attention.transfer import on_device
-from emssd.decoding.packing import pack, pack_one
+from emssd.decoding.packing import pack, pack_nodes
 from emssd.decoding.verify import greedy_tokens
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.errors import ConfigError
@@ -130,7 +130,7 @@ class DraftModelDrafter(Drafter):
 
     def _catch_up(self, rows: list[_Row]) -> torch.Tensor:
         """Compute what is not cached. Returns the first drafted token of each row, ``[r]``."""
-        packed = pack(rows, Draft.empty(len(rows)), self._runner.device)
+        packed = pack(rows, Draft.empty(len(rows)))
         tokens = self._argmax(self._runner.run(packed).logits)
         for row in rows:
             self._num_cached[row.request_id] = row.num_cached = len(row.tokens)
@@ -140,12 +140,12 @@ class DraftModelDrafter(Drafter):
         """One token further for the rows that want more than `depth`. Returns ``[r]``; other rows hold their old."""
         active = [i for i, limit in enumerate(wanted) if limit > depth]
         names = [rows[i].request_id for i in active]
-        positions = [len(rows[i].tokens) + depth - 1 for i in active]
+        kv_lens = [len(rows[i].tokens) + depth for i in active]
         if len(active) == len(rows):
-            packed = pack_one(names, tokens, positions)
+            packed = pack_nodes(names, tokens, [1] * len(names), kv_lens)
             return self._argmax(self._runner.run(packed).logits)
         index = on_device(active, tokens.device)
-        packed = pack_one(names, tokens[index], positions)
+        packed = pack_nodes(names, tokens[index], [1] * len(names), kv_lens)
         return tokens.index_copy(0, index, self._argmax(self._runner.run(packed).logits))
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:

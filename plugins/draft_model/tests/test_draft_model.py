@@ -51,7 +51,7 @@ def make_context(model: TargetModel, tokenizer: Any = None, target_tokenizer: An
     return DrafterContext(
         vocab_size=VOCAB_SIZE,
         tokenizer=target_tokenizer,
-        load_runner=lambda path: (runner_of(model), tokenizer),
+        load_runner=lambda path, trees=False: (runner_of(model), tokenizer),
         make_drafter=lambda name, options: pytest.fail("a draft model asks for no other drafter"),
     )
 
@@ -105,7 +105,7 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str
             row.extend([*chain[: len(taken)], data.draw(TOKENS, "the target's own")])
         gone = [row for row in running if data.draw(st.booleans(), "finished")]
         with torch.inference_mode():
-            drafter.observe(Outcome(batch, draft, accepted))
+            drafter.observe(Outcome(batch, draft, accepted, ()))
             drafter.release([row.request_id for row in gone])
         running = [row for row in running if row not in gone]
     with torch.inference_mode():
@@ -154,7 +154,7 @@ def test_rows_that_its_cache_has_no_room_for_draft_nothing_in_that_step() -> Non
         draft = drafter.propose(Batch(tuple(rows)), [4, 4, 1])
         assert draft.lengths == [4, 0, 1]  # 17 and 15 tokens of KV take all three pages
         assert chains(draft)[0] == greedy(model, rows[0].tokens, 4)
-        drafter.observe(Outcome(Batch(tuple(rows)), draft, (range(0), range(0), range(0))))
+        drafter.observe(Outcome(Batch(tuple(rows)), draft, (range(0), range(0), range(0)), ()))
         drafter.release(["c"])
         assert drafter.propose(Batch(tuple(rows[1:2])), [4]).lengths == [4]  # two pages beside that of the first row
         assert drafter.propose(Batch(tuple(rows[2:])), [1]).lengths == [0]
@@ -226,7 +226,7 @@ def test_after_ids_that_only_the_target_has_nothing_is_drafted() -> None:
             assert draft.lengths == [0, 4]
             for row in rows:
                 row.extend([5])
-            drafter.observe(Outcome(batch, draft, (range(0), range(0))))
+            drafter.observe(Outcome(batch, draft, (range(0), range(0)), ()))
 
 
 def test_another_vocabulary_is_refused_by_the_tokenizers() -> None:

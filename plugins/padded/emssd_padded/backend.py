@@ -111,10 +111,11 @@ class PaddedBackend(AttentionBackend):
         for request_id, start, length in zip(packed.request_ids, starts, lengths, strict=True):
             self._table.append(request_id, range(start, start + length))
         self._peak_held = max(self._peak_held, self.kv_usage.held)
+        inputs = packed.on(self._spec.device)
         places, real = (self._index(places) for places in _rectangle(packed, longest))
         write_rows = self._index(rows).repeat_interleave(longest)
         write_slots = (self._index(starts).unsqueeze(1) + torch.arange(longest, device=places.device)).flatten()
-        self._positions[write_rows[real], write_slots[real]] = packed.position_ids
+        self._positions[write_rows[real], write_slots[real]] = inputs.position_ids
         rows_used = slice(len(rows)) if rows == list(range(len(rows))) else self._index(rows)
         watch = StepWatch() if self._watched else None
         replay = None if watch is None else watch.run
@@ -125,16 +126,16 @@ class PaddedBackend(AttentionBackend):
             # A padding token writes its KV too, to a slot that is a hole or is overwritten later.
             write_rows=write_rows if self._pad_inputs else write_rows[real],
             write_slots=write_slots if self._pad_inputs else write_slots[real],
-            positions=packed.position_ids[places].view(len(rows), longest),
+            positions=inputs.position_ids[places].view(len(rows), longest),
             key_positions=self._positions[rows_used, : self._table.num_slots],
             watch=watch,
         )
         if not self._pad_inputs:
-            return StepPlan.ragged(packed, step, replay)
-        wanted = real[packed.logit_rows]
+            return StepPlan.ragged(inputs, step, replay)
+        wanted = real[inputs.logit_rows]
         keep, column_index = torch.unique(wanted % longest, return_inverse=True)
         return StepPlan(
-            input_ids=packed.input_ids[places].view(len(rows), longest),
+            input_ids=inputs.input_ids[places].view(len(rows), longest),
             position_ids=step.positions,
             logits_to_keep=keep,
             logit_index=wanted // longest * len(keep) + column_index,

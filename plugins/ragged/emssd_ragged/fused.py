@@ -69,7 +69,7 @@ class FusedKernels(PagedKernels):
             kv_indptr=_int32([0, *accumulate(map(len, pages))]),
             kv_indices=_int32([page for row in pages for page in row]),
         )
-        return StepPlan.ragged(packed, tables)
+        return StepPlan.ragged(packed.on(packed.input_ids.device), tables)
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

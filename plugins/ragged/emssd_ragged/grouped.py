@@ -97,15 +97,16 @@ class GroupedKernels(PagedKernels):
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         slots: list[int] = []
         for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
-            slots.extend(table.slots(request_id, kv_len - length, kv_len))
+            slots.extend(table.slots(request_id, range(kv_len - length, kv_len)))
         pages = [table.pages(request_id) for request_id in packed.request_ids]
         short = [row for row, length in enumerate(packed.lengths) if length <= _MAX_GROUPED_TOKENS]
         groups = self._by_length(pages, short)
         groups += [[row] for row, length in enumerate(packed.lengths) if length > _MAX_GROUPED_TOKENS]
         watch = StepWatch() if self._watched else None
-        rectangles = [self._group(packed, pages, rows) for rows in groups]
+        inputs = packed.on(self._spec.device)
+        rectangles = [self._group(packed, inputs.position_ids, pages, rows) for rows in groups]
         step = GroupedStep(on_device(slots, self._spec.device), rectangles, watch)
-        return StepPlan.ragged(packed, step, replay=None if watch is None else watch.run)
+        return StepPlan.ragged(inputs, step, replay=None if watch is None else watch.run)
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -154,7 +155,9 @@ class GroupedKernels(PagedKernels):
             groups[-1].append(row)
         return [sorted(group) for group in groups]
 
-    def _group(self, packed: PackedInputs, pages_of: list[list[int]], rows: list[int]) -> RowGroup:
+    def _group(
+        self, packed: PackedInputs, position_ids: torch.Tensor, pages_of: list[list[int]], rows: list[int]
+    ) -> RowGroup:
         """Arrange `rows` as a rectangle of queries over a rectangle of pages."""
         device, lengths = self._spec.device, packed.lengths
         longest, page_rows = max(lengths[row] for row in rows), [pages_of[row] for row in rows]
@@ -162,7 +165,7 @@ class GroupedKernels(PagedKernels):
         pages = [page for row in page_rows for page in row + [0] * (num_pages - len(row))]
         page_index = on_device(pages, device)
         if len(rows) == packed.num_rows and all(length == longest for length in lengths):
-            return RowGroup(None, None, None, len(rows), page_index, packed.position_ids.view(len(rows), longest))
+            return RowGroup(None, None, None, len(rows), page_index, position_ids.view(len(rows), longest))
         token_index: list[int] = []
         output_index: list[int] = []
         tokens: list[int] = []
@@ -179,5 +182,5 @@ class GroupedKernels(PagedKernels):
             tokens=on_device(tokens, device),
             num_rows=len(rows),
             pages=page_index,
-            positions=packed.position_ids[index],
+            positions=position_ids[index],
         )

@@ -120,7 +120,7 @@ def drafted(drafter: Drafter, row: Sequence, budget: int = 15) -> list[int]:
 
 def finish(drafter: Drafter, prompt: Seq[int], output: Seq[int], name: str = "done") -> None:
     batch = Batch((replace(sequence(prompt, output, name), finish_reason=FinishReason.LENGTH),))
-    drafter.observe(Outcome(batch, Draft.empty(1), (range(0),)))
+    drafter.observe(Outcome(batch, Draft.empty(1), (range(0),), ()))
     drafter.release([name])
 
 
