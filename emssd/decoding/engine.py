@@ -132,10 +132,10 @@ class Engine:
             known = draft.within(self.runner.vocab_size)
             packed = pack(schedule.batch, known, schedule.prefills)
             output = self.runner.run(packed)
-            verification = verify_greedy(output.logits, draft)
+            verification = verify_greedy(output.logits, draft, self.drafting.num_candidates)
             self.drafting.check_ids(draft, verification.drafted)
             self._advance(schedule, draft, verification)
-            outcome = Outcome(schedule.batch, draft, verification.accepted, verification.target_ids)
+            outcome = verification.outcome(schedule.batch, draft)
             self._conclude(outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 

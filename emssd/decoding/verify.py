@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from emssd.attention.transfer import to_host
 from emssd.attention.trees import Parents
-from emssd.drafting import Draft
+from emssd.drafting import Draft, Outcome
 from emssd.metrics.timing import phase
 from emssd.native import loaded_kernels
+from emssd.sequences import Batch
 
 __all__ = ["Verification", "greedy_tokens", "verify_greedy"]
 
@@ -27,12 +29,18 @@ class Verification:
             length τ.
         target_ids: ``[B]`` per row the target's choice behind its newest token, then behind each node of its draft.
         drafted: ``[num_draft]`` the drafted token ids, now on the host.
+        candidates: see `Outcome`.
     """
 
     accepted: tuple[Seq[int], ...]
     new_tokens: tuple[list[int], ...]
     target_ids: tuple[list[int], ...]
     drafted: tuple[int, ...]
+    candidates: tuple[list[list[int]], ...] | None = None
+
+    def outcome(self, batch: Batch, draft: Draft) -> Outcome:
+        """What drafters and the budget policy hear."""
+        return Outcome(batch, draft, self.accepted, self.target_ids, self.candidates)
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
@@ -44,21 +52,16 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 @phase("verify")
-def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
+def verify_greedy(logits: torch.Tensor, draft: Draft, num_candidates: int = 0) -> Verification:
     """Accept each row's longest way through its tree that equals the target's own argmax (Equations 4 and 5).
 
     Args:
         logits: ``[R, vocab]`` with ``R = B + num_draft``: of each row the logits after its newest token, then
             after each of its drafted tokens.
         draft: the trees that were verified.
+        num_candidates: how many of the target's best tokens a drafter wants to know at every node.
     """
-    best = greedy_tokens(logits)
-    # One copy to the host brings everything that the step needs to know, and is the only time that the host waits.
-    if draft.on_host:
-        targets, drafted = to_host(best), draft.token_ids.tolist()
-    else:
-        host = to_host(torch.cat([best, draft.token_ids]))
-        targets, drafted = host[: best.numel()], host[best.numel() :]
+    targets, drafted, best = _on_host(logits, draft, min(num_candidates, logits.shape[1]))
     accepted: list[Seq[int]] = []
     new_tokens: list[list[int]] = []
     target_ids: list[list[int]] = []
@@ -68,7 +71,28 @@ def verify_greedy(logits: torch.Tensor, draft: Draft) -> Verification:
         accepted.append(path)
         new_tokens.append([*(tokens[node] for node in path), choices[path[-1] + 1 if path else 0]])
         target_ids.append(choices)
-    return Verification(tuple(accepted), tuple(new_tokens), tuple(target_ids), tuple(drafted))
+    candidates = None
+    if num_candidates:
+        ends = [stop + row + 1 for row, stop in enumerate(draft.indptr[1:])]
+        candidates = tuple(best[start:stop] for start, stop in pairwise([0, *ends]))
+    return Verification(tuple(accepted), tuple(new_tokens), tuple(target_ids), tuple(drafted), candidates)
+
+
+def _on_host(logits: torch.Tensor, draft: Draft, num_candidates: int) -> tuple[list[int], list[int], list[list[int]]]:
+    """The target's choices ``[R]``, the drafted ids ``[num_draft]``, and the best tokens ``[R][num_candidates]``.
+
+    One copy to the host brings everything that the step needs to know, and is the only time that the host waits.
+    """
+    wanted = [greedy_tokens(logits)]
+    if num_candidates:
+        wanted.append(logits.topk(num_candidates, dim=-1).indices.flatten())
+    if not draft.on_host:
+        wanted.append(draft.token_ids)
+    host = to_host(torch.cat(wanted) if len(wanted) > 1 else wanted[0])
+    num_rows, end = len(logits), len(logits) * (1 + num_candidates)
+    drafted = draft.token_ids.tolist() if draft.on_host else host[end:]
+    best = [host[at : at + num_candidates] for at in range(num_rows, end, num_candidates or 1)]
+    return host[:num_rows], drafted, best
 
 
 def _chain_path(tokens: list[int], choices: list[int]) -> range:

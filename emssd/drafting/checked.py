@@ -48,6 +48,11 @@ class CheckedDrafter(Drafter):
         """Whether it may draft trees."""
         return bool(self.drafter.drafts_trees)
 
+    @property
+    def num_candidates(self) -> int:  # type: ignore[override]  # read-only: the drafter's own, 0 if it failed
+        """How many of the target's best tokens it wants to hear of."""
+        return 0 if self.failure else self.drafter.num_candidates
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         """A draft that keeps the rules of the interface; empty once the drafter has failed.
 

@@ -139,12 +139,15 @@ class Outcome:
             ``range(n)``. What an EOS or a length limit later cut off the sequence is not taken out here.
         target_ids: per row the target's own choice behind its newest token, and then behind each node of its draft,
             ``1 + nodes``. Behind a node that was not accepted it is what the target would have said there.
+        candidates: per row, at the same places, the target's best tokens, the best first; as many as the drafter that
+            wants most asked for in `Drafter.num_candidates`. ``None`` if none did.
     """
 
     batch: Batch
     draft: Draft
     accepted: tuple[Seq[int], ...]
     target_ids: tuple[Seq[int], ...]
+    candidates: tuple[Seq[Seq[int]], ...] | None = None
 
 
 def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:

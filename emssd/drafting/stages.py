@@ -54,6 +54,11 @@ class DraftStages:
         """Whether any of the drafters may draft trees."""
         return any(drafter.drafts_trees for drafter in self.drafters)
 
+    @property
+    def num_candidates(self) -> int:
+        """The most candidates that any of the drafters wants to hear of."""
+        return max(drafter.num_candidates for drafter in self.drafters)
+
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
         """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
@@ -154,7 +159,10 @@ def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
     """What became of the drafts of one drafter, which drafted ``drafted [B]``: nothing for rows of others."""
     accepted = tuple(nodes if length else () for nodes, length in zip(outcome.accepted, drafted, strict=True))
     targets = tuple(ids[: length + 1] for ids, length in zip(outcome.target_ids, drafted, strict=True))
-    return Outcome(outcome.batch, outcome.draft.cut(drafted), accepted, targets)
+    candidates = outcome.candidates
+    if candidates is not None:
+        candidates = tuple(ids[: length + 1] for ids, length in zip(candidates, drafted, strict=True))
+    return Outcome(outcome.batch, outcome.draft.cut(drafted), accepted, targets, candidates)
 
 
 def _joined(parts: list[Draft], num_rows: int) -> Draft:

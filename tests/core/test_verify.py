@@ -66,6 +66,23 @@ def test_recovered_and_bonus_tokens(chain: list[int], targets: list[int], new: l
     assert result.accepted == (range(len(new) - 1),)
 
 
+@given(cases(), st.integers(1, 6), st.booleans())
+def test_candidates_are_the_targets_best_tokens_at_every_node(case: Case, number: int, on_host: bool) -> None:
+    generator = torch.Generator().manual_seed(sum(map(len, case.chains)))
+    num_logits = sum(len(chain) + 1 for chain in case.chains)
+    logits, draft = torch.rand(num_logits, VOCAB, generator=generator), Draft.from_chains(case.chains)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "on_host", property(lambda self: on_host))
+        result = verify_greedy(logits, draft, number)
+    assert result.candidates is not None
+    assert [len(row) for row in result.candidates] == [len(chain) + 1 for chain in case.chains]
+    found = [best for row in result.candidates for best in row]
+    assert found == logits.argsort(dim=1, descending=True)[:, :number].tolist()
+    assert [best[0] for best in found] == [token for row in result.target_ids for token in row]
+    assert result.drafted == tuple(draft.token_ids.tolist())
+    assert verify_greedy(logits, draft).candidates is None
+
+
 def test_of_equal_logits_the_lowest_id_wins() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0], [5.0, 0.0, 0.0, 5.0]])
     assert verify_greedy(logits, Draft.from_chains([[1]])).new_tokens == ([1, 0],)

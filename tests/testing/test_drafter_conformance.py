@@ -53,6 +53,17 @@ class TestSuffixWithCache(DrafterConformance):
     learns_across_requests = True
 
 
+class TestLookahead(DrafterConformance):
+    plugin = "lookahead"
+    options = {"window": 3, "ngram": 3, "guesses": 2}  # noqa: RUF012
+
+
+class TestTokenRecycling(DrafterConformance):
+    plugin = "token_recycling"
+    options = {"num_candidates": 3, "num_nodes": 6}  # noqa: RUF012
+    learns_across_requests = True
+
+
 class TestRest(DrafterConformance):
     def make_drafter(self, context: DrafterContext) -> Drafter:
         return RestDrafter.load(RestConfig(store=_store(context.vocab_size), min_match=1), context)

@@ -1,0 +1,119 @@
+"""Lookahead decoding: n-grams that the target wrote ahead of the text are verified where the text comes to their first
+token.
+
+Fu et al. 2024, arXiv 2402.02057, in the batch. The window of guesses and the n-grams to verify are one token tree, so a
+step needs no mask of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from emssd.drafting import Draft, Drafter, Outcome
+from emssd.errors import ConfigError
+from emssd.sequences import Batch, Sequence
+from emssd_lookahead import LookaheadConfig
+from emssd_lookahead.window import NGramPool, Window
+
+__all__ = ["LookaheadDrafter", "merged"]
+
+Tree = list[tuple[int, int]]
+"""Nodes in order: token id, and index of the parent or -1."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is kept of a row: pool and window; and of the running step its newest token and its number of guesses.
+
+    Without a number of guesses, the window is not in the draft.
+    """
+
+    pool: NGramPool
+    window: Window
+    newest: int = 0
+    num_guesses: int | None = None
+
+
+class LookaheadDrafter(Drafter):
+    """Drafts n-grams from the pool of each row, and a window that fills the pool.
+
+    The window is part of a draft only where all of it has room: within the budget, and within what the row may still
+    generate. Otherwise it stands still. It comes last, so a budget policy that finds it too dear cuts it away.
+
+    Args:
+        config: see `LookaheadConfig`.
+
+    Raises:
+        ConfigError: an option too small.
+    """
+
+    drafts_trees = True
+
+    def __init__(self, config: LookaheadConfig) -> None:
+        for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
+            if getattr(config, name) < least:
+                raise ConfigError(f"drafter.{name} is {getattr(config, name)}; it must be at least {least}")
+        self.num_speculative_tokens = (config.ngram - 1) * (config.window + config.guesses) - 1
+        self._config = config
+        self._rows: dict[str, _Row] = {}
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        trees = list[Tree]()
+        for row, limit in zip(batch, budget, strict=True):
+            kept = self._rows.get(row.request_id) or self._begin(row)
+            kept.newest = row.tokens[-1]
+            trees.append(self._tree(kept, limit, row.num_remaining - 1))
+        return Draft.from_trees(trees)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Fill the pools with what the target said behind the windows, and move these on."""
+        width, length = self._config.window, self._window_nodes
+        for row, verified, target_ids in zip(outcome.batch, outcome.draft.lengths, outcome.target_ids, strict=True):
+            kept = self._rows[row.request_id]
+            if kept.num_guesses is not None and verified == kept.num_guesses + length:
+                behind = [target_ids[0], *target_ids[1 + kept.num_guesses :]]  # the newest token, and the window
+                for gram in kept.window.advance(kept.newest, behind[-width:]):
+                    kept.pool.add(gram)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._rows.pop(request_id, None)
+
+    @property
+    def _window_nodes(self) -> int:
+        return (self._config.ngram - 1) * self._config.window - 1
+
+    def _begin(self, row: Sequence) -> _Row:
+        config = self._config
+        kept = _Row(NGramPool(config.ngram, config.guesses), Window(config.window, config.ngram - 1, list(row.tokens)))
+        if config.prompt_pool:
+            kept.pool.add_all(row.tokens)
+        self._rows[row.request_id] = kept
+        return kept
+
+    def _tree(self, kept: _Row, limit: int, depth: int) -> Tree:
+        config, window = self._config, kept.window.tree()
+        has_room = len(window) <= limit and config.window + config.ngram - 3 <= depth
+        tree = merged(kept.pool.behind(kept.newest), limit - len(window) * has_room, depth)
+        kept.num_guesses = len(tree) if has_room else None
+        if kept.num_guesses is None:
+            return tree
+        return tree + [(token, parent + len(tree) if parent >= 0 else -1) for token, parent in window]
+
+
+def merged(guesses: Iterable[Seq[int]], num_nodes: int, depth: int) -> Tree:
+    """Chains as one tree, in which a common beginning stands once; at most `num_nodes` nodes, none below `depth`."""
+    tree: Tree = []
+    places: dict[tuple[int, int], int] = {}  # of a node, by parent and token
+    for guess in guesses:
+        at = -1
+        for token in guess[:depth]:
+            if (at, token) not in places:
+                if len(tree) >= num_nodes:
+                    return tree
+                places[at, token] = len(tree)
+                tree.append((token, at))
+            at = places[at, token]
+    return tree

@@ -1,0 +1,128 @@
+"""Token recycling drafts from the target's own candidates, the likeliest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import product
+
+import pytest
+import torch
+from emssd_token_recycling import TokenRecyclingConfig
+from emssd_token_recycling.drafter import TokenRecyclingDrafter, grow
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.attention import PagedBackend
+from emssd.decoding.engine import Engine
+from emssd.drafting import Draft, Outcome
+from emssd.errors import ConfigError
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sequences import Batch, Request, Sequence
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+from emssd.testing.paged import ReferenceKernels
+
+SHARES = [0.5, 0.3, 0.1]
+PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]
+
+
+@given(
+    st.dictionaries(st.integers(0, 4), st.lists(st.integers(0, 4), min_size=3, max_size=3, unique=True)),
+    st.integers(0, 12),
+    st.integers(0, 3),
+)
+def test_the_tree_has_the_likeliest_ways_over_the_table_the_likeliest_first(
+    table: dict[int, list[int]], num_nodes: int, depth: int
+) -> None:
+    tree = grow(table, 0, SHARES, num_nodes, depth)
+    ways = list[tuple[int, ...]]()
+    for _, parent, rank in tree:
+        assert -1 <= parent < len(ways)
+        ways.append((*(ways[parent] if parent >= 0 else ()), rank))
+    likely: dict[tuple[int, ...], float] = {}
+    for length in range(1, depth + 1):
+        for way in product(range(3), repeat=length):
+            at: int | None = 0
+            for rank in way:
+                at = table[at][rank] if at in table else None
+                if at is None:
+                    break
+            if at is not None:
+                likely[way] = torch.tensor([SHARES[rank] for rank in way]).prod().item()
+    assert len(ways) == len(set(ways)) == min(num_nodes, len(likely))
+    assert set(ways) <= set(likely)
+    assert [likely[way] for way in ways] == pytest.approx(sorted(likely.values(), reverse=True)[: len(ways)])
+
+
+def engine_of(model: torch.nn.Module, drafter: TokenRecyclingDrafter, batch_size: int = 3) -> Engine:
+    target, backend = TargetModel(model), PagedBackend(ReferenceKernels())
+    backend.allocate(target.kv_cache_spec(batch_size))
+    return Engine(CausalLMRunner(target, backend), drafter, batch_size=batch_size, on_drafter_error="fail")
+
+
+@pytest.mark.parametrize("architecture", ["opt", "llama", "gemma2"])
+def test_tokens_are_those_of_greedy_decoding_and_some_drafts_are_right(architecture: str) -> None:
+    model = tiny_model(architecture, max_model_len=64)
+    drafter = TokenRecyclingDrafter(TokenRecyclingConfig(num_candidates=3, num_nodes=10, depth=4))
+    engine = engine_of(model, drafter)
+    expected = [greedy_reference(model, prompt, 20) for prompt in PROMPTS]
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, 20, ignore_eos=True)
+        assert [list(output.token_ids) for output in outputs] == expected
+    assert engine.report.num_steps < 2 * 20, "some of the table is accepted"
+
+
+def test_the_table_holds_what_the_target_considers_behind_every_token_of_a_step() -> None:
+    model = tiny_model(max_model_len=64)
+    said: dict[int, list[int]] = {}
+
+    class Watched(TokenRecyclingDrafter):
+        def observe(self, outcome: Outcome) -> None:
+            for number, row in enumerate(outcome.batch):
+                start, tree = outcome.draft.indptr[number], outcome.draft.tree(number)
+                ids = outcome.draft.token_ids[start : start + len(tree)].tolist()
+                before = before_of[row.request_id]
+                for node in range(-1, len(tree)):
+                    way, at = list[int](), node
+                    while at >= 0:
+                        way.insert(0, ids[at])
+                        at = tree[at]
+                    logits = model(torch.tensor([[*before, *way]])).logits[0, -1]
+                    said[way[-1] if way else before[-1]] = logits.topk(3).indices.tolist()
+                before_of[row.request_id] = list(row.tokens)
+            super().observe(outcome)
+            assert {token: self._table[token] for token in said} == said
+
+    before_of = {"0": PROMPTS[0]}
+    watched = Watched(TokenRecyclingConfig(num_candidates=3, num_nodes=6, depth=3))
+    engine_of(model, watched).generate(PROMPTS[:1], 20, ignore_eos=True)
+    assert len(said) > 3
+
+
+def outcome_of(drafter: TokenRecyclingDrafter, row: Sequence, targets: Seq[int], candidates: Seq[Seq[int]]) -> Outcome:
+    batch = Batch((row,))
+    drafter.propose(batch, [0])
+    return Outcome(batch, Draft.empty(1), ((),), (targets,), (candidates,))
+
+
+def test_ranks_count_by_how_often_the_target_takes_them() -> None:
+    drafter = TokenRecyclingDrafter(TokenRecyclingConfig(num_candidates=2, num_nodes=2))
+    row = Sequence(Request("a", (1, 2, 3), 9))
+    before = drafter._shares()
+    drafter.observe(outcome_of(drafter, row, [7], [[7, 8]]))
+    assert drafter._shares() == before, "nothing was known behind 3"
+    drafter.observe(outcome_of(drafter, row, [8], [[8, 7]]))
+    first, second = drafter._shares()
+    assert first < before[0]
+    assert second > before[1]
+    assert drafter.propose(Batch((row,)), [2]).token_ids.tolist() == [8, 7]
+    assert drafter.propose(Batch((row,)), [2]).confidence == (first, second)
+    drafter.reset()
+    assert drafter._shares() == before
+    assert not drafter.propose(Batch((row,)), [2]).token_ids.numel()
+
+
+@pytest.mark.parametrize("option", ["num_candidates", "num_nodes", "depth"])
+def test_options_below_one_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"drafter.{option} is 0; it must be at least 1"):
+        TokenRecyclingDrafter(TokenRecyclingConfig(**{option: 0}))
