@@ -21,7 +21,7 @@ from emssd.report.rows import Row, read_rows
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
     "step_time": 2, "appendix": 1, "crossover": 6,
-    "drafters": 6,
+    "drafters": 6, "trees": 6,
 }  # fmt: skip
 DECODING = sorted(TOYS.keys() - {"appendix"})
 

@@ -12,11 +12,12 @@ from emssd.report.sections.provenance import provenance
 from emssd.report.sections.runs import plain_runs
 from emssd.report.sections.step_time import step_time
 from emssd.report.sections.time import time_of_steps
+from emssd.report.sections.trees import trees
 from emssd.report.sources import Material
 
 __all__ = ["Plot", "Section", "sections"]
 
-_OTHERS = ("padding_ratio", "acceptance", "step_time", "appendix", "crossover", "drafters")
+_OTHERS = ("padding_ratio", "acceptance", "step_time", "appendix", "crossover", "drafters", "trees")
 
 
 def sections(material: Material) -> list[Section]:
@@ -29,6 +30,7 @@ def sections(material: Material) -> list[Section]:
         *appendix(material),
         crossover(material),
         drafters(material),
+        trees(material),
         *own(material, [*(about.experiment for about in COMPARISONS), *_OTHERS]),
         time_of_steps(material),
         plain_runs(material),
