@@ -117,8 +117,9 @@ def test_links_that_leave_the_docs_become_text_and_dead_ones_are_warned_of(
     ]
 
 
-def test_the_picture_of_padding_is_what_its_script_draws(module) -> None:
-    assert (DOCS / "images" / "padding.svg").read_text(encoding="utf-8") == module("padding").picture()
+@pytest.mark.parametrize("name", ["padding", "tree"])
+def test_a_picture_is_what_its_script_draws(name: str, module) -> None:
+    assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == module(name).picture()
 
 
 def test_the_plot_of_the_readme_is_drawn_from_the_figures_beside_it(module) -> None:

@@ -23,8 +23,8 @@ def trees(material: Material) -> Section | None:
     if not found:
         return None
     claim = (
-        "Does a tree pay where a chain does? Each drafter with its chain and its trees, against plain greedy decoding in "
-        "the same repeat. The budget policy decides how many nodes of each row are verified."
+        "Does a tree pay where a chain does? Each drafter with its chain and its trees, against plain greedy decoding "
+        "in the same repeat. The budget policy decides how many nodes of each row are verified."
     )
     section = begin("trees", "Chains and token trees by batch size", claim, rows)
     settings = {grid.name: grid.setting._replace(drafter="", length="") for grid, _ in found}
