@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,8 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """No test, and no fixture, inherits the threads of one before it."""
+    """No test, and no fixture, inherits the threads of one before it, nor the logger that a run has set up."""
     torch.set_num_threads(_NUM_THREADS)
+    logger = logging.getLogger("emssd")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

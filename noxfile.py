@@ -62,6 +62,25 @@ def tests(session: nox.Session) -> None:
         session.error(f"{' and '.join(failed)} tests failed")
 
 
+@nox.session(venv_backend="venv", reuse_venv=True)
+def oldest(session: nox.Session) -> None:
+    """All tests that need no GPU, with the oldest version of each dependency that pyproject.toml allows.
+
+    Torch comes from PyTorch's index for CPUs. Where that cannot be reached, it is PyPI's, with gigabytes of CUDA.
+    """
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    extras = project["optional-dependencies"]
+    wanted = "\n".join(
+        [*project["dependencies"], *(line for name in ("plots", "rest", "testing", "dev") for line in extras[name])]
+    )
+    floors = {name: f"{name}=={floor}.*" for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", wanted, re.MULTILINE)}
+    cpu = ["--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    session.install("--no-deps", *cpu, floors["torch"])
+    session.install("-e", ".", *floors.values())
+    spread = ["-n", "2", "--dist", "worksteal", "--timeout", "600", "--timeout-method", "thread"]
+    session.run("pytest", *spread, "-m", "not gpu", *session.posargs)
+
+
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Builds the documentation into site/, strictly, and runs the tests of the plugins that its pages quote."""

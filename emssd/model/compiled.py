@@ -58,6 +58,7 @@ class CompiledForward:
             _declare_linear()
             self._layers, self._target = target.layers, weakref.ref(target)
             self._attend: Attend | None = None
+            self._failure: BaseException | None = None  # of attention; PyTorch's runner may raise its own instead
             self._open(target, *_fingerprint(target))
         except (NativeError, CacheError) as error:
             raise CompileError(str(error)) from error
@@ -89,19 +90,27 @@ class CompiledForward:
         self._attend = attend
         try:
             (logits,) = self._run([*inputs, self._weights])
+        except Exception:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
         finally:
-            self._attend = None
+            self._attend = self._failure = None
         return logits[:, :num_logits].view(batch, -1, logits.shape[-1])
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """What the program calls in the place of attention."""
         assert self._attend is not None, "attention outside of a step"
         count, spec = self._num_tokens, self._layers[layer]
-        if query.shape[0] == count:
-            return self._attend(layer, spec, query, key, value)
-        out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-        out[:count] = self._attend(layer, spec, query[:count], key[:count], value[:count])
-        return out
+        try:
+            if query.shape[0] == count:
+                return self._attend(layer, spec, query, key, value)
+            out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+            out[:count] = self._attend(layer, spec, query[:count], key[:count], value[:count])
+            return out
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def _without(self, change: str) -> Callable[..., torch.Tensor]:
         """The model's own forward, from now on."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from emssd.errors import OutputError
 from emssd.jobs import lines_file
 from emssd.jobs.lines_file import LinesFile
 from emssd.jobs.output import OutputFolder
+from tests.support.full_disk import room
 
 
 @pytest.fixture
@@ -18,33 +18,22 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-@pytest.fixture
-def room(path: Path) -> Iterator[object]:
-    """``room(size)`` lets files grow to this size, as a disk that gets full does: what still fits is written."""
-    resource = pytest.importorskip("resource", reason="limits of processes are Unix")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_disk_that_gets_full_within_a_line_leaves_whole_lines(path: Path, room) -> None:
+def test_a_disk_that_gets_full_within_a_line_leaves_whole_lines(path: Path) -> None:
     lines = LinesFile(path)
     lines.append(b"first\n")
-    room(9)
-    with pytest.raises(OSError, match="File too large"):
+    with room(9), pytest.raises(OSError, match="File too large"):
         lines.append(b"second\n")
     assert path.read_bytes() == b"first\n"
-    room(100)
     lines.append(b"third\n")
     lines.close()
     assert path.read_bytes() == b"first\nthird\n"
 
 
-def test_a_file_that_is_replaced_on_a_full_disk_stays_as_it_was(tmp_path: Path, room) -> None:
+def test_a_file_that_is_replaced_on_a_full_disk_stays_as_it_was(tmp_path: Path) -> None:
     with OutputFolder(tmp_path) as output:
         output.write_metrics({"num_steps": 1})
-        room(5)
-        with pytest.raises(OutputError, match=r"cannot write .*metrics.json: File too large; the rows are in"):
+        refused = r"cannot write .*metrics.json: File too large; the rows are in"
+        with room(5), pytest.raises(OutputError, match=refused):
             output.write_metrics({"num_steps": 2})
         assert output.read_metrics() == {"num_steps": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import stat
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from emssd.native import CacheError, Entry, cache_dir, entry
+from tests.support.full_disk import room
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")
 STRANGER = 54321
@@ -184,13 +184,8 @@ def no_home(path: Path) -> Path:
 
 def test_a_disk_that_is_full_leaves_nothing_and_is_named(root: Path) -> None:
     make("whole")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        with pytest.raises(CacheError, match="File too large; set EMSSD_CACHE"):
-            entry("kind", "key", files(library="x" * 9999), replace=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with room(4096), pytest.raises(CacheError, match="File too large; set EMSSD_CACHE"):
+        entry("kind", "key", files(library="x" * 9999), replace=True)
     assert entry("kind", "key", never).files["library"] == b"whole"
     assert {path.name for path in (root / "kind").iterdir()} == {"key", "key.lock"}
 

@@ -37,6 +37,7 @@ from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.paged import ReferenceKernels
+from tests.support.host_waits import host_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unavailable() is not None, reason=f"flashinfer: {unavailable()}")]
 
@@ -257,7 +258,7 @@ class TestHostWaits:
                 engine.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits = [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
+        waits = host_waits(caught)
         looks = [place for place in waits if Path(place.rpartition(":")[0]).name == "seen.py"]
         assert len(waits) - len(looks) == 1, waits
         num_passes = 1 + (4 if drafter == "draft_model" else 0)

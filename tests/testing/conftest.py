@@ -14,11 +14,11 @@ from emssd.testing.conformance.suite import Suite
 @pytest.fixture(scope="module")
 def verdicts() -> Iterator[Callable[..., dict[str, str]]]:
     """``verdicts(suite, rule)``: what each test of a suite says; faults are found and named, not made small."""
-    before = settings.get_current_profile_name()
+    settings.register_profile("before", settings.default)
     settings.register_profile("without_shrinking", settings.default, phases=[Phase.generate], database=None)
     settings.load_profile("without_shrinking")
     yield _verdicts
-    settings.load_profile(before)
+    settings.load_profile("before")
 
 
 def _verdicts(tests: type[Suite], rule: str = "") -> dict[str, str]:

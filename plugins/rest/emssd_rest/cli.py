@@ -105,9 +105,11 @@ def _info(arguments: argparse.Namespace) -> None:
 def _with_progress(texts: list[_T]) -> Iterator[_T]:
     """`texts`, with a bar on a terminal; then the next step is named, as the library that sorts says nothing."""
     console = Console(stderr=True)
-    yield from track(texts, "encoding", console=console, disable=not console.is_terminal, transient=True)
-    if console.is_terminal:
-        console.print("sorting", highlight=False)
+    if not console.is_terminal:  # where a bar that is disabled writes an empty line, with an older Rich
+        yield from texts
+        return
+    yield from track(texts, "encoding", console=console, transient=True)
+    console.print("sorting", highlight=False)
 
 
 if __name__ == "__main__":
