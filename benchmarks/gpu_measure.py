@@ -1,11 +1,11 @@
-"""What the GPU benchmark measures: the machine's rates, a verification step, decoding by emssd and by Hugging Face."""
+"""What the GPU benchmark measures: the machine's rates, a verification step and its kernels, decoding by emssd."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -20,6 +20,7 @@ from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import Draft, Drafter
+from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.costs import Costs
 from emssd.plugins.registry import Registry
@@ -28,7 +29,7 @@ from emssd.simulate.recording import logged_steps
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.paged import ReferenceKernels, rerun
 
-__all__ = ["DRAFTED", "decode", "hf_decode", "make_backend", "prompts", "rates", "verify_step"]
+__all__ = ["DRAFTED", "decode", "make_backend", "profile_step", "prompts", "rates", "timeline", "verify_step"]
 
 DRAFTED = 7  # tokens, as the paper's LLMA copies
 
@@ -52,10 +53,12 @@ def median_seconds(function: Callable[[], object], device: torch.device, repeats
     return statistics.median(seconds)
 
 
-def rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes per second of a copy (read and written ones) and operations per second of a large matrix product."""
-    large = device.type == "cuda"
-    source = torch.ones(2**30 if large else 2**22, dtype=torch.uint8, device=device)
+def rates(device: torch.device, dtype: torch.dtype, *, large: bool) -> dict[str, float]:
+    """Bytes per second of a copy (read and written ones) and operations per second of a matrix product.
+
+    `large`: the copy is of 4 GiB, far beyond any cache, and the product of 8192³; else small ones.
+    """
+    source = torch.ones(2**32 if large else 2**22, dtype=torch.uint8, device=device)
     target, size = torch.empty_like(source), 8192 if large else 256
     left = torch.randn(size, size, device=device).to(dtype)
     return {
@@ -64,17 +67,20 @@ def rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend:
+def make_backend(name: str, target: TargetModel, batch: int, **options: Any) -> AttentionBackend:
     """``flashinfer``, ``flashinfer-eager``, ``padded`` or ``ragged``; without a GPU, FlashInfer's kernels are replaced.
 
-    A replaced run shows that this program works, and nothing about speed.
+    A replaced run shows that this program works, and nothing about speed. `options` are those of ``flashinfer``.
+
+    Raises:
+        PluginError: it cannot serve the model.
     """
     backend: AttentionBackend
     if name.startswith("flashinfer") and target.device.type != "cuda":
         kernels = ReferenceKernels(capture=rerun if name == "flashinfer" else None)
         backend = PagedBackend(kernels, memory_fraction=0.8)
     elif name.startswith("flashinfer"):
-        config = FlashInferConfig(cuda_graphs=name == "flashinfer")
+        config = FlashInferConfig(cuda_graphs=name == "flashinfer", **options)
         backend = Registry().find("backend", "flashinfer").build(config)
     elif name == "padded":
         backend = Registry().find("backend", "padded").build(PaddedConfig())
@@ -83,7 +89,7 @@ def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend
         backend = spec.build(spec.config())
     spec = target.kv_cache_spec(batch)
     if reasons := backend.unsupported(spec):
-        raise SystemExit(f"backend {name}: {'; '.join(reasons)}")
+        raise PluginError(f"backend {name}: {'; '.join(reasons)}")
     backend.allocate(spec)
     return backend
 
@@ -101,17 +107,8 @@ def verify_step(
 
     A model with random weights accepts hardly any of them, so the rows grow by a token in each step, up to `context`.
     """
-    engine = Engine(
-        CausalLMRunner(target, make_backend(name, target, batch)),
-        _Fives(tokens - 1),
-        scheduler=ContinuousScheduler(batch, max_step_tokens=context),
-    )
-    begin = max(1, context - repeats - 4)
-    for i, ids in enumerate(prompts(batch, begin, target.vocab_size)):
-        engine.add(Request(str(i), tuple(ids), target.max_model_len - begin))
+    engine = _stepping(target, make_backend(name, target, batch), batch, tokens, context - repeats - 4)
     with logged_steps(engine) as steps:
-        while not steps or steps[-1].is_prefill:
-            engine.step()
         seconds = median_seconds(engine.step, target.device, repeats)
     engine.clear()
     medians = {
@@ -119,6 +116,79 @@ def verify_step(
         for part in ("plan", "forward", "verify")
     }
     return {"seconds": seconds, **medians, **dataclasses.asdict(Costs.of(target))}
+
+
+def profile_step(
+    target: TargetModel, name: str, batch: int, tokens: int, context: int, repeats: int, **options: Any
+) -> dict[str, Any]:
+    """Where a step of `verify_step` spends its time: the median without the profiler, then what the device did.
+
+    Without a GPU, what the host did.
+
+    Args:
+        options: of the backend ``flashinfer``.
+    """
+    backend = make_backend(name, target, batch, **options)
+    engine = _stepping(target, backend, batch, tokens, context - repeats - _PROFILED - 4)
+    seconds = median_seconds(engine.step, target.device, repeats)
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        for _ in range(_PROFILED):
+            engine.step()
+        synchronize(target.device)
+    engine.clear()
+    kind = torch.profiler.DeviceType.CUDA if target.device.type == "cuda" else torch.profiler.DeviceType.CPU
+    intervals = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == kind
+    ]
+    return {"seconds": seconds, **timeline(intervals, _PROFILED)}
+
+
+_PROFILED = 5  # steps
+
+
+def timeline(intervals: Iterable[tuple[str, float, float]], steps: int) -> dict[str, Any]:
+    """Seconds per step in which the device worked and in which it waited, launches, and the costliest kernels.
+
+    Args:
+        intervals: name, start and end of each kernel and copy, in microseconds; they may overlap.
+        steps: how many steps they are of.
+    """
+    busy, reached, first = 0.0, float("-inf"), None
+    kernels: dict[str, list[float]] = {}
+    for name, start, end in sorted(intervals, key=lambda interval: interval[1]):
+        first = start if first is None else first
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+        kernels.setdefault(name, []).append(end - start)
+    span = 0.0 if first is None else reached - first
+    costly = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:25]
+    return {
+        "busy_seconds": busy / steps / 1e6,
+        "idle_seconds": (span - busy) / steps / 1e6,
+        "launches": sum(map(len, kernels.values())) / steps,
+        "kernels": [
+            {"name": name, "per_step": len(times) / steps, "seconds": sum(times) / steps / 1e6}
+            for name, times in costly
+        ],
+    }
+
+
+def _stepping(target: TargetModel, backend: AttentionBackend, batch: int, tokens: int, begin: int) -> Engine:
+    """An engine whose prompts of `begin` tokens are computed, and whose next steps verify `tokens` per row."""
+    begin = max(1, begin)
+    engine = Engine(
+        CausalLMRunner(target, backend),
+        _Fives(tokens - 1),
+        scheduler=ContinuousScheduler(batch, max_step_tokens=batch * begin),  # all prompts in one step
+    )
+    for i, ids in enumerate(prompts(batch, begin, target.vocab_size)):
+        engine.add(Request(str(i), tuple(ids), target.max_model_len - begin))
+    with logged_steps(engine) as steps:
+        while not steps or steps[-1].is_prefill:
+            engine.step()
+    return engine
 
 
 class _Fives(Drafter):
@@ -173,32 +243,3 @@ def _probability(acceptance_length: float) -> float:
         reached = sum(middle**power for power in range(DRAFTED + 1))
         low, high = (middle, high) if reached < acceptance_length else (low, middle)
     return high
-
-
-def hf_decode(target: TargetModel, cache: str, batch: int, context: int, new: int) -> dict[str, Any]:
-    """Tokens/s of Hugging Face ``generate``; ``static`` is compiled by Transformers itself on CUDA."""
-    texts = prompts(batch, context, target.vocab_size)
-    ids = torch.tensor(texts, device=target.device)
-    options: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": cache}
-
-    def generate(count: int) -> tuple[float, torch.Tensor]:
-        synchronize(target.device)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            out = target.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-                **options,
-            )  # fmt: skip
-        synchronize(target.device)
-        return time.perf_counter() - start, out[:, context:]
-
-    generate(new)
-    generate(1)
-    seconds, out = generate(new)
-    prefill, _ = generate(1)
-    expected = [continuation(text, new, target.vocab_size) for text in texts]
-    return {
-        "tokens_per_second": batch * (new - 1) / (seconds - prefill),
-        "end_to_end": batch * new / seconds,
-        "equal_rows": sum(row == right for row, right in zip(out.tolist(), expected, strict=True)),
-    }
