@@ -32,9 +32,10 @@ from typing import Any
 
 import torch
 from gpu_hf import hf_decode
-from gpu_measure import DRAFTED, decode, profile_step, rates, verify_step
+from gpu_measure import DRAFTED, decode, rates, verify_step
 from gpu_models import SHAPES, opt_model
 from gpu_parts import DEVICE_FAILED
+from gpu_profile import profile_step
 from gpu_tables import print_tables
 from rich.console import Console
 

@@ -1,11 +1,11 @@
-"""What the GPU benchmark measures: the machine's rates, a verification step and its kernels, decoding by emssd."""
+"""What the GPU benchmark measures: the machine's rates, a verification step, decoding by emssd."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -29,7 +29,17 @@ from emssd.simulate.recording import logged_steps
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.paged import ReferenceKernels, rerun
 
-__all__ = ["DRAFTED", "decode", "make_backend", "profile_step", "prompts", "rates", "timeline", "verify_step"]
+__all__ = [
+    "DRAFTED",
+    "decode",
+    "make_backend",
+    "median_seconds",
+    "prompts",
+    "rates",
+    "stepping",
+    "synchronize",
+    "verify_step",
+]
 
 DRAFTED = 7  # tokens, as the paper's LLMA copies
 
@@ -107,7 +117,7 @@ def verify_step(
 
     A model with random weights accepts hardly any of them, so the rows grow by a token in each step, up to `context`.
     """
-    engine = _stepping(target, make_backend(name, target, batch), batch, tokens, context - repeats - 4)
+    engine = stepping(target, make_backend(name, target, batch), batch, tokens, context - repeats - 4)
     with logged_steps(engine) as steps:
         seconds = median_seconds(engine.step, target.device, repeats)
     engine.clear()
@@ -118,64 +128,7 @@ def verify_step(
     return {"seconds": seconds, **medians, **dataclasses.asdict(Costs.of(target))}
 
 
-def profile_step(
-    target: TargetModel, name: str, batch: int, tokens: int, context: int, repeats: int, **options: Any
-) -> dict[str, Any]:
-    """Where a step of `verify_step` spends its time: the median without the profiler, then what the device did.
-
-    Without a GPU, what the host did.
-
-    Args:
-        options: of the backend ``flashinfer``.
-    """
-    backend = make_backend(name, target, batch, **options)
-    engine = _stepping(target, backend, batch, tokens, context - repeats - _PROFILED - 4)
-    seconds = median_seconds(engine.step, target.device, repeats)
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
-        for _ in range(_PROFILED):
-            engine.step()
-        synchronize(target.device)
-    engine.clear()
-    kind = torch.profiler.DeviceType.CUDA if target.device.type == "cuda" else torch.profiler.DeviceType.CPU
-    intervals = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == kind
-    ]
-    return {"seconds": seconds, **timeline(intervals, _PROFILED)}
-
-
-_PROFILED = 5  # steps
-
-
-def timeline(intervals: Iterable[tuple[str, float, float]], steps: int) -> dict[str, Any]:
-    """Seconds per step in which the device worked and in which it waited, launches, and the costliest kernels.
-
-    Args:
-        intervals: name, start and end of each kernel and copy, in microseconds; they may overlap.
-        steps: how many steps they are of.
-    """
-    busy, reached, first = 0.0, float("-inf"), None
-    kernels: dict[str, list[float]] = {}
-    for name, start, end in sorted(intervals, key=lambda interval: interval[1]):
-        first = start if first is None else first
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-        kernels.setdefault(name, []).append(end - start)
-    span = 0.0 if first is None else reached - first
-    costly = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:25]
-    return {
-        "busy_seconds": busy / steps / 1e6,
-        "idle_seconds": (span - busy) / steps / 1e6,
-        "launches": sum(map(len, kernels.values())) / steps,
-        "kernels": [
-            {"name": name, "per_step": len(times) / steps, "seconds": sum(times) / steps / 1e6}
-            for name, times in costly
-        ],
-    }
-
-
-def _stepping(target: TargetModel, backend: AttentionBackend, batch: int, tokens: int, begin: int) -> Engine:
+def stepping(target: TargetModel, backend: AttentionBackend, batch: int, tokens: int, begin: int) -> Engine:
     """An engine whose prompts of `begin` tokens are computed, and whose next steps verify `tokens` per row."""
     begin = max(1, begin)
     engine = Engine(

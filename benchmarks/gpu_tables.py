@@ -47,7 +47,7 @@ def table_of_steps(results: dict[str, Any]) -> Table:
 
 
 def table_of_profiles(results: dict[str, Any]) -> Table:
-    """Milliseconds of a step, and under the profiler: the device's at work and idle, launches, the costliest kernels."""
+    """Milliseconds of a step; under the profiler, the device's busy and idle ones, launches and costliest kernels."""
     table = Table("step", "ms", "device busy", "idle", "launches", "costliest kernels, ms", title="profiles, per step")
     for name, row in results["pieces"].items():
         if not name.startswith("profile"):

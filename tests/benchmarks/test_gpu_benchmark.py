@@ -170,7 +170,7 @@ def _with_dtype(spec: Any) -> Any:
 
 def test_the_timeline_counts_overlapping_kernels_once(load: Any) -> None:
     second = 1e6
-    found = load("gpu_measure").timeline(
+    found = load("gpu_profile").timeline(
         [("b", 5 * second, 7 * second), ("a", 1 * second, 3 * second), ("a", 2 * second, 4 * second)], steps=2
     )
     assert (found["busy_seconds"], found["idle_seconds"], found["launches"]) == (2.5, 0.5, 1.5)
@@ -178,12 +178,12 @@ def test_the_timeline_counts_overlapping_kernels_once(load: Any) -> None:
         {"name": "a", "per_step": 1.0, "seconds": 2.0},
         {"name": "b", "per_step": 0.5, "seconds": 1.0},
     ]
-    assert load("gpu_measure").timeline([], steps=1)["busy_seconds"] == 0
+    assert load("gpu_profile").timeline([], steps=1)["busy_seconds"] == 0
 
 
 def test_all_rows_of_a_measured_step_stand_behind_the_same_context(load: Any) -> None:
     measure, target = load("gpu_measure"), tiny(load)
-    engine = measure._stepping(target, measure.make_backend("flashinfer", target, 4), 4, 2, 20)
+    engine = measure.stepping(target, measure.make_backend("flashinfer", target, 4), 4, 2, 20)
     with logged_steps(engine) as steps:
         engine.step()
     assert (steps[0].num_rows, steps[0].num_tokens) == (4, 4 * 2)
