@@ -21,8 +21,8 @@ def hf_decode(
 ) -> dict[str, Any]:
     """Tokens/s of ``generate`` with a ``dynamic`` or ``static`` cache; the latter Transformers compiles, on CUDA.
 
-    One static cache is held for all calls, as a new one would be compiled or recorded anew. What was compiled inside
-    the timed call is counted, so that a result says if it is not fair.
+    One static cache is held for all calls, as a new one would be compiled or recorded anew. The faster of two timed
+    calls counts. How long both took and what was compiled inside of them is in the result, which so says if it is fair.
 
     Args:
         compile_anywhere: compile without a GPU as well.
@@ -58,13 +58,15 @@ def hf_decode(
         generate(new)
     generate(1)
     warm = _compiled()
-    seconds, out = generate(new)
+    timed = [generate(new), generate(new)]
+    seconds, out = min(timed, key=lambda run: run[0])
     prefill, _ = generate(1)
     expected = [continuation(text, new, target.vocab_size) for text in ids.tolist()]
     return {
         "tokens_per_second": batch * (new - 1) / (seconds - prefill),
         "end_to_end": batch * new / seconds,
         "equal_rows": sum(row == right for row, right in zip(out.tolist(), expected, strict=True)),
+        "timed_seconds": [run[0] for run in timed],
         "compiled": warm["graphs"] - begin["graphs"],
         "compiled_while_timed": _compiled()["graphs"] - warm["graphs"],
         "graphs_not_recorded": _compiled()["skips"] - begin["skips"],

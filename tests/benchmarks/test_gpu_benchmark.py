@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from emssd_flashinfer import FlashInferConfig
 from omegaconf import OmegaConf
 
@@ -209,11 +210,20 @@ def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_static_peer_is_compiled_and_not_while_it_is_timed(load: Any) -> None:
-    target, decode = tiny(load), load("gpu_hf").hf_decode
-    for batch in (2, 3):  # the second must not be served by code for any batch size
-        found = decode(target, "static", batch, 16, 8, compile_anywhere=True)
+def test_the_static_peer_is_compiled_and_not_while_it_is_timed(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, decode, made = tiny(load), load("gpu_hf").hf_decode, []
+
+    begin = transformers.StaticCache.__init__
+
+    def counted(self: Any, *given: Any, **options: Any) -> None:
+        made.append(type(self))
+        begin(self, *given, **options)
+
+    monkeypatch.setattr(transformers.StaticCache, "__init__", counted)
+    for batch in (2, 3, 4):  # code for any batch size would be compiled for the second, and serve the third
+        found = decode(target, "static", batch, 16, 4, compile_anywhere=True)
         assert found["compiled"] == 1
         assert found["compiled_while_timed"] == 0
         assert found["equal_rows"] == batch
-    assert decode(target, "dynamic", 2, 16, 8)["compiled"] == 0
+    assert len(made) == 3, "one cache is held for all calls"
+    assert decode(target, "dynamic", 2, 16, 4)["compiled"] == 0
