@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures: the machine's rates, a verification step, decoding by emssd and by Hugging Face."""
+"""What the GPU benchmark measures: the machine's rates, a verification step, decoding by emssd."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import Draft, Drafter
+from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.costs import Costs
 from emssd.plugins.registry import Registry
@@ -28,7 +29,17 @@ from emssd.simulate.recording import logged_steps
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.paged import ReferenceKernels, rerun
 
-__all__ = ["DRAFTED", "decode", "hf_decode", "make_backend", "prompts", "rates", "verify_step"]
+__all__ = [
+    "DRAFTED",
+    "decode",
+    "make_backend",
+    "median_seconds",
+    "prompts",
+    "rates",
+    "stepping",
+    "synchronize",
+    "verify_step",
+]
 
 DRAFTED = 7  # tokens, as the paper's LLMA copies
 
@@ -52,10 +63,12 @@ def median_seconds(function: Callable[[], object], device: torch.device, repeats
     return statistics.median(seconds)
 
 
-def rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes per second of a copy (read and written ones) and operations per second of a large matrix product."""
-    large = device.type == "cuda"
-    source = torch.ones(2**30 if large else 2**22, dtype=torch.uint8, device=device)
+def rates(device: torch.device, dtype: torch.dtype, *, large: bool) -> dict[str, float]:
+    """Bytes per second of a copy (read and written ones) and operations per second of a matrix product.
+
+    `large`: the copy is of 4 GiB, far beyond any cache, and the product of 8192³; else small ones.
+    """
+    source = torch.ones(2**32 if large else 2**22, dtype=torch.uint8, device=device)
     target, size = torch.empty_like(source), 8192 if large else 256
     left = torch.randn(size, size, device=device).to(dtype)
     return {
@@ -64,17 +77,20 @@ def rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend:
+def make_backend(name: str, target: TargetModel, batch: int, **options: Any) -> AttentionBackend:
     """``flashinfer``, ``flashinfer-eager``, ``padded`` or ``ragged``; without a GPU, FlashInfer's kernels are replaced.
 
-    A replaced run shows that this program works, and nothing about speed.
+    A replaced run shows that this program works, and nothing about speed. `options` are those of ``flashinfer``.
+
+    Raises:
+        PluginError: it cannot serve the model.
     """
     backend: AttentionBackend
     if name.startswith("flashinfer") and target.device.type != "cuda":
         kernels = ReferenceKernels(capture=rerun if name == "flashinfer" else None)
         backend = PagedBackend(kernels, memory_fraction=0.8)
     elif name.startswith("flashinfer"):
-        config = FlashInferConfig(cuda_graphs=name == "flashinfer")
+        config = FlashInferConfig(cuda_graphs=name == "flashinfer", **options)
         backend = Registry().find("backend", "flashinfer").build(config)
     elif name == "padded":
         backend = Registry().find("backend", "padded").build(PaddedConfig())
@@ -83,7 +99,7 @@ def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend
         backend = spec.build(spec.config())
     spec = target.kv_cache_spec(batch)
     if reasons := backend.unsupported(spec):
-        raise SystemExit(f"backend {name}: {'; '.join(reasons)}")
+        raise PluginError(f"backend {name}: {'; '.join(reasons)}")
     backend.allocate(spec)
     return backend
 
@@ -101,17 +117,8 @@ def verify_step(
 
     A model with random weights accepts hardly any of them, so the rows grow by a token in each step, up to `context`.
     """
-    engine = Engine(
-        CausalLMRunner(target, make_backend(name, target, batch)),
-        _Fives(tokens - 1),
-        scheduler=ContinuousScheduler(batch, max_step_tokens=context),
-    )
-    begin = max(1, context - repeats - 4)
-    for i, ids in enumerate(prompts(batch, begin, target.vocab_size)):
-        engine.add(Request(str(i), tuple(ids), target.max_model_len - begin))
+    engine = stepping(target, make_backend(name, target, batch), batch, tokens, context - repeats - 4)
     with logged_steps(engine) as steps:
-        while not steps or steps[-1].is_prefill:
-            engine.step()
         seconds = median_seconds(engine.step, target.device, repeats)
     engine.clear()
     medians = {
@@ -119,6 +126,22 @@ def verify_step(
         for part in ("plan", "forward", "verify")
     }
     return {"seconds": seconds, **medians, **dataclasses.asdict(Costs.of(target))}
+
+
+def stepping(target: TargetModel, backend: AttentionBackend, batch: int, tokens: int, begin: int) -> Engine:
+    """An engine whose prompts of `begin` tokens are computed, and whose next steps verify `tokens` per row."""
+    begin = max(1, begin)
+    engine = Engine(
+        CausalLMRunner(target, backend),
+        _Fives(tokens - 1),
+        scheduler=ContinuousScheduler(batch, max_step_tokens=batch * begin),  # all prompts in one step
+    )
+    for i, ids in enumerate(prompts(batch, begin, target.vocab_size)):
+        engine.add(Request(str(i), tuple(ids), target.max_model_len - begin))
+    with logged_steps(engine) as steps:
+        while not steps or steps[-1].is_prefill:
+            engine.step()
+    return engine
 
 
 class _Fives(Drafter):
@@ -173,32 +196,3 @@ def _probability(acceptance_length: float) -> float:
         reached = sum(middle**power for power in range(DRAFTED + 1))
         low, high = (middle, high) if reached < acceptance_length else (low, middle)
     return high
-
-
-def hf_decode(target: TargetModel, cache: str, batch: int, context: int, new: int) -> dict[str, Any]:
-    """Tokens/s of Hugging Face ``generate``; ``static`` is compiled by Transformers itself on CUDA."""
-    texts = prompts(batch, context, target.vocab_size)
-    ids = torch.tensor(texts, device=target.device)
-    options: dict[str, Any] = {} if cache == "dynamic" else {"cache_implementation": cache}
-
-    def generate(count: int) -> tuple[float, torch.Tensor]:
-        synchronize(target.device)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            out = target.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-                **options,
-            )  # fmt: skip
-        synchronize(target.device)
-        return time.perf_counter() - start, out[:, context:]
-
-    generate(new)
-    generate(1)
-    seconds, out = generate(new)
-    prefill, _ = generate(1)
-    expected = [continuation(text, new, target.vocab_size) for text in texts]
-    return {
-        "tokens_per_second": batch * (new - 1) / (seconds - prefill),
-        "end_to_end": batch * new / seconds,
-        "equal_rows": sum(row == right for row, right in zip(out.tolist(), expected, strict=True)),
-    }

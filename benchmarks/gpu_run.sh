@@ -1,26 +1,42 @@
 #!/usr/bin/env bash
-# The GPU tests, then the quick benchmark, in one command of at most twelve and a half minutes.
+# One part of what is to be run on a GPU, in at most ten minutes: tests, profiles or benchmarks (gpu_parts.py).
 #
-#     benchmarks/gpu_run.sh RESULTS [WHEELS]
+#     benchmarks/gpu_run.sh PART RESULTS [CARRIED]
 #
-# RESULTS gets everything that is found out. WHEELS is a folder with what the machine's Python lacks, for machines without
-# network: flashinfer-python, apache-tvm-ffi, hydra-core, omegaconf, antlr4-python3-runtime. Needs torch with CUDA,
-# transformers, pytest, hypothesis, rich, ninja, a C++ compiler, and nvcc under CUDA_HOME.
-# Installed packages and compiled kernels stay in EMSSD_WORK (a folder under /tmp) for the next time.
-# Tests and benchmark have a limit each (seconds): EMSSD_TEST_LIMIT, EMSSD_BENCHMARK_LIMIT. A benchmark that was cut off
-# goes on where it stopped when RESULTS is the same. EMSSD_DRY_RUN=1 goes on where there is no GPU, and skips all tests.
+#   1  the tests of OPT-6.7b's kernels, and its verification steps
+#   2  profiles of two steps: recorded with query tiles of 64, 128 and 16 rows, and eager
+#   3  decoding at batch 8, 2, 4, 16, 24: recorded, eager, padded, Hugging Face with a dynamic and a static cache
+#   4  all kernels and their tests, and compute-sanitizer on a tiny model
+#   5  the other backends' tests, OPT-2.7b and 13b
+#
+# RESULTS gets everything that is found out; what was measured there already is not measured again. CARRIED is a folder
+# with wheels that the machine's Python lacks, for machines without network, and maybe kernels/ from
+# `compile_flashinfer.py --prebuild`. Needs torch with CUDA, transformers, pytest, hypothesis, rich, ninja, a C++
+# compiler and nvcc. What is installed or compiled stays in EMSSD_WORK (a folder under /tmp) for the next part.
+# EMSSD_DRY_RUN=1 runs a tiny model on the CPU, where the tests skip, to see that all of this works.
 set -uo pipefail
-results=$(mkdir -p "${1:?usage: gpu_run.sh RESULTS [WHEELS]}" && cd "$1" && pwd)
-wheels=${2:+$(cd "$2" && pwd)}
+start=$SECONDS
+usage="usage: gpu_run.sh PART RESULTS [CARRIED]"
+part=${1:?$usage}
+[[ $part =~ ^[1-5]$ ]] || { echo "$usage; PART is 1 to 5, not $part" >&2; exit 2; }
+results=$(mkdir -p "${2:?$usage}" && cd "$2" && pwd)
+carried=${3:+$(cd "$3" && pwd)}
 cd "$(dirname "$0")/.."
+exec > >(tee -a "$results/part$part.log") 2>&1
+
 python=${PYTHON:-python3}
 work=${EMSSD_WORK:-${TMPDIR:-/tmp}/emssd-gpu}
 site=$work/site
-mkdir -p "$site"
+export EMSSD_KERNELS=${EMSSD_KERNELS:-$work/kernels} EMSSD_CACHE=${EMSSD_CACHE:-$work/cache}
+mkdir -p -m 700 "$work" "$site" "$EMSSD_KERNELS" "$EMSSD_CACHE"
 
-if [ -n "$wheels" ]; then
-    "$python" -m pip install -q --no-index --no-deps --upgrade --target "$site" "$wheels"/*.whl || exit 1
+wheels=$([ -n "$carried" ] && cd "$carried" && ls -- *.whl 2>/dev/null)
+if [ -n "$wheels" ] && [ "$wheels" != "$(cat "$site/.wheels" 2>/dev/null)" ]; then
+    (cd "$carried" && timeout 40 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade \
+        --target "$site" ./*.whl) || exit 1
+    printf '%s\n' "$wheels" >"$site/.wheels"
 fi
+[ -n "$carried" ] && [ -d "$carried/kernels" ] && cp -r "$carried/kernels/." "$EMSSD_KERNELS"
 # The checkout itself is used, not a wheel of it; its plugins are found by these entry points.
 "$python" - "$site" <<'PY' || exit 1
 import pathlib, sys, tomllib
@@ -35,45 +51,23 @@ PY
 
 plugins=$(printf '%s:' "$PWD"/plugins/*)
 export PYTHONPATH=$PWD:$plugins$site${PYTHONPATH:+:$PYTHONPATH}
-export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+found=$("$python" benchmarks/cuda_toolkit.py "$work/links") && eval "$found"
 export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$work}
 export MAX_JOBS=${MAX_JOBS:-$(nproc)} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-if [ ! -f "$CUDA_HOME/include/curand_kernel.h" ]; then # fa3 includes it; the wheels of PyTorch bring it
-    include=$("$python" -c "import glob, site, sysconfig
-found = glob.glob(sysconfig.get_paths()['purelib'] + '/nvidia/*/include/curand_kernel.h')
-print(found[0].rsplit('/', 1)[0] if found else '')")
-    [ -n "$include" ] && export FLASHINFER_EXTRA_CUDAFLAGS="-I$include"
-fi
 
-{
-    date -u +%FT%TZ
-    git rev-parse HEAD 2>/dev/null
-    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit --format=csv
-    "$CUDA_HOME/bin/nvcc" --version | tail -2
-    "$python" -c "import platform, torch, transformers, flashinfer
-print('python', platform.python_version(), 'torch', torch.__version__, 'transformers', transformers.__version__,
-      'flashinfer', flashinfer.__version__)"
-    "$python" -m emssd.authoring
-} 2>&1 | tee "$results/machine.txt"
+date -u +%FT%TZ
+cat COMMIT 2>/dev/null || git rev-parse HEAD
+timeout 10 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit --format=csv
+"${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" --version | tail -2
+timeout 40 "$python" - <<'PY' || [ -n "${EMSSD_DRY_RUN:-}" ] || exit 1
+import importlib.util, platform, sys, torch, transformers, emssd_flashinfer
 
-if ! "$python" -c "import sys, emssd_flashinfer as plugin; sys.exit(plugin.unavailable())"; then
-    [ -n "${EMSSD_DRY_RUN:-}" ] || exit 1 # all tests would be skipped, which must not look like success
-fi
+print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)
+if importlib.util.find_spec("flashinfer"):
+    import flashinfer
+    print("flashinfer", flashinfer.__version__)
+sys.exit(emssd_flashinfer.unavailable())  # all tests would be skipped, which must not look like success
+PY
 
-start=$SECONDS
-timeout 240 "$python" benchmarks/compile_flashinfer.py --ahead 2>&1 | tee "$results/compile.txt"
-echo "kernels: $((SECONDS - start)) s"
-
-start=$SECONDS
-timeout "${EMSSD_TEST_LIMIT:-270}" "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider --durations=15 --tb=short \
-    --junitxml="$results/tests.xml" 2>&1 | tee "$results/tests.txt"
-tested=${PIPESTATUS[0]}
-echo "tests: $((SECONDS - start)) s, exit status $tested" | tee -a "$results/tests.txt"
-
-start=$SECONDS
-timeout "${EMSSD_BENCHMARK_LIMIT:-240}" "$python" benchmarks/gpu.py --quick --out "$results/gpu.json" \
-    ${EMSSD_BENCHMARK_OPTIONS:-} 2>&1 | tee "$results/benchmark.txt"
-measured=${PIPESTATUS[0]}
-echo "benchmark: $((SECONDS - start)) s, exit status $measured" | tee -a "$results/benchmark.txt"
-
-[ "$tested" -eq 0 ] && [ "$measured" -eq 0 ]
+seconds=$("$python" -c "import sys; sys.path.insert(0, 'benchmarks'); import gpu_parts; print(gpu_parts.PART_SECONDS)")
+"$python" benchmarks/gpu_parts.py "$part" "$results" $((seconds - (SECONDS - start)))

@@ -1,0 +1,155 @@
+"""What `gpu_run.sh` does in each of its parts, and for how long at most; runs one of them.
+
+    python benchmarks/gpu_parts.py PART RESULTS SECONDS
+
+A part leaves in RESULTS how its steps ended (``partN.json``, written after each), and what they found out
+(``partN-tests.xml``, ``partN-gpu.json``). A step at its limit is interrupted, so that it can still write, and then
+killed; the next one begins. The last step has whatever is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels_ahead import VARIANTS
+
+__all__ = ["DEVICE_FAILED", "GRACE", "OPT_67B", "PART_SECONDS", "PREPARATION_SECONDS", "Step", "plan", "run_part"]
+
+DEVICE_FAILED = 75  # exit status of a program that must go on in a new process; Python and pytest have none such
+PART_SECONDS = 570  # all of a part, from the first line of gpu_run.sh; a command may take 600
+PREPARATION_SECONDS = 90  # of these for installing and looking around
+GRACE = 10  # seconds from the interruption of a step to its death, within its limit
+_DRY = {"--device": "cpu", "--shape": "tiny", "--repeats": "2", "--new-tokens": "8"}
+
+OPT_67B = "(opt-6.7b or opt-128 or TestHostWaits) and not bfloat16"
+"""Tests (``pytest -k``) that need no kernels but those of float16 and heads of 128."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command with its limit in seconds; or, in place of the command, why there is none."""
+
+    name: str
+    limit: int
+    command: tuple[str, ...] = ()
+    skipped: str = ""
+
+
+def plan(results: Path, kernels: Path, *, dry: bool = False) -> dict[int, list[Step]]:
+    """The steps of each part.
+
+    Args:
+        results: folder for what is found out.
+        kernels: folder where built kernels are kept.
+        dry: a tiny model on the CPU, to see that all of this works.
+    """
+
+    def build(limit: int, *variants: str) -> Step:
+        if dry:
+            return Step("kernels", limit, skipped="a dry run has no kernels to build")
+        command = ("benchmarks/kernels_ahead.py", "--keep", str(kernels), "--variants", *variants)
+        return Step("kernels", limit, (sys.executable, *command))
+
+    def test(part: int, limit: int, file: str, *options: str) -> Step:
+        xml = f"--junitxml={results / f'part{part}-tests.xml'}"
+        command = ("-m", "pytest", "-m", "gpu", file, *options, "-p", "no:cacheprovider", "--tb=short", xml)
+        return Step("tests", limit, (sys.executable, *command))
+
+    def measure(part: int, limit: int, *options: str, shapes: Sequence[str] = ("opt-6.7b",)) -> Step:
+        chosen = [word for pair in _DRY.items() for word in pair] if dry else ["--shape", *shapes]
+        out = ("--out", str(results / f"part{part}-gpu.json"))
+        command = ("benchmarks/gpu.py", "--quick", *options, *out, *chosen)
+        return Step(" ".join(options), limit, (sys.executable, *command))
+
+    flashinfer, fp16 = "tests/gpu/test_flashinfer.py", "fp16-128"
+    others = ("opt-2.7b", "opt-13b")
+    return {
+        1: [build(130, fp16), test(1, 200, flashinfer, "-k", OPT_67B), measure(1, 150, "--only", "step")],
+        2: [build(130, fp16), measure(2, 350, "--only", "profile")],
+        3: [build(130, fp16), measure(3, 350, "--only", "decode")],
+        4: [
+            build(200, *(name for name, variant in VARIANTS.items() if variant[0] == "fa2")),
+            test(4, 220, flashinfer),
+            _sanitized(measure(4, 60, "--only", "step", "--repeats", "2", shapes=["tiny"]), dry),
+        ],
+        5: [
+            build(130, fp16),
+            test(5, 90, "tests/gpu/test_cuda.py"),
+            measure(5, 90, "--only", "step", shapes=others),
+            Step("trees", 0, skipped="there are no drafters of the EAGLE class yet"),
+            measure(5, 170, "--only", "decode", "--batch", "4" if dry else "8", shapes=others),
+        ],
+    }
+
+
+def _sanitized(step: Step, dry: bool) -> Step:
+    """The step under NVIDIA's memory checker, whose exit status says whether it found something."""
+    if dry:
+        return step
+    beside = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(beside))
+    if found is None:
+        return Step("compute-sanitizer", step.limit, skipped="there is no compute-sanitizer on PATH")
+    return Step("compute-sanitizer", step.limit, (found, "--error-exitcode", "9", *step.command))
+
+
+def run_part(name: str, steps: Sequence[Step], results: Path, seconds: float) -> bool:
+    """Run `steps` one after another, for `seconds` in all; whether all of them ended well."""
+    deadline, rows = time.monotonic() + seconds, []
+    for number, step in enumerate(steps, 1):
+        start = time.monotonic()
+        limit = deadline - start if number == len(steps) else min(step.limit, deadline - start)
+        print(f"== {name}, {number}/{len(steps)}: {step.name} (at most {limit:.0f} s)", flush=True)
+        ended = _run(step, start + limit)
+        took = time.monotonic() - start
+        print(f"== {step.name}: {ended}, {took:.0f} s", flush=True)
+        rows.append({"step": step.name, "ended": ended, "seconds": round(took, 1), "limit": round(limit)})
+        (results / f"{name}.json").write_text(json.dumps(rows, indent=2) + "\n")
+    return all(row["ended"] == "well" or str(row["ended"]).startswith("skipped") for row in rows)
+
+
+def _run(step: Step, deadline: float) -> str:
+    """How it ended. One that ends because the device failed goes on in a new process."""
+    if step.skipped:
+        return f"skipped: {step.skipped}"
+    while (left := deadline - GRACE - time.monotonic()) > 0:
+        process = subprocess.Popen(step.command, process_group=0)
+        try:
+            status = process.wait(left)
+        except subprocess.TimeoutExpired:
+            break
+        finally:
+            _end(process)
+        if status != DEVICE_FAILED:
+            return "well" if status == 0 else f"exit status {status}"
+    return "cut off"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt the process and all that it started, and kill what is left of them."""
+    for number, wait in ((signal.SIGINT, GRACE - 2), (signal.SIGKILL, 2)):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(wait)
+
+
+def main() -> None:
+    part, results, seconds = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+    kernels = Path(os.environ["EMSSD_KERNELS"])
+    steps = plan(results, kernels, dry=bool(os.environ.get("EMSSD_DRY_RUN")))[part]
+    if not run_part(f"part{part}", steps, results, seconds):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The GPU benchmark on the CPU with tiny models: what it measures in which order, what it does when something fails."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import weakref
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from emssd_flashinfer import FlashInferConfig
+from omegaconf import OmegaConf
+
+from emssd.errors import PluginError
+from emssd.model import TargetModel
+from emssd.simulate.recording import logged_steps
+
+CPU = torch.device("cpu")
+
+
+def options(**chosen: Any) -> argparse.Namespace:
+    usual = {"device": "cpu", "only": ["step", "profile", "decode"], "quick": True, "batch": None, "new_tokens": 8}
+    return argparse.Namespace(**(usual | {"repeats": 2, "acceptance_length": 4.0, "again": False} | chosen))
+
+
+def names(load: Any, **chosen: Any) -> list[str]:
+    return [name for name, _ in load("gpu").pieces(None, "opt-6.7b", options(**chosen))]
+
+
+def tiny(load: Any) -> TargetModel:
+    models = load("gpu_models")
+    return TargetModel(models.opt_model(models.SHAPES["tiny"], torch.float32, CPU, 64), max_model_len=64)
+
+
+def test_flashinfer_comes_first_and_what_compiles_last(load: Any) -> None:
+    found = names(load, only=["decode"])
+    assert found[0].startswith("decode opt-6.7b flashinfer greedy batch=8 ")
+    engines = [" ".join(name.split()[2:4]) for name in found]
+    at_each_size = ["flashinfer", "flashinfer-eager", "padded"]
+    pairs = [f"{engine} {kind}" for engine in at_each_size for kind in ("greedy", "replay=4.0")]
+    assert engines == [*pairs, "hf dynamic"] * 5 + ["hf static"] * 5
+    assert [name.split()[4] for name in found[-5:]] == [f"batch={size}" for size in (8, 2, 4, 16, 24)]
+
+
+def test_steps_are_profiled_for_each_query_tile_and_eager(load: Any) -> None:
+    found = names(load, only=["profile"])
+    for batch, tokens in ((8, 8), (16, 5)):
+        where = f"batch={batch} tokens={tokens} context=512"
+        recorded = {f"profile opt-6.7b flashinfer {where} tile={tile}" for tile in (128, 64, 16)}
+        assert recorded | {f"profile opt-6.7b flashinfer-eager {where}"} <= set(found)
+    assert len(found) == 8
+
+
+def test_no_piece_has_the_name_of_another(load: Any) -> None:
+    found = names(load, quick=False)
+    assert len(found) == len(set(found))
+    kinds = [names(load, quick=False, only=[kind]) for kind in ("step", "profile", "decode")]
+    assert list(itertools.chain(*kinds)) == found
+
+
+def test_the_backend_takes_every_query_tile(load: Any) -> None:
+    if "query_tile" not in {field.name for field in fields(FlashInferConfig)}:
+        pytest.skip("backend=flashinfer has no option query_tile yet")
+    for tile in load("gpu").QUERY_TILES:
+        OmegaConf.merge(OmegaConf.structured(FlashInferConfig), {"query_tile": tile})
+
+
+def test_any_failure_is_recorded_and_the_next_piece_begins(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, saved = load("gpu"), []
+
+    def fail() -> dict[str, Any]:
+        raise ValueError("no such kernel\nand more")
+
+    monkeypatch.setattr(gpu, "pieces", lambda *_: iter([("a", fail), ("b", lambda: {"seconds": 1.0})]))
+    results: dict[str, Any] = {"pieces": {}}
+    gpu.measure_shape("tiny", options(), results, lambda: saved.append(list(results["pieces"])))
+    assert results["pieces"]["a"]["failed"] == "ValueError: no such kernel"
+    assert results["pieces"]["b"]["seconds"] == 1.0
+    assert saved == [["a"], ["a", "b"]]
+
+
+def test_what_failed_is_measured_again_only_when_asked(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = load("gpu")
+    todo = [("failed", lambda: {"seconds": 2.0}), ("measured", lambda: {"seconds": 2.0})]
+    monkeypatch.setattr(gpu, "pieces", lambda *_: iter(todo))
+    results: dict[str, Any] = {"pieces": {"failed": {"failed": "x"}, "measured": {"seconds": 1.0}}}
+    gpu.measure_shape("tiny", options(), results, lambda: None)
+    assert results["pieces"]["failed"] == {"failed": "x"}
+    gpu.measure_shape("tiny", options(again=True), results, lambda: None)
+    assert results["pieces"]["failed"]["seconds"] == 2.0
+    assert results["pieces"]["measured"] == {"seconds": 1.0}
+
+
+def test_a_device_that_failed_ends_the_program_after_saving(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, saved = load("gpu"), []
+
+    def illegal() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", illegal)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("the device is asked for no more"))
+    measured = {"a": {"seconds": 1.0}, "b": {"seconds": 1.0}}
+    monkeypatch.setattr(gpu, "pieces", lambda *_: iter((name, lambda: {"seconds": 1.0}) for name in measured))
+    results: dict[str, Any] = {"pieces": {}}
+    with pytest.raises(SystemExit) as ended:
+        gpu.measure_shape("tiny", options(), results, lambda: saved.append(list(results["pieces"])))
+    assert ended.value.code == load("gpu_parts").DEVICE_FAILED
+    assert saved == [["a"]]
+    assert "an illegal memory access was encountered" in results["pieces"]["a"]["failed"]
+
+
+def test_a_model_is_gone_before_the_next_is_made(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, models = load("gpu"), []
+    make = gpu.opt_model
+
+    def watched(*arguments: Any) -> Any:
+        assert all(model() is None for model in models), "the last model is still in memory"
+        model = make(*arguments)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(gpu, "opt_model", watched)
+    command = "gpu.py --device cpu --shape tiny tiny --quick --only step decode --batch 2 --repeats 1"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--new-tokens", "4"])
+    monkeypatch.setattr(gpu, "load", lambda path: {"machine": {}, "pieces": _Forgetful()})
+    monkeypatch.setattr(gpu, "QUICK_STEPS", [(2, 2)])
+    gpu.main()
+    assert len(models) == 2
+
+
+class _Forgetful(dict[str, Any]):
+    """Results in which nothing is ever known, so that the second model is measured as the first."""
+
+    def items(self) -> Any:
+        return {}.items()
+
+
+def test_results_survive_an_interruption(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu, out = load("gpu"), tmp_path / "gpu.json"
+
+    def interrupt() -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "pieces", lambda *_: iter([("a", lambda: {"seconds": 1.0}), ("b", interrupt)]))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--shape", "tiny", "--out", str(out)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    assert list(json.loads(out.read_text())["pieces"]) == ["a"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_backend_that_cannot_serve_is_an_error_that_is_recorded(load: Any) -> None:
+    target = tiny(load)
+    target.kv_cache_spec = lambda batch: _with_dtype(TargetModel.kv_cache_spec(target, batch))  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match="backend flashinfer: "):
+        load("gpu_measure").make_backend("flashinfer", target, 2)
+
+
+def _with_dtype(spec: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(spec, layers=tuple(replace(layer, key_dim=1000, value_dim=1000) for layer in spec.layers))
+
+
+def test_the_timeline_counts_overlapping_kernels_once(load: Any) -> None:
+    second = 1e6
+    found = load("gpu_profile").timeline(
+        [("b", 5 * second, 7 * second), ("a", 1 * second, 3 * second), ("a", 2 * second, 4 * second)], steps=2
+    )
+    assert (found["busy_seconds"], found["idle_seconds"], found["launches"]) == (2.5, 0.5, 1.5)
+    assert found["kernels"] == [
+        {"name": "a", "per_step": 1.0, "seconds": 2.0},
+        {"name": "b", "per_step": 0.5, "seconds": 1.0},
+    ]
+    assert load("gpu_profile").timeline([], steps=1)["busy_seconds"] == 0
+
+
+def test_all_rows_of_a_measured_step_stand_behind_the_same_context(load: Any) -> None:
+    measure, target = load("gpu_measure"), tiny(load)
+    engine = measure.stepping(target, measure.make_backend("flashinfer", target, 4), 4, 2, 20)
+    with logged_steps(engine) as steps:
+        engine.step()
+    assert (steps[0].num_rows, steps[0].num_tokens) == (4, 4 * 2)
+    assert steps[0].num_kv_tokens == 4 * (20 + 1 + 2), "the prompts, the token of one step since, and those computed"
+
+
+def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:
+    tables, where = load("gpu_tables"), "batch=8 context=512 new=64"
+    run = {"equal_rows": 8, "acceptance_length": 4.0, "padding_per_new_token": 0.1}
+    speeds = {"flashinfer greedy": 100, "flashinfer replay=4.0": 250, "hf dynamic": 50, "hf static": 80}
+    pieces = {f"decode opt-6.7b {name} {where}": run | {"tokens_per_second": speed} for name, speed in speeds.items()}
+    pieces[f"decode opt-6.7b hf static {where}"] |= {"compiled_while_timed": 1}
+    pieces["decode opt-6.7b flashinfer greedy batch=2 context=512 new=64"] = {"failed": "no"}
+    table = tables.table_of_decoding({"pieces": pieces})
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    replayed = 1
+    assert {header: cells[replayed] for header, cells in columns.items() if "×" in header} == {
+        "× own greedy": "2.50", "paper's ×": "2.17", "× HF dynamic": "5.00", "× HF static": "3.12",
+    }  # fmt: skip
+    assert "compiled while timed" in columns["run"][3]
+    assert columns["tokens/s"][4] == "no"
+    assert "drafts for nothing" in table.caption
+
+
+@pytest.mark.slow
+def test_the_static_peer_is_compiled_and_not_while_it_is_timed(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, decode, made = tiny(load), load("gpu_hf").hf_decode, []
+
+    begin = transformers.StaticCache.__init__
+
+    def counted(self: Any, *given: Any, **options: Any) -> None:
+        made.append(type(self))
+        begin(self, *given, **options)
+
+    monkeypatch.setattr(transformers.StaticCache, "__init__", counted)
+    for batch in (2, 3, 4):  # code for any batch size would be compiled for the second, and serve the third
+        found = decode(target, "static", batch, 16, 4, compile_anywhere=True)
+        assert found["compiled"] == 1
+        assert found["compiled_while_timed"] == 0
+        assert found["equal_rows"] == batch
+    assert len(made) == 3, "one cache is held for all calls"
+    assert decode(target, "dynamic", 2, 16, 4)["compiled"] == 0

@@ -1,0 +1,191 @@
+"""The parts of a GPU session: that they fit into their time and into what can be carried, and that a dry run works."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks.conftest import BENCHMARKS
+
+ROOT = BENCHMARKS.parent
+WHEELS = {  # bytes, for Python 3.12 on Linux
+    "flashinfer_python-0.6.18.post1": 18_348_022,
+    "apache_tvm_ffi-0.1.15.post2": 3_312_304,
+    "hydra_core-1.3.8": 168_949,
+    "omegaconf-2.4.0": 254_152,
+    "antlr4_python3_runtime-4.9.3": 144_590,
+}
+KERNEL_BYTES = 2_076_304 + 166_928  # heads of 128 in float16, and the packing of masks, built for 9.0a
+
+
+@pytest.fixture
+def bundle(load: Any, tmp_path: Path) -> Path:
+    if not (ROOT / ".git").exists():
+        pytest.skip("only a checkout knows its files and its commit")
+    load("gpu_bundle").write(tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+@pytest.mark.parametrize("part", range(1, 6))
+def test_a_part_fits_into_its_ten_minutes(load: Any, part: int) -> None:
+    parts = load("gpu_parts")
+    steps = parts.plan(Path("results"), Path("kernels"))[part]
+    assert parts.PREPARATION_SECONDS + sum(step.limit for step in steps) <= parts.PART_SECONDS <= 600 - 2 * parts.GRACE
+    assert all(step.limit > 3 * parts.GRACE for step in steps if step.command), "nothing is cut off as it starts"
+    limits = re.findall(r"timeout (\d+)", (BENCHMARKS / "gpu_run.sh").read_text())
+    assert 0 < sum(map(int, limits)) <= parts.PREPARATION_SECONDS
+
+
+@pytest.mark.parametrize("part", range(1, 6))
+def test_kernels_are_there_before_anything_uses_them(load: Any, part: int) -> None:
+    steps = load("gpu_parts").plan(Path("results"), Path("kernels"))[part]
+    assert steps[0].name == "kernels"
+    wanted = steps[0].command[steps[0].command.index("--variants") + 1 :]
+    assert wanted[0] == "fp16-128"
+    assert len(wanted) == (5 if part == 4 else 1)
+
+
+def test_the_first_tests_need_only_the_first_kernels(load: Any) -> None:
+    """FlashInfer would compile any others inside of a test."""
+    chosen = ["-k", load("gpu_parts").OPT_67B, "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu/test_flashinfer.py", *chosen]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = [line for line in listed.splitlines() if "::" in line]
+    assert not [name for name in found if re.search("bfloat16|llama|qwen|gemma|mistral|opt-125m|opt-64|group", name)]
+    for wanted in ("dense_reference", "is_not_its_own", "opt-128-float16-llma", "waits_for_the_device_once"):
+        for way in ("eager", "recorded"):
+            assert [name for name in found if wanted in name and way in name], (wanted, way)
+
+
+def test_a_step_at_its_limit_is_interrupted_and_the_next_one_runs(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts = load("gpu_parts")
+    monkeypatch.setattr(parts, "GRACE", 3)
+    polite = f"trap 'touch {tmp_path}/written; exit' INT; touch {tmp_path}/begun; sleep 60 & wait"
+    deaf = "trap '' INT; sleep 60 & wait"
+    steps = [
+        parts.Step("polite", 6, ("bash", "-c", polite)),
+        parts.Step("deaf", 5, ("bash", "-c", deaf)),
+        parts.Step("wrong", 5, ("false",)),
+        parts.Step("absent", 5, skipped="none here"),
+        parts.Step("right", 1, ("true",)),
+    ]
+    start = time.monotonic()
+    assert not parts.run_part("part9", steps, tmp_path, 30)
+    assert time.monotonic() - start < 30
+    rows = json.loads((tmp_path / "part9.json").read_text())
+    assert [row["ended"] for row in rows] == ["cut off", "cut off", "exit status 1", "skipped: none here", "well"]
+    assert (tmp_path / "written").exists()
+    assert rows[-1]["limit"] > 1, "the last one has what is left"
+
+
+def test_where_the_device_failed_the_step_goes_on_in_a_new_process(load: Any, tmp_path: Path) -> None:
+    parts, count = load("gpu_parts"), tmp_path / "count"
+    script = f"echo x >>{count}; [ $(wc -l <{count}) -ge 3 ] || exit {parts.DEVICE_FAILED}"
+    assert parts.run_part("part9", [parts.Step("a", 60, ("bash", "-c", script))], tmp_path, 60)
+    assert count.read_text() == "x\n" * 3
+
+
+def test_what_is_left_of_a_part_is_all_that_a_step_gets(load: Any, tmp_path: Path) -> None:
+    parts = load("gpu_parts")
+    assert not parts.run_part("part9", [parts.Step("a", 60, ("touch", str(tmp_path / "a")))], tmp_path, 1)
+    assert json.loads((tmp_path / "part9.json").read_text())[0]["ended"] == "cut off"
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_bundle_can_be_carried(load: Any, bundle: Path) -> None:
+    made = load("gpu_bundle")
+    total = made.check_size(bundle) + sum(WHEELS.values()) + 6 * KERNEL_BYTES
+    assert total < made.LIMIT == 64 * 2**20
+    assert not [name for name in ("docs", "examples", "tools", "emssd/demo/weights") if (bundle / name).exists()]
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?\n", (bundle / "COMMIT").read_text())
+
+
+def test_a_bundle_that_is_too_large_is_refused(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = load("gpu_bundle")
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    monkeypatch.setattr(made, "LIMIT", 10)
+    with pytest.raises(SystemExit, match="has 11 bytes, and 10 may be carried; the largest: large 11"):
+        made.check_size(tmp_path)
+
+
+def dry_run(root: Path, part: str, results: Path, work: Path) -> subprocess.CompletedProcess[str]:
+    """`gpu_run.sh` on the CPU. The packages of the project must come from `root` itself."""
+    variables = {"EMSSD_DRY_RUN": "1", "EMSSD_WORK": str(work), "PYTHON": sys.executable, "PYTHONPATH": ""}
+    command = ["bash", str(root / "benchmarks" / "gpu_run.sh"), part, str(results)]
+    return subprocess.run(
+        command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.parametrize("part", ["", "0", "6", "all"])
+def test_there_are_five_parts(part: str, tmp_path: Path) -> None:
+    ended = dry_run(ROOT, part, tmp_path / "results", tmp_path / "work")
+    assert ended.returncode != 0
+    assert "usage: gpu_run.sh PART RESULTS [CARRIED]" in ended.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_only_a_dry_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    ended = subprocess.run(
+        ["bash", str(BENCHMARKS / "gpu_run.sh"), "1", str(tmp_path / "results")], capture_output=True, text=True,
+        env=os.environ | {"EMSSD_WORK": str(tmp_path / "work"), "PYTHON": sys.executable, "EMSSD_DRY_RUN": ""},
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "it needs an NVIDIA GPU" in ended.stdout
+    assert not list((tmp_path / "results").glob("*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["1", "2", "3", "4", "5"])
+def test_a_dry_run_leaves_the_files_of_each_part(part: str, bundle: Path, tmp_path: Path) -> None:
+    """From a bundle, so that nothing is missing in it."""
+    results, (usual, tests) = tmp_path / "results", ({"log", "json"}, {"1", "4", "5"})
+    ended = dry_run(bundle, part, results, tmp_path / "work")
+    assert ended.returncode == 0, ended.stdout
+    assert f"part{part}-gpu.json" in {file.name for file in results.iterdir()}
+    assert (results / f"part{part}-tests.xml").exists() == (part in tests)
+    assert usual == {file.suffix[1:] for file in results.glob(f"part{part}.*")}
+    rows = json.loads((results / f"part{part}.json").read_text())
+    assert {row["ended"].partition(":")[0] for row in rows} <= {"well", "skipped"}
+    pieces = json.loads((results / f"part{part}-gpu.json").read_text())["pieces"]
+    assert pieces
+    assert not [name for name, row in pieces.items() if "failed" in row]
+    assert (bundle / "COMMIT").read_text() in (results / f"part{part}.log").read_text()
+
+
+@pytest.mark.slow
+def test_wheels_and_kernels_that_are_carried_are_used(tmp_path: Path) -> None:
+    project, carried = tmp_path / "nothing_much", tmp_path / "carried"
+    project.mkdir()
+    (project / "pyproject.toml").write_text("[project]\nname = 'nothing-much'\nversion = '1'\n")
+    (project / "nothing_much.py").touch()
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(carried)]
+    if subprocess.run([*build, str(project)]).returncode:
+        pytest.skip("no setuptools to build a wheel with")
+    (carried / "kernels" / "0.6").mkdir(parents=True)
+    (carried / "kernels" / "0.6" / "a.so").touch()
+    work = tmp_path / "work"
+    command = ["bash", str(BENCHMARKS / "gpu_run.sh"), "1", str(tmp_path / "results"), str(carried)]
+    variables = {"EMSSD_WORK": str(work), "PYTHON": sys.executable, "EMSSD_DRY_RUN": ""}
+    subprocess.run(command, env=os.environ | variables, capture_output=True)  # ends where there is no GPU
+    assert (work / "site" / "nothing_much.py").exists()
+    assert (work / "kernels" / "0.6" / "a.so").exists()
+    shutil.rmtree(work / "kernels")
+    (work / "site" / "nothing_much.py").unlink()
+    subprocess.run(command, env=os.environ | variables, capture_output=True)
+    assert not (work / "site" / "nothing_much.py").exists(), "what is installed is not installed again"
