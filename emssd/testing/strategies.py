@@ -14,7 +14,7 @@ from emssd.drafting.budget import FixedBudget
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedDrafter, WrongDrafter
 
-__all__ = ["drafters", "kv_layers", "layer_specs", "policies"]
+__all__ = ["drafters", "kv_layers", "layer_specs", "policies", "trees"]
 
 
 @st.composite
@@ -35,6 +35,20 @@ def layer_specs(draw: st.DrawFn) -> LayerSpec:
 def kv_layers() -> st.SearchStrategy[tuple[LayerSpec, ...]]:
     """The layers of a model, each with rules of its own."""
     return st.lists(layer_specs(), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def trees(draw: st.DrawFn, num_nodes: int) -> tuple[int, ...]:
+    """The parents of a token tree of `num_nodes` nodes: any at all, a chain, all siblings, or a forest of chains."""
+    match draw(st.sampled_from(["any", "chain", "siblings", "forest"])):
+        case "chain":
+            return tuple(range(-1, num_nodes - 1))
+        case "siblings":
+            return (-1,) * num_nodes
+        case "forest":
+            num_roots = draw(st.integers(1, max(1, num_nodes)))
+            return tuple(max(-1, node - num_roots) for node in range(num_nodes))
+    return tuple(draw(st.integers(-1, node - 1)) for node in range(num_nodes))
 
 
 def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
