@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, StepPlan
+from emssd.attention.trees import Parents
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.testing.conformance.rules import assertions, broken
@@ -19,7 +20,7 @@ from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import kv_layers, trees
 from emssd.testing.waves import Waves
 
-__all__ = ["BackendMachine", "MachineRow", "check_plan"]
+__all__ = ["BackendMachine", "MachineRow", "check_plan", "moved", "path"]
 
 _Nodes = list[tuple[int, int]]  # of a tree: token, and index of its parent or -1
 
@@ -112,10 +113,10 @@ class BackendMachine(RuleBasedStateMachine):
             self._step(pack(rows, Draft.from_chains([[token for token, _ in nodes] for nodes in drafted])))
         sources = []
         for row, nodes in zip(rows, drafted, strict=True):
-            path = _path(nodes, data.draw(st.integers(0, len(nodes)), label="accepted") - 1)
-            sources.append(_moved(len(row.tokens), path))
-            row.num_cached = len(row.tokens) + len(path)
-            row.tokens = row.tokens + [nodes[node][0] for node in path] + self._new_ids(1)
+            way = path([parent for _, parent in nodes], data.draw(st.integers(0, len(nodes)), label="accepted") - 1)
+            sources.append(moved(len(row.tokens), way))
+            row.num_cached = len(row.tokens) + len(way)
+            row.tokens = row.tokens + [nodes[node][0] for node in way] + self._new_ids(1)
         self._commit(rows, sources)
 
     @precondition(lambda self: self._rows)
@@ -141,11 +142,11 @@ class BackendMachine(RuleBasedStateMachine):
             self._step(pack_nodes(names, torch.tensor(ids), lengths, kv_lens, parents))
         sources = []
         for row, nodes in zip(rows, grown, strict=True):
-            path = _path(nodes, data.draw(st.integers(0, len(nodes)), label="kept") - 1)
-            sources.append(_moved(len(row.tokens), path))
-            row.num_cached = len(row.tokens) + len(path)
+            way = path([parent for _, parent in nodes], data.draw(st.integers(0, len(nodes)), label="kept") - 1)
+            sources.append(moved(len(row.tokens), way))
+            row.num_cached = len(row.tokens) + len(way)
             num_uncached = data.draw(st.integers(1, 2), label="uncached")
-            row.tokens = row.tokens + [nodes[node][0] for node in path] + self._new_ids(num_uncached)
+            row.tokens = row.tokens + [nodes[node][0] for node in way] + self._new_ids(num_uncached)
         self._commit(rows, sources)
 
     @precondition(lambda self: self._rows)
@@ -248,18 +249,18 @@ class BackendMachine(RuleBasedStateMachine):
         return list(range(self._num_ids - count, self._num_ids))
 
 
-def _path(nodes: _Nodes, node: int) -> list[int]:
+def path(parents: Parents, node: int) -> list[int]:
     """The way to a node of a tree, itself included; to the tree's origin, -1, it is empty."""
-    path = list[int]()
+    way = list[int]()
     while node >= 0:
-        path.insert(0, node)
-        node = nodes[node][1]
-    return path
+        way.insert(0, node)
+        node = parents[node]
+    return way
 
 
-def _moved(num_tokens: int, path: list[int]) -> tuple[int, ...]:
-    """The KV of an accepted path behind `num_tokens` tokens, as `Kept.sources`."""
-    return () if path == list(range(len(path))) else tuple(num_tokens + node for node in path)
+def moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
+    """The KV of accepted `nodes` behind `num_tokens` tokens, as `Kept.sources`."""
+    return () if list(nodes) == list(range(len(nodes))) else tuple(num_tokens + node for node in nodes)
 
 
 def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
