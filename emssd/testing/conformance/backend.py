@@ -130,7 +130,9 @@ class AttentionBackendConformance(Suite):
             run = data.draw(runs(self.models), label="run")
             if self._backend().unsupported(run.setting.target.kv_cache_spec(run.batch_size)):
                 return
-            drafter = data.draw(drafters(run.setting.vocab_size, run.setting.references), label="drafter")
+            takes_trees = self._backend().takes_trees
+            any_drafter = drafters(run.setting.vocab_size, run.setting.references, with_trees=takes_trees)
+            drafter = data.draw(any_drafter, label="drafter")
             decode(run, self._backend, drafter, "backend.lossless")
 
         if reasons := self._backend().unsupported(self._float64()):
