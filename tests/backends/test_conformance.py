@@ -169,7 +169,93 @@ class LosesPagesThatGrow(PagedBackend):
             pages.zero_()
 
 
+class SeesSiblings(Ragged):
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plan = super().plan(packed)
+        for group in plan.attention.groups:
+            group.hidden = None
+        return plan
+
+
+class SeesSiblingsInASlab(PaddedBackend):
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plan = super().plan(packed)
+        plan.attention.hidden = None
+        return plan
+
+
+class SeesCachedSiblings(PaddedBackend):
+    """Hides only the nodes of this step."""
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plan = super().plan(packed)
+        if plan.attention.hidden is not None:
+            for row, (name, length) in enumerate(zip(packed.request_ids, packed.lengths, strict=True)):
+                plan.attention.hidden[row, :, self._table.slots(name)[:-length]] = False
+        return plan
+
+
+class CountsSlotsOfATree(Ragged):
+    """A node stands where it lies, and not by its depth: windows end too early."""
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plan = super().plan(packed)
+        for group in plan.attention.groups:
+            if group.hidden is not None:
+                slots = torch.arange(group.hidden.shape[2])
+                start, stop = packed.qo_indptr[:2]
+                group.key_positions = slots.expand(group.num_rows, -1)
+                if group.num_rows == 1:
+                    group.positions = torch.arange(packed.kv_lens[0] - stop + start, packed.kv_lens[0])[None]
+        return plan
+
+
+class KeepsWhatLiesBetween(Ragged):
+    def commit(self, kept: Kept) -> None:
+        super().commit(Kept(kept.request_ids, kept.kv_lens))
+
+
+class MovesInTheWrongOrder(Ragged):
+    def commit(self, kept: Kept) -> None:
+        super().commit(Kept(kept.request_ids, kept.kv_lens, tuple(nodes[::-1] for nodes in kept.sources)))
+
+
+class MovesTheFirstLayerOnly(Ragged):
+    def _move(self, kept: Kept) -> None:
+        keys, self._pool.keys = self._pool.keys, self._pool.keys[:1]
+        super()._move(kept)
+        self._pool.keys = keys
+
+
+class MovesKeysOnly(PaddedBackend):
+    def _move(self, kept: Kept) -> None:
+        values, self._values = self._values, []
+        super()._move(kept)
+        self._values = values
+
+
+class ForgetsCachedNodes(PaddedBackend):
+    """Takes the nodes of earlier steps for a chain."""
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        if packed.trees is not None:
+            trees = tuple(
+                tree if len(tree) <= length else () for tree, length in zip(packed.trees, packed.lengths, strict=True)
+            )
+            packed = replace(packed, trees=trees)
+        return super().plan(packed)
+
+
 FAULTS: dict[str, MakeBackend] = {
+    "sees siblings": SeesSiblings,
+    "sees siblings in a slab": SeesSiblingsInASlab,
+    "sees siblings that are cached": SeesCachedSiblings,
+    "counts the slots of a tree": lambda: CountsSlotsOfATree(page_size=1),
+    "keeps what lies between accepted nodes": KeepsWhatLiesBetween,
+    "moves accepted nodes in the wrong order": MovesInTheWrongOrder,
+    "moves the keys of the first layer only": MovesTheFirstLayerOnly,
+    "moves keys only": MovesKeysOnly,
+    "takes cached nodes for a chain": ForgetsCachedNodes,
     "writes padding over real tokens": WritesPaddingOverRealTokens,
     "attends to stale pages": AttendsToStalePages,
     "loses pages that grow": LosesPagesThatGrow,
