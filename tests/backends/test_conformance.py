@@ -9,11 +9,11 @@ import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.fused import FusedKernels
-from emssd_ragged.grouped import GroupedKernels
+from emssd_ragged.grouped import GroupedKernels, RowGroup
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan
+from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan, additive_mask
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
@@ -195,19 +195,22 @@ class SeesCachedSiblings(PaddedBackend):
         return plan
 
 
-class CountsSlotsOfATree(Ragged):
-    """A node stands where it lies, and not by its depth: windows end too early."""
+class MeasuresWindowsInSlots(GroupedKernels):
+    """In rows with trees, where a token's slot is not its position."""
 
-    def plan(self, packed: PackedInputs) -> StepPlan:
-        plan = super().plan(packed)
-        for group in plan.attention.groups:
-            if group.hidden is not None:
-                slots = torch.arange(group.hidden.shape[2])
-                start, stop = packed.qo_indptr[:2]
-                group.key_positions = slots.expand(group.num_rows, -1)
-                if group.num_rows == 1:
-                    group.positions = torch.arange(packed.kv_lens[0] - stop + start, packed.kv_lens[0])[None]
-        return plan
+    def _add_trees(
+        self, group: RowGroup, packed: PackedInputs, trees: tuple[tuple[int, ...], ...], rows: list[int]
+    ) -> None:
+        super()._add_trees(group, packed, trees, rows)
+        if group.hidden is None:
+            return
+        for window in {layer.sliding_window for layer in self._spec.layers} - {None}:
+            seen = group.mask(None, self._page_size, torch.float64) == 0
+            slots = torch.arange(seen.shape[2])
+            for place, row in enumerate(rows):
+                queries = slots[packed.kv_lens[row] - packed.lengths[row] : packed.kv_lens[row], None]
+                seen[place, : len(queries)] &= slots > queries - window
+            group.masks[window] = additive_mask(seen, torch.float64)
 
 
 class KeepsWhatLiesBetween(Ragged):
@@ -250,7 +253,7 @@ FAULTS: dict[str, MakeBackend] = {
     "sees siblings": SeesSiblings,
     "sees siblings in a slab": SeesSiblingsInASlab,
     "sees siblings that are cached": SeesCachedSiblings,
-    "counts the slots of a tree": lambda: CountsSlotsOfATree(page_size=1),
+    "measures windows in slots": lambda: PagedBackend(MeasuresWindowsInSlots(), page_size=3),
     "keeps what lies between accepted nodes": KeepsWhatLiesBetween,
     "moves accepted nodes in the wrong order": MovesInTheWrongOrder,
     "moves the keys of the first layer only": MovesTheFirstLayerOnly,
