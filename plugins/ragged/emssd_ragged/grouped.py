@@ -60,9 +60,7 @@ class RowGroup:
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Which KV each query sees: the positions up to its own, within the window, but no branches of a tree that are
-        not its own. It is built once a step.
-        """
+        """Which KV each query sees: positions up to its own, within the window, less `hidden`. Built once a step."""
         if window not in self.masks:
             keys, queries = self.key_positions, self.positions.unsqueeze(-1)
             if keys is None:
