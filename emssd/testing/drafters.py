@@ -1,4 +1,4 @@
-"""Adversarial drafters: perfect, always wrong, random, scripted. None may change what is generated."""
+"""Adversarial drafters: perfect, always wrong, random, scripted, of trees. None may change what is generated."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from emssd.attention.trees import Parents
 from emssd.drafting import Draft, Drafter
 from emssd.sequences import Batch, Sequence
 
@@ -16,12 +17,13 @@ __all__ = [
     "PerfectDrafter",
     "RandomDrafter",
     "ScriptedDrafter",
+    "TreeDrafter",
     "WrongDrafter",
 ]
 
 
-class ChainDrafter(Drafter):
-    """Drafts each row by itself; what the drafters of this module have in common.
+class _Informed(Drafter):
+    """Knows what the target is going to generate; what the drafters of this module have in common.
 
     Args:
         vocab_size: of the target.
@@ -37,17 +39,28 @@ class ChainDrafter(Drafter):
         self.num_speculative_tokens = num_speculative_tokens
         self._references = references or {}
 
+    def upcoming(self, row: Sequence) -> list[int]:
+        """What the target is going to generate for `row` from here on, as far as the reference tells."""
+        reference = self._references.get(row.request_id, self._references.get(row.request.prompt_ids, ()))
+        return list(reference[len(row.output_ids) :])
+
+
+class ChainDrafter(_Informed):
+    """Drafts a chain for each row by itself.
+
+    Args:
+        vocab_size: of the target.
+        num_speculative_tokens: the most tokens drafted for one row in one step.
+        references: what the target alone generates, by request id or by prompt (a tuple of token ids). A row without
+            one is drafted for as if its reference were empty.
+    """
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         return Draft.from_chains(self.chain(row, limit)[:limit] for row, limit in zip(batch, budget, strict=True))
 
     @abstractmethod
     def chain(self, row: Sequence, limit: int) -> list[int]:
         """Draft for one row; what lies beyond `limit` is cut off."""
-
-    def upcoming(self, row: Sequence) -> list[int]:
-        """What the target is going to generate for `row` from here on, as far as the reference tells."""
-        reference = self._references.get(row.request_id, self._references.get(row.request.prompt_ids, ()))
-        return list(reference[len(row.output_ids) :])
 
 
 class PerfectDrafter(ChainDrafter):
@@ -112,3 +125,60 @@ class ScriptedDrafter(ChainDrafter):
     def chain(self, row: Sequence, limit: int) -> list[int]:
         num_right, rest = self._script[row.num_steps % len(self._script)]
         return self.upcoming(row)[:num_right] + [token % self.vocab_size for token in rest]
+
+
+class TreeDrafter(_Informed):
+    """Drafts trees of random sizes and shapes: chains and nothing at all, siblings, forests, and any other.
+
+    A child of the right way is the right token with some probability, so that right ways wind through the trees, and
+    siblings may be equal.
+
+    Args:
+        vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
+        right: that probability.
+        seed: of everything random.
+    """
+
+    drafts_trees = True
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_speculative_tokens: int = 8,
+        references: Mapping[Any, Seq[int]] | None = None,
+        *,
+        right: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(vocab_size, num_speculative_tokens, references)
+        self._right = right
+        self._random = random.Random(seed)
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = Draft.from_trees(self.tree(row, limit) for row, limit in zip(batch, budget, strict=True))
+        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
+
+    def tree(self, row: Sequence, limit: int) -> list[tuple[int, int]]:
+        """At most `limit` nodes for one row, each a token and the index of its parent, or -1; of any depth."""
+        parents, upcoming = self.parents(self._random.randint(0, limit)), self.upcoming(row)
+        known = {-1: 0}  # nodes of the right way, by their depth
+        tokens = []
+        for node, parent in enumerate(parents):
+            depth = known.get(parent, len(upcoming))
+            is_right = depth < len(upcoming) and self._random.random() < self._right
+            tokens.append(upcoming[depth] if is_right else self._random.randrange(self.vocab_size))
+            if depth < len(upcoming) and tokens[node] == upcoming[depth]:
+                known[node] = depth + 1
+        return list(zip(tokens, parents, strict=True))
+
+    def parents(self, num_nodes: int) -> Parents:
+        """The shape of a tree."""
+        match self._random.choice(["chain", "siblings", "forest", "any", "any"]):
+            case "chain":
+                return range(-1, num_nodes - 1)
+            case "siblings":
+                return [-1] * num_nodes
+            case "forest":
+                num_roots = self._random.randint(1, 4)
+                return [max(-1, node - num_roots) for node in range(num_nodes)]
+        return [self._random.randint(-1, node - 1) for node in range(num_nodes)]

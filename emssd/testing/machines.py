@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, StepPlan
+from emssd.attention.trees import Parents
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.testing.conformance.rules import assertions, broken
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.strategies import kv_layers
+from emssd.testing.strategies import kv_layers, trees
 from emssd.testing.waves import Waves
 
-__all__ = ["BackendMachine", "MachineRow", "check_plan"]
+__all__ = ["BackendMachine", "MachineRow", "check_plan", "moved", "path"]
+
+_Nodes = list[tuple[int, int]]  # of a tree: token, and index of its parent or -1
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class MachineRow:
 
 class BackendMachine(RuleBasedStateMachine):
     """Random histories: prompts, ragged drafts, rollbacks, several steps before a rollback, releases, abandoned steps.
+
+    Drafts are chains; and if the backend takes them, also trees, whose accepted paths move together.
 
     Each forward pass of each layer is compared with `DenseBackend` for every real token; what the plan feeds the model,
     positions, padding and the choice of logits are checked too. A failure names the broken rule, one of
@@ -65,8 +70,15 @@ class BackendMachine(RuleBasedStateMachine):
     def allocate(self, data: st.DataObject, seed: int) -> None:
         """Begin with an empty cache for drawn layers."""
         layers = data.draw(self.layers, label="layers")
-        self.spec = KVCacheSpec(layers, self.dtype, self.device, self.max_batch_size, self.max_model_len)
         self.backend, self.dense = self.make_backend(), DenseBackend()
+        self.spec = KVCacheSpec(
+            layers,
+            self.dtype,
+            self.device,
+            self.max_batch_size,
+            self.max_model_len,
+            trees=self.backend.takes_trees and data.draw(st.booleans(), label="trees"),
+        )
         assume(not self.backend.unsupported(self.spec))
         self.backend.allocate(self.spec)
         self.dense.allocate(self.spec)
@@ -94,35 +106,48 @@ class BackendMachine(RuleBasedStateMachine):
         if not rows:
             return
         lengths = [data.draw(st.integers(0, min(7, self._room(row))), label="drafted") for row in rows]
-        chains = [self._new_ids(length) for length in lengths]
-        self._step(pack(rows, Draft.from_chains(chains)))
-        for row, chain in zip(rows, chains, strict=True):
-            accepted = data.draw(st.integers(0, len(chain)), label="accepted")
-            row.num_cached = len(row.tokens) + accepted
-            row.tokens = row.tokens + chain[:accepted] + self._new_ids(1)
-        self._commit(rows)
+        drafted = [self._tree(length, data) for length in lengths]
+        if self.spec.trees:
+            self._step(pack(rows, Draft.from_trees(drafted)))
+        else:
+            self._step(pack(rows, Draft.from_chains([[token for token, _ in nodes] for nodes in drafted])))
+        sources = []
+        for row, nodes in zip(rows, drafted, strict=True):
+            way = path([parent for _, parent in nodes], data.draw(st.integers(0, len(nodes)), label="accepted") - 1)
+            sources.append(moved(len(row.tokens), way))
+            row.num_cached = len(row.tokens) + len(way)
+            row.tokens = row.tokens + [nodes[node][0] for node in way] + self._new_ids(1)
+        self._commit(rows, sources)
 
     @precondition(lambda self: self._rows)
     @rule(data=st.data())
     def draft(self, data: st.DataObject) -> None:
-        """What a draft model does: catch up, decode some rows further and further, and only then roll back."""
+        """What a draft model does: catch up, decode some rows further and further, and only then roll back.
+
+        A tree grows in any of its nodes, which are cached and not committed.
+        """
         rows = [row for row in self._pick(data) if self._room(row) > 0]
         if not rows:
             return
-        wanted = [data.draw(st.integers(1, min(5, self._room(row))), label="drafted") for row in rows]
+        wanted = [data.draw(st.integers(1, min(5, self._room(row))), label="drafted") - 1 for row in rows]
         self._step(pack(rows, Draft.empty(len(rows))))
-        fed = [list(row.tokens) for row in rows]
-        for depth in range(1, max(wanted)):
-            active = [i for i, limit in enumerate(wanted) if limit > depth]
-            ids = self._new_ids(len(active))
-            names, kv_lens = [rows[i].request_id for i in active], [len(fed[i]) + 1 for i in active]
-            self._step(pack_nodes(names, torch.tensor(ids), [1] * len(ids), kv_lens))
-            for i, token in zip(active, ids, strict=True):
-                fed[i].append(token)
-        for row, cached in zip(rows, fed, strict=True):
-            row.num_cached = data.draw(st.integers(len(row.tokens), len(cached)), label="kept")
-            row.tokens = cached[: row.num_cached] + self._new_ids(data.draw(st.integers(1, 2), label="uncached"))
-        self._commit(rows)
+        grown: list[_Nodes] = [[] for _ in rows]
+        while active := [i for i, nodes in enumerate(grown) if len(nodes) < wanted[i]]:
+            lengths = [self._grow(grown[i], wanted[i], data) for i in active]
+            ids = [token for i, length in zip(active, lengths, strict=True) for token, _ in grown[i][-length:]]
+            names, kv_lens = zip(
+                *[(rows[i].request_id, len(rows[i].tokens) + len(grown[i])) for i in active], strict=True
+            )
+            parents = [[parent for _, parent in grown[i]] for i in active] if self.spec.trees else None
+            self._step(pack_nodes(names, torch.tensor(ids), lengths, kv_lens, parents))
+        sources = []
+        for row, nodes in zip(rows, grown, strict=True):
+            way = path([parent for _, parent in nodes], data.draw(st.integers(0, len(nodes)), label="kept") - 1)
+            sources.append(moved(len(row.tokens), way))
+            row.num_cached = len(row.tokens) + len(way)
+            num_uncached = data.draw(st.integers(1, 2), label="uncached")
+            row.tokens = row.tokens + [nodes[node][0] for node in way] + self._new_ids(num_uncached)
+        self._commit(rows, sources)
 
     @precondition(lambda self: self._rows)
     @rule(data=st.data(), planned=st.booleans())
@@ -181,8 +206,32 @@ class BackendMachine(RuleBasedStateMachine):
                         f"layer {layer} ({spec}) is off by {float(errors.min()):.3g} for token {token} of {packed}",
                     )
 
-    def _commit(self, rows: Seq[MachineRow]) -> None:
-        kept = Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows))
+    def _tree(self, num_nodes: int, data: st.DataObject) -> _Nodes:
+        """Drafted tokens; where trees are drafted, some of the siblings may be equal."""
+        ids = self._new_ids(num_nodes)
+        if not self.spec.trees:
+            return list(zip(ids, range(-1, num_nodes - 1), strict=True))
+        parents = data.draw(trees(num_nodes), label="tree")
+        if data.draw(st.booleans(), label="equal siblings"):
+            ids = [ids[parents.index(parent)] for parent in parents]
+        return list(zip(ids, parents, strict=True))
+
+    def _grow(self, nodes: _Nodes, wanted: int, data: st.DataObject) -> int:
+        """Add one node, or, to a tree, several with any parents. Returns how many."""
+        if not self.spec.trees:
+            nodes.append((self._new_ids(1)[0], len(nodes) - 1))
+            return 1
+        number = data.draw(st.integers(1, wanted - len(nodes)), label="new nodes")
+        for token in self._new_ids(number):
+            nodes.append((token, data.draw(st.integers(-1, len(nodes) - 1), label="parent")))
+        return number
+
+    def _commit(self, rows: Seq[MachineRow], sources: Seq[tuple[int, ...]]) -> None:
+        kept = Kept(
+            tuple(row.request_id for row in rows),
+            tuple(row.num_cached for row in rows),
+            tuple(sources) if any(sources) else (),
+        )
         self.backend.commit(kept)
         assert self.backend.kv_usage.padding >= 0
         self.dense.commit(kept)
@@ -198,6 +247,20 @@ class BackendMachine(RuleBasedStateMachine):
     def _new_ids(self, count: int) -> list[int]:
         self._num_ids += count
         return list(range(self._num_ids - count, self._num_ids))
+
+
+def path(parents: Parents, node: int) -> list[int]:
+    """The way to a node of a tree, itself included; to the tree's origin, -1, it is empty."""
+    way = list[int]()
+    while node >= 0:
+        way.insert(0, node)
+        node = parents[node]
+    return way
+
+
+def moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
+    """The KV of accepted `nodes` behind `num_tokens` tokens, as `Kept.sources`."""
+    return () if list(nodes) == list(range(len(nodes))) else tuple(num_tokens + node for node in nodes)
 
 
 def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:

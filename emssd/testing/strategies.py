@@ -12,9 +12,9 @@ from emssd.attention import LayerSpec
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.testing.budgets import ScriptedBudget
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedDrafter, WrongDrafter
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedDrafter, TreeDrafter, WrongDrafter
 
-__all__ = ["drafters", "kv_layers", "layer_specs", "policies"]
+__all__ = ["drafters", "kv_layers", "layer_specs", "policies", "trees"]
 
 
 @st.composite
@@ -37,6 +37,20 @@ def kv_layers() -> st.SearchStrategy[tuple[LayerSpec, ...]]:
     return st.lists(layer_specs(), min_size=1, max_size=3).map(tuple)
 
 
+@st.composite
+def trees(draw: st.DrawFn, num_nodes: int) -> tuple[int, ...]:
+    """The parents of a token tree of `num_nodes` nodes: any at all, a chain, all siblings, or a forest of chains."""
+    match draw(st.sampled_from(["any", "chain", "siblings", "forest"])):
+        case "chain":
+            return tuple(range(-1, num_nodes - 1))
+        case "siblings":
+            return (-1,) * num_nodes
+        case "forest":
+            num_roots = draw(st.integers(1, max(1, num_nodes)))
+            return tuple(max(-1, node - num_roots) for node in range(num_nodes))
+    return tuple(draw(st.integers(-1, node - 1)) for node in range(num_nodes))
+
+
 def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
     """Scripts of `ScriptedDrafter`: how many right tokens, then which others."""
     rubbish = st.lists(st.integers(0, 1000), max_size=6)
@@ -44,14 +58,20 @@ def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
 
 
 @st.composite
-def drafters(draw: st.DrawFn, vocab_size: int, references: Mapping[Any, Seq[int]]) -> Drafter:
+def drafters(
+    draw: st.DrawFn, vocab_size: int, references: Mapping[Any, Seq[int]], *, with_trees: bool = False
+) -> Drafter:
     """Any drafter: perfect, wrong, random or scripted, with a draft length of its own.
 
     Args:
         vocab_size, references: see `emssd.testing.drafters.ChainDrafter`.
+        with_trees: whether drafters of trees are among them.
     """
     num_tokens, seed = draw(st.integers(0, 6)), draw(st.integers(0, 2**16))
-    match draw(st.sampled_from(["scripted", "random", "rubbish", "perfect", "wrong"])):
+    of_trees = ["trees", "trees"] if with_trees else []
+    match draw(st.sampled_from([*of_trees, "scripted", "random", "rubbish", "perfect", "wrong"])):
+        case "trees":
+            return TreeDrafter(vocab_size, 2 * num_tokens, references, seed=seed)
         case "random":
             return RandomDrafter(vocab_size, num_tokens, references, seed=seed)
         case "rubbish":

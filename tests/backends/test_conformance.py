@@ -9,11 +9,11 @@ import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.fused import FusedKernels
-from emssd_ragged.grouped import GroupedKernels
+from emssd_ragged.grouped import GroupedKernels, RowGroup
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan
+from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan, additive_mask
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
@@ -169,7 +169,96 @@ class LosesPagesThatGrow(PagedBackend):
             pages.zero_()
 
 
+class SeesSiblings(Ragged):
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plan = super().plan(packed)
+        for group in plan.attention.groups:
+            group.hidden = None
+        return plan
+
+
+class SeesSiblingsInASlab(PaddedBackend):
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plan = super().plan(packed)
+        plan.attention.hidden = None
+        return plan
+
+
+class SeesCachedSiblings(PaddedBackend):
+    """Hides only the nodes of this step."""
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plan = super().plan(packed)
+        if plan.attention.hidden is not None:
+            for row, (name, length) in enumerate(zip(packed.request_ids, packed.lengths, strict=True)):
+                plan.attention.hidden[row, :, self._table.slots(name)[:-length]] = False
+        return plan
+
+
+class MeasuresWindowsInSlots(GroupedKernels):
+    """In rows with trees, where a token's slot is not its position."""
+
+    def _add_trees(
+        self, group: RowGroup, packed: PackedInputs, trees: tuple[tuple[int, ...], ...], rows: list[int]
+    ) -> None:
+        super()._add_trees(group, packed, trees, rows)
+        if group.hidden is None:
+            return
+        for window in {layer.sliding_window for layer in self._spec.layers} - {None}:
+            seen = group.mask(None, self._page_size, torch.float64) == 0
+            slots = torch.arange(seen.shape[2])
+            for place, row in enumerate(rows):
+                queries = slots[packed.kv_lens[row] - packed.lengths[row] : packed.kv_lens[row], None]
+                seen[place, : len(queries)] &= slots > queries - window
+            group.masks[window] = additive_mask(seen, torch.float64)
+
+
+class KeepsWhatLiesBetween(Ragged):
+    def commit(self, kept: Kept) -> None:
+        super().commit(Kept(kept.request_ids, kept.kv_lens))
+
+
+class MovesInTheWrongOrder(Ragged):
+    def commit(self, kept: Kept) -> None:
+        super().commit(Kept(kept.request_ids, kept.kv_lens, tuple(nodes[::-1] for nodes in kept.sources)))
+
+
+class MovesTheFirstLayerOnly(Ragged):
+    def _move(self, kept: Kept) -> None:
+        keys, self._pool.keys = self._pool.keys, self._pool.keys[:1]
+        super()._move(kept)
+        self._pool.keys = keys
+
+
+class MovesKeysOnly(PaddedBackend):
+    def _move(self, kept: Kept) -> None:
+        values, self._values = self._values, []
+        super()._move(kept)
+        self._values = values
+
+
+class ForgetsCachedNodes(PaddedBackend):
+    """Takes the nodes of earlier steps for a chain."""
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        if packed.trees is not None:
+            trees = tuple(
+                tree if len(tree) <= length else () for tree, length in zip(packed.trees, packed.lengths, strict=True)
+            )
+            packed = replace(packed, trees=trees)
+        return super().plan(packed)
+
+
 FAULTS: dict[str, MakeBackend] = {
+    "sees siblings": SeesSiblings,
+    "sees siblings in a slab": SeesSiblingsInASlab,
+    "sees siblings that are cached": SeesCachedSiblings,
+    "measures windows in slots": lambda: PagedBackend(MeasuresWindowsInSlots(), page_size=3),
+    "keeps what lies between accepted nodes": KeepsWhatLiesBetween,
+    "moves accepted nodes in the wrong order": MovesInTheWrongOrder,
+    "moves the keys of the first layer only": MovesTheFirstLayerOnly,
+    "moves keys only": MovesKeysOnly,
+    "takes cached nodes for a chain": ForgetsCachedNodes,
     "writes padding over real tokens": WritesPaddingOverRealTokens,
     "attends to stale pages": AttendsToStalePages,
     "loses pages that grow": LosesPagesThatGrow,

@@ -162,6 +162,27 @@ def test_window_counts_the_token_itself(window: int | None) -> None:
     assert (mask[0] == 0).sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
 
 
+@each_cell
+def test_masks_are_as_wide_as_kernels_of_gpus_like_and_what_is_added_are_holes(pad_kv: bool, pad_inputs: bool) -> None:
+    exact, aligned = allocated(pad_kv, pad_inputs), allocated(pad_kv, pad_inputs)
+    aligned._watched = True  # as on a GPU
+    generator = torch.Generator().manual_seed(0)
+    for backend in (exact, aligned):
+        step(backend, sequences(9, 4), [3, 5], [1, 0])
+    rows = sequences(11, 5)
+    rows[0].set_cached(10)
+    rows[1].set_cached(4)
+    packed = pack(rows, Draft.from_trees([[(7, -1), (8, -1), (9, 0)], [(7, -1)]]))
+    plans = [backend.plan(packed) for backend in (exact, aligned)]
+    widths = [plan.attention.key_positions.shape[1] for plan in plans]
+    assert widths[1] % 8 == 0
+    assert 0 < widths[1] - widths[0] < 8
+    query, key, value = torch.randn(3, plans[0].input_ids.numel(), 1, 1, generator=generator, dtype=torch.float64)
+    outs = [backend.forward(plan, 0, query, key, value) for backend, plan in zip((exact, aligned), plans, strict=True)]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+    assert (plans[1].attention.key_positions[:, widths[0] :] > 10**9).all()
+
+
 def test_aligned_rows_write_behind_the_longest_and_others_behind_their_own() -> None:
     for pad_kv, start in [(True, 5), (False, 2)]:
         table = SlabTable(pad_kv)

@@ -62,7 +62,7 @@ class Spy(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.num_speculative_tokens = inner.num_speculative_tokens
+        self.num_speculative_tokens, self.drafts_trees = inner.num_speculative_tokens, inner.drafts_trees
         self.proposed: list[dict[str, int]] = []  # per step: the KV length that each row's step needs
         self.trace: list[list[tuple[str, int, int]]] = []  # per step: request id, drafted, accepted
         self.released: list[str] = []
@@ -132,11 +132,13 @@ def build() -> Callable[..., Engine]:
     def build_engine(
         oracle: Oracle,
         make_backend: Callable[[], AttentionBackend],
-        drafter: Drafter,
+        drafter: Drafter | Seq[Drafter],
         batch_size: int = 4,
         **options: Any,
     ) -> Engine:
-        backend, spec = make_backend(), oracle.target.kv_cache_spec(batch_size)
+        trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
+        backend = make_backend()
+        spec = dataclasses.replace(oracle.target.kv_cache_spec(batch_size), trees=trees)
         continuous = dataclasses.replace(spec, continuous=True)
         if backend.unsupported(continuous):
             options.setdefault("scheduler", StaticScheduler(batch_size))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emssd_padded.backend import PaddedBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emssd import Engine
 from emssd.drafting import Draft
 from emssd.drafting.rules import check_draft
 from emssd.errors import DraftError, PluginError
 from emssd.sequences import Batch, Request, Sequence
+from emssd.testing.drafters import RandomDrafter, TreeDrafter
+from emssd.testing.models import tiny_model
 from tests.support.strategies import drafts
+from tests.support.trees import Tree, drawn_trees
 
 BATCH = Batch((Sequence(Request("first", (1,), 9)), Sequence(Request("second", (2, 3), 9))))
 
@@ -76,6 +81,68 @@ def test_parents_count_within_the_row_and_tell_chains_from_trees(
 def test_each_broken_rule_is_told_in_words(draft: Draft, message: str) -> None:
     with pytest.raises(DraftError, match=message):
         check_draft(draft, BATCH, [3, 2], 10)
+
+
+NAN = float("nan")
+
+
+def tree(*parents: int, second: tuple[int, ...] = (), confidence: tuple[float, ...] | None = None) -> Draft:
+    """A draft for `BATCH` whose first row has these parents, and whose second row has those of `second`."""
+    count = len(parents) + len(second)
+    ids = torch.zeros(count, dtype=torch.int64)
+    return Draft(ids, (0, len(parents), count), (*parents, *second), confidence)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (tree(0), "node 0 of its tree for request 'first' has parent 0; a parent is an earlier node of the same row"),
+        (tree(-1, 2, 1), "node 1 of its tree for request 'first' has parent 2; .* or -1 for the row's newest token"),
+        (tree(1, 0), "node 0 of its tree for request 'first' has parent 1; a parent is an earlier node"),
+        (tree(-1, -2), "node 1 of its tree for request 'first' has parent -2; a parent is an earlier node"),
+        (tree(-1, -1, second=(-1, 2)), "node 1 of its tree for request 'second' has parent 2; .* the same row"),
+        (tree(*range(-1, 8)), "its tree for request 'first' has depth 9, .* may still generate 9 tokens; .*shallow"),
+        (tree(*[-1] * 13), "it drafted 13 tokens for request 'first' with a budget of 12"),
+        (Draft(torch.zeros(2, dtype=torch.int64), (0, 2, 2), (-1,)), "its draft has 1 parents for 2 tokens"),
+        (tree(-1, -1, confidence=(0.5,)), "its draft has 1 confidence for 2 tokens; give one for each"),
+        (tree(-1, -1, confidence=(0.5, NAN)), "its confidence has numbers outside of 0 to 1, or NaN"),
+        (tree(-1, -1, confidence=(0.5, 1.01)), "its confidence has numbers outside of 0 to 1, or NaN"),
+        (tree(-1, -1, confidence=(-0.1, 0.5)), "its confidence has numbers outside of 0 to 1, or NaN"),
+        (tree(-1, 10**30), "node 1 of its tree .* has parent 1000000"),
+    ],
+)
+def test_each_broken_rule_of_trees_is_told_in_words(draft: Draft, message: str) -> None:
+    with pytest.raises(DraftError, match=message):
+        check_draft(draft, BATCH, [12, 9], 10, trees=True)
+
+
+def test_a_tree_of_a_drafter_that_announces_none_is_told_in_words() -> None:
+    with pytest.raises(DraftError, match=r"a token tree for request 'second', and its drafts_trees is False; .*= True"):
+        check_draft(tree(-1, 0, second=(-1, -1)), BATCH, [12, 9], 10)
+
+
+@given(st.lists(drawn_trees(12, 10), min_size=2, max_size=2))
+def test_every_tree_within_budget_and_depth_passes(forest: list[Tree]) -> None:
+    check_draft(Draft.from_trees(forest).shallow([8, 8]), BATCH, [12, 12], 10, trees=True)
+
+
+def test_a_row_that_may_generate_one_more_token_drafts_nothing() -> None:
+    last = Batch((Sequence(Request("last", (1,), 1)),))
+    check_draft(Draft.empty(1), last, [4], 10, trees=True)
+    with pytest.raises(DraftError, match="has depth 1, and the row may still generate 1 tokens"):
+        check_draft(Draft.from_trees([[(1, -1)]]), last, [4], 10, trees=True)
+
+
+def test_a_chain_with_parents_is_no_tree_that_had_to_be_announced() -> None:
+    check_draft(tree(-1, 0, 1, second=(-1, 0)), BATCH, [12, 9], 10)
+
+
+def test_a_backend_without_trees_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PaddedBackend, "takes_trees", False)
+    refusal = "backend 'padded' cannot serve this model: it takes no token trees, and the drafter drafts them"
+    with pytest.raises(PluginError, match=refusal):
+        Engine.from_model(tiny_model(), drafter=TreeDrafter(61), backend="padded")
+    Engine.from_model(tiny_model(), drafter=RandomDrafter(61), backend="padded")
 
 
 def test_a_broken_rule_is_a_plugin_error() -> None:

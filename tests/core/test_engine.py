@@ -38,9 +38,9 @@ def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(
     prompts = data.draw(prompt_batches(oracle.vocab_size, 5, 20), label="prompts")
     limits = [data.draw(st.integers(1, MAX_NEW), label="max_new_tokens") for _ in prompts]
     eos = data.draw(st.frozensets(ids, max_size=2), label="eos")
-    drafter = data.draw(
-        drafters_with_eos(oracle.vocab_size, oracle.references(prompts, MAX_NEW), sorted(eos)), label="drafter"
-    )
+    references, with_trees = oracle.references(prompts, MAX_NEW), make_backend().takes_trees
+    any_drafter = drafters_with_eos(oracle.vocab_size, references, sorted(eos), with_trees=with_trees)
+    drafter = data.draw(any_drafter, label="drafter")
     engine = build(oracle, make_backend, drafter, data.draw(st.integers(1, 6), label="batch size"))
     requests = [
         Request(str(i), tuple(prompt), limit, eos)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from emssd.decoding.verify import greedy_tokens, verify_greedy
 from emssd.drafting import Draft
 from emssd.native import load_kernels
+from tests.support.trees import Tree, drawn_trees, way
 
 VOCAB = 4
 
@@ -81,6 +82,56 @@ def test_candidates_are_the_targets_best_tokens_at_every_node(case: Case, number
     assert [best[0] for best in found] == [token for row in result.target_ids for token in row]
     assert result.drafted == tuple(draft.token_ids.tolist())
     assert verify_greedy(logits, draft).candidates is None
+
+
+@given(st.lists(drawn_trees(8, VOCAB), min_size=1, max_size=4), st.data())
+def test_of_all_ways_through_a_tree_the_longest_right_one_is_accepted(forest: list[Tree], data: st.DataObject) -> None:
+    ids = st.integers(0, VOCAB - 1)
+    targets = [data.draw(st.lists(ids, min_size=len(tree) + 1, max_size=len(tree) + 1)) for tree in forest]
+    result = verify_greedy(logits_for(targets), Draft.from_trees(forest))
+    for tree, choices, accepted, new in zip(forest, targets, result.accepted, result.new_tokens, strict=True):
+        parents = [parent for _, parent in tree]
+        ways = [way(parents, node) for node in range(-1, len(tree))]
+        right = [nodes for nodes in ways if all(tree[node][0] == choices[parents[node] + 1] for node in nodes)]
+        longest = max(map(len, right))
+        expected = next(nodes for nodes in right if len(nodes) == longest)  # of several the one that was drafted first
+        assert list(accepted) == expected
+        assert new == [*(tree[node][0] for node in expected), choices[expected[-1] + 1 if expected else 0]]
+    assert list(result.target_ids) == targets
+    assert list(result.drafted) == [token for tree in forest for token, _ in tree]
+
+
+@given(drawn_trees(10, 3), st.integers(0, 2**16))
+def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int) -> None:
+    """The target's choice depends on the tokens before it alone, so equal siblings get equal ones."""
+    parents = [parent for _, parent in tree]
+    texts = [tuple(tree[each][0] for each in way(parents, node)) for node in range(-1, len(tree))]
+
+    def choice(text: tuple[int, ...]) -> int:
+        return hash((seed, text)) % 3
+
+    (new,) = verify_greedy(logits_for([[choice(text) for text in texts]]), Draft.from_trees([tree])).new_tokens
+    expected = [choice(())]
+    while tuple(expected) in texts:
+        expected.append(choice(tuple(expected)))
+    assert new == expected
+
+
+@given(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), min_size=1, max_size=4), st.data())
+def test_a_chain_with_parents_is_verified_as_a_chain(chains: list[list[int]], data: st.DataObject) -> None:
+    ids = st.integers(0, VOCAB - 1)
+    logits = logits_for([data.draw(st.lists(ids, min_size=len(c) + 1, max_size=len(c) + 1)) for c in chains])
+    as_trees = [[(token, node - 1) for node, token in enumerate(chain)] for chain in chains]
+    ours, theirs = verify_greedy(logits, Draft.from_trees(as_trees)), verify_greedy(logits, Draft.from_chains(chains))
+    assert [list(nodes) for nodes in ours.accepted] == [list(nodes) for nodes in theirs.accepted]
+    assert ours.new_tokens == theirs.new_tokens
+
+
+def test_of_equal_siblings_the_one_with_the_right_child_is_accepted() -> None:
+    draft = Draft.from_trees([[(1, -1), (1, -1), (3, 0), (2, 1)]])
+    result = verify_greedy(logits_for([[1, 2, 2, 0, 0]]), draft)
+    assert result.accepted == ([1, 3],)
+    assert result.new_tokens == ([1, 2, 0],)
 
 
 def test_of_equal_logits_the_lowest_id_wins() -> None:

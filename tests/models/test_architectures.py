@@ -15,6 +15,7 @@ import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
+from emssd_ragged import Kernels, RaggedConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -24,7 +25,9 @@ from emssd.decoding.check import compare
 from emssd.drafting import Drafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
+from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import ARCHITECTURES, tiny_model
+from tests.support.trees import DecoyDrafter
 
 NEW_TOKENS = 24
 VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
@@ -121,6 +124,19 @@ def test_drafters_and_backends_in_every_combination_equal_generate_of_hugging_fa
 ) -> None:
     engine, done = generate(model_of(architecture, "float64"), drafter, BACKENDS[backend])
     assert_equal_to_hugging_face(architecture, "float64", engine, done)
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("backend", [*BACKENDS, "ragged-torch"])
+def test_trees_of_every_shape_equal_generate_of_hugging_face(architecture: str, backend: str) -> None:
+    model = model_of(architecture, "float64")
+    references = dict(zip(PROMPTS, hugging_face(architecture, "float64"), strict=True))
+    chosen = RaggedConfig(kernels=Kernels.torch) if backend == "ragged-torch" else BACKENDS[backend]
+    for drafter in (TreeDrafter(VOCAB_SIZE, 9, references, right=0.7), DecoyDrafter(VOCAB_SIZE, references)):
+        engine = Engine.from_model(model, drafter=drafter, backend=chosen, budget="fixed", batch_size=len(PROMPTS))
+        done = engine.generate(PROMPTS, NEW_TOKENS)
+        assert_equal_to_hugging_face(architecture, "float64", engine, done)
+        assert 0 < engine.report.num_accepted < engine.report.num_drafted
 
 
 @EVERY_ARCHITECTURE

@@ -74,8 +74,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
         """The drafters to run with: single ones, or several that are asked in turn."""
-        references = self.references()
-        return drafters_with_eos(references.target.vocab_size, references, eos_token_ids=[1])
+        references, with_trees = self.references(), self.make_backend(1).takes_trees
+        one = drafters_with_eos(references.target.vocab_size, references, eos_token_ids=[1], with_trees=with_trees)
+        return one | st.lists(one, min_size=2, max_size=3) if with_trees else one
 
     def policies(self) -> st.SearchStrategy[BudgetPolicy]:
         """The budget policies to run with."""
@@ -92,10 +93,13 @@ class EngineMachine(RuleBasedStateMachine):
         self, data: st.DataObject, batch_size: int, max_step_tokens: int, page_size: int, headroom: int | None
     ) -> None:
         """An idle engine with options of any kind; no `headroom` stands for admission by the worst case."""
-        target = self.references().target
+        target, drafter = self.references().target, data.draw(self.drafters(), label="drafter")
         limits = [self.max_kv_tokens * tenths // 10 for tenths in range(6, 11)]
         max_tokens = data.draw(st.sampled_from([*limits, None]), label="max_tokens")
-        spec = dataclasses.replace(target.kv_cache_spec(batch_size), max_tokens=max_tokens, continuous=True)
+        trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
+        spec = dataclasses.replace(
+            target.kv_cache_spec(batch_size), max_tokens=max_tokens, continuous=True, trees=trees
+        )
         backend = self.make_backend(page_size)
         assert not backend.unsupported(spec), backend.unsupported(spec)
         backend.allocate(spec)
@@ -106,7 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine = Engine(
             CausalLMRunner(target, backend),
-            data.draw(self.drafters(), label="drafter"),
+            drafter,
             scheduler=self._scheduler,
             budget=self._policy,
             on_drafter_error="fail",

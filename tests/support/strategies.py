@@ -45,11 +45,16 @@ class EosDrafter(RandomDrafter):
 
 @st.composite
 def drafters_with_eos(
-    draw: st.DrawFn, vocab_size: int, references: Mapping[Any, Seq[int]], eos_token_ids: Seq[int]
+    draw: st.DrawFn,
+    vocab_size: int,
+    references: Mapping[Any, Seq[int]],
+    eos_token_ids: Seq[int],
+    *,
+    with_trees: bool = False,
 ) -> Drafter:
     """`emssd.testing.strategies.drafters`, and in one of six cases an `EosDrafter` if there is an EOS."""
     if not eos_token_ids or not draw(st.sampled_from([False] * 5 + [True])):
-        return draw(drafters(vocab_size, references))
+        return draw(drafters(vocab_size, references, with_trees=with_trees))
     num_tokens, seed = draw(st.integers(0, 6)), draw(st.integers(0, 2**16))
     return EosDrafter(eos_token_ids, vocab_size, num_tokens, references, seed=seed)
 

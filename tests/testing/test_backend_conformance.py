@@ -82,6 +82,25 @@ class MultipliesByZero(Fault):
         return super().forward(*arguments) + 0 * arguments[4].sum()
 
 
+class MultipliesSiblingsByZero(Fault):
+    """In rows with trees alone, so that chains are right."""
+
+    def forward(self, plan: StepPlan, *arguments: Any) -> torch.Tensor:
+        out = super().forward(plan, *arguments)
+        for row, tree in enumerate(plan.attention.trees or ()):
+            stop = plan.attention.qo_indptr[row + 1]
+            if tree:
+                out[stop - len(tree) : stop] += 0 * arguments[3][stop - len(tree) : stop].sum()
+        return out
+
+
+class KeepsRejectedSiblings(Fault):
+    """Keeps the first tokens of each row, not those that were accepted."""
+
+    def commit(self, kept: Kept) -> None:
+        super().commit(replace(kept, sources=()))
+
+
 class ReadsOldPages(Fault):
     """Multiplies by zero what a row before it left behind."""
 
@@ -200,6 +219,8 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "divides by zero": ("backend.output", NotFinite),
     "flattens heads": ("backend.output", WrongShape),
     "ignores windows": ("backend.attention", NoWindow),
+    "keeps rejected siblings": ("backend.attention", KeepsRejectedSiblings),
+    "multiplies siblings by zero": ("backend.isolation", MultipliesSiblingsByZero),
     "multiplies by zero": ("backend.isolation", MultipliesByZero),
     "reads old pages": ("backend.isolation", ReadsOldPages),
     "remembers failed steps": ("backend.retry", RemembersFailedSteps),

@@ -32,7 +32,7 @@ _rule = pytest.mark.emssd_rule
 
 
 class AttentionBackendConformance(Suite):
-    """Tests of an attention backend. Inherit, and say which::
+    """Tests of an attention backend, with chains, and with token trees if it takes them. Inherit, and say which::
 
         class TestMine(AttentionBackendConformance):
             plugin = "mine"                               # one that is installed
@@ -72,7 +72,8 @@ class AttentionBackendConformance(Suite):
 
         def check(data: st.DataObject) -> None:
             spec = self._spec(data.draw(self.layers, label="layers"))
-            for asked in (spec, dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT)):
+            trees = self._backend().takes_trees
+            for asked in (spec, dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT, trees=trees)):
                 backend = self._backend()
                 reasons = backend.unsupported(asked)
                 if reasons != backend.unsupported(asked):
@@ -129,7 +130,9 @@ class AttentionBackendConformance(Suite):
             run = data.draw(runs(self.models), label="run")
             if self._backend().unsupported(run.setting.target.kv_cache_spec(run.batch_size)):
                 return
-            drafter = data.draw(drafters(run.setting.vocab_size, run.setting.references), label="drafter")
+            takes_trees = self._backend().takes_trees
+            any_drafter = drafters(run.setting.vocab_size, run.setting.references, with_trees=takes_trees)
+            drafter = data.draw(any_drafter, label="drafter")
             decode(run, self._backend, drafter, "backend.lossless")
 
         if reasons := self._backend().unsupported(self._float64()):
@@ -141,7 +144,10 @@ class AttentionBackendConformance(Suite):
 
         def check(data: st.DataObject) -> None:
             spec = self._spec(data.draw(self.layers, label="layers"))
-            history, added = data.draw(histories(), label="history"), data.draw(additions, label="added")
+            if self._backend().takes_trees:
+                spec = dataclasses.replace(spec, trees=data.draw(st.booleans(), label="trees"))
+            history = data.draw(histories(with_trees=spec.trees), label="history")
+            added = data.draw(additions, label="added")
             outputs = []
             for each in (Play(), added):
                 backend = self._backend()

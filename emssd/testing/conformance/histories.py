@@ -15,7 +15,8 @@ from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, named
-from emssd.testing.machines import check_plan
+from emssd.testing.machines import check_plan, moved, path
+from emssd.testing.strategies import trees
 from emssd.testing.waves import Waves
 
 __all__ = ["Move", "Play", "Turn", "check_same", "histories", "play"]
@@ -31,17 +32,18 @@ class Move:
         row: its number.
         prompt: tokens of its prompt, if it begins here.
         sick: if it begins here, whether its keys and values are no numbers where a play says so.
-        drafted, accepted: tokens.
-        failed: tokens drafted in an attempt at this step that fails, where a play says so.
+        tree: the parents of its drafted tokens.
+        accepted: those of them that are, ascending.
+        failed: the parents of what is drafted in an attempt at this step that fails, where a play says so.
         leaves: whether it is released after the step.
     """
 
     row: int
     prompt: int
     sick: bool
-    drafted: int
-    accepted: int
-    failed: int
+    tree: tuple[int, ...]
+    accepted: tuple[int, ...]
+    failed: tuple[int, ...]
     leaves: bool
 
 
@@ -67,22 +69,27 @@ class Play:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[Turn]:
-    """Up to four rows that come, accept each their own number of drafted tokens, and go."""
+def histories(draw: st.DrawFn, *, with_trees: bool = False) -> list[Turn]:
+    """Up to four rows that come, accept each their own number of drafted tokens, and go.
+
+    Args:
+        with_trees: whether trees are drafted; else chains.
+    """
+    shapes = trees if with_trees else _chains
     turns = []
     for _ in range(draw(st.integers(2, _TURNS))):
         rows = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True))
         moves = []
         for row in rows:
-            drafted = draw(st.integers(0, _DRAFT))
+            tree = draw(shapes(draw(st.integers(0, _DRAFT))))
             moves.append(
                 Move(
                     row,
                     prompt=draw(st.integers(1, _PROMPT)),
                     sick=draw(st.booleans()),
-                    drafted=drafted,
-                    accepted=draw(st.integers(0, drafted)),
-                    failed=draw(st.integers(0, _DRAFT)),
+                    tree=tree,
+                    accepted=tuple(path(tree, draw(st.integers(0, len(tree))) - 1)),
+                    failed=draw(shapes(draw(st.integers(0, _DRAFT)))),
                     leaves=draw(st.integers(0, 3)) == 0,
                 )
             )
@@ -90,11 +97,15 @@ def histories(draw: st.DrawFn) -> list[Turn]:
     return turns
 
 
+def _chains(num_nodes: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.just(tuple(range(-1, num_nodes - 1)))
+
+
 def play(backend: WatchedBackend, spec: KVCacheSpec, history: list[Turn], added: Play) -> list[list[torch.Tensor]]:
     """Drive an allocated backend through a history.
 
     Returns:
-        For each layer of each step, and each token of a row that is not sick, up to the last accepted one: what
+        For each layer of each step, and each token of a row that is not sick, without its rejected ones: what
         attention gave for it, ``[copies, num_qo_heads, value_dim]``, as a prompt's tokens may have been repeated.
     """
     return list(_Player(backend, spec, added).outputs(history))
@@ -116,18 +127,16 @@ class _Player:
                     self._rows[move.row] = (Sequence(request), move.sick)
             if self._added.fails and turn.fails_after is not None:
                 self._fail(turn)
-            chains = []
-            for move in turn.moves:
-                sick = self._rows[move.row][1]
-                accepted, rejected = self._new(move.accepted, sick), self._new(move.drafted - move.accepted, True)
-                chains.append([*accepted, *rejected])
+            drafted = [self._drafted(move) for move in turn.moves]
             rows = [self._rows[move.row][0] for move in turn.moves]
-            packed = pack(rows, Draft.from_chains(chains))
+            packed = pack(rows, self._draft([move.tree for move in turn.moves], drafted))
             yield from self._run(packed, self._judged(turn, packed), len(self._spec.layers))
-            for move, row, chain in zip(turn.moves, rows, chains, strict=True):
-                tokens = [*chain[: move.accepted], *self._new(1, self._rows[move.row][1])]
-                row.advance(tokens, None, num_drafted=move.drafted, num_accepted=move.accepted)
-            self._backend.commit(Kept(packed.request_ids, tuple(row.num_cached for row in rows)))
+            sources = tuple(moved(len(row.tokens), move.accepted) for move, row in zip(turn.moves, rows, strict=True))
+            for move, row, ids in zip(turn.moves, rows, drafted, strict=True):
+                tokens = [*(ids[node] for node in move.accepted), *self._new(1, self._rows[move.row][1])]
+                row.advance(tokens, None, num_drafted=len(ids), num_accepted=len(move.accepted))
+            kv_lens = tuple(row.num_cached for row in rows)
+            self._backend.commit(Kept(packed.request_ids, kv_lens, sources if any(sources) else ()))
             for move, row in zip(turn.moves, rows, strict=True):
                 if move.leaves:
                     self._backend.release([row.request_id])
@@ -136,10 +145,21 @@ class _Player:
     def _fail(self, turn: Turn) -> None:
         """Attempt the step with other drafts; nothing is committed."""
         assert turn.fails_after is not None
-        chains = [[next(self._other_ids) for _ in range(move.failed)] for move in turn.moves]
-        packed = pack([self._rows[move.row][0] for move in turn.moves], Draft.from_chains(chains))
+        shapes = [move.failed for move in turn.moves]
+        draft = self._draft(shapes, [[next(self._other_ids) for _ in tree] for tree in shapes])
+        packed = pack([self._rows[move.row][0] for move in turn.moves], draft)
         for _ in self._run(packed, [], min(turn.fails_after, len(self._spec.layers))):
             pass
+
+    def _drafted(self, move: Move) -> list[int]:
+        """The ids of what a row drafts; its rejected tokens are bad where a play says so."""
+        sick = self._rows[move.row][1]
+        return [self._new(1, sick or node not in move.accepted)[0] for node in range(len(move.tree))]
+
+    def _draft(self, shapes: list[tuple[int, ...]], ids: list[list[int]]) -> Draft:
+        if not self._spec.trees:
+            return Draft.from_chains(ids)
+        return Draft.from_trees(list(zip(tokens, tree, strict=True)) for tokens, tree in zip(ids, shapes, strict=True))
 
     def _run(self, packed: PackedInputs, judged: list[int], num_layers: int) -> Iterator[list[torch.Tensor]]:
         if self._added.fails:  # or else this would be "no legal call raises"
@@ -162,11 +182,12 @@ class _Player:
             yield [out[places[token]].clone() for token in judged]
 
     def _judged(self, turn: Turn, packed: PackedInputs) -> list[int]:
-        """The tokens of a step that no bad one comes before in its row."""
+        """The tokens of a step that see no bad one."""
         judged: list[int] = []
         for move, start, stop in zip(turn.moves, packed.qo_indptr, packed.qo_indptr[1:], strict=False):
             if not self._rows[move.row][1]:
-                judged.extend(range(start, stop - (move.drafted - move.accepted)))
+                origin = stop - len(move.tree)
+                judged.extend([*range(start, origin), *(origin + node for node in move.accepted)])
         return judged
 
     def _new(self, count: int, bad: bool) -> list[int]:

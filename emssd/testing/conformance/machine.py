@@ -23,6 +23,11 @@ class WatchedBackend(AttentionBackend):
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
 
+    @property
+    def takes_trees(self) -> bool:  # type: ignore[override]  # read-only: that of the backend
+        """Whether it takes rows that end with token trees."""
+        return self.backend.takes_trees
+
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         with named("backend.unsupported", "unsupported"):
             reasons = self.backend.unsupported(spec)

@@ -16,7 +16,14 @@ from emssd.drafting import BudgetPolicy, Drafter
 from emssd.model import CausalLMRunner
 from emssd.sequences import Request
 from emssd.testing.conformance.rules import broken, named
-from emssd.testing.conformance.setting import BATCH_SIZE, NEW_TOKENS, Setting, setting, texts
+from emssd.testing.conformance.setting import (
+    BATCH_SIZE,
+    NEW_TOKENS,
+    Setting,
+    drafters_of,
+    setting,
+    texts,
+)
 from emssd.testing.strategies import policies
 
 __all__ = ["Run", "decode", "runs"]
@@ -40,12 +47,14 @@ class Run:
     max_tokens: int | None
     policy: BudgetPolicy
 
-    def allocate(self, make_backend: Callable[[], AttentionBackend]) -> tuple[AttentionBackend, KVCacheSpec]:
+    def allocate(
+        self, make_backend: Callable[[], AttentionBackend], *, trees: bool = False
+    ) -> tuple[AttentionBackend, KVCacheSpec]:
         """A backend for the KV cache that this run wants, with as little more as its pages need for the longest row.
 
         One that serves whole batches only gets no limit.
         """
-        spec = self.setting.target.kv_cache_spec(self.batch_size)
+        spec = dataclasses.replace(self.setting.target.kv_cache_spec(self.batch_size), trees=trees)
         for more in (1, 2, 4, 8, None):
             limit = None if more is None or self.max_tokens is None else more * self.max_tokens
             backend, asked = make_backend(), dataclasses.replace(spec, continuous=True, max_tokens=limit)
@@ -99,7 +108,7 @@ def decode(
         BrokenRule: `rule`, where a token differs; or any other that came to light on the way.
     """
     with named(f"{rule.partition('.')[0]}.raises", "a run of the engine"):
-        backend, spec = run.allocate(make_backend)
+        backend, spec = run.allocate(make_backend, trees=any(each.drafts_trees for each in drafters_of(drafter)))
         engine = Engine(
             CausalLMRunner(run.setting.target, backend),
             drafter,

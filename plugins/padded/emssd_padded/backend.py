@@ -17,6 +17,7 @@ from emssd.attention import (
     additive_mask,
     masked_attention,
 )
+from emssd.attention.hidden import hidden_nodes
 from emssd.attention.seen import StepWatch
 from emssd.attention.transfer import on_device
 from emssd_padded.slab import SlabTable
@@ -25,6 +26,7 @@ __all__ = ["PaddedBackend", "PaddedStep"]
 
 _HOLE = torch.iinfo(torch.int64).max // 2  # a token position that no query reaches
 _SLOT_ROUNDING = 64  # the slab grows in steps of this many slots
+_ALIGNMENT = 8  # slots; a divisor of `_SLOT_ROUNDING`
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class PaddedStep:
         write_rows, write_slots: ``[b * n]`` int64, where the KV of each fed token goes.
         positions: ``[B, n_max]`` int64.
         key_positions: ``[B, slots]`` int64, the position of the token in each slot, out of reach for holes.
+        hidden: ``[B, n_max, slots]`` bool, see `hidden_nodes`; ``None`` where no row has a tree.
         watch: on devices where a look at each layer's results would make the host wait; else ``None``.
         masks: by sliding window, ``[B, n_max, slots]``, see `additive_mask`.
     """
@@ -50,6 +53,7 @@ class PaddedStep:
     write_slots: torch.Tensor
     positions: torch.Tensor
     key_positions: torch.Tensor
+    hidden: torch.Tensor | None
     watch: StepWatch | None
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
@@ -60,6 +64,8 @@ class PaddedStep:
             mask = keys <= queries
             if window is not None:
                 mask &= keys > queries - window
+            if self.hidden is not None:
+                mask &= ~self.hidden
             self.masks[window] = additive_mask(mask, dtype)
         return self.masks[window]
 
@@ -72,6 +78,8 @@ class PaddedBackend(AttentionBackend):
     Args:
         pad_kv, pad_inputs: see `PaddedConfig`.
     """
+
+    takes_trees = True
 
     def __init__(self, *, pad_kv: bool = True, pad_inputs: bool = True) -> None:
         self._pad_kv = pad_kv
@@ -117,6 +125,7 @@ class PaddedBackend(AttentionBackend):
         write_slots = (self._index(starts).unsqueeze(1) + torch.arange(longest, device=places.device)).flatten()
         self._positions[write_rows[real], write_slots[real]] = inputs.position_ids
         rows_used = slice(len(rows)) if rows == list(range(len(rows))) else self._index(rows)
+        key_positions = self._positions[rows_used, : self._width()]
         watch = StepWatch() if self._watched else None
         replay = None if watch is None else watch.run
         step = PaddedStep(
@@ -127,7 +136,8 @@ class PaddedBackend(AttentionBackend):
             write_rows=write_rows if self._pad_inputs else write_rows[real],
             write_slots=write_slots if self._pad_inputs else write_slots[real],
             positions=inputs.position_ids[places].view(len(rows), longest),
-            key_positions=self._positions[rows_used, : self._table.num_slots],
+            key_positions=key_positions,
+            hidden=self._hidden(packed, longest, key_positions.shape[1]),
             watch=watch,
         )
         if not self._pad_inputs:
@@ -165,6 +175,7 @@ class PaddedBackend(AttentionBackend):
         return out if step.real is None else out[step.real]
 
     def commit(self, kept: Kept) -> None:
+        self._move(kept)
         self._drop(kept.request_ids, kept.kv_lens)
         self._padding = max(0, self._table.num_holes - self._holes_before) if self._pad_kv else 0
 
@@ -182,6 +193,36 @@ class PaddedBackend(AttentionBackend):
     def kv_usage(self) -> KVUsage:
         held = self._table.num_rows * self._table.num_slots * self._spec.bytes_per_token()
         return KVUsage(held, self._peak_held, self._peak_pool, self._padding)
+
+    def _width(self) -> int:
+        """Slots that are attended to: those in use. On a GPU a few holes more, as its kernels align masks."""
+        num_slots = self._table.num_slots
+        return -(-num_slots // _ALIGNMENT) * _ALIGNMENT if self._watched else num_slots
+
+    def _hidden(self, packed: PackedInputs, longest: int, width: int) -> torch.Tensor | None:
+        """Which slots each query must not see, as they hold branches of its tree that are not its own."""
+        if packed.trees is None:
+            return None
+        branches = [
+            (tree, length, self._table.slots(name)[-len(tree) :] if tree else ())
+            for tree, length, name in zip(packed.trees, packed.lengths, packed.request_ids, strict=True)
+        ]
+        return on_device(hidden_nodes(branches, longest, width), self._spec.device, torch.bool)
+
+    def _move(self, kept: Kept) -> None:
+        """Move the KV of accepted tree nodes to the slots where it would be if they had been a chain."""
+        rows: list[int] = []
+        sources: list[int] = []
+        targets: list[int] = []
+        for request_id, before, after in kept.moves():
+            slots = self._table.slots(request_id)
+            rows.extend(self._table.rows([request_id]) * len(before))
+            sources.extend(slots[token] for token in before)
+            targets.extend(slots[token] for token in after)
+        if rows:
+            row, source, target = self._index(rows), self._index(sources), self._index(targets)
+            for slab in (*self._keys, *self._values, self._positions):
+                slab[row, target] = slab[row, source]
 
     def _drop(self, request_ids: Sequence[str], kv_lens: Sequence[int]) -> None:
         """Turn the slots of each row behind its first `kv_lens` tokens into holes."""

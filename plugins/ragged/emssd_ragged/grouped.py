@@ -15,10 +15,12 @@ from emssd.attention import (
     additive_mask,
     masked_attention,
 )
+from emssd.attention.hidden import hidden_nodes
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.attention.seen import StepWatch
 from emssd.attention.transfer import on_device
+from emssd.attention.trees import depths
 
 __all__ = ["GroupedKernels", "GroupedStep", "RowGroup"]
 
@@ -41,6 +43,9 @@ class RowGroup:
         num_rows: ``r``.
         pages: ``[r * p]`` int64, the pages of each row, padded with page 0.
         positions: ``[r, n]`` int64.
+        key_positions: ``[r, p * page_size]`` int64, the position of each token of KV, where a row has a tree; ``None``
+            where they count from 0.
+        hidden: ``[r, n, p * page_size]`` bool, see `hidden_nodes`; ``None`` where no row has a tree.
         masks: by sliding window, ``[r, n, p * page_size]``, see `additive_mask`.
     """
 
@@ -50,17 +55,23 @@ class RowGroup:
     num_rows: int
     pages: torch.Tensor
     positions: torch.Tensor
+    key_positions: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Which KV each query sees: the positions up to its own, within the window. It is built once a step."""
+        """Which KV each query sees: positions up to its own, within the window, less `hidden`. Built once a step."""
         if window not in self.masks:
-            num_slots = self.pages.numel() // self.num_rows * page_size
-            key_positions = torch.arange(num_slots, device=self.pages.device)
-            queries = self.positions.unsqueeze(-1)
-            mask = key_positions <= queries
+            keys, queries = self.key_positions, self.positions.unsqueeze(-1)
+            if keys is None:
+                keys = torch.arange(self.pages.numel() // self.num_rows * page_size, device=self.pages.device)
+            else:
+                keys = keys.unsqueeze(1)
+            mask = keys <= queries
             if window is not None:
-                mask &= key_positions > queries - window
+                mask &= keys > queries - window
+            if self.hidden is not None:
+                mask &= ~self.hidden
             self.masks[window] = additive_mask(mask, dtype)
         return self.masks[window]
 
@@ -82,6 +93,8 @@ class GroupedStep:
 
 class GroupedKernels(PagedKernels):
     """Pages ``[page_size, heads, dim]``, in any dtype and on any device."""
+
+    takes_trees = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         return []
@@ -105,6 +118,9 @@ class GroupedKernels(PagedKernels):
         watch = StepWatch() if self._watched else None
         inputs = packed.on(self._spec.device)
         rectangles = [self._group(packed, inputs.position_ids, pages, rows) for rows in groups]
+        if packed.trees is not None:
+            for group, rows in zip(rectangles, groups, strict=True):
+                self._add_trees(group, packed, packed.trees, rows)
         step = GroupedStep(on_device(slots, self._spec.device), rectangles, watch)
         return StepPlan.ragged(inputs, step, replay=None if watch is None else watch.run)
 
@@ -184,3 +200,20 @@ class GroupedKernels(PagedKernels):
             pages=page_index,
             positions=position_ids[index],
         )
+
+    def _add_trees(
+        self, group: RowGroup, packed: PackedInputs, trees: tuple[tuple[int, ...], ...], rows: list[int]
+    ) -> None:
+        """Tell a group of `rows` where the nodes of their trees stand, and what they do not see."""
+        if not any(trees[row] for row in rows):
+            return
+        num_slots = group.pages.numel() // group.num_rows * self._page_size
+        key_positions = torch.arange(num_slots).repeat(len(rows), 1)  # behind a row's KV they are beyond its queries
+        nodes = [range(packed.kv_lens[row] - len(trees[row]), packed.kv_lens[row]) for row in rows]
+        for place, (row, slots) in enumerate(zip(rows, nodes, strict=True)):
+            if slots:
+                key_positions[place, slots.start : slots.stop] = slots.start - 1 + torch.tensor(depths(trees[row]))
+        branches = [(trees[row], packed.lengths[row], slots) for row, slots in zip(rows, nodes, strict=True)]
+        hidden = hidden_nodes(branches, group.positions.shape[1], num_slots)
+        group.key_positions = on_device(key_positions, self._spec.device)
+        group.hidden = on_device(hidden, self._spec.device, torch.bool)

@@ -1,0 +1,233 @@
+"""Engines whose drafters draft trees give the tokens of plain greedy decoding, on every backend that takes trees.
+
+Oracle: `greedy_reference`, eager attention without a cache, float64, of equal logits the lowest id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+from emssd_padded import PaddedConfig
+from emssd_ragged import Kernels, RaggedConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emssd.attention import AttentionBackend
+from emssd.drafting import Drafter, Outcome
+from emssd.model import TargetModel
+from emssd.sequences import FinishReason, Request
+from emssd.testing.conformance.setting import setting
+from emssd.testing.drafters import RandomDrafter, TreeDrafter
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import References
+from emssd.testing.strategies import policies
+from tests.support.preemption import decode_in_little_memory
+from tests.support.trees import TREE_BACKENDS, DecoyDrafter, MixedDrafter, way
+
+MakeBackend = Callable[[], AttentionBackend]
+NEW = 12
+every_backend = pytest.mark.parametrize("make", TREE_BACKENDS.values(), ids=TREE_BACKENDS)
+every_model = pytest.mark.parametrize("name", ["llama-11", "mistral-17", "gemma2-7", "opt-5"])
+
+
+@every_model
+@every_backend
+def test_all_that_is_right_is_accepted_among_decoys(
+    make: MakeBackend, name: str, oracles: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    oracle = oracles(name)
+    references = oracle.references(prompts, NEW)
+    engine = build(oracle, make, DecoyDrafter(oracle.vocab_size, references), batch_size=3)
+    done = engine.generate(prompts, NEW)
+    assert [generation.token_ids for generation in done] == list(references.values())
+    assert [generation.num_steps for generation in done] == [NEW // 4] * len(prompts)
+    assert engine.report.num_accepted == NEW // 4 * 3 * len(prompts)
+    assert engine.runner.usage.held == 0
+
+
+@every_backend
+@given(
+    limits=st.lists(st.integers(1, 3), min_size=5, max_size=5), seed=st.integers(0, 99), batch_size=st.integers(1, 5)
+)
+@settings(max_examples=8)
+def test_rows_that_may_generate_one_two_or_three_tokens(
+    make: MakeBackend, limits: list[int], seed: int, batch_size: int, oracle: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    references = oracle.references(prompts, 3)
+    for drafter in (
+        TreeDrafter(oracle.vocab_size, 9, references, right=0.8, seed=seed),
+        DecoyDrafter(oracle.vocab_size, references),
+    ):
+        done = build(oracle, make, drafter, batch_size).generate(prompts, limits)
+        expected = [tokens[:limit] for tokens, limit in zip(references.values(), limits, strict=True)]
+        assert [generation.token_ids for generation in done] == expected
+
+
+@every_backend
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_an_eos_inside_of_an_accepted_path_ends_the_row(
+    make: MakeBackend, place: int, oracle: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    references = oracle.references(prompts, NEW)
+    eos = [tokens[place] for tokens in references.values()]
+    engine = build(oracle, make, DecoyDrafter(oracle.vocab_size, references))
+    requests = [
+        Request(str(row), tuple(prompt), NEW, frozenset([end]))
+        for row, (prompt, end) in enumerate(zip(prompts, eos, strict=True))
+    ]
+    for generation in engine.run(requests):
+        tokens = references[generation.request_id]
+        end = tokens.index(eos[int(generation.request_id)]) + 1
+        assert generation.token_ids == tokens[:end]
+        assert generation.finish_reason is FinishReason.EOS
+
+
+@pytest.mark.parametrize("stop", ["w1", "w3", "7", "w2 w", "nowhere"])
+@pytest.mark.parametrize("backend", ["ragged-page-16", "padded", "unpad_both"])
+def test_a_stop_string_inside_of_an_accepted_path_ends_the_row(
+    backend: str, stop: str, oracle: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    tokenizer, references = setting("llama", 11).context.tokenizer, oracle.references(prompts, NEW)
+    engine = build(oracle, TREE_BACKENDS[backend], DecoyDrafter(11, references), tokenizer=tokenizer)
+    found = 0
+    for generation, tokens in zip(engine.generate(prompts, NEW, stop=[stop]), references.values(), strict=True):
+        ends = [n for n in range(1, NEW + 1) if stop in tokenizer.decode(tokens[:n])]
+        assert generation.token_ids == tokens[: min(ends, default=NEW)]
+        found += bool(ends)
+    assert found == 0 if stop == "nowhere" else found > 0
+
+
+@every_backend
+@given(data=st.data(), seed=st.integers(0, 99))
+@settings(max_examples=8)
+def test_rows_with_trees_beside_rows_with_chains_or_nothing(
+    make: MakeBackend, data: st.DataObject, seed: int, oracles: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    oracle = oracles(data.draw(st.sampled_from(["mistral-17", "gemma2-7"]), label="model"))
+    references = oracle.references(prompts, NEW)
+    drafter = MixedDrafter(oracle.vocab_size, 8, references, right=0.7, seed=seed)
+    engine = build(oracle, make, drafter, data.draw(st.integers(2, 5), label="batch size"))
+    done = engine.generate(prompts, NEW)
+    assert [generation.token_ids for generation in done] == list(references.values())
+
+
+@every_backend
+@given(data=st.data(), seed=st.integers(0, 99))
+@settings(max_examples=8)
+def test_several_drafters_in_turn_some_of_trees(
+    make: MakeBackend, data: st.DataObject, seed: int, oracles: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    oracle = oracles(data.draw(st.sampled_from(["llama-11", "mistral-17"]), label="model"))
+    references = oracle.references(prompts, NEW)
+    kinds: dict[str, Drafter] = {
+        "chains": RandomDrafter(oracle.vocab_size, 4, references, seed=seed),
+        "trees": TreeDrafter(oracle.vocab_size, 8, references, seed=seed),
+        "decoys": DecoyDrafter(oracle.vocab_size, references),
+    }
+    names = data.draw(st.permutations(list(kinds)), label="drafters")[: data.draw(st.integers(2, 3), label="number")]
+    engine = build(oracle, make, [kinds[name] for name in names], budget=data.draw(policies(), label="policy"))
+    done = engine.generate(prompts, NEW)
+    assert [generation.token_ids for generation in done] == list(references.values())
+
+
+class WatchedTrees(TreeDrafter):
+    """Holds what the target chose at every node to what it chooses behind the same tokens without a cache."""
+
+    model: Any
+    num_nodes = 0
+
+    def observe(self, outcome: Outcome) -> None:
+        for number, row in enumerate(outcome.batch):
+            tree, start = outcome.draft.tree(number), outcome.draft.indptr[number]
+            ids = outcome.draft.token_ids[start:].tolist()
+            nodes, targets = outcome.accepted[number], outcome.target_ids[number]
+            assert len(targets) == 1 + len(tree)
+            assert list(nodes) == (way(tree, nodes[-1]) if nodes else [])
+            before = row.tokens[: len(row.tokens) - 1 - len(nodes)]
+            if row.finish_reason is not None:
+                continue  # its end may be cut off
+            for node in range(-1, len(tree)):
+                text = [*before, *(ids[each] for each in way(tree, node))]
+                assert targets[node + 1] == int(self.model(torch.tensor([text])).logits[0, -1].argmax())
+                type(self).num_nodes += node >= 0
+
+
+@every_backend
+def test_a_drafter_hears_the_targets_choice_at_every_node(
+    make: MakeBackend, oracles: Any, build: Any, prompts: list[list[int]]
+) -> None:
+    oracle = oracles("mistral-17")
+    references = oracle.references(prompts, NEW)
+    drafter = WatchedTrees(oracle.vocab_size, 8, references, right=0.7, seed=3)
+    drafter.model, WatchedTrees.num_nodes = oracle.target.model, 0
+    done = build(oracle, make, drafter).generate(prompts, NEW)
+    assert [generation.token_ids for generation in done] == list(references.values())
+    assert WatchedTrees.num_nodes > 50
+
+
+@every_backend
+@pytest.mark.parametrize("at", [1, 3, 8, 13])
+def test_a_step_with_trees_that_fails_half_way_is_taken_again(
+    make: MakeBackend, at: int, oracle: Any, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references = oracle.references(prompts, NEW)
+    engine = build(oracle, make, TreeDrafter(11, 8, references, right=0.7, seed=at))
+    backend, calls = engine.runner.backend, [0]
+
+    def failing(name: str) -> Callable[..., Any]:
+        real = getattr(backend, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == at:
+                raise ArithmeticError(name)
+            return real(*arguments)
+
+        return call
+
+    for name in ("plan", "forward", "commit"):
+        monkeypatch.setattr(backend, name, failing(name))
+    for row, prompt in enumerate(prompts):
+        engine.add(Request(str(row), tuple(prompt), NEW))
+    done, num_failed = {}, 0
+    while engine.has_work:
+        try:
+            finished = engine.step()
+        except ArithmeticError:
+            num_failed += 1
+        else:
+            done |= {row.request_id: tuple(row.output_ids) for row in finished}
+    assert num_failed == 1
+    assert done == references
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_long_rows_of_which_some_are_preempted(page_size: int) -> None:
+    references = References(TargetModel(tiny_model("llama", vocab_size=11, max_model_len=144)), 120)
+    drafter = TreeDrafter(11, 12, references, right=0.6, seed=page_size)
+    engine = decode_in_little_memory(drafter, RaggedConfig(page_size=page_size, kernels=Kernels.torch))
+    assert engine.report.num_accepted > 40
+
+
+@pytest.mark.parametrize("pad_kv", [True, False])
+def test_long_rows_in_whole_batches(pad_kv: bool) -> None:
+    references = References(TargetModel(tiny_model("llama", vocab_size=11, max_model_len=144)), 120)
+    drafter = TreeDrafter(11, 12, references, right=0.6)
+    engine = decode_in_little_memory(drafter, PaddedConfig(pad_kv=pad_kv), num_kv_tokens=None)
+    assert engine.report.num_accepted > 40
+
+
+@pytest.mark.parametrize("lengths", [(), (1, 2), (3, 3, 3)])
+def test_the_models_length_ends_a_row_that_drafts_trees(
+    lengths: Seq[int], oracle: Any, build: Any, make_ragged: MakeBackend
+) -> None:
+    prompts = [[i % 11 for i in range(63 - length)] for length in (0, *lengths)]
+    references = {str(i): oracle.reference(prompt, 64 - len(prompt)) for i, prompt in enumerate(prompts)}
+    drafter = TreeDrafter(11, 9, references, right=0.9)
+    done = build(oracle, make_ragged, drafter).generate(prompts, 1000)
+    assert [generation.token_ids for generation in done] == list(references.values())
+    assert {generation.finish_reason for generation in done} == {FinishReason.LENGTH}
