@@ -706,6 +706,37 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, Tenso
   }
 }
 
+// Copies keys, or values, of tokens to other slots (page x 16 + place in the page). All are read before one is written.
+template <class T>
+void move_typed(T* pages, at::IntArrayRef sizes, const Tensor& sources, const Tensor& targets, bool are_values) {
+  const int64_t heads = sizes[1], width = sizes[4], page_size = heads * sizes[2] * sizes[3] * width;
+  const int64_t runs = heads * (are_values ? sizes[3] : sizes[2]);  // of neighbours in memory, per token
+  const int64_t run = are_values ? 1 : width;
+  const auto place = [&](int64_t slot, int64_t i) {
+    const int64_t in_page = slot % kPage;
+    const int64_t offset = are_values ? ((i / sizes[3] * sizes[2] + in_page / width) * sizes[3] + i % sizes[3]) * width +
+                                            in_page % width
+                                      : (i * kPage + in_page) * width;
+    return pages + slot / kPage * page_size + offset;
+  };
+  const int64_t *from = sources.const_data_ptr<int64_t>(), *to = targets.const_data_ptr<int64_t>();
+  std::vector<T> held(sources.numel() * runs * run);
+  for (int64_t i = 0; i < sources.numel() * runs; ++i) std::copy_n(place(from[i / runs], i % runs), run, &held[i * run]);
+  for (int64_t i = 0; i < targets.numel() * runs; ++i) std::copy_n(&held[i * run], run, place(to[i / runs], i % runs));
+}
+
+// pages: the pool's keys or values as in `attend`; sources and targets [n] int64.
+void move(Tensor& pages, const Tensor& sources, const Tensor& targets, bool are_values) {
+  TORCH_CHECK(sources.numel() == targets.numel(), "as many sources as targets");
+  TORCH_CHECK(sources.is_contiguous() && targets.is_contiguous() && pages.is_contiguous(), "tensors must be contiguous");
+  switch (pages.scalar_type()) {
+    case at::kBFloat16: return move_typed(pages.mutable_data_ptr<BFloat16>(), pages.sizes(), sources, targets, are_values);
+    case at::kFloat: return move_typed(pages.mutable_data_ptr<float>(), pages.sizes(), sources, targets, are_values);
+    case at::kDouble: return move_typed(pages.mutable_data_ptr<double>(), pages.sizes(), sources, targets, are_values);
+    default: TORCH_CHECK(false, "no kernel for ", pages.scalar_type());
+  }
+}
+
 // y = x W^T + b in bfloat16 by our own hands, where the processor multiplies it in vectors and not in tiles: weights stream
 // through once, any number of rows costs its arithmetic alone, and each output is one sum in order of the inputs.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
@@ -940,6 +971,8 @@ TORCH_LIBRARY(emssd_native, library) {
       "Tensor kv_lens, Tensor page_indptr, Tensor pages, Tensor? tree_indptr, Tensor? parents, float scale, int window, "
       "float softcap) -> Tensor");
   library.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend));
+  library.def("move(Tensor(a!) pages, Tensor sources, Tensor targets, bool are_values) -> ()");
+  library.impl("move", c10::DispatchKey::CPU, TORCH_FN(move));
 }
 
 }  // namespace

@@ -65,7 +65,8 @@ class FusedKernels(PagedKernels):
         return (heads, key_cells, PAGE_SIZE, width), (heads, PAGE_SIZE // width, value_lanes, width)
 
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
-        self._layers, self._attend = spec.layers, load_kernels().attend.default
+        kernels = load_kernels()
+        self._layers, self._attend, self._move = spec.layers, kernels.attend.default, kernels.move.default
         self._keys, self._values = pool.keys, pool.values
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
@@ -92,6 +93,9 @@ class FusedKernels(PagedKernels):
             spec.scale, spec.sliding_window or 0, spec.softcap or 0.0,
         )  # fmt: skip
         return out
+
+    def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self._move(pages, sources, targets, any(pages is values for values in self._values))
 
 
 def _int32(values: list[int] | tuple[int, ...]) -> torch.Tensor:
