@@ -15,7 +15,7 @@ from emssd_ragged.backend import ragged_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.attention.trees import ancestors, depths
 from emssd.testing.oracle import DenseBackend
 from tests.backends.test_fused import BLOCK, GARBAGE, dtypes, layers, num_threads
@@ -62,25 +62,27 @@ def trees(draw: st.DrawFn, most: int = 24) -> tuple[int, ...]:
 
 
 @st.composite
-def forests(draw: st.DrawFn) -> list[Row]:
-    rows = []
+def forests(draw: st.DrawFn, longest: int = BLOCK + 2) -> list[Row]:
+    """Rows that begin with so many tokens at most; the first may be such that its tree begins a block of the kernel."""
+    rows: list[Row] = []
     for _ in range(draw(st.integers(1, 4))):
-        before = draw(st.integers(1, 50) | st.integers(BLOCK - 18, BLOCK + 2) if not rows else st.integers(1, 50))
+        long = st.integers(BLOCK - 18, longest) if longest >= BLOCK and not rows else st.nothing()
+        before = draw(st.integers(1, 50) | long)
         tree = draw(trees())
         rows.append(Row(before, tree, draw(st.integers(0, before + len(tree) - 1))))
     return rows
 
 
 class Cache:
-    """A backend with one layer, whose pages another sequence has left full of NaN."""
+    """A backend with one layer; in the pages of the fused kernel, NaN is left of another sequence."""
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, backend: AttentionBackend | None = None) -> None:
         self.backend = ragged_backend(kernels="fused") if backend is None else backend
         self.backend.allocate(KVCacheSpec((layer,), dtype, torch.device("cpu"), 64, 4 * BLOCK, trees=True))
-        heads = (layer.num_qo_heads, layer.key_dim), (layer.num_kv_heads, layer.key_dim)
-        shapes = (*heads, (layer.num_kv_heads, layer.value_dim))
-        self.step({"dirt": [torch.full((3 * BLOCK, *shape), float("nan"), dtype=dtype) for shape in shapes]}, [3 * BLOCK])
-        self.backend.release(["dirt"])
+        if isinstance(self.backend, PagedBackend):
+            self.backend._pool.enlarge(128)
+            for pages in (*self.backend._pool.keys, *self.backend._pool.values):
+                pages.fill_(float("nan"))
 
     def step(
         self, new: dict[str, QKV], kv_lens: Seq[int], parents: Seq[tuple[int, ...]] | None = None
@@ -148,7 +150,7 @@ def test_a_node_has_the_bits_of_the_end_of_a_chain(
             assert torch.equal(out[token], alone), f"row {number}, node {token - row.before}"
 
 
-@given(layer=layers(), rows=forests(), seed=st.integers(0, 2**16))
+@given(layer=layers(), rows=forests(longest=50), seed=st.integers(0, 2**16))
 def test_trees_in_float64_are_those_of_the_dense_reference(layer: LayerSpec, rows: list[Row], seed: int) -> None:
     all_qkv = [random_qkv(layer, torch.float64, row.kv_len, seed + number) for number, row in enumerate(rows)]
     right = Cache(layer, torch.float64, DenseBackend()).verify(rows, all_qkv)
@@ -167,12 +169,14 @@ def test_a_node_sees_nothing_of_its_siblings_nor_of_what_is_before_its_window(
     layer = LayerSpec(num_qo_heads=heads, num_kv_heads=1, key_dim=5, value_dim=19, scale=1.0, sliding_window=window)
     row = Row(BLOCK - 5, (-1, -1, 0, 1, 2, 2, 3, 4, 7, 5, -1, 8), cached=BLOCK - 8)
     qkv = random_qkv(layer, dtype, row.kv_len, heads)
-    (clean,) = Cache(layer, dtype).verify([row], [qkv])
+    cache = Cache(layer, dtype)
+    (clean,) = cache.verify([row], [qkv])
     for token in range(row.cached - 2, row.kv_len):
         spoilt = [tensor.clone() for tensor in qkv]
         for tensor in spoilt:
             tensor[token] = bad
-        (out,) = Cache(layer, dtype).verify([row], [spoilt])
+        cache.backend.release("0")
+        (out,) = cache.verify([row], [spoilt])
         unseen = [each for each in range(row.kv_len) if token not in row.way(each)[-(window or row.kv_len) :]]
         assert torch.equal(out[unseen], clean[unseen]), f"token {token}"
         assert bool(out[token].isfinite().all()) == (abs(bad) == 1e30 and dtype is torch.float64)
