@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,8 +98,6 @@ class WatchedRunner(CausalLMRunner):
 
 
 def _spec(model: TargetModel) -> Any:
-    from dataclasses import replace
-
     return replace(model.kv_cache_spec(3), continuous=True, trees=True)
 
 

@@ -12,10 +12,12 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from emssd_ragged.backend import ragged_backend
+from emssd_ragged.fused import PAGE_SIZE, FusedKernels
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention.pool import KVPool
 from emssd.attention.trees import ancestors, depths
 from emssd.testing.oracle import DenseBackend
 from tests.backends.test_fused import BLOCK, GARBAGE, dtypes, layers, num_threads
@@ -219,6 +221,27 @@ def test_an_accepted_way_goes_on_as_a_chain(
     outputs = cache.step(new, [len(way) + 1 for way in ways])
     for out, way, qkv in zip(outputs, ways, all_qkv, strict=True):
         assert torch.equal(out[0], cache.chain([tensor[[*way, len(tensor) - 1]] for tensor in qkv])[-1])
+
+
+@given(dtype=dtypes, heads=st.integers(1, 3), dims=st.tuples(st.integers(1, 40), st.integers(1, 40)), data=st.data())
+def test_tokens_move_as_in_a_plain_copy(
+    dtype: torch.dtype, heads: int, dims: tuple[int, int], data: st.DataObject
+) -> None:
+    """Also where a slot is both read and written. Oracle: PyTorch's indexing of the same pages, token by token."""
+    layer = LayerSpec(heads, heads, *dims, scale=1.0)
+    kernels = FusedKernels()
+    pool = KVPool([kernels.page_shapes(layer, dtype, PAGE_SIZE)], PAGE_SIZE, dtype, torch.device("cpu"))
+    kernels.allocate(KVCacheSpec((layer,), dtype, torch.device("cpu"), 1, 64), pool)
+    pool.enlarge(4)
+    slots = st.lists(st.integers(0, 63), min_size=8, max_size=8, unique=True)
+    sources, targets = (torch.tensor(data.draw(slots, label=name)) for name in ("sources", "targets"))
+    for stored, token_major in ((pool.keys, (0, 3, 1, 2, 4)), (pool.values, (0, 2, 4, 1, 3))):
+        stored[0].copy_(torch.randn(stored[0].shape))
+        right = stored[0].permute(token_major).clone()  # pages, places in a page, then what a token has
+        tokens = right.view(64, -1)
+        tokens[targets] = tokens[sources]
+        kernels.move(stored[0], sources, targets)
+        assert torch.equal(stored[0].permute(token_major), right)
 
 
 def test_the_drawn_trees_have_branches() -> None:
