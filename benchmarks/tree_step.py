@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,12 @@ def measure(model: TargetModel, options: argparse.Namespace, console: Console) -
         for num_nodes in options.nodes:
             drafts = {name: steps.draft(shape(num_nodes), num_nodes) for name, shape in SHAPES.items()}
             drafts = {"chain": steps.draft(None, num_nodes), **drafts}
-            for what in ("attention", "step"):
+            for what in options.what:
                 times: dict[str, list[float]] = {name: [] for name in drafts}
                 for repeat in range(options.repeats + 1):
                     for name, draft in drafts.items():
-                        if what == "attention":
-                            milliseconds = best_of(steps.attention(draft), options.runs)
-                        else:
-                            milliseconds = best_of(lambda draft=draft: steps.step(draft), options.runs)
+                        run = steps.attention(draft) if what == "attention" else partial(steps.step, draft)
+                        milliseconds = best_of(run, options.runs)
                         if repeat:  # the first one warms up
                             times[name].append(milliseconds)
                 row = {"batch_size": batch_size, "context": context, "nodes": num_nodes, "what": what, "all_ms": times}
@@ -136,6 +135,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--runs", type=int, default=3, help="of a repeat; the quickest counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--what", nargs="+", choices=["attention", "step"], default=["attention", "step"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -237,8 +237,8 @@ def test_tokens_move_as_in_a_plain_copy(
     sources, targets = (torch.tensor(data.draw(slots, label=name)) for name in ("sources", "targets"))
     for stored, token_major in ((pool.keys, (0, 3, 1, 2, 4)), (pool.values, (0, 2, 4, 1, 3))):
         stored[0].copy_(torch.randn(stored[0].shape))
-        right = stored[0].permute(token_major).clone(memory_format=torch.contiguous_format)  # pages, places in a page, then what a token has
-        tokens = right.view(64, -1)
+        right = stored[0].permute(token_major).clone(memory_format=torch.contiguous_format)
+        tokens = right.view(64, -1)  # pages and places in a page, then what a token has
         tokens[targets] = tokens[sources]
         kernels.move(stored[0], sources, targets)
         assert torch.equal(stored[0].permute(token_major), right)
