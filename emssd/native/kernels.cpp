@@ -57,7 +57,8 @@ inline V load(const void* from) {
 }
 
 // How a type is stored and multiplied. A cell holds the kWidth neighbours that one multiplication sums up; `put` fills
-// it from place 0 on and clears the places behind; `widen` and `narrow` read and write a vector of sums as the type.
+// it from place 0 on and clears the places behind, and `copy` does so for 16 cells from a place of others; `widen` and
+// `narrow` read and write a vector of sums as the type.
 template <class T>
 struct Lane;
 
@@ -70,6 +71,7 @@ struct WideLane {
   static constexpr int64_t kWidth = 1;
   static inline Vector multiply_add(Vector sum, const Cell* kv, Cell by) { return sum + load<Vector>(kv) * by; }
   static inline void put(Cell* cell, int64_t, T value) { *cell = value; }
+  static inline void copy(Cell* cells, int64_t, const Cell* from, int64_t) { std::memcpy(cells, from, sizeof(Vector)); }
   static inline Vector widen(const T* from) { return load<Vector>(from); }
   static inline void narrow(Vector values, T* to) { std::memcpy(to, &values, sizeof(values)); }
 };
@@ -101,6 +103,11 @@ struct Lane<BFloat16> {
   }
   static inline void put(Cell* cell, int64_t place, BFloat16 value) {
     *cell = place == 0 ? uint32_t{value.x} : (*cell & 0xffffu) | uint32_t{value.x} << 16;
+  }
+  static inline void copy(Cell* cells, int64_t place, const Cell* from, int64_t from_place) {
+    const Bits values = load<Bits>(from) >> (16 * static_cast<uint32_t>(from_place)) & 0xffffu;
+    const Bits result = place == 0 ? values : (load<Bits>(cells) & 0xffffu) | values << 16;
+    std::memcpy(cells, &result, sizeof(result));
   }
   static inline Vector widen(const BFloat16* from) {
     return (Vector)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
@@ -156,6 +163,74 @@ inline auto total(V vector) {
   return result;
 }
 
+// The token tree that a row ends with. Tokens have slots in the order in which they are stored, and positions in their
+// sequence; both are the same up to the tree. Node i has slot `before` + i, and its position goes by its depth. At every
+// position up to its own, a node sees one slot: that of a token before the tree, of an ancestor, or of itself.
+struct Tree {
+  int64_t before = 0, nodes = 0;      // tokens before the tree, and in it; rows without a tree have 0 nodes
+  int64_t deepest = 0;                // nodes on the longest way
+  const int32_t* depths = nullptr;    // [nodes] nodes on the way to each, itself included
+  const int32_t* ways = nullptr;      // [nodes, deepest] these nodes, from the first level on
+  int64_t first_cells = 0;            // of `Layer::joined`: nodes, and one for each tree, in the rows before this one
+
+  int64_t position(int64_t slot) const { return slot < before ? slot : before - 1 + depths[slot - before]; }
+
+  // The node at a position that the token in `slot` sees; -1 for the last position before the tree.
+  int64_t node(int64_t slot, int64_t position) const {
+    return position < before ? -1 : ways[(slot - before) * deepest + position - before];
+  }
+
+  // The slot that the token in `slot` sees at a position.
+  int64_t seen(int64_t slot, int64_t position) const {
+    return position < before ? position : before + node(slot, position);
+  }
+};
+
+// The trees of all rows of a step; none if no row has any.
+class Trees {
+ public:
+  // kv_lens [R], indptr [R + 1] into parents, which are as in `attend` below.
+  void plan(const int32_t* kv_lens, int64_t num_rows, const int32_t* indptr, const int32_t* parents) {
+    rows_.assign(num_rows, Tree{});
+    depths_.resize(indptr[num_rows]);
+    int64_t num_cells = 0, size = 0;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      Tree& tree = rows_[row];
+      tree.nodes = indptr[row + 1] - indptr[row], tree.before = kv_lens[row] - tree.nodes;
+      int32_t* depths = depths_.data() + indptr[row];
+      for (int64_t node = 0; node < tree.nodes; ++node) {
+        const int32_t parent = parents[indptr[row] + node];
+        TORCH_CHECK(parent >= -1 && parent < node, "a parent must stand before its child");
+        depths[node] = parent < 0 ? 1 : depths[parent] + 1;
+        tree.deepest = std::max<int64_t>(tree.deepest, depths[node]);
+      }
+      tree.depths = depths, tree.first_cells = num_cells;
+      num_cells += tree.nodes > 0 ? tree.nodes + 1 : 0;
+      size += tree.nodes * tree.deepest;
+    }
+    num_cells_ = num_cells;
+    ways_.resize(size);
+    int32_t* way = ways_.data();
+    for (int64_t row = 0; row < num_rows; ++row) {
+      Tree& tree = rows_[row];
+      tree.ways = way;
+      for (int64_t node = 0; node < tree.nodes; ++node, way += tree.deepest) {
+        const int32_t parent = parents[indptr[row] + node];
+        if (parent >= 0) std::copy_n(tree.ways + parent * tree.deepest, tree.depths[parent], way);
+        way[tree.depths[node] - 1] = node;
+      }
+    }
+  }
+
+  const Tree* rows() const { return rows_.data(); }
+  int64_t num_cells() const { return num_cells_; }  // what `Layer::joined` has room for, in cells of all dimensions
+
+ private:
+  std::vector<Tree> rows_;
+  std::vector<int32_t> depths_, ways_;
+  int64_t num_cells_ = 0;
+};
+
 // Everything about one layer's attention in one step; pointers and sizes as in `attend` below.
 template <class T>
 struct Layer {
@@ -172,6 +247,8 @@ struct Layer {
   int64_t num_kv_heads, group, key_cells, key_dim, value_dim, value_lanes;
   Sum scale, softcap;
   int64_t window;
+  const Tree* trees = nullptr;  // [R]; null if no row has a tree
+  Cell* joined = nullptr;       // [kv heads] of each tree after the other, [1 + nodes, value_lanes]: see `join`
 
   Cell* key_page(int64_t page, int64_t head) const {
     return keys + (page * num_kv_heads + head) * key_cells * kPage;
@@ -203,6 +280,37 @@ struct Layer {
     }
   }
 
+  // Values are summed up cell by cell, and in a tree the neighbours of a cell lie apart. So each node gets the cell that
+  // a chain would have at its position: the ancestors whose values come before its own in that cell, and its own. The
+  // first of these cells is that of the last token before the tree.
+  void join(int64_t row, int64_t head) const {
+    const Tree& tree = trees[row];
+    if (tree.nodes == 0) return;
+    const int32_t* row_pages = pages + page_indptr[row];
+    for (int64_t node = tree.before > 0 ? -1 : 0; node < tree.nodes; ++node) {
+      const int64_t slot = tree.before + node, position = tree.position(slot), first = position / L::kWidth * L::kWidth;
+      Cell* to = joined_cells(tree, head, node);
+      for (int64_t at = first; at <= position; ++at) {
+        const int64_t seen = tree.seen(slot, at), place = seen % kPage;
+        const Cell* from = value_page(row_pages[seen / kPage], head) + place / L::kWidth * value_lanes;
+        for (int64_t dim = 0; dim < value_lanes; dim += kPage) L::copy(to + dim, at - first, from + dim, place % L::kWidth);
+      }
+    }
+  }
+
+  Cell* joined_cells(const Tree& tree, int64_t head, int64_t node) const {
+    return joined + (tree.first_cells * num_kv_heads + head * (tree.nodes + 1) + node + 1) * value_lanes;
+  }
+
+  // The cell of values that the token in `slot` sees from a position on, the first of a cell.
+  const Cell* values_seen(const Tree& tree, const int32_t* row_pages, int64_t head, int64_t slot, int64_t from) const {
+    if (from < tree.before / L::kWidth * L::kWidth) return values_at(row_pages, head, from);
+    return joined_cells(tree, head, tree.node(slot, std::min(from + L::kWidth - 1, tree.position(slot))));
+  }
+  const Cell* values_at(const int32_t* row_pages, int64_t head, int64_t slot) const {
+    return value_page(row_pages[slot / kPage], head) + slot % kPage / L::kWidth * value_lanes;
+  }
+
   int64_t num_queries(int64_t row) const { return (query_indptr[row + 1] - query_indptr[row]) * group; }
 
   // How many of the queries that are left share the next pass.
@@ -213,35 +321,44 @@ struct Layer {
 
   // Queries [first, first + count) of the row's tokens x heads of one KV head.
   void attend(int64_t row, int64_t head, int64_t first, int64_t count) const {
+    const bool is_tree = trees != nullptr && trees[row].nodes > 0;
     switch (count) {
-      case 1: return attend_some<1>(row, head, first);
-      case 2: return attend_some<2>(row, head, first);
-      case 4: return attend_some<4>(row, head, first);
-      default: return attend_some<kMaxQueries>(row, head, first);
+      case 1: return is_tree ? attend_some<1, true>(row, head, first) : attend_some<1, false>(row, head, first);
+      case 2: return is_tree ? attend_some<2, true>(row, head, first) : attend_some<2, false>(row, head, first);
+      case 4: return is_tree ? attend_some<4, true>(row, head, first) : attend_some<4, false>(row, head, first);
+      default:
+        return is_tree ? attend_some<kMaxQueries, true>(row, head, first)
+                       : attend_some<kMaxQueries, false>(row, head, first);
     }
   }
 
   // A pass reads the values of all tokens that any of its queries sees, and a weight of 0 hides every value but NaN and
   // infinity. So where a result is not finite, each query is computed again by itself, kAlone, from what it sees.
-  template <int N, bool kAlone = false>
+  //
+  // In a row with a tree, kTree, the page where the tree begins and those behind it are the tail. Its scores are
+  // computed for all slots, as in a chain. Then each query picks those of its way and sets them to their positions, so
+  // that weights and sums are those of a chain that consists of its way.
+  template <int N, bool kTree, bool kAlone = false>
   void attend_some(int64_t row, int64_t head, int64_t first) const {
     constexpr int64_t kBlock = kBlockPages * kPage;
-    constexpr int kPagesAtOnce = N == 1 ? 4 : N == 2 ? 4 : N == 4 ? 2 : 1;
     constexpr Sum kNever = -std::numeric_limits<Sum>::infinity();
     const int64_t available = num_queries(row), num_new = available / group, kv_len = kv_lens[row];
     const int32_t* row_pages = pages + page_indptr[row];
+    const Tree* tree = kTree ? trees + row : nullptr;
 
     static thread_local std::vector<Cell> query_cells;
     query_cells.assign(N * key_cells, Cell{});
-    int64_t token[N], q_head[N], position[N];
-    int64_t earliest = std::numeric_limits<int64_t>::max(), latest = -1;
+    int64_t token[N], q_head[N], slot[N], position[N];
+    int64_t earliest = std::numeric_limits<int64_t>::max(), latest = -1, last_slot = -1;
     for (int i = 0; i < N; ++i) {
       const int64_t which = std::min(first + i, available - 1);  // a pass that is not full repeats its last query
       token[i] = query_indptr[row] + which / group;
       q_head[i] = head * group + which % group;
-      position[i] = kv_len - num_new + which / group;
+      slot[i] = kv_len - num_new + which / group;
+      position[i] = kTree ? tree->position(slot[i]) : slot[i];
       earliest = std::min(earliest, position[i]);
       latest = std::max(latest, position[i]);
+      last_slot = std::max(last_slot, slot[i]);
       const T* from = query + token[i] * query_token + q_head[i] * query_head;
       for (int64_t cell = 0; cell < key_cells; ++cell) query_cells[i * key_cells + cell] = cell_of(from, cell);
     }
@@ -253,45 +370,40 @@ struct Layer {
     Sum maximum[N], denominator[N];
     for (int i = 0; i < N; ++i) maximum[i] = kNever, denominator[i] = 0;
 
+    static thread_local std::vector<Sum> tail;  // [N, tail_slots] the scores of the tail, by slot
+    const int64_t tail_page = kTree ? tree->before / kPage : 0;
+    const int64_t tail_slots = kTree ? std::max<int64_t>(0, last_slot / kPage + 1 - tail_page) * kPage : 0;
+    if constexpr (kTree) {
+      tail.resize(N * tail_slots);
+      Sum* to = tail.data() - tail_page * kPage;
+      score_pages<N>(row_pages, head, tail_page, tail_page + tail_slots / kPage, query_cells.data(),
+                     [&](int i, int64_t start, Vector score) {
+                       std::memcpy(to + i * tail_slots + start, &score, sizeof(score));
+                     });
+    }
+
     const int64_t begin = window > 0 ? std::max<int64_t>(0, earliest - window + 1) : 0;
     for (int64_t block = begin / kBlock * kBlock; block <= latest; block += kBlock) {
       const int64_t page_begin = std::max(block, begin) / kPage;
       const int64_t page_end = std::min((block + kBlock) / kPage, latest / kPage + 1);
       Vector block_maximum[N];
       for (int i = 0; i < N; ++i) block_maximum[i] = Vector{} + kNever;
-      for (int64_t page = page_begin; page < page_end; page += kPagesAtOnce) {
-        const Cell* cells[kPagesAtOnce];
-        for (int p = 0; p < kPagesAtOnce; ++p) {
-          cells[p] = key_page(row_pages[std::min(page + p, page_end - 1)], head);
-        }
-        const Cell* coming[kPagesAtOnce];  // what is read next lies scattered, which hardware does not foresee
-        for (int p = 0; p < kPagesAtOnce; ++p) {
-          coming[p] = value_page(row_pages[std::min(page + p, page_end - 1)], head);
-        }
-        Vector dots[N][kPagesAtOnce] = {};
-        for (int64_t cell = 0; cell < key_cells; ++cell) {
-          for (int p = 0; p < kPagesAtOnce; ++p) __builtin_prefetch(coming[p] + cell * kPage);
-          for (int i = 0; i < N; ++i) {
-            for (int p = 0; p < kPagesAtOnce; ++p) {
-              dots[i][p] = L::multiply_add(dots[i][p], cells[p] + cell * kPage, query_cells[i * key_cells + cell]);
-            }
+      const auto keep = [&](int i, int64_t start, Vector score) {
+        if (start + kPage - 1 > position[i] || (window > 0 && start <= position[i] - window)) {
+          for (int lane = 0; lane < kPage; ++lane) {
+            const int64_t at = start + lane;
+            if (at > position[i] || (window > 0 && at <= position[i] - window)) score[lane] = kNever;
           }
         }
-        for (int p = 0; p < kPagesAtOnce && page + p < page_end; ++p) {
-          const int64_t start = (page + p) * kPage;
+        block_maximum[i] = block_maximum[i] > score ? block_maximum[i] : score;
+        std::memcpy(&scores[i][start - block], &score, sizeof(score));
+      };
+      score_pages<N>(row_pages, head, page_begin, kTree ? std::min(page_end, tail_page) : page_end, query_cells.data(),
+                     keep);
+      if constexpr (kTree) {
+        for (int64_t page = std::max(page_begin, tail_page); page < page_end; ++page) {
           for (int i = 0; i < N; ++i) {
-            Vector score = dots[i][p] * scale;
-            if (softcap > 0) {
-              for (int lane = 0; lane < kPage; ++lane) score[lane] = std::tanh(score[lane] / softcap) * softcap;
-            }
-            if (start + kPage - 1 > position[i] || (window > 0 && start <= position[i] - window)) {
-              for (int lane = 0; lane < kPage; ++lane) {
-                const int64_t at = start + lane;
-                if (at > position[i] || (window > 0 && at <= position[i] - window)) score[lane] = kNever;
-              }
-            }
-            block_maximum[i] = block_maximum[i] > score ? block_maximum[i] : score;
-            std::memcpy(&scores[i][start - block], &score, sizeof(score));
+            keep(i, page * kPage, scores_seen(*tree, tail.data() + i * tail_slots, slot[i], page));
           }
         }
       }
@@ -316,10 +428,13 @@ struct Layer {
       }
 
       if constexpr (kAlone) {
-        add_seen_values(row_pages, head, block, begin, latest, &weights[0][0], sums.data());
+        add_seen_values(block, begin, latest, &weights[0][0], sums.data(), [&](int64_t from) {
+          return kTree ? values_seen(*tree, row_pages, head, slot[0], from) : values_at(row_pages, head, from);
+        });
         continue;
       }
-      const int64_t cell_end = std::min(kBlock, latest + 1 - block + L::kWidth - 1) / L::kWidth;
+      const int64_t stop = kTree ? std::min(latest + 1, tree->before / L::kWidth * L::kWidth) : latest + 1;
+      const int64_t cell_end = std::min(kBlock, stop - block + L::kWidth - 1) / L::kWidth;
       for (int64_t dim = 0; dim < value_lanes;) {
         const int64_t left = (value_lanes - dim) / kPage;
         if (N <= 4 && left >= 4) {
@@ -331,6 +446,11 @@ struct Layer {
         } else {
           add_values<N, 1>(row_pages, head, block, page_begin, cell_end, dim, &weights[0][0], sums.data());
           dim += kPage;
+        }
+      }
+      if constexpr (kTree) {
+        for (int i = 0; i < N; ++i) {
+          add_joined_values(*tree, head, slot[i], block, begin, &weights[i][0], sums.data() + i * value_lanes);
         }
       }
     }
@@ -350,16 +470,65 @@ struct Layer {
       }
     }
     if (!kAlone && total(nothing) != 0) {
-      for (int i = 0; i < N && first + i < available; ++i) attend_some<1, true>(row, head, first + i);
+      for (int i = 0; i < N && first + i < available; ++i) attend_some<1, kTree, true>(row, head, first + i);
     }
   }
 
-  // sums[dim...] += weights x values of the tokens [first, last] in one block, in the order of `add_values`.
-  void add_seen_values(const int32_t* row_pages, int64_t head, int64_t block, int64_t first, int64_t last,
-                       const Cell* weights, Sum* sums) const {
+  // keep(i, 16 x page, the scores of query i there), for the pages [page_begin, page_end) of a row.
+  template <int N, class Keep>
+  inline __attribute__((always_inline)) void score_pages(const int32_t* row_pages, int64_t head, int64_t page_begin,
+                                                         int64_t page_end, const Cell* query_cells,
+                                                         const Keep& keep) const {
+    constexpr int kPagesAtOnce = N == 1 ? 4 : N == 2 ? 4 : N == 4 ? 2 : 1;
+    for (int64_t page = page_begin; page < page_end; page += kPagesAtOnce) {
+      const Cell* cells[kPagesAtOnce];
+      for (int p = 0; p < kPagesAtOnce; ++p) {
+        cells[p] = key_page(row_pages[std::min(page + p, page_end - 1)], head);
+      }
+      const Cell* coming[kPagesAtOnce];  // what is read next lies scattered, which hardware does not foresee
+      for (int p = 0; p < kPagesAtOnce; ++p) {
+        coming[p] = value_page(row_pages[std::min(page + p, page_end - 1)], head);
+      }
+      Vector dots[N][kPagesAtOnce] = {};
+      for (int64_t cell = 0; cell < key_cells; ++cell) {
+        for (int p = 0; p < kPagesAtOnce; ++p) __builtin_prefetch(coming[p] + cell * kPage);
+        for (int i = 0; i < N; ++i) {
+          for (int p = 0; p < kPagesAtOnce; ++p) {
+            dots[i][p] = L::multiply_add(dots[i][p], cells[p] + cell * kPage, query_cells[i * key_cells + cell]);
+          }
+        }
+      }
+      for (int p = 0; p < kPagesAtOnce && page + p < page_end; ++p) {
+        for (int i = 0; i < N; ++i) {
+          Vector score = dots[i][p] * scale;
+          if (softcap > 0) {
+            for (int lane = 0; lane < kPage; ++lane) score[lane] = std::tanh(score[lane] / softcap) * softcap;
+          }
+          keep(i, (page + p) * kPage, score);
+        }
+      }
+    }
+  }
+
+  // The scores of a query at the positions of a page, out of those of the tail; anything behind its own position.
+  Vector scores_seen(const Tree& tree, const Sum* tail, int64_t slot, int64_t page) const {
+    const int64_t start = page * kPage, position = tree.position(slot), tail_begin = tree.before / kPage * kPage;
+    alignas(64) Sum scores[kPage] = {};
+    if (start < tree.before && start <= position) std::memcpy(scores, tail + start - tail_begin, sizeof(scores));
+    for (int64_t at = std::max(start, tree.before); at < std::min(start + kPage, position + 1); ++at) {
+      scores[at - start] = tail[tree.seen(slot, at) - tail_begin];
+    }
+    return load<Vector>(scores);
+  }
+
+  // sums[dim...] += weights x values of the tokens at positions [first, last] in one block, in the order of `add_values`.
+  // cells_at gives the cells of a position.
+  template <class Cells>
+  void add_seen_values(int64_t block, int64_t first, int64_t last, const Cell* weights, Sum* sums,
+                       const Cells& cells_at) const {
     const int64_t stop = std::min(last + 1, block + kBlockPages * kPage);
     for (int64_t start = std::max(first, block) / L::kWidth * L::kWidth; start < stop; start += L::kWidth) {
-      const Cell* from = value_page(row_pages[start / kPage], head) + start % kPage / L::kWidth * value_lanes;
+      const Cell* from = cells_at(start);
       for (int64_t dim = 0; dim < value_lanes; dim += kPage) {
         alignas(64) T places[kPage * L::kWidth];  // of each dimension the neighbours that a cell holds
         std::memcpy(places, from + dim, sizeof(places));
@@ -371,6 +540,21 @@ struct Layer {
                                            weights[(start - block) / L::kWidth]);
         std::memcpy(sums + dim, &sum, sizeof(sum));
       }
+    }
+  }
+
+  // sums[dim...] += weights x values of the way of one query, from the cell where the tree begins on, in one block.
+  void add_joined_values(const Tree& tree, int64_t head, int64_t slot, int64_t block, int64_t begin,
+                         const Cell* weights, Sum* sums) const {
+    const int64_t first = std::max({tree.before, block, begin}) / L::kWidth * L::kWidth;
+    const int64_t position = tree.position(slot), stop = std::min(position + 1, block + kBlockPages * kPage);
+    for (int64_t dim = 0; dim < value_lanes; dim += kPage) {
+      Vector sum = load<Vector>(sums + dim);
+      for (int64_t at = first; at < stop; at += L::kWidth) {
+        const int64_t node = tree.node(slot, std::min(at + L::kWidth - 1, position));
+        sum = L::multiply_add(sum, joined_cells(tree, head, node) + dim, weights[(at - block) / L::kWidth]);
+      }
+      std::memcpy(sums + dim, &sum, sizeof(sum));
     }
   }
 
@@ -435,6 +619,7 @@ void attend_rows(const Layer<T>& layer, int64_t num_rows, int64_t num_kv_heads) 
       for (int64_t each = task * heads_together; each < (task + 1) * heads_together; ++each) {
         const int64_t row = each / num_kv_heads, head = each % num_kv_heads, queries = layer.num_queries(row);
         layer.store(row, head);
+        if (layer.trees != nullptr) layer.join(row, head);
         for (int64_t first = 0, count; first < queries; first += count) {
           layer.attend(row, head, first, count = Layer<T>::pass(queries - first));
         }
@@ -451,7 +636,10 @@ void attend_rows(const Layer<T>& layer, int64_t num_rows, int64_t num_kv_heads) 
       }
     }
   }
-  run_tasks(num_rows * num_kv_heads, [&](int64_t task) { layer.store(task / num_kv_heads, task % num_kv_heads); });
+  run_tasks(num_rows * num_kv_heads, [&](int64_t task) {
+    layer.store(task / num_kv_heads, task % num_kv_heads);
+    if (layer.trees != nullptr) layer.join(task / num_kv_heads, task % num_kv_heads);
+  });
   const Pass* all = passes.data();  // of the calling thread: the name means another vector on the others
   run_tasks(static_cast<int64_t>(passes.size()), [&](int64_t task) {
     layer.attend(all[task].row, all[task].head, all[task].first, all[task].count);
@@ -461,7 +649,8 @@ void attend_rows(const Layer<T>& layer, int64_t num_rows, int64_t num_kv_heads) 
 template <class T>
 Tensor attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, Tensor& keys, Tensor& values,
                     const Tensor& query_indptr, const Tensor& kv_lens, const Tensor& page_indptr, const Tensor& pages,
-                    double scale, int64_t window, double softcap) {
+                    const std::optional<Tensor>& tree_indptr, const std::optional<Tensor>& parents, double scale,
+                    int64_t window, double softcap) {
   using Cell = typename Lane<T>::Cell;
   Layer<T> layer;
   layer.query = query.const_data_ptr<T>(), layer.key = key.const_data_ptr<T>(), layer.value = value.const_data_ptr<T>();
@@ -478,6 +667,14 @@ Tensor attend_typed(const Tensor& query, const Tensor& key, const Tensor& value,
   layer.scale = scale, layer.softcap = softcap, layer.window = window;
   Tensor out = at::empty({query.size(0), query.size(1), value.size(2)}, query.options());
   layer.out = out.mutable_data_ptr<T>();
+  static thread_local Trees trees;
+  static thread_local std::vector<Cell> joined;
+  if (tree_indptr) {
+    trees.plan(layer.kv_lens, kv_lens.size(0), tree_indptr->const_data_ptr<int32_t>(),
+               parents->const_data_ptr<int32_t>());
+    joined.resize(trees.num_cells() * layer.num_kv_heads * layer.value_lanes);
+    layer.trees = trees.rows(), layer.joined = joined.data();
+  }
   attend_rows(layer, kv_lens.size(0), layer.num_kv_heads);
   return out;
 }
@@ -487,23 +684,56 @@ Tensor attend_typed(const Tensor& query, const Tensor& key, const Tensor& value,
 // query [nnz, heads, key_dim], key [nnz, kv_heads, key_dim], value [nnz, kv_heads, value_dim]; the last dimension is
 // contiguous. keys [pages, kv_heads, cells, 16, width] and values [pages, kv_heads, 16 / width, lanes, width]: the pool.
 // query_indptr [R + 1], kv_lens [R] with the new tokens, page_indptr [R + 1] into pages: int32. window 0 and softcap 0
-// stand for none. Returns [nnz, heads, value_dim].
+// stand for none. tree_indptr [R + 1] into parents, int32: the trees that the last tokens of each row are, their parents
+// as indices within the tree, -1 for the token before it; none if no row has any. Returns [nnz, heads, value_dim].
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, Tensor& keys, Tensor& values,
               const Tensor& query_indptr, const Tensor& kv_lens, const Tensor& page_indptr, const Tensor& pages,
-              double scale, int64_t window, double softcap) {
+              const std::optional<Tensor>& tree_indptr, const std::optional<Tensor>& parents, double scale,
+              int64_t window, double softcap) {
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "heads must be contiguous");
   switch (query.scalar_type()) {
     case at::kBFloat16:
-      return attend_typed<BFloat16>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages, scale,
-                                    window, softcap);
+      return attend_typed<BFloat16>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages,
+                                    tree_indptr, parents, scale, window, softcap);
     case at::kFloat:
-      return attend_typed<float>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages, scale,
-                                 window, softcap);
+      return attend_typed<float>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages,
+                                 tree_indptr, parents, scale, window, softcap);
     case at::kDouble:
-      return attend_typed<double>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages, scale,
-                                  window, softcap);
+      return attend_typed<double>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages,
+                                  tree_indptr, parents, scale, window, softcap);
     default:
       TORCH_CHECK(false, "no kernel for ", query.scalar_type());
+  }
+}
+
+// Copies keys, or values, of tokens to other slots (page x 16 + place in the page). All are read before one is written.
+template <class T>
+void move_typed(T* pages, at::IntArrayRef sizes, const Tensor& sources, const Tensor& targets, bool are_values) {
+  const int64_t heads = sizes[1], width = sizes[4], page_size = heads * sizes[2] * sizes[3] * width;
+  const int64_t runs = heads * (are_values ? sizes[3] : sizes[2]);  // of neighbours in memory, per token
+  const int64_t run = are_values ? 1 : width;
+  const auto place = [&](int64_t slot, int64_t i) {
+    const int64_t in_page = slot % kPage;
+    const int64_t offset = are_values ? ((i / sizes[3] * sizes[2] + in_page / width) * sizes[3] + i % sizes[3]) * width +
+                                            in_page % width
+                                      : (i * kPage + in_page) * width;
+    return pages + slot / kPage * page_size + offset;
+  };
+  const int64_t *from = sources.const_data_ptr<int64_t>(), *to = targets.const_data_ptr<int64_t>();
+  std::vector<T> held(sources.numel() * runs * run);
+  for (int64_t i = 0; i < sources.numel() * runs; ++i) std::copy_n(place(from[i / runs], i % runs), run, &held[i * run]);
+  for (int64_t i = 0; i < targets.numel() * runs; ++i) std::copy_n(&held[i * run], run, place(to[i / runs], i % runs));
+}
+
+// pages: the pool's keys or values as in `attend`; sources and targets [n] int64.
+void move(Tensor& pages, const Tensor& sources, const Tensor& targets, bool are_values) {
+  TORCH_CHECK(sources.numel() == targets.numel(), "as many sources as targets");
+  TORCH_CHECK(sources.is_contiguous() && targets.is_contiguous() && pages.is_contiguous(), "tensors must be contiguous");
+  switch (pages.scalar_type()) {
+    case at::kBFloat16: return move_typed(pages.mutable_data_ptr<BFloat16>(), pages.sizes(), sources, targets, are_values);
+    case at::kFloat: return move_typed(pages.mutable_data_ptr<float>(), pages.sizes(), sources, targets, are_values);
+    case at::kDouble: return move_typed(pages.mutable_data_ptr<double>(), pages.sizes(), sources, targets, are_values);
+    default: TORCH_CHECK(false, "no kernel for ", pages.scalar_type());
   }
 }
 
@@ -738,8 +968,11 @@ TORCH_LIBRARY(emssd_native, library) {
   library.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
   library.def(
       "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor query_indptr, "
-      "Tensor kv_lens, Tensor page_indptr, Tensor pages, float scale, int window, float softcap) -> Tensor");
+      "Tensor kv_lens, Tensor page_indptr, Tensor pages, Tensor? tree_indptr, Tensor? parents, float scale, int window, "
+      "float softcap) -> Tensor");
   library.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend));
+  library.def("move(Tensor(a!) pages, Tensor sources, Tensor targets, bool are_values) -> ()");
+  library.impl("move", c10::DispatchKey::CPU, TORCH_FN(move));
 }
 
 }  // namespace

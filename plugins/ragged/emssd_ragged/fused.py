@@ -32,12 +32,17 @@ def why_not_fused(spec: KVCacheSpec, page_size: int) -> str | None:
 
 @dataclass(slots=True)
 class FusedTables:
-    """One step as the kernel reads it, all int32 and 1-D; see `emssd.attention.tables.PagedMetadata` for the terms."""
+    """One step as the kernel reads it, all int32 and 1-D; see `emssd.attention.tables.PagedMetadata` for the terms.
+
+    The parents of all rows' trees stand one after another; there are none if no row has a tree.
+    """
 
     qo_indptr: torch.Tensor
     kv_lens: torch.Tensor
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
+    tree_indptr: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
 
 
 class FusedKernels(PagedKernels):
@@ -46,6 +51,8 @@ class FusedKernels(PagedKernels):
     A cell holds the `width` neighbours that one instruction multiplies and adds up: two in bfloat16, else one. Keys
     are transposed within their page, so that a vector of them belongs to 16 tokens.
     """
+
+    takes_trees = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reason = why_not_fused(spec, page_size)
@@ -58,7 +65,8 @@ class FusedKernels(PagedKernels):
         return (heads, key_cells, PAGE_SIZE, width), (heads, PAGE_SIZE // width, value_lanes, width)
 
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
-        self._layers, self._attend = spec.layers, load_kernels().attend.default
+        kernels = load_kernels()
+        self._layers, self._attend, self._move = spec.layers, kernels.attend.default, kernels.move.default
         self._keys, self._values = pool.keys, pool.values
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
@@ -69,6 +77,9 @@ class FusedKernels(PagedKernels):
             kv_indptr=_int32([0, *accumulate(map(len, pages))]),
             kv_indices=_int32([page for row in pages for page in row]),
         )
+        if packed.trees is not None:
+            tables.tree_indptr = _int32([0, *accumulate(map(len, packed.trees))])
+            tables.parents = _int32([parent for tree in packed.trees for parent in tree])
         return StepPlan.ragged(packed.on(packed.input_ids.device), tables)
 
     def forward(
@@ -78,10 +89,13 @@ class FusedKernels(PagedKernels):
         spec = self._layers[layer]
         out: torch.Tensor = self._attend(
             query, key, value, self._keys[layer], self._values[layer],
-            tables.qo_indptr, tables.kv_lens, tables.kv_indptr, tables.kv_indices,
+            tables.qo_indptr, tables.kv_lens, tables.kv_indptr, tables.kv_indices, tables.tree_indptr, tables.parents,
             spec.scale, spec.sliding_window or 0, spec.softcap or 0.0,
         )  # fmt: skip
         return out
+
+    def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self._move(pages, sources, targets, any(pages is values for values in self._values))
 
 
 def _int32(values: list[int] | tuple[int, ...]) -> torch.Tensor:
