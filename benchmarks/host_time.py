@@ -28,7 +28,8 @@ from rich.table import Table
 
 from emssd.attention import Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, PagedBackend
 from emssd.attention.planned import PagedAttention, PlannedKernels
-from emssd.attention.tables import FixedShape, PagedMetadata
+from emssd.attention.recorded import StaticInputs
+from emssd.attention.tables import PagedMetadata
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Draft, Drafter
@@ -59,7 +60,9 @@ class NoAttention:
 class NoKernels(PlannedKernels):
     """Plans for kernels that do nothing."""
 
-    def attention(self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None) -> PagedAttention:
+    def attention(
+        self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
+    ) -> PagedAttention:
         return NoAttention()
 
 

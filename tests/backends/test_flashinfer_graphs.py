@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emssd_flashinfer.graphs import CudaGraphCapture
@@ -15,7 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention.packed import Drafted
+from emssd.attention.pages import PageTable
 from emssd.attention.recorded import Compute, StaticInputs, ladder, rung
+from emssd.attention.tables import FixedShape, page_metadata
+from emssd.attention.transfer import Staging
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
@@ -63,21 +69,65 @@ class TestLadder:
         assert len(ladder(512)) == 8 + 4 * 6
 
 
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[list[Sequence], Draft]]:
+    """Steps of one to four rows, each of at most 16 tokens."""
+    steps = []
+    for _ in range(draw(st.integers(1, 5))):
+        rows = [sequence(name, draw(st.integers(1, 2))) for name in "abcd"[: draw(st.integers(1, 4))]]
+        steps.append((rows, Draft.from_chains([[7] * draw(st.integers(0, 2)) for _ in rows])))
+    return steps
+
+
 class TestStaticInputs:
-    @given(history=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5))
-    def test_each_step_leaves_nothing_of_the_one_before(self, history: list[tuple[int, int]]) -> None:
-        static = StaticInputs(16, CPU)
-        addresses = [tensor.data_ptr() for tensor in (static.input_ids, static.slots)]
-        for num_tokens, padding in history:
-            packed = pack([sequence("a", num_tokens)], Draft.empty(1))
-            slots, scrap = torch.arange(100, 100 + num_tokens), torch.full((padding,), 7)
-            static.fill(packed, slots, scrap)
-            size = num_tokens + padding
-            assert static.input_ids[:size].tolist() == packed.input_ids.tolist() + [0] * padding
-            assert static.position_ids[:size].tolist() == [*range(num_tokens), *[0] * padding]
-            assert static.slots[:size].tolist() == slots.tolist() + [7] * padding
-            assert static.logit_rows[:size].tolist() == [num_tokens - 1] + [0] * (size - 1)
-        assert addresses == [tensor.data_ptr() for tensor in (static.input_ids, static.slots)]
+    SHAPE = FixedShape(num_rows=4, num_tokens=16, num_pages=30)
+
+    def make(self) -> StaticInputs:
+        return StaticInputs(self.SHAPE, Staging(StaticInputs.num_bytes(self.SHAPE), CPU))
+
+    @given(history=histories(), on_host=st.booleans())
+    def test_each_step_leaves_nothing_of_the_one_before(
+        self, history: list[tuple[list[Sequence], Draft]], on_host: bool
+    ) -> None:
+        static = self.make()
+        tables, addresses = static.tables, [table.data_ptr() for table in static.tables]
+        for rows, draft in history:
+            packed, table = pack(rows, draft), PageTable(3)
+            wanted_ids = packed.input_ids.tolist()
+            if not on_host:
+                places = (packed.input_ids == 7).nonzero().flatten()
+                blank = packed.input_ids.masked_fill(packed.input_ids == 7, 0)
+                packed = replace(packed, input_ids=blank, drafted=Drafted(places, torch.full_like(places, 7)))
+            table.reserve_step(packed)
+            metadata, padding = page_metadata(table, packed), 16 - packed.num_tokens
+            filled = static.fill(packed, metadata, np.full(padding, 99))
+            assert tables.input_ids.tolist() == wanted_ids + [0] * padding
+            assert tables.position_ids.tolist() == packed.position_ids.tolist() + [0] * padding
+            assert tables.slots.tolist() == metadata.slots.tolist() + [99] * padding
+            assert tables.logit_rows.tolist() == packed.logit_rows.tolist() + [0] * (16 - len(packed.logit_rows))
+            absent = [0] * (4 - len(rows))
+            assert filled.kv_lens == metadata.kv_lens + absent
+            assert filled.qo_indptr.diff().tolist() == packed.lengths + absent
+            assert filled.kv_indices.tolist() == metadata.kv_indices.tolist()
+            for host, device in (
+                (filled.qo_indptr, tables.qo_indptr),
+                (filled.kv_indptr, tables.kv_indptr),
+                (filled.kv_last_page_len, tables.kv_last_page_len),
+            ):
+                assert host.tolist() == device.tolist()
+                assert host.data_ptr() != device.data_ptr()
+        assert addresses == [table.data_ptr() for table in static.tables]
+
+    def test_the_tables_do_not_overlap_and_fill_what_they_say(self) -> None:
+        ranges = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for t in self.make().tables)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
+        assert ranges[-1][1] - ranges[0][0] == StaticInputs.num_bytes(self.SHAPE)
+
+    def test_more_rows_than_the_shape_has_are_our_own_mistake(self) -> None:
+        packed, table = pack([sequence(name, 1) for name in "abcde"], Draft.empty(5)), PageTable(3)
+        table.reserve_step(packed)
+        with pytest.raises(AssertionError, match="5 rows in a recording of 4"):
+            self.make().fill(packed, page_metadata(table, packed), np.zeros(11, dtype=np.int64))
 
 
 class Counting:
