@@ -58,9 +58,11 @@ def unavailable() -> str | None:
 def _build(config: FlashInferConfig) -> AttentionBackend:
     if found := unavailable():
         raise PluginError(f"backend 'flashinfer' is not available: {found}.")
+    from emssd_flashinfer.availability import point_to_toolkit
     from emssd_flashinfer.graphs import CudaGraphCapture
     from emssd_flashinfer.kernels import FlashInferKernels
 
+    point_to_toolkit()
     kernels = FlashInferKernels(
         config.workspace_mib,
         PrefillKernel(config.prefill_kernel).value,

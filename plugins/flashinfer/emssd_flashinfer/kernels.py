@@ -21,6 +21,9 @@ HEAD_DIMS = (64, 128, 256)
 _FA3_MIN_TOKENS = 256  # FA3 works in tiles of 128 queries; with fewer than two it wastes work
 _BUILD_FAILED = "Ninja build failed"  # so begins FlashInfer's message
 _MIB = 1 << 20
+# `fa2` reads no lengths of KV beside the page tables, but FlashInfer's Python looks for the longest, row by row, in a
+# tensor of them: 5 µs a row, absent ones included. So it gets a tensor of one.
+_NOT_READ = torch.ones(1, dtype=torch.int32)
 
 
 class FlashInferKernels(PlannedKernels):
@@ -204,6 +207,7 @@ class FlashInferAttention:
             custom_mask=None if mask is None else mask.to(device, non_blocking=True),
             sm_scale=self.layer.scale,
             max_token_per_sequence=max_q_len,
+            seq_lens=None if long else _NOT_READ,
         )
         self._planned.record(torch.cuda.current_stream(device))
 
