@@ -186,6 +186,15 @@ class StandIn:
             rules["window_left"], rules.get("fixed_split_size") or -1, rules.get("disable_split_kv", False), 0, 0,
         )  # fmt: skip
 
+    def workspace_size(self, *arguments: Any, **rules: Any) -> tuple[int, int]:
+        """As from 0.6.18 on."""
+        qo_indptr, kv_indptr, _, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size = arguments
+        module = StandIn.get_module(self._name, rules["q_data_type"], head_dim, rules["head_dim_vo"])
+        return module.workspace_size(
+            self._workspace, qo_indptr, kv_indptr, last_page_len, self._most or int(qo_indptr[-1]), len(qo_indptr) - 1,
+            num_qo_heads, num_kv_heads, page_size, self._graph, head_dim,
+        )  # fmt: skip
+
     def run(self, query: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
         assert len(query) == len(out) == self._total, "FlashInfer wants exactly the planned queries"
         mode = 2 if self._mask is not None else int(self._rules["causal"])
@@ -235,6 +244,15 @@ def modules(monkeypatch: pytest.MonkeyPatch, use_module: Callable[..., None]) ->
     FakeEvent.recorded.clear()
     FakeEvent.waited.clear()
     return made
+
+
+@pytest.fixture
+def before_0_6_18(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Takes the method away that older versions of FlashInfer do not have."""
+    wrapper: Any = StandIn
+    if INSTALLED:
+        wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    return lambda: monkeypatch.delattr(wrapper, "workspace_size", raising=False)
 
 
 @pytest.fixture

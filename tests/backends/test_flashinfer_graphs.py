@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceKernels, rerun
+from emssd.testing.paged import ReferenceAttention, ReferenceKernels, rerun
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
@@ -130,6 +131,78 @@ class TestStaticInputs:
             self.make().fill(packed, page_metadata(table, packed), np.zeros(11, dtype=np.int64))
 
 
+class FakeEvent:
+    """Of a device that has come as far as it is told to."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.reached, self.name = log, True, f"event {len(log)}"
+        log.append(f"made {self.name}")
+
+    def record(self) -> None:
+        self.reached = False
+        self.log.append(f"recorded {self.name}")
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        self.reached = True
+        self.log.append(f"waited for {self.name}")
+
+
+class TestStaging:
+    def test_a_buffer_is_written_again_only_once_it_was_read(self) -> None:
+        log: list[str] = []
+        staging = Staging(8, CPU, lambda: FakeEvent(log))
+        turns = []
+        log.clear()
+        for _ in range(4):
+            turns.append(staging.next())
+            staging.done()
+        assert turns == [1, 0, 1, 0]
+        assert log == [
+            "recorded event 1", "recorded event 0",
+            "waited for event 1", "recorded event 1", "waited for event 0", "recorded event 0",
+        ]  # fmt: skip
+
+    def test_the_host_does_not_wait_for_what_is_read_already(self) -> None:
+        log: list[str] = []
+        staging = Staging(8, CPU, lambda: FakeEvent(log))
+        for _ in range(4):
+            staging.next()
+            staging.done()
+            for event in staging._read:
+                event.reached = True
+        assert not [line for line in log if "waited" in line]
+
+    def test_the_beginning_is_moved_and_the_rest_stays(self) -> None:
+        staging = Staging(4, CPU)
+        for number, num_bytes in ((1, 4), (2, 2)):
+            staging.buffers[staging.next()].fill_(number)
+            staging.move(num_bytes)
+            staging.done()
+        assert staging.memory.tolist() == [2, 2, 1, 1]
+
+    def test_the_buffer_of_a_plan_is_given_back_when_all_layers_are_planned(self) -> None:
+        log: list[str] = []
+
+        class Logging(ReferenceKernels):
+            def attention(self, *arguments: Any, **options: Any) -> ReferenceAttention:
+                made = super().attention(*arguments, **options)
+                plan = made.plan
+                made.plan = lambda *given: (log.append("planned"), plan(*given))  # type: ignore[assignment]
+                return made
+
+        kernels = Logging(capture=rerun, max_graph_tokens=12)
+        backend = PagedBackend(kernels, memory_fraction=1.0)
+        backend.allocate(SPEC)
+        kernels._staging = Staging(len(kernels._staging.memory), CPU, lambda: FakeEvent(log))
+        log.clear()
+        for name in "ab":
+            backend.plan(pack([sequence(name, 5)], Draft.empty(1)))
+        assert log == ["planned", "planned", "recorded event 1", "planned", "planned", "recorded event 0"]
+
+
 class Counting:
     """Records like `rerun` and counts."""
 
@@ -221,6 +294,7 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.log: list[str] = []
+        self.sides: list[SimpleNamespace] = []
         self.error = error
         for name in ("CUDAGraph", "Stream", "current_stream", "graph", "stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
@@ -229,7 +303,8 @@ class FakeCuda:
         return SimpleNamespace(wait_stream=lambda other: self.log.append("main waits"))
 
     def _Stream(self) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda other: self.log.append("side waits"))
+        self.sides.append(SimpleNamespace(wait_stream=lambda other: self.log.append("side waits")))
+        return self.sides[-1]
 
     def _CUDAGraph(self) -> SimpleNamespace:
         return SimpleNamespace(replay=lambda: self.log.append("replay"), pool=lambda: (1, 2))
@@ -240,7 +315,9 @@ class FakeCuda:
         yield
 
     @contextmanager
-    def _graph(self, graph: object, pool: object) -> Iterator[None]:
+    def _graph(self, graph: object, pool: object, stream: object) -> Iterator[None]:
+        assert stream is self.sides[-1], "a stream that has not been warmed up"
+        assert not gc.isenabled(), "what is freed meanwhile can break the recording"
         self.log.append(f"recording into {pool}")
         if self.error is not None:
             raise self.error
@@ -265,6 +342,22 @@ class TestCudaGraphCapture:
             cuda.log.clear()
             assert replay() is replay() is result
             assert cuda.log == ["replay", "replay"]
+        assert len(cuda.sides) == 1, "cuBLAS keeps a workspace for each stream"
+        assert gc.isenabled()
+
+    def test_garbage_is_collected_once_and_never_if_it_was_not_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeCuda(monkeypatch)
+        collected: list[None] = []
+        monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
+        capture = CudaGraphCapture()
+        gc.disable()
+        try:
+            for _ in range(3):
+                capture(lambda: torch.zeros(1))
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+        assert len(collected) == 1
 
     def test_a_model_that_cannot_be_recorded_is_told_with_the_option(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeCuda(monkeypatch, RuntimeError("operation not permitted when stream is capturing\nmore"))
@@ -272,6 +365,7 @@ class TestCudaGraphCapture:
             PluginError, match=r"not permitted when stream is capturing\. Set backend\.cuda_graphs=false"
         ):
             CudaGraphCapture()(lambda: torch.zeros(1))
+        assert gc.isenabled()
 
     def test_no_memory_is_no_fault_of_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeCuda(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
