@@ -80,7 +80,8 @@ class StepPlan:
         input_ids, position_ids: ``[b, n]`` what the model is fed: ``[1, nnz]`` ragged, ``[B, n_max]`` padded. Tokens
             beyond the ``nnz`` packed ones are padding.
         logits_to_keep: ``[m]`` int64, the columns of ``n`` that the vocabulary projection is computed for.
-        logit_index: ``[R]`` int64 into the flattened ``[b * m]`` projected rows; ``None`` if all of them are wanted.
+        logit_index: ``[R]`` int64 into the flattened ``[b * m]`` projected rows, or the slice of them that is wanted;
+            ``None`` if all of them are.
         attention: what the backend's own `forward` reads. Nobody else does.
         replay: runs the model's forward pass in the backend's way, for example from a CUDA graph. It is given the
             pass, a function of this plan's tensors, and returns the logits ``[b * m, vocab]``. A recorded pass reads
@@ -90,7 +91,7 @@ class StepPlan:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logits_to_keep: torch.Tensor
-    logit_index: torch.Tensor | None
+    logit_index: torch.Tensor | slice | None
     attention: Any = None
     replay: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
 

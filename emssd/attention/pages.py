@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from emssd.attention.packed import PackedInputs
 from emssd.errors import OutOfMemoryError
@@ -23,7 +27,7 @@ class PageTable:
         self.max_pages = max_pages
         self.num_pages = 0
         self._free: list[int] = []
-        self._pages: dict[str, list[int]] = {}
+        self._pages: dict[str, array[int]] = {}
 
     @property
     def num_used(self) -> int:
@@ -36,7 +40,12 @@ class PageTable:
 
     def pages(self, request_id: str) -> list[int]:
         """The pages of a sequence in token order; empty if it is unknown."""
-        return self._pages.get(request_id, [])
+        return self._pages[request_id].tolist() if request_id in self._pages else []
+
+    def indices(self, request_ids: Iterable[str], counts: Iterable[int]) -> NDArray[np.int32]:
+        """``[sum(counts)]`` int32: the first `counts` pages of each of these sequences, one behind the other."""
+        parts = [self._pages[request_id][:count] for request_id, count in zip(request_ids, counts, strict=True)]
+        return np.frombuffer(bytearray().join(parts), dtype=np.int32)
 
     def reserve(self, request_id: str, num_tokens: int) -> None:
         """Give a sequence the pages that `num_tokens` tokens need. The pages that it has stay in place.
@@ -44,7 +53,7 @@ class PageTable:
         Raises:
             OutOfMemoryError: the pool is full. A caller that asks `fits` first never sees this.
         """
-        pages = self._pages.setdefault(request_id, [])
+        pages = self._pages.setdefault(request_id, array("i"))
         for _ in range(self._pages_for(num_tokens) - len(pages)):
             if not self._free:
                 if self.num_pages == self.max_pages:
@@ -58,21 +67,24 @@ class PageTable:
 
     def reserve_step(self, packed: PackedInputs) -> None:
         """Give the rows of a step their pages. First take back what a step took that was planned and not committed."""
-        for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
-            self.truncate(request_id, kv_len - length)
-        for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
-            self.reserve(request_id, kv_len)
+        size, names, held = self.page_size, packed.request_ids, self._pages
+        for request_id, length, kv_len in zip(names, packed.lengths, packed.kv_lens, strict=True):
+            if len(held.get(request_id, ())) * size > kv_len - length:
+                self.truncate(request_id, kv_len - length)
+        for request_id, kv_len in zip(names, packed.kv_lens, strict=True):
+            if len(held.get(request_id, ())) * size < kv_len:
+                self.reserve(request_id, kv_len)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Take back the pages behind the first `num_tokens` tokens."""
-        pages = self._pages.get(request_id, [])
-        while len(pages) > self._pages_for(num_tokens):
+        pages, left = self._pages.get(request_id), self._pages_for(num_tokens)
+        while pages and len(pages) > left:
             self._free.append(pages.pop())
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Take back all pages of these sequences. Unknown ids are no error."""
         for request_id in request_ids:
-            self._free.extend(reversed(self._pages.pop(request_id, [])))
+            self._free.extend(reversed(self._pages.pop(request_id, array("i"))))
 
     def slots(self, request_id: str, tokens: Iterable[int]) -> list[int]:
         """Pool slots (``page * page_size + offset``) of these tokens of a sequence."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from emssd.attention.interface import KVCacheSpec, LayerSpec, StepPlan
 from emssd.attention.packed import PackedInputs
@@ -16,8 +18,8 @@ from emssd.attention.paged import PagedKernels
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.attention.recorded import Capture, Compute, StaticInputs, ladder, rung
-from emssd.attention.tables import FixedShape, PagedMetadata, largest_metadata, page_metadata, tree_mask
-from emssd.attention.transfer import on_device
+from emssd.attention.tables import FixedShape, PagedMetadata, page_metadata, tree_mask
+from emssd.attention.transfer import Staging, on_device
 from emssd.errors import ConfigError
 
 __all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "write_kv"]
@@ -81,17 +83,24 @@ class PlannedKernels(PagedKernels):
         self._capture = capture
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
         self._attention: dict[tuple[LayerSpec, int | None, bool], PagedAttention] = {}
-        self._recordings: dict[int, Compute] = {}
+        self._static: dict[int, StaticInputs] = {}
+        self._recordings: dict[tuple[int, bool], Compute] = {}
 
     @abstractmethod
-    def attention(self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None) -> PagedAttention:
+    def attention(
+        self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
+    ) -> PagedAttention:
         """Attention by the rules of `layer`, whose heads are padded already and whose scale is the true one.
 
         Args:
             layer: shape and rules.
             masked: whether it is always planned with a mask.
-            shape: its limits if it is to be recorded.
+            static: if it is to be recorded, its limits, and the tables on the device that it reads.
         """
+
+    def num_rows(self, size: int) -> int:
+        """Rows of a recording of `size` tokens. Every row has a token, so no step has more rows than tokens."""
+        return min(self._spec.max_batch_size, size)
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reasons, largest = [], self._head_dims[-1]
@@ -115,34 +124,38 @@ class PlannedKernels(PagedKernels):
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         self._spec, self._pool = spec, pool
         self._layers = tuple(padded_layer(layer, self._head_dims) for layer in spec.layers)
+        self._rules = tuple(dict.fromkeys(self._layers))
         if self._ladder:
             most = self._ladder[-1]
-            self._static = StaticInputs(most, spec.device)
             self._outputs = {
                 layer: torch.zeros(most, layer.num_qo_heads, layer.value_dim, dtype=spec.dtype, device=spec.device)
-                for layer in set(self._layers)
+                for layer in self._rules
             }
 
     def prepare(self) -> None:
         assert self._capture is None or self._pool.num_pages, "recorded steps need a pool of a fixed size"
-        for layer in set(self._layers):  # so that kernels which cannot be made are known before the first step
+        if self._ladder:
+            num_bytes = max(StaticInputs.num_bytes(self._shape(size)) for size in self._ladder)
+            self._staging = Staging(num_bytes, self._spec.device)
+        for layer in self._rules:  # so that kernels which cannot be made are known before the first step
             self._attention_of(layer, None)
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
-        metadata = page_metadata(table, packed)
-        masked = packed.trees is not None
-        size = None if masked else rung(self._ladder, packed.num_tokens)
+        masked, size = packed.trees is not None, self._size_of(packed)
+        planned = {layer: self._attention_of(layer, size, masked) for layer in self._rules}
+        metadata, scrap = (
+            page_metadata(table, packed),
+            self._scrap_slots(0 if size is None else size - packed.num_tokens),
+        )
         if size is not None:
-            metadata = metadata.with_rows(self._num_rows(size))
-        planned: dict[LayerSpec, PagedAttention] = {}
-        for layer in self._layers:
-            if layer not in planned:
-                planned[layer] = self._attention_of(layer, size, masked)
-                planned[layer].plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
-        attention = [planned[layer] for layer in self._layers]
+            metadata = self._static_of(size).fill(packed, metadata, scrap)
+        for layer, attention in planned.items():
+            attention.plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
+        by_layer = [planned[layer] for layer in self._layers]
         if size is not None:
-            return self._recorded_plan(packed, metadata.slots, attention, size)
-        step = PlannedStep(on_device(metadata.slots, self._spec.device), attention)
+            self._static_of(size).done()
+            return self._recorded_plan(packed, by_layer, size, masked)
+        step = PlannedStep(on_device(metadata.slots, self._spec.device), by_layer)
         return StepPlan.ragged(packed.on(self._spec.device), step)
 
     def forward(
@@ -158,51 +171,60 @@ class PlannedKernels(PagedKernels):
         step.attention[layer].run(query, keys, values, out)
         return out[..., : spec.value_dim]
 
+    def _size_of(self, packed: PackedInputs) -> int | None:
+        """The size of the recording that serves a step; ``None`` if the step runs as it is."""
+        size = rung(self._ladder, packed.num_tokens)
+        if size is None or packed.trees is None:
+            return size
+        fits = self._spec.trees and max(packed.kv_lens) <= self._static_of(size).shape.max_kv_len
+        return size if fits else None
+
     def _attention_of(self, layer: LayerSpec, size: int | None, masked: bool = False) -> PagedAttention:
         """The attention for `layer`'s rules, eager or of a recorded size. It is made when it is first asked for."""
         key = layer, size, masked
         if key not in self._attention:
-            shape = None if size is None else self._shape(size)
-            self._attention[key] = self.attention(layer, masked=masked, shape=shape)
+            static = None if size is None else self._static_of(size)
+            self._attention[key] = self.attention(layer, masked=masked, static=static)
         return self._attention[key]
+
+    def _static_of(self, size: int) -> StaticInputs:
+        if size not in self._static:
+            self._static[size] = StaticInputs(self._shape(size), self._staging)
+        return self._static[size]
 
     def _shape(self, size: int) -> FixedShape:
         """What a recording of `size` tokens must hold."""
-        shape = FixedShape(self._num_rows(size), size, num_pages=0)
-        most = max(self._pool.num_pages - 1, len(largest_metadata(shape, self._pool.page_size).kv_indices))
-        return replace(shape, num_pages=most)
-
-    def _num_rows(self, size: int) -> int:
-        """Rows of a recording of `size` tokens. Every row has a token, so there are never more rows than tokens."""
-        return min(self._spec.max_batch_size, size)
+        num_rows, page_size = self.num_rows(size), self._pool.page_size
+        largest = num_rows + (size - num_rows) // page_size  # pages of `largest_metadata`
+        max_kv_len = self._spec.max_model_len + self._ladder[-1]
+        return FixedShape(num_rows, size, max(self._pool.num_pages - 1, largest), max_kv_len)
 
     def _recorded_plan(
-        self, packed: PackedInputs, slots: torch.Tensor, attention: list[PagedAttention], size: int
+        self, packed: PackedInputs, attention: list[PagedAttention], size: int, masked: bool
     ) -> StepPlan:
         """A step in the static tensors, padded to `size` tokens and to as many rows of logits."""
-        static, num_padding, num_logits = self._static, size - packed.num_tokens, len(packed.logit_rows)
-        static.fill(packed, slots, self._scrap_slots(num_padding))
-        if num_padding:
+        tables, num_logits = self._static_of(size).tables, len(packed.logit_rows)
+        if packed.num_tokens < size:
             for out in self._outputs.values():  # attention leaves padding as an earlier step left it, maybe with NaN
                 out[packed.num_tokens : size].zero_()
         return StepPlan(
-            input_ids=static.input_ids[:size].unsqueeze(0),
-            position_ids=static.position_ids[:size].unsqueeze(0),
-            logits_to_keep=static.logit_rows[:size],
-            logit_index=None if num_logits == size else static.counting[:num_logits],
-            attention=PlannedStep(static.slots[:size], attention, self._outputs),
-            replay=partial(self._replay, size),
+            input_ids=tables.input_ids.unsqueeze(0),
+            position_ids=tables.position_ids.unsqueeze(0),
+            logits_to_keep=tables.logit_rows,
+            logit_index=None if num_logits == size else slice(num_logits),
+            attention=PlannedStep(tables.slots, attention, self._outputs),
+            replay=partial(self._replay, (size, masked)),
         )
 
-    def _scrap_slots(self, count: int) -> torch.Tensor:
-        """``[count]`` int64 slots of the last page, which belongs to no sequence."""
-        return (self._pool.num_pages - 1) * self._pool.page_size + torch.arange(count) % self._pool.page_size
+    def _scrap_slots(self, count: int) -> NDArray[np.int64]:
+        """``[count]`` slots of the last page, which belongs to no sequence."""
+        return (self._pool.num_pages - 1) * self._pool.page_size + np.arange(count) % self._pool.page_size
 
-    def _replay(self, size: int, compute: Compute) -> torch.Tensor:
+    def _replay(self, key: tuple[int, bool], compute: Compute) -> torch.Tensor:
         assert self._capture is not None
-        if size not in self._recordings:
-            self._recordings[size] = self._capture(compute)
-        return self._recordings[size]()
+        if key not in self._recordings:
+            self._recordings[key] = self._capture(compute)
+        return self._recordings[key]()
 
 
 def padded_layer(layer: LayerSpec, head_dims: tuple[int, ...]) -> LayerSpec:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from emssd.attention.packed import PackedInputs
-from emssd.attention.transfer import on_device
+from emssd.attention.tables import FixedShape, PagedMetadata
+from emssd.attention.transfer import Staging
 
-__all__ = ["Capture", "Compute", "StaticInputs", "ladder", "rung"]
+__all__ = ["Capture", "Compute", "StaticInputs", "StepTables", "ladder", "rung"]
 
 Compute = Callable[[], torch.Tensor]
+T = TypeVar("T")
 
 
 def ladder(max_tokens: int) -> tuple[int, ...]:
@@ -33,35 +37,117 @@ def rung(sizes: tuple[int, ...], num_tokens: int) -> int | None:
     return sizes[place] if place < len(sizes) else None
 
 
-class StaticInputs:
-    """The tensors that recorded passes read. Each step fills them anew; their addresses never change.
+class StepTables(NamedTuple, Generic[T]):
+    """What a recorded pass reads, on the device or as written on the host.
 
-    Args:
-        max_tokens: of the largest step.
-        device: of the tensors.
+    Attributes:
+        input_ids, position_ids, slots, logit_rows: ``[num_tokens]`` int64.
+        places: ``[num_tokens]`` int64, see `emssd.attention.packed.Drafted`.
+        qo_indptr, kv_indptr: ``[num_rows + 1]`` int32, as `kv_last_page_len` ``[num_rows]`` and `kv_indices`
+            ``[num_pages]`` in the layout of `emssd.attention.tables.PagedMetadata`.
     """
 
-    def __init__(self, max_tokens: int, device: torch.device) -> None:
-        self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self.position_ids = torch.zeros_like(self.input_ids)
-        self.slots = torch.zeros_like(self.input_ids)
-        self.logit_rows = torch.zeros_like(self.input_ids)
-        self.counting = torch.arange(max_tokens, device=device)
+    input_ids: T
+    position_ids: T
+    slots: T
+    logit_rows: T
+    places: T
+    qo_indptr: T
+    kv_indptr: T
+    kv_last_page_len: T
+    kv_indices: T
 
-    def fill(self, packed: PackedInputs, slots: torch.Tensor, scrap_slots: torch.Tensor) -> None:
+
+class StaticInputs:
+    """The tensors that the recorded passes of one size read. Each step fills them anew; their addresses never change.
+
+    Args:
+        shape: limits of the step.
+        staging: where they lie, from its beginning; recordings of all sizes share it.
+
+    Attributes:
+        shape: as given.
+        tables: on the device.
+    """
+
+    def __init__(self, shape: FixedShape, staging: Staging) -> None:
+        self.shape, self._staging = shape, staging
+        self.tables = _tables(staging.memory, shape)
+        self._hosts = [_tables(buffer, shape) for buffer in staging.buffers]
+        self._arrays = [StepTables(*(table.numpy() for table in host)) for host in self._hosts]
+        self._pages_begin = _sections(shape)[-1][0]
+
+    @staticmethod
+    def num_bytes(shape: FixedShape) -> int:
+        """Bytes of staging memory that tensors of this shape take."""
+        return _sections(shape)[-1][1]
+
+    def fill(self, packed: PackedInputs, metadata: PagedMetadata, scrap_slots: NDArray[np.int64]) -> PagedMetadata:
         """Write one step. A padding token is token 0 at position 0, and nobody reads the slot that its KV goes to.
 
         Args:
             packed: the step.
-            slots: ``[nnz]`` int64 on the host.
-            scrap_slots: ``[padding]`` int64 on the host, one for each padding token.
+            metadata: of the step.
+            scrap_slots: ``[padding]``, one for each padding token.
+
+        Returns:
+            `metadata` with absent rows, which have no query and no page, up to the rows of the shape. `kv_indices` and
+            `slots` are on the device; the other tables may be read until the next step is filled.
         """
-        size, device = packed.num_tokens + len(scrap_slots), self.slots.device
-        buffers = (self.input_ids, self.position_ids, self.logit_rows)
-        for buffer, real in zip(buffers, packed.on(device), strict=True):
-            buffer[: len(real)].copy_(real, non_blocking=True)
-            buffer[len(real) : size].zero_()
-        self.slots[:size].copy_(on_device(torch.cat([slots, scrap_slots]), device), non_blocking=True)
+        assert packed.num_rows <= self.shape.num_rows, f"{packed.num_rows} rows in a recording of {self.shape.num_rows}"
+        turn = self._staging.next()
+        arrays, num_pages = self._arrays[turn], len(metadata.kv_indices)
+        _write(arrays.input_ids, packed.input_ids, 0)
+        _write(arrays.position_ids, packed.position_ids, 0)
+        _write(arrays.logit_rows, packed.logit_rows, 0)
+        _write(arrays.slots, metadata.slots, scrap_slots)
+        _write(arrays.qo_indptr, metadata.qo_indptr, packed.num_tokens)
+        _write(arrays.kv_indptr, metadata.kv_indptr, num_pages)
+        _write(arrays.kv_last_page_len, metadata.kv_last_page_len, 0)
+        arrays.kv_indices[:num_pages] = metadata.kv_indices.numpy()
+        if packed.drafted is not None:
+            _write(arrays.places, packed.drafted.places, 0)
+        self._staging.move(self._pages_begin + _INT32 * num_pages)
+        if packed.drafted is not None:
+            places = self.tables.places[: len(packed.drafted.places)]
+            self.tables.input_ids.index_copy_(0, places, packed.drafted.token_ids)
+        host = self._hosts[turn]
+        return PagedMetadata(
+            qo_indptr=host.qo_indptr,
+            kv_indptr=host.kv_indptr,
+            kv_indices=self.tables.kv_indices[:num_pages],
+            kv_last_page_len=host.kv_last_page_len,
+            slots=self.tables.slots,
+            page_size=metadata.page_size,
+        )
+
+    def done(self) -> None:
+        """What is launched from here on reads no table of the host."""
+        self._staging.done()
+
+
+_INT32, _ALIGNMENT = 4, 64  # bytes
+
+
+def _sections(shape: FixedShape) -> list[tuple[int, int, torch.dtype]]:
+    """Where each of the `StepTables` begins and ends, in bytes, and its type. The pages come last, as few are used."""
+    tokens, rows = (shape.num_tokens, torch.int64), (shape.num_rows + 1, torch.int32)
+    each = [*[tokens] * 5, rows, rows, (shape.num_rows, torch.int32), (shape.num_pages, torch.int32)]
+    sections, begin = [], 0
+    for count, dtype in each:
+        end = begin + count * dtype.itemsize
+        sections.append((begin, end, dtype))
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+    return sections
+
+
+def _tables(memory: torch.Tensor, shape: FixedShape) -> StepTables[torch.Tensor]:
+    return StepTables(*(memory[begin:end].view(dtype) for begin, end, dtype in _sections(shape)))
+
+
+def _write(array: NDArray[Any], values: torch.Tensor, rest: int | NDArray[np.int64]) -> None:
+    array[: len(values)] = values.numpy()
+    array[len(values) :] = rest
 
 
 class Capture(Protocol):

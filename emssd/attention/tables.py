@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from emssd.attention.packed import PackedInputs
 from emssd.attention.pages import PageTable
@@ -16,6 +18,7 @@ __all__ = [
     "PagedMetadata",
     "largest_metadata",
     "page_metadata",
+    "runs",
     "tree_mask",
 ]
 
@@ -31,9 +34,10 @@ class PagedMetadata:
     Attributes:
         qo_indptr: ``[B + 1]`` int32.
         kv_indptr: ``[B + 1]`` int32, in pages.
-        kv_indices: ``[kv_indptr[B]]`` int32, pages of the pool.
+        kv_indices: ``[kv_indptr[B]]`` int32, pages of the pool. In a recorded step it is on the device already.
         kv_last_page_len: ``[B]`` int32, tokens in the last page: 1 to `page_size`, or 0 for a row without pages.
-        slots: ``[nnz]`` int64, where the KV of the new tokens goes: ``page * page_size + offset``.
+        slots: ``[nnz]`` int64, where the KV of the new tokens goes: ``page * page_size + offset``. In a recorded step
+            it is on the device, and padded.
         page_size: tokens per page.
     """
 
@@ -52,7 +56,7 @@ class PagedMetadata:
     @property
     def max_q_len(self) -> int:
         """Queries of the longest row."""
-        return int(self.qo_indptr.diff().max())
+        return int(np.diff(self.qo_indptr.numpy()).max())
 
     @property
     def kv_lens(self) -> list[int]:
@@ -60,38 +64,36 @@ class PagedMetadata:
         full_pages = (self.kv_indptr.diff() - 1).clamp_min(0)
         return (full_pages * self.page_size + self.kv_last_page_len).tolist()
 
-    def with_rows(self, num_rows: int) -> PagedMetadata:
-        """The same, with rows added that have no query and no page, for kernels with a fixed number of rows."""
-        absent = num_rows - (len(self.qo_indptr) - 1)
-        assert absent >= 0, f"{len(self.qo_indptr) - 1} rows, and at most {num_rows} are possible"
-        return PagedMetadata(
-            qo_indptr=torch.cat([self.qo_indptr, self.qo_indptr[-1:].expand(absent)]),
-            kv_indptr=torch.cat([self.kv_indptr, self.kv_indptr[-1:].expand(absent)]),
-            kv_indices=self.kv_indices,
-            kv_last_page_len=torch.cat([self.kv_last_page_len, self.kv_last_page_len.new_zeros(absent)]),
-            slots=self.slots,
-            page_size=self.page_size,
-        )
-
 
 def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:
     """The metadata of one step. The pages of its new tokens are reserved in `table` already."""
-    kv_indices: list[int] = []
-    kv_indptr = [0]
-    slots: list[int] = []
-    for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
-        pages = table.pages(request_id)[: -(-kv_len // table.page_size)]
-        kv_indices.extend(pages)
-        kv_indptr.append(len(kv_indices))
-        slots.extend(table.slots(request_id, range(kv_len - length, kv_len)))
+    size, qo_indptr, kv_lens = table.page_size, np.array(packed.qo_indptr), np.array(packed.kv_lens)
+    q_lens, num_pages = np.diff(qo_indptr), -(-kv_lens // size)
+    kv_indptr = np.concatenate([_ZERO, num_pages.cumsum()])
+    kv_indices = table.indices(packed.request_ids, num_pages.tolist())
+    tokens = runs(kv_lens - q_lens, q_lens)
+    pages = kv_indices[np.repeat(kv_indptr[:-1], q_lens) + tokens // size].astype(np.int64)
     return PagedMetadata(
-        qo_indptr=torch.tensor(packed.qo_indptr, dtype=torch.int32),
-        kv_indptr=torch.tensor(kv_indptr, dtype=torch.int32),
-        kv_indices=torch.tensor(kv_indices, dtype=torch.int32),
-        kv_last_page_len=torch.tensor([(kv_len - 1) % table.page_size + 1 for kv_len in packed.kv_lens]).int(),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        page_size=table.page_size,
+        qo_indptr=_int32(qo_indptr),
+        kv_indptr=_int32(kv_indptr),
+        kv_indices=torch.from_numpy(kv_indices),
+        kv_last_page_len=_int32((kv_lens - 1) % size + 1),
+        slots=torch.from_numpy(pages * size + tokens % size),
+        page_size=size,
     )
+
+
+_ZERO = np.zeros(1, dtype=np.int64)
+
+
+def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``[sum(lengths)]`` int64: for each row the integers from ``starts[i]`` on, ``lengths[i]`` of them."""
+    ends = lengths.cumsum()
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _int32(values: NDArray[np.int64]) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))
 
 
 def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.Tensor:
@@ -123,11 +125,13 @@ class FixedShape:
     Attributes:
         num_rows: rows of every plan, absent ones included.
         num_tokens, num_pages: a plan has at most this many queries, and at most this many pages.
+        max_kv_len: no row with a tree has more tokens of KV. Rows of causal plans may.
     """
 
     num_rows: int
     num_tokens: int
     num_pages: int
+    max_kv_len: int = 0
 
 
 def largest_metadata(shape: FixedShape, page_size: int) -> PagedMetadata:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from emssd.attention import PackedInputs
 from emssd.attention.packed import Drafted
+from emssd.attention.tables import runs
 from emssd.attention.trees import Parents, depths, is_chain
 from emssd.drafting import Draft
 from emssd.metrics.timing import phase
@@ -39,47 +41,43 @@ def pack(rows: Iterable[Row], draft: Draft, prefills: Iterable[tuple[Row, int]] 
         prefills: further rows, of each the number of tokens behind the cached ones; no logits of theirs are wanted.
     """
     request_ids: list[str] = []
-    input_ids: list[int] = []
-    position_ids: list[int] = []
-    qo_indptr = [0]
-    kv_lens: list[int] = []
-    logit_rows: list[int] = []
-    places: list[int] = []  # of drafted tokens
-    trees: list[tuple[int, ...]] = []
-    for index, (row, num_drafted) in enumerate(zip(rows, draft.lengths, strict=True)):
-        tokens, num_cached = row.tokens, row.num_cached
-        num_tokens, tree = len(tokens), () if draft.parents is None else _branches(draft.tree(index))
-        input_ids.extend(tokens[num_cached:])
-        start = len(input_ids)
-        input_ids.extend([0] * num_drafted)  # filled in below: drafted ids may live on the device
-        position_ids.extend(range(num_cached, num_tokens + num_drafted - len(tree)))
-        position_ids.extend(num_tokens - 1 + depth for depth in depths(tree))
-        places.extend(range(start, start + num_drafted))
-        logit_rows.extend(range(start - 1, start + num_drafted))
+    cached: list[int] = []
+    known: list[int] = []  # tokens of each row that are not cached, without its draft
+    known_ids: list[int] = []
+    for row, _ in zip(rows, lengths := draft.lengths, strict=True):
+        new = row.tokens[row.num_cached :]
         request_ids.append(row.request_id)
-        qo_indptr.append(len(input_ids))
-        kv_lens.append(num_tokens + num_drafted)
-        trees.append(tree)
+        cached.append(row.num_cached)
+        known.append(len(new))
+        known_ids += new
     for row, num_tokens in prefills:
-        kv_len = row.num_cached + num_tokens
-        input_ids.extend(row.tokens[row.num_cached : kv_len])
-        position_ids.extend(range(row.num_cached, kv_len))
         request_ids.append(row.request_id)
-        qo_indptr.append(len(input_ids))
-        kv_lens.append(kv_len)
-        trees.append(())
+        cached.append(row.num_cached)
+        known.append(num_tokens)
+        known_ids += row.tokens[row.num_cached : row.num_cached + num_tokens]
+    num_cached, num_known = np.array(cached, dtype=np.int64), np.array(known, dtype=np.int64)
+    num_drafted = np.zeros(len(known), dtype=np.int64)
+    num_drafted[: len(lengths)] = lengths
+    stops = (num_known + num_drafted).cumsum()
+    drafts = stops - num_drafted  # where the draft of each row begins
+    places = runs(drafts, num_drafted)
+    input_ids = np.zeros(len(known_ids) + len(places), dtype=np.int64)  # drafted ids may live on the device
+    input_ids[runs(drafts - num_known, num_known)] = known_ids
     if draft.on_host:
-        for place, token in zip(places, draft.token_ids.tolist(), strict=True):
-            input_ids[place] = token
+        input_ids[places] = draft.token_ids.numpy()
+    kv_lens = num_cached + num_known + num_drafted
+    positions = runs(num_cached, num_known + num_drafted)
+    logit_rows = runs(drafts[: len(lengths)] - 1, num_drafted[: len(lengths)] + 1)
+    trees = [()] * len(known) if draft.parents is None else [_branches(draft.tree(row)) for row in range(len(lengths))]
     return PackedInputs(
         request_ids=tuple(request_ids),
-        input_ids=torch.tensor(input_ids, dtype=torch.int64),
-        position_ids=torch.tensor(position_ids, dtype=torch.int64),
-        qo_indptr=tuple(qo_indptr),
-        kv_lens=tuple(kv_lens),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        trees=tuple(trees) if any(trees) else None,
-        drafted=None if draft.on_host else Drafted(torch.tensor(places, dtype=torch.int64), draft.token_ids),
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=_by_depth(positions, stops, kv_lens, trees),
+        qo_indptr=(0, *stops.tolist()),
+        kv_lens=tuple(kv_lens.tolist()),
+        logit_rows=torch.from_numpy(logit_rows),
+        trees=(*trees, *[()] * (len(known) - len(trees))) if any(trees) else None,
+        drafted=None if draft.on_host else Drafted(torch.from_numpy(places), draft.token_ids),
     )
 
 
@@ -99,25 +97,33 @@ def pack_nodes(
         kv_lens: ``[B]`` the KV length of each row with them.
         trees: ``[B]`` parents of all drafted tokens of a row, those that are cached first; ``None`` for chains.
     """
-    position_ids: list[int] = []
     branches = [()] * len(request_ids) if trees is None else [_branches(tree) for tree in trees]
-    for length, kv_len, tree in zip(lengths, kv_lens, branches, strict=True):
-        origin = kv_len - len(tree) - 1
-        position_ids.extend(
-            (origin + depth for depth in depths(tree)[-length:]) if tree else range(kv_len - length, kv_len)
-        )
-    num_tokens = len(position_ids)
+    new, ends = np.array(lengths), np.array(kv_lens)
+    stops = new.cumsum()
+    num_tokens = int(stops[-1])
     on_host = token_ids.device.type == "cpu"
     return PackedInputs(
         request_ids=tuple(request_ids),
         input_ids=token_ids if on_host else torch.zeros(num_tokens, dtype=torch.int64),
-        position_ids=torch.tensor(position_ids, dtype=torch.int64),
-        qo_indptr=(0, *accumulate(lengths)),
+        position_ids=_by_depth(runs(ends - new, new), stops, ends, branches),
+        qo_indptr=(0, *stops.tolist()),
         kv_lens=tuple(kv_lens),
         logit_rows=torch.arange(num_tokens),
         trees=tuple(branches) if any(branches) else None,
         drafted=None if on_host else Drafted(torch.arange(num_tokens), token_ids),
     )
+
+
+def _by_depth(
+    positions: NDArray[np.int64], stops: NDArray[np.int64], kv_lens: NDArray[np.int64], trees: Seq[tuple[int, ...]]
+) -> torch.Tensor:
+    """``[nnz]`` positions of tokens that follow each other, with those of tree nodes, the last of a row, set right."""
+    for row, tree in enumerate(trees):
+        if tree:
+            length = min(len(tree), int(stops[row] - (stops[row - 1] if row else 0)))  # the others are cached
+            depth = np.array(depths(tree)[-length:])
+            positions[stops[row] - length : stops[row]] = kv_lens[row] - len(tree) - 1 + depth
+    return torch.from_numpy(positions)
 
 
 def _branches(tree: Parents) -> tuple[int, ...]:

@@ -278,7 +278,8 @@ def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
     assert all(places), f"tokens {pairs} at their positions are not all among those fed: {fed}"
     keep = plan.logits_to_keep.tolist()
     projected = [row * columns + column for row in range(rows) for column in keep]
-    index = range(len(projected)) if plan.logit_index is None else plan.logit_index.tolist()
+    chosen = slice(None) if plan.logit_index is None else plan.logit_index
+    index = range(len(projected))[chosen] if isinstance(chosen, slice) else chosen.tolist()
     wanted_rows = packed.logit_rows.tolist()
     assert len(index) == len(wanted_rows), f"{len(index)} rows of logits for {len(wanted_rows)} tokens"
     for token, place in zip(wanted_rows, index, strict=True):

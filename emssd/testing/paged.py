@@ -6,8 +6,8 @@ import torch
 
 from emssd.attention import LayerSpec
 from emssd.attention.planned import PlannedKernels
-from emssd.attention.recorded import Capture, Compute
-from emssd.attention.tables import FixedShape, PagedMetadata
+from emssd.attention.recorded import Capture, Compute, StaticInputs
+from emssd.attention.tables import PagedMetadata
 
 __all__ = ["ReferenceAttention", "ReferenceKernels", "rerun"]
 
@@ -28,38 +28,46 @@ class ReferenceKernels(PlannedKernels):
         super().__init__(head_dims, capture, max_graph_tokens)
 
     def attention(
-        self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None
+        self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
     ) -> ReferenceAttention:
-        return ReferenceAttention(layer, masked, shape)
+        return ReferenceAttention(layer, masked, static)
 
 
 class ReferenceAttention:
     """An `emssd.attention.planned.PagedAttention`. It asserts what a real kernel would misread silently."""
 
-    def __init__(self, layer: LayerSpec, masked: bool, shape: FixedShape | None) -> None:
+    def __init__(self, layer: LayerSpec, masked: bool, static: StaticInputs | None = None) -> None:
         self._layer = layer
         self._masked = masked
-        self._shape = shape
+        self._static = static
 
     def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
         assert (mask is not None) == self._masked, "kernels with and without a mask are different kernels"
-        for tensor in (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_last_page_len):
-            assert tensor.dtype == torch.int32, "kernels read int32 tables"
+        for tensor in (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_last_page_len):
             assert tensor.device.type == "cpu", "a table on the device would make the host wait"
+            assert tensor.dtype == torch.int32, "kernels read int32 tables"
+        assert metadata.kv_indices.dtype == torch.int32, "kernels read int32 tables"
         num_rows = len(metadata.kv_last_page_len)
         assert len(metadata.qo_indptr) == len(metadata.kv_indptr) == num_rows + 1
         assert int(metadata.kv_indptr[-1]) == len(metadata.kv_indices)
-        if self._shape is not None:
-            assert num_rows == self._shape.num_rows, f"{num_rows} rows in a kernel for {self._shape.num_rows}"
-            assert metadata.num_tokens <= self._shape.num_tokens
-            assert len(metadata.kv_indices) <= self._shape.num_pages
+        if self._static is not None:
+            shape, tables = self._static.shape, self._static.tables
+            assert num_rows == shape.num_rows, f"{num_rows} rows in a kernel for {shape.num_rows}"
+            assert metadata.num_tokens <= shape.num_tokens
+            assert len(metadata.kv_indices) <= shape.num_pages
+            assert mask is None or max(metadata.kv_lens) <= shape.max_kv_len
+            # A recorded kernel reads the tables on the device.
+            metadata = PagedMetadata(
+                tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len, tables.slots,
+                metadata.page_size,
+            )  # fmt: skip
         self._metadata, self._mask = metadata, mask
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         metadata = self._metadata
         assert query.shape == out.shape
         assert metadata.page_size == keys.shape[1] == values.shape[1]
-        if self._shape is None:
+        if self._static is None:
             assert len(query) == metadata.num_tokens, f"{len(query)} queries where {metadata.num_tokens} were planned"
         else:
             assert metadata.num_tokens <= len(query)

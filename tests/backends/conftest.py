@@ -19,6 +19,7 @@ from emssd.attention.tables import PagedMetadata
 from emssd.testing.paged import ReferenceAttention
 
 INSTALLED = find_spec("flashinfer") is not None
+NUM_SMS = 132  # of an H100
 
 
 class FakeEvent:
@@ -49,7 +50,48 @@ class FakeModule:
         for table in arguments[3:6]:
             assert table.device.type == "cpu", "planning reads tables on the host"
             assert table.dtype == torch.int32
+        if arguments[11] and self.name == "fa2":
+            assert arguments[16:18] == (-1, False), "padding of a recorded plan is told to stop only where KV is split"
+        num_bytes, _ = self.workspace_size(arguments[0], *arguments[3:])
+        assert num_bytes <= arguments[0].numel(), (
+            f"a workspace of {arguments[0].numel()} bytes, and it takes {num_bytes}"
+        )
         return [0]
+
+    def workspace_size(
+        self,
+        device_buffer: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_lens: torch.Tensor,
+        num_rows: int,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+        graph: bool,
+        head_dim: int,
+        *rest: Any,
+    ) -> tuple[int, int]:
+        """``PrefillSplitQOKVIndptr`` of FlashInfer's ``scheduler.cuh``, in as many words."""
+        if self.name != "fa2":
+            return 0, 0
+        group, most = num_qo_heads // num_kv_heads, 2 * NUM_SMS // num_kv_heads
+        packed = [length * group for length in qo_indptr.diff().tolist()]
+        pages = [max(length, 1) for length in kv_indptr.diff().tolist()]
+        longest = (num_rows - batch_size + 1) * group if graph else sum(packed) // batch_size
+        tile = (128 if head_dim < 256 else 64) if longest > 64 else 64 if longest > 16 else 16
+        low, high = max(128 // page_size, 1), max(pages)
+        while low < high:
+            middle = (low + high) // 2
+            blocks = sum(-(-q // tile) * -(-kv // middle) for q, kv in zip(packed, pages, strict=True))
+            low, high = (middle + 1, high) if blocks > most else (low, middle)
+        blocks = sum(-(-q // tile) * -(-kv // low) for q, kv in zip(packed, pages, strict=True))
+        if graph:
+            blocks = max(most, -(-num_rows * group // tile) + batch_size - 1)
+        elif low >= max(pages):
+            return 0, 0
+        return num_qo_heads * blocks * tile * (head_dim + 1) * 4, 0
 
     def paged_run(self, *arguments: Any) -> None:
         (_, _, _, query, keys, values, qo_indptr, kv_indptr, kv_indices, last_page_len, out, _, mask_mode, layout,
@@ -73,7 +115,7 @@ class FakeModule:
             sizes = [q * kv for q, kv in zip(qo_indptr.diff().tolist(), metadata.kv_lens, strict=True)]
             starts = mask_indptr.tolist()
             mask = torch.cat([bits[8 * start :][:size] for start, size in zip(starts, sizes, strict=False)])
-        attention = ReferenceAttention(layer, mask is not None, None)
+        attention = ReferenceAttention(layer, mask is not None)
         attention.plan(metadata, mask)
         attention.run(query, keys, values, out)
 
@@ -95,8 +137,11 @@ class StandIn:
     ) -> None:
         self.device, self._name, self._graph, self._pack = workspace.device, backend, use_cuda_graph, pack
         names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-        assert set(buffers) == (set(names) if use_cuda_graph else set())
+        masks = ("custom_mask_buf", "mask_indptr_buf")
+        assert set(buffers) in ((set(names), {*names, *masks}) if use_cuda_graph else (set(),))
         self._tables = tuple(buffers[name] for name in names) if buffers else ()
+        self._masks = tuple(buffers[name] for name in masks) if masks[0] in buffers else None
+        self._workspace = workspace
         self._most: int | None = None
         assert kv_layout == "NHD"
 
@@ -122,16 +167,32 @@ class StandIn:
                 buffer[: len(table)].copy_(table)
         else:
             self._tables = given
-        self._mask = self._mask_indptr = None
+        self._mask, self._mask_indptr = self._masks or (None, None)
         if (mask := rules["custom_mask"]) is not None:
             kv_lens = PagedMetadata(*given, torch.empty(0), page_size).kv_lens
             sizes = [q * kv for q, kv in zip(qo_indptr.diff().tolist(), kv_lens, strict=True)]
-            self._mask, self._mask_indptr = self._pack(mask, torch.tensor([0, *accumulate(sizes)]), "little")
+            bits, indptr = self._pack(mask, torch.tensor([0, *accumulate(sizes)]), "little")
+            if self._masks is not None:
+                self._masks[0][: len(bits)].copy_(bits)
+                self._masks[1].copy_(indptr)
+            else:
+                assert not self._graph, "a mask needs buffers"
+                self._mask, self._mask_indptr = bits, indptr
         self._rules, self._total = rules, total
         self._module = StandIn.get_module(self._name, rules["q_data_type"], head_dim, rules["head_dim_vo"])
         self._module.plan(
-            None, None, None, qo_indptr, kv_indptr, last_page_len, self._most or total, len(qo_indptr) - 1,
-            num_qo_heads, num_kv_heads, page_size, self._graph,
+            self._workspace, None, None, qo_indptr, kv_indptr, last_page_len, self._most or total, len(qo_indptr) - 1,
+            num_qo_heads, num_kv_heads, page_size, self._graph, head_dim, rules["head_dim_vo"], rules["causal"],
+            rules["window_left"], rules.get("fixed_split_size") or -1, rules.get("disable_split_kv", False), 0, 0,
+        )  # fmt: skip
+
+    def workspace_size(self, *arguments: Any, **rules: Any) -> tuple[int, int]:
+        """As from 0.6.18 on."""
+        qo_indptr, kv_indptr, _, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size = arguments
+        module = StandIn.get_module(self._name, rules["q_data_type"], head_dim, rules["head_dim_vo"])
+        return module.workspace_size(
+            self._workspace, qo_indptr, kv_indptr, last_page_len, self._most or int(qo_indptr[-1]), len(qo_indptr) - 1,
+            num_qo_heads, num_kv_heads, page_size, self._graph, head_dim,
         )  # fmt: skip
 
     def run(self, query: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
@@ -177,9 +238,21 @@ def modules(monkeypatch: pytest.MonkeyPatch, use_module: Callable[..., None]) ->
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace())
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=NUM_SMS)
+    )
     FakeEvent.recorded.clear()
     FakeEvent.waited.clear()
     return made
+
+
+@pytest.fixture
+def before_0_6_18(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Takes the method away that older versions of FlashInfer do not have."""
+    wrapper: Any = StandIn
+    if INSTALLED:
+        wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    return lambda: monkeypatch.delattr(wrapper, "workspace_size", raising=False)
 
 
 @pytest.fixture

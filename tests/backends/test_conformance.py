@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -153,7 +154,7 @@ class AttendsToStalePages(PagedBackend):
     def plan(self, packed: PackedInputs) -> StepPlan:
         before = self._table.pages(packed.request_ids[0])[:]
         plan = super().plan(packed)
-        self._table.pages(packed.request_ids[0])[: len(before)] = reversed(before)
+        self._table._pages[packed.request_ids[0]][: len(before)] = array("i", reversed(before))
         return plan
 
 

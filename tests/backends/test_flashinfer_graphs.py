@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emssd_flashinfer.graphs import CudaGraphCapture
@@ -15,7 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention.packed import Drafted
+from emssd.attention.pages import PageTable
 from emssd.attention.recorded import Compute, StaticInputs, ladder, rung
+from emssd.attention.tables import FixedShape, page_metadata
+from emssd.attention.transfer import Staging
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
@@ -25,7 +32,7 @@ from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceKernels, rerun
+from emssd.testing.paged import ReferenceAttention, ReferenceKernels, rerun
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
@@ -63,21 +70,137 @@ class TestLadder:
         assert len(ladder(512)) == 8 + 4 * 6
 
 
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[list[Sequence], Draft]]:
+    """Steps of one to four rows, each of at most 16 tokens."""
+    steps = []
+    for _ in range(draw(st.integers(1, 5))):
+        rows = [sequence(name, draw(st.integers(1, 2))) for name in "abcd"[: draw(st.integers(1, 4))]]
+        steps.append((rows, Draft.from_chains([[7] * draw(st.integers(0, 2)) for _ in rows])))
+    return steps
+
+
 class TestStaticInputs:
-    @given(history=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=5))
-    def test_each_step_leaves_nothing_of_the_one_before(self, history: list[tuple[int, int]]) -> None:
-        static = StaticInputs(16, CPU)
-        addresses = [tensor.data_ptr() for tensor in (static.input_ids, static.slots)]
-        for num_tokens, padding in history:
-            packed = pack([sequence("a", num_tokens)], Draft.empty(1))
-            slots, scrap = torch.arange(100, 100 + num_tokens), torch.full((padding,), 7)
-            static.fill(packed, slots, scrap)
-            size = num_tokens + padding
-            assert static.input_ids[:size].tolist() == packed.input_ids.tolist() + [0] * padding
-            assert static.position_ids[:size].tolist() == [*range(num_tokens), *[0] * padding]
-            assert static.slots[:size].tolist() == slots.tolist() + [7] * padding
-            assert static.logit_rows[:size].tolist() == [num_tokens - 1] + [0] * (size - 1)
-        assert addresses == [tensor.data_ptr() for tensor in (static.input_ids, static.slots)]
+    SHAPE = FixedShape(num_rows=4, num_tokens=16, num_pages=30)
+
+    def make(self) -> StaticInputs:
+        return StaticInputs(self.SHAPE, Staging(StaticInputs.num_bytes(self.SHAPE), CPU))
+
+    @given(history=histories(), on_host=st.booleans())
+    def test_each_step_leaves_nothing_of_the_one_before(
+        self, history: list[tuple[list[Sequence], Draft]], on_host: bool
+    ) -> None:
+        static = self.make()
+        tables, addresses = static.tables, [table.data_ptr() for table in static.tables]
+        for rows, draft in history:
+            packed, table = pack(rows, draft), PageTable(3)
+            wanted_ids = packed.input_ids.tolist()
+            if not on_host:
+                places = (packed.input_ids == 7).nonzero().flatten()
+                blank = packed.input_ids.masked_fill(packed.input_ids == 7, 0)
+                packed = replace(packed, input_ids=blank, drafted=Drafted(places, torch.full_like(places, 7)))
+            table.reserve_step(packed)
+            metadata, padding = page_metadata(table, packed), 16 - packed.num_tokens
+            filled = static.fill(packed, metadata, np.full(padding, 99))
+            assert tables.input_ids.tolist() == wanted_ids + [0] * padding
+            assert tables.position_ids.tolist() == packed.position_ids.tolist() + [0] * padding
+            assert tables.slots.tolist() == metadata.slots.tolist() + [99] * padding
+            assert tables.logit_rows.tolist() == packed.logit_rows.tolist() + [0] * (16 - len(packed.logit_rows))
+            absent = [0] * (4 - len(rows))
+            assert filled.kv_lens == metadata.kv_lens + absent
+            assert filled.qo_indptr.diff().tolist() == packed.lengths + absent
+            assert filled.kv_indices.tolist() == metadata.kv_indices.tolist()
+            for host, device in (
+                (filled.qo_indptr, tables.qo_indptr),
+                (filled.kv_indptr, tables.kv_indptr),
+                (filled.kv_last_page_len, tables.kv_last_page_len),
+            ):
+                assert host.tolist() == device.tolist()
+                assert host.data_ptr() != device.data_ptr()
+        assert addresses == [table.data_ptr() for table in static.tables]
+
+    def test_the_tables_do_not_overlap_and_fill_what_they_say(self) -> None:
+        ranges = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for t in self.make().tables)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
+        assert ranges[-1][1] - ranges[0][0] == StaticInputs.num_bytes(self.SHAPE)
+
+    def test_more_rows_than_the_shape_has_are_our_own_mistake(self) -> None:
+        packed, table = pack([sequence(name, 1) for name in "abcde"], Draft.empty(5)), PageTable(3)
+        table.reserve_step(packed)
+        with pytest.raises(AssertionError, match="5 rows in a recording of 4"):
+            self.make().fill(packed, page_metadata(table, packed), np.zeros(11, dtype=np.int64))
+
+
+class FakeEvent:
+    """Of a device that has come as far as it is told to."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.reached, self.name = log, True, f"event {len(log)}"
+        log.append(f"made {self.name}")
+
+    def record(self) -> None:
+        self.reached = False
+        self.log.append(f"recorded {self.name}")
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        self.reached = True
+        self.log.append(f"waited for {self.name}")
+
+
+class TestStaging:
+    def test_a_buffer_is_written_again_only_once_it_was_read(self) -> None:
+        log: list[str] = []
+        staging = Staging(8, CPU, lambda: FakeEvent(log))
+        turns = []
+        log.clear()
+        for _ in range(4):
+            turns.append(staging.next())
+            staging.done()
+        assert turns == [1, 0, 1, 0]
+        assert log == [
+            "recorded event 1", "recorded event 0",
+            "waited for event 1", "recorded event 1", "waited for event 0", "recorded event 0",
+        ]  # fmt: skip
+
+    def test_the_host_does_not_wait_for_what_is_read_already(self) -> None:
+        log: list[str] = []
+        staging = Staging(8, CPU, lambda: FakeEvent(log))
+        for _ in range(4):
+            staging.next()
+            staging.done()
+            for event in staging._read:
+                event.reached = True
+        assert not [line for line in log if "waited" in line]
+
+    def test_the_beginning_is_moved_and_the_rest_stays(self) -> None:
+        staging = Staging(4, CPU)
+        for number, num_bytes in ((1, 4), (2, 2)):
+            staging.buffers[staging.next()].fill_(number)
+            staging.move(num_bytes)
+            staging.done()
+        assert staging.memory.tolist() == [2, 2, 1, 1]
+
+    def test_the_buffer_of_a_plan_is_given_back_when_all_layers_are_planned(self) -> None:
+        log: list[str] = []
+
+        class Logging(ReferenceKernels):
+            def attention(self, *arguments: Any, **options: Any) -> ReferenceAttention:
+                made = super().attention(*arguments, **options)
+                plan = made.plan
+                made.plan = lambda *given: (log.append("planned"), plan(*given))  # type: ignore[assignment]
+                return made
+
+        kernels = Logging(capture=rerun, max_graph_tokens=12)
+        backend = PagedBackend(kernels, memory_fraction=1.0)
+        backend.allocate(SPEC)
+        kernels._staging = Staging(len(kernels._staging.memory), CPU, lambda: FakeEvent(log))
+        log.clear()
+        for name in "ab":
+            backend.plan(pack([sequence(name, 5)], Draft.empty(1)))
+        assert log == ["planned", "planned", "recorded event 1", "planned", "planned", "recorded event 0"]
 
 
 class Counting:
@@ -171,6 +294,7 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.log: list[str] = []
+        self.sides: list[SimpleNamespace] = []
         self.error = error
         for name in ("CUDAGraph", "Stream", "current_stream", "graph", "stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
@@ -179,7 +303,8 @@ class FakeCuda:
         return SimpleNamespace(wait_stream=lambda other: self.log.append("main waits"))
 
     def _Stream(self) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda other: self.log.append("side waits"))
+        self.sides.append(SimpleNamespace(wait_stream=lambda other: self.log.append("side waits")))
+        return self.sides[-1]
 
     def _CUDAGraph(self) -> SimpleNamespace:
         return SimpleNamespace(replay=lambda: self.log.append("replay"), pool=lambda: (1, 2))
@@ -190,7 +315,9 @@ class FakeCuda:
         yield
 
     @contextmanager
-    def _graph(self, graph: object, pool: object) -> Iterator[None]:
+    def _graph(self, graph: object, pool: object, stream: object) -> Iterator[None]:
+        assert stream is self.sides[-1], "a stream that has not been warmed up"
+        assert not gc.isenabled(), "what is freed meanwhile can break the recording"
         self.log.append(f"recording into {pool}")
         if self.error is not None:
             raise self.error
@@ -215,6 +342,22 @@ class TestCudaGraphCapture:
             cuda.log.clear()
             assert replay() is replay() is result
             assert cuda.log == ["replay", "replay"]
+        assert len(cuda.sides) == 1, "cuBLAS keeps a workspace for each stream"
+        assert gc.isenabled()
+
+    def test_garbage_is_collected_once_and_never_if_it_was_not_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeCuda(monkeypatch)
+        collected: list[None] = []
+        monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
+        capture = CudaGraphCapture()
+        gc.disable()
+        try:
+            for _ in range(3):
+                capture(lambda: torch.zeros(1))
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+        assert len(collected) == 1
 
     def test_a_model_that_cannot_be_recorded_is_told_with_the_option(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeCuda(monkeypatch, RuntimeError("operation not permitted when stream is capturing\nmore"))
@@ -222,6 +365,7 @@ class TestCudaGraphCapture:
             PluginError, match=r"not permitted when stream is capturing\. Set backend\.cuda_graphs=false"
         ):
             CudaGraphCapture()(lambda: torch.zeros(1))
+        assert gc.isenabled()
 
     def test_no_memory_is_no_fault_of_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeCuda(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))

@@ -70,16 +70,6 @@ def test_what_a_failed_step_took_is_given_back_before_the_next_takes_its_own() -
     assert table.pages("a") == kept
 
 
-@given(step=steps(), absent=st.integers(0, 3))
-def test_absent_rows_have_no_query_and_no_kv(step: tuple[PageTable, PackedInputs], absent: int) -> None:
-    metadata = page_metadata(*step)
-    wider = metadata.with_rows(step[1].num_rows + absent)
-    assert wider.kv_lens == metadata.kv_lens + [0] * absent
-    assert wider.qo_indptr.diff().tolist() == step[1].lengths + [0] * absent
-    assert wider.kv_indices is metadata.kv_indices
-    assert {tensor.dtype for tensor in (wider.qo_indptr, wider.kv_indptr, wider.kv_last_page_len)} == {torch.int32}
-
-
 @given(num_rows=st.integers(1, 9), more=st.integers(0, 50), page_size=st.integers(1, 17))
 def test_the_largest_plan_has_all_rows_and_queries_of_its_shape(num_rows: int, more: int, page_size: int) -> None:
     metadata = largest_metadata(FixedShape(num_rows, num_rows + more, 0), page_size)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["KNOWN_VERSIONS", "reason"]
+__all__ = ["KNOWN_VERSIONS", "point_to_toolkit", "reason"]
 
 KNOWN_VERSIONS = ((0, 6, 13), (0, 8, 0))
 """The first version of flashinfer-python that this plugin knows, and the first later one that it does not know."""
@@ -65,16 +65,48 @@ def _compiler() -> str | None:
     cxx = os.environ.get("CXX", "c++")
     if shutil.which(cxx) is None:
         return f"FlashInfer compiles its kernels when they are first used, and there is no C++ compiler {cxx!r} on PATH"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    on_path = shutil.which("nvcc")
-    folder = Path(home) if home else Path(on_path).parent.parent if on_path else Path("/usr/local/cuda")
-    nvcc = os.environ.get("FLASHINFER_NVCC", str(folder / "bin" / "nvcc"))
+    home = _given_home()
+    nvcc = os.environ.get("FLASHINFER_NVCC") or str((_toolkit() or _DEFAULT) / "bin" / "nvcc")
     if not Path(nvcc).is_file():
         return (
             f"FlashInfer compiles its kernels when they are first used, and there is no nvcc at {nvcc} "
             f"(set CUDA_HOME, now {home or 'not set'}, to the folder of a CUDA toolkit)"
         )
     return None
+
+
+def point_to_toolkit() -> None:
+    """Set CUDA_HOME for FlashInfer, unless it is set, to the CUDA toolkit that was found.
+
+    FlashInfer looks beside the ``nvcc`` on PATH only. That may be a link or a script far from the toolkit.
+    """
+    if _given_home() is None and (folder := _toolkit()) is not None:
+        os.environ["CUDA_HOME"] = str(folder)
+
+
+_DEFAULT = Path("/usr/local/cuda")
+
+
+def _given_home() -> str | None:
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+
+
+def _toolkit() -> Path | None:
+    """The folder of a CUDA toolkit: the user's own if there is one, else the first that is found, best with headers."""
+    if (home := _given_home()) is not None:
+        return Path(home)
+    folders = [_DEFAULT, *sorted(_DEFAULT.parent.glob("cuda-*"), reverse=True), *_wheel_folders()]
+    if (on_path := shutil.which("nvcc")) is not None:
+        folders = [Path(on_path).parent.parent, Path(on_path).resolve().parent.parent, *folders]
+    found = [folder for folder in folders if (folder / "bin" / "nvcc").is_file()]
+    return next((folder for folder in found if (folder / "include" / "cuda_runtime.h").is_file()), (*found, None)[0])
+
+
+def _wheel_folders() -> list[Path]:
+    """Where NVIDIA's wheels, which PyTorch depends on, put a toolkit."""
+    spec = find_spec("nvidia")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return [folder for place in places for folder in sorted(Path(place).glob("cu[0-9]*"), reverse=True)]
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

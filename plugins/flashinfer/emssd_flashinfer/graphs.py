@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,23 +16,30 @@ __all__ = ["CudaGraphCapture"]
 
 
 class CudaGraphCapture:
-    """An `emssd.attention.recorded.Capture`. Its graphs share one memory pool and must not run at the same time."""
+    """An `emssd.attention.recorded.Capture`. Its graphs share one memory pool and must not run at the same time.
+
+    All are recorded on one stream, as cuBLAS keeps a workspace for each stream that it has seen.
+    """
 
     _WARM_UPS = 2  # passes that compile, tune and allocate what must not be allocated while recording
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._side: Any = None
 
     def __call__(self, compute: Compute) -> Compute:
-        main, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
+        main = torch.cuda.current_stream()
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+            gc.collect()
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
             for _ in range(self._WARM_UPS):
                 compute()
-        main.wait_stream(side)
+        main.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._side):
                 result = compute()
         except torch.OutOfMemoryError:
             raise
@@ -45,3 +55,15 @@ class CudaGraphCapture:
             return result
 
         return replay
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What a collection frees while a graph is recorded, for example another graph, can break the recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
 import torch
@@ -10,16 +9,21 @@ import torch
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.attention.planned import PlannedKernels
 from emssd.attention.pool import KVPool
-from emssd.attention.recorded import Capture
+from emssd.attention.recorded import Capture, StaticInputs
 from emssd.attention.tables import FixedShape, PagedMetadata, largest_metadata
 from emssd.attention.transfer import on_device
-from emssd.errors import OutOfMemoryError, PluginError
+from emssd.errors import ConfigError, OutOfMemoryError, PluginError
+from emssd_flashinfer.sizes import eager_workspace, recorded_rows, recorded_workspace
 
 __all__ = ["HEAD_DIMS", "FlashInferAttention", "FlashInferKernels"]
 
 HEAD_DIMS = (64, 128, 256)
 _FA3_MIN_TOKENS = 256  # FA3 works in tiles of 128 queries; with fewer than two it wastes work
-_COMPILING_FAILED = (RuntimeError, OSError, subprocess.SubprocessError)
+_BUILD_FAILED = "Ninja build failed"  # so begins FlashInfer's message
+_MIB = 1 << 20
+# `fa2` reads no lengths of KV beside the page tables, but FlashInfer's Python looks for the longest, row by row, in a
+# tensor of them: 5 µs a row, absent ones included. So it gets a tensor of one.
+_NOT_READ = torch.ones(1, dtype=torch.int32)
 
 
 class FlashInferKernels(PlannedKernels):
@@ -29,17 +33,27 @@ class FlashInferKernels(PlannedKernels):
     and works in tiles of 128 queries, while a row to verify has a few.
 
     Args:
-        workspace_mib: MiB for partial results. All kernels share it, as they run one after another.
+        workspace_mib: the most MiB for partial results; ``None`` for as much as it takes. All kernels share them, as
+            they run one after another.
         prefill_kernel: ``fa2`` or ``fa3``, for steps with a row of 256 new tokens or more.
         capture, max_graph_tokens: see `emssd.attention.planned.PlannedKernels`.
+        query_tile: of recorded steps, see `emssd_flashinfer.sizes.recorded_rows`.
     """
 
     def __init__(
-        self, workspace_mib: int, prefill_kernel: str, capture: Capture | None = None, max_graph_tokens: int = 512
+        self,
+        workspace_mib: int | None,
+        prefill_kernel: str,
+        capture: Capture | None = None,
+        max_graph_tokens: int = 512,
+        query_tile: int = 64,
     ) -> None:
+        if query_tile not in (16, 64, 128):
+            raise ConfigError(f"backend.query_tile is {query_tile}; choose 16, 64 or 128")
         super().__init__(HEAD_DIMS, capture, max_graph_tokens)
         self._workspace_mib = workspace_mib
         self._prefill_kernel = prefill_kernel
+        self._query_tile = query_tile
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reasons = []
@@ -54,61 +68,106 @@ class FlashInferKernels(PlannedKernels):
         return reasons + super().unsupported(spec, page_size)
 
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
-        try:
-            self._workspace = torch.empty(self._workspace_mib << 20, dtype=torch.uint8, device=spec.device)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"backend 'flashinfer' cannot allocate its workspace of {self._workspace_mib} MiB on {spec.device}. "
-                f"Lower backend.workspace_mib, or free memory on the device"
-            ) from error
         super().allocate(spec, pool)
+        self._num_sms = self.num_multiprocessors(spec.device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=spec.device)
+        for layer in self._rules:
+            sizes = layer.num_qo_heads, layer.num_kv_heads, layer.key_dim, self._num_sms
+            self._reserve(eager_workspace(*sizes), "a step that is not recorded")
+
+    def num_multiprocessors(self, device: torch.device) -> int:
+        """Of the GPU."""
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def num_rows(self, size: int) -> int:
+        group = max(layer.num_qo_heads // layer.num_kv_heads for layer in self._rules)
+        return recorded_rows(size, self._spec.max_batch_size, group, self._query_tile)
 
     def attention(
-        self, layer: LayerSpec, *, masked: bool = False, shape: FixedShape | None = None
+        self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
     ) -> FlashInferAttention:
         """See `emssd.attention.planned.PlannedKernels`. The first use of a kernel on a machine compiles it.
 
         Raises:
             PluginError: it cannot be compiled.
+            ConfigError: its workspace is larger than the limit.
         """
-        for_prompts = None
-        if self._prefill_kernel == "fa3" and not masked and shape is None:
-            for_prompts = self._wrapper("fa3", None)
-        attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper("fa2", shape), for_prompts)
-        if masked:
+        fa3 = self._prefill_kernel == "fa3" and not masked and static is None
+        for_prompts = self._wrapper("fa3") if fa3 else None
+        attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper("fa2", static, masked), for_prompts)
+        if masked and static is None:
             return attention
+        shape, page_size = static.shape if static is not None else FixedShape(1, 1, 1), self._pool.page_size
+        # Compiles; and FlashInfer takes the first plan of a recording for the largest there will be.
+        largest = largest_metadata(shape, page_size)
+        mask = torch.ones(sum(length**2 for length in largest.kv_lens), dtype=torch.bool) if masked else None
         try:
-            # Compiles; and FlashInfer takes the first plan of a fixed shape for the largest there will be.
-            attention.plan(largest_metadata(shape or FixedShape(1, 1, 1), self._pool.page_size))
-            if for_prompts is not None:
-                attention.plan(largest_metadata(FixedShape(1, _FA3_MIN_TOKENS, 0), self._pool.page_size))
-        except _COMPILING_FAILED as error:
+            what = f"a recorded step of {shape.num_tokens} tokens"
+            if static is not None and self._reserve(self._needed(attention, largest), what):
+                attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper("fa2", static, masked))
+            attention.plan(largest, mask)
+            if fa3:
+                attention.plan(largest_metadata(FixedShape(1, _FA3_MIN_TOKENS, 0), page_size))
+        except RuntimeError as error:
+            if _BUILD_FAILED not in str(error):
+                raise
             raise PluginError(
-                f"backend 'flashinfer' cannot prepare its kernels for heads of {layer.key_dim} elements in "
+                f"backend 'flashinfer' cannot compile its kernels for heads of {layer.key_dim} elements in "
                 f"{self._spec.dtype}: {_short(error)} See that CUDA_HOME is the folder of a CUDA toolkit "
                 f"with nvcc and headers"
             ) from error
         return attention
 
-    def _wrapper(self, name: str, shape: FixedShape | None) -> Any:
+    def _needed(self, attention: FlashInferAttention, largest: PagedMetadata) -> int:
+        """Bytes of workspace that the plans of a recording take. FlashInfer tells from 0.6.18 on."""
+        if (told := attention.workspace_size(largest)) is not None:
+            return told
+        layer, num_rows = attention.layer, len(largest.kv_last_page_len)
+        heads = layer.num_qo_heads, layer.num_kv_heads, layer.key_dim
+        return recorded_workspace(largest.num_tokens, num_rows, *heads, self._num_sms)
+
+    def _reserve(self, num_bytes: int, what: str) -> bool:
+        """Have a workspace of at least so many bytes for `what`. Returns whether it is a new one.
+
+        Recordings go on with the workspace that they were made with. So that few are left behind, it at least doubles.
+        """
+        have = self._workspace.numel()
+        if num_bytes <= have:
+            return False
+        limit = None if self._workspace_mib is None else self._workspace_mib * _MIB
+        if limit is not None and num_bytes > limit:
+            raise ConfigError(
+                f"backend.workspace_mib is {self._workspace_mib}, and {what} takes {-(-num_bytes // _MIB)} MiB. Raise "
+                f"it, leave it out, or lower backend.max_graph_tokens"
+            )
+        num_bytes = max(num_bytes, 2 * have if limit is None else min(2 * have, limit))
+        try:
+            self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._spec.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"backend 'flashinfer' cannot allocate a workspace of {-(-num_bytes // _MIB)} MiB on "
+                f"{self._spec.device} for {what}. Lower backend.max_graph_tokens, backend.memory_fraction or "
+                f"kv_memory, or free memory on the device"
+            ) from error
+        return True
+
+    def _wrapper(self, name: str, static: StaticInputs | None = None, masked: bool = False) -> Any:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        if shape is None:
+        if static is None:
             return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=name)
-
-        def buffer(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=self._workspace.device)
-
-        return BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace,
-            "NHD",
-            use_cuda_graph=True,
-            qo_indptr_buf=buffer(shape.num_rows + 1),
-            paged_kv_indptr_buf=buffer(shape.num_rows + 1),
-            paged_kv_indices_buf=buffer(shape.num_pages),
-            paged_kv_last_page_len_buf=buffer(shape.num_rows),
-            backend=name,
-        )
+        tables, shape, device = static.tables, static.shape, self._spec.device
+        buffers = {
+            "qo_indptr_buf": tables.qo_indptr,
+            "paged_kv_indptr_buf": tables.kv_indptr,
+            "paged_kv_indices_buf": tables.kv_indices,
+            "paged_kv_last_page_len_buf": tables.kv_last_page_len,
+        }
+        if masked:  # with these, FlashInfer attends by the mask and by nothing else
+            num_bytes = shape.num_tokens * shape.max_kv_len // 8 + shape.num_rows  # each row begins a byte of its own
+            buffers["custom_mask_buf"] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            buffers["mask_indptr_buf"] = torch.zeros(shape.num_rows + 1, dtype=torch.int32, device=device)
+        return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", use_cuda_graph=True, backend=name, **buffers)
 
 
 class FlashInferAttention:
@@ -122,7 +181,7 @@ class FlashInferAttention:
     """
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, wrapper: Any, for_prompts: Any = None) -> None:
-        self._layer = layer
+        self.layer = layer
         self._dtype = dtype
         self._wrapper = wrapper
         self._for_prompts = for_prompts
@@ -131,35 +190,50 @@ class FlashInferAttention:
         self._planned: Any = None  # a torch.cuda.Event, which torch does not annotate
 
     def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
-        layer, device = self._layer, self._wrapper.device
-        long = self._for_prompts is not None and metadata.max_q_len >= _FA3_MIN_TOKENS
+        device, max_q_len = self._wrapper.device, metadata.max_q_len
+        long = self._for_prompts is not None and max_q_len >= _FA3_MIN_TOKENS
         self._active = self._for_prompts if long else self._wrapper
         self._num_tokens = metadata.num_tokens
-        if self._planned is not None and not self._planned.query():
+        if self._planned is None:
+            self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
+        elif not self._planned.query():
             # A plan lies in pinned memory until the device has fetched it; an early next plan would overwrite it. This
             # waits only if a draft model plans its next token before the last one is done.
             self._planned.synchronize()
+        # Never `disable_split_kv=True`: the blocks that pad a recorded plan are told to stop only where KV is split.
         self._active.plan(
-            metadata.qo_indptr,
-            metadata.kv_indptr,
-            on_device(metadata.kv_indices, device, torch.int32),
-            metadata.kv_last_page_len,
-            layer.num_qo_heads,
-            layer.num_kv_heads,
-            layer.key_dim,
-            metadata.page_size,
-            head_dim_vo=layer.value_dim,
+            *self._tables(metadata),
+            **self._rules(causal=mask is None),
             custom_mask=None if mask is None else mask.to(device, non_blocking=True),
-            causal=mask is None,
-            sm_scale=layer.scale,
-            window_left=layer.sliding_window - 1 if layer.sliding_window is not None and mask is None else -1,
-            logits_soft_cap=layer.softcap,
-            q_data_type=self._dtype,
-            kv_data_type=self._dtype,
-            max_token_per_sequence=metadata.max_q_len,
+            sm_scale=self.layer.scale,
+            max_token_per_sequence=max_q_len,
+            seq_lens=None if long else _NOT_READ,
         )
-        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
         self._planned.record(torch.cuda.current_stream(device))
+
+    def workspace_size(self, metadata: PagedMetadata) -> int | None:
+        """Bytes for partial results that a causal step takes; ``None`` where FlashInfer does not tell."""
+        if not hasattr(self._wrapper, "workspace_size"):
+            return None
+        num_bytes, _ = self._wrapper.workspace_size(*self._tables(metadata), **self._rules(causal=True))
+        return int(num_bytes)
+
+    def _tables(self, metadata: PagedMetadata) -> tuple[Any, ...]:
+        layer, device = self.layer, self._wrapper.device
+        indices = on_device(metadata.kv_indices, device, torch.int32)
+        tables = metadata.qo_indptr, metadata.kv_indptr, indices, metadata.kv_last_page_len
+        return *tables, layer.num_qo_heads, layer.num_kv_heads, layer.key_dim, metadata.page_size
+
+    def _rules(self, causal: bool) -> dict[str, Any]:
+        window = self.layer.sliding_window if causal else None
+        return {
+            "head_dim_vo": self.layer.value_dim,
+            "causal": causal,
+            "window_left": -1 if window is None else window - 1,
+            "logits_soft_cap": self.layer.softcap,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+        }
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         # A recorded graph holds only addresses and shapes of heads; the device reads the number of queries from the

@@ -1,0 +1,199 @@
+"""The host's part of a step: what Python does between two launches of a recorded forward pass, by batch size.
+
+    python benchmarks/host_time.py
+
+Engine, scheduler, `pack`, `PlannedKernels` with recorded steps, `verify_greedy` and commit are the real ones. Only what
+runs on a device is left out: attention computes nothing, and the forward pass returns logits that accept the first
+`ACCEPTED` of the `DRAFTED` tokens of each row. So no GPU is needed. FlashInfer's own `plan`, the copies to the device
+and the launches come on top.
+
+Every row begins behind a prompt of `CONTEXT` tokens. A run's figure is the median over its steps, in seconds of the
+thread's own, so that other processes are not in it. The table shows the median of several runs, and for the sum the
+smallest and the largest as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from emssd.attention import Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention.planned import PagedAttention, PlannedKernels
+from emssd.attention.recorded import StaticInputs
+from emssd.attention.tables import PagedMetadata
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting import Draft, Drafter
+from emssd.metrics.timing import StepTimer, phase
+from emssd.model import ModelOutput, ModelRunner
+from emssd.sequences import Batch, Request
+from emssd.testing.paged import rerun
+
+DRAFTED, ACCEPTED, CONTEXT = 7, 3, 512
+STEPS, WARM_UP = 150, 20
+VOCABULARY = 8  # that argmax, which runs on the device, takes no time here
+RIGHT, WRONG = 1, 2
+COLUMNS = ("schedule", "pack", "plan", "commit", "verify", "statistics")
+BETWEEN = COLUMNS[:4]  # what the targets are about
+TARGETS = {8: 0.25, 64: 0.6}  # ms
+
+
+class NoAttention:
+    """A `PagedAttention` that does nothing."""
+
+    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
+        pass
+
+    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+        pass
+
+
+class NoKernels(PlannedKernels):
+    """Plans for kernels that do nothing."""
+
+    def attention(
+        self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
+    ) -> PagedAttention:
+        return NoAttention()
+
+
+class NoModel(ModelRunner):
+    """Plans a step as it is, and has a forward pass that says `RIGHT` whatever it is fed."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.vocab_size, self.max_model_len = VOCABULARY, 2048
+        self.device, self.dtype = torch.device("cpu"), torch.float16
+        most = batch_size * (1 + DRAFTED)
+        kernels = NoKernels((64, 128), capture=rerun, max_graph_tokens=most)
+        self.backend = PagedBackend(kernels, memory_fraction=1.0)
+        layers = (LayerSpec(1, 1, 64, 64, 1.0),)
+        self.backend.allocate(KVCacheSpec(layers, self.dtype, self.device, batch_size, self.max_model_len))
+        self._logits = torch.zeros(most, VOCABULARY)
+        self._logits[:, RIGHT] = 1
+        self.seconds = {"plan": 0.0, "commit": 0.0}
+        self.num_recorded = 0
+
+    def run(self, packed: PackedInputs) -> ModelOutput:
+        start = time.thread_time()
+        with phase("plan"):
+            plan = self.backend.plan(packed)
+        self.seconds["plan"] = time.thread_time() - start
+        with phase("forward"):
+            if plan.replay is not None:
+                plan.replay(lambda: self._logits)
+                self.num_recorded += 1
+        return ModelOutput(self._logits[: len(packed.logit_rows)], plan.input_ids.numel() - packed.num_tokens)
+
+    def commit(self, kept: Kept) -> None:
+        self.backend.commit(kept)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self.backend.release(request_ids)
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return self.backend.fits(kv_lens)
+
+    @property
+    def usage(self) -> KVUsage:
+        return self.backend.kv_usage
+
+
+class FixedDrafter(Drafter):
+    """Drafts the same tokens in every step. The first `ACCEPTED` of them are right."""
+
+    num_speculative_tokens = DRAFTED
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        chain = [RIGHT] * ACCEPTED + [WRONG] * (DRAFTED - ACCEPTED)
+        return Draft.from_chains([chain[:limit] for limit in budget])
+
+
+class TimedEngine(Engine):
+    """Times the commit, too: the backend's own, and every row's."""
+
+    runner: NoModel
+
+    def _advance(self, *step: Any) -> None:
+        start = time.thread_time()
+        super()._advance(*step)
+        self.runner.seconds["commit"] = time.thread_time() - start
+
+
+def steps(batch_size: int) -> list[dict[str, float]]:
+    """Milliseconds of each column, by step, of one run."""
+    found: list[dict[str, float]] = []
+    runner = NoModel(batch_size)
+
+    class Timer(StepTimer):
+        """Counts the thread's own seconds, so that other processes on the machine are not in them."""
+
+        def __enter__(self) -> StepTimer:
+            self._since = time.thread_time()
+            return super().__enter__()
+
+        def switch(self, name: str | None) -> None:
+            now = time.thread_time()
+            self._seconds[self.phase or "other"] += now - self._since
+            self.phase, self._since = name, now
+
+        def __exit__(self, *error: object) -> None:
+            self.switch(None)
+            own, seconds = runner.seconds, self._seconds
+            parts = (
+                seconds["schedule"], seconds["plan"] - own["plan"], own["plan"], own["commit"], seconds["verify"],
+                seconds["other"] - own["commit"],
+            )  # fmt: skip
+            found.append({name: 1000 * part for name, part in zip(COLUMNS, parts, strict=True)})
+            super().__exit__(*error)
+
+    scheduler = ContinuousScheduler(batch_size, max_step_tokens=2 * CONTEXT * batch_size)  # all prompts in one step
+    engine = TimedEngine(runner, FixedDrafter(), scheduler=scheduler, make_timer=Timer)
+    for row in range(batch_size):
+        engine.add(Request(str(row), (RIGHT,) * CONTEXT, 10**4))
+    while engine.report.decode_steps < WARM_UP + STEPS:
+        engine.step()
+    assert engine.report.mean_acceptance_length > ACCEPTED, "the drafts are not accepted as planned"
+    assert runner.num_recorded >= STEPS, "the steps are not recorded"
+    assert engine.report.decode_row_steps == engine.report.decode_steps * batch_size, "rows have ended"
+    return found[-STEPS:]
+
+
+def run(batch_size: int) -> dict[str, float]:
+    """Median milliseconds of each column over the steps of a run, and of what lies between two launches."""
+    each = steps(batch_size)
+    medians = {name: statistics.median(step[name] for step in each) for name in COLUMNS}
+    between = statistics.median(sum(step[name] for name in BETWEEN) for step in each)
+    return medians | {"between": between, "all": statistics.median(sum(step.values()) for step in each)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 32, 64, 128])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    title = f"ms per step, {1 + DRAFTED} tokens a row behind {CONTEXT} or more, {platform.machine()}"
+    table = Table("batch", *COLUMNS, " + ".join(BETWEEN), "range", "target", "all", title=title)
+    runs = {size: [run(size) for _ in range(options.repeats)] for size in options.batch_sizes}
+    for size, found in runs.items():
+        middle = {name: statistics.median(each[name] for each in found) for name in found[0]}
+        low, high = (pick(each["between"] for each in found) for pick in (min, max))
+        table.add_row(
+            str(size), *(f"{middle[name]:.3f}" for name in (*COLUMNS, "between")), f"{low:.3f}-{high:.3f}",
+            f"{TARGETS[size]:.2f}" if size in TARGETS else "", f"{middle['all']:.3f}",
+        )  # fmt: skip
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""FlashInfer's arithmetic of an ``fa2`` plan, as in ``scheduler.cuh`` of 0.6.18: tiles of queries, and workspace."""
+
+from __future__ import annotations
+
+__all__ = ["eager_workspace", "query_tile", "recorded_rows", "recorded_workspace"]
+
+_FLOAT32 = 4  # bytes
+_BLOCKS_PER_SM = 2
+
+
+def query_tile(packed_q_len: int, head_dim: int) -> int:
+    """How many queries, counted for each head of a group, a block of the kernel takes (``FA2DetermineCtaTileQ``).
+
+    Args:
+        packed_q_len: queries of a row times heads of a group. An eager plan takes the mean over its rows, a recorded
+            one its longest possible row, as if all other rows of the recording had one query.
+        head_dim: elements of a head, at most 256.
+    """
+    if packed_q_len > 64 and head_dim < 256:
+        return 128
+    return 64 if packed_q_len > 16 else 16
+
+
+def recorded_rows(size: int, max_batch_size: int, group: int, tile: int) -> int:
+    """Rows of a recording: enough for every step, and so many that its kernels take tiles of at most `tile` queries.
+
+    A recorded plan is for any lengths of its rows, so FlashInfer takes the tile of the longest: all tokens but one for
+    each other row. Rows that are always empty make that one shorter. The tile is right for the real steps; a row that
+    is longer after all takes several.
+
+    Args:
+        size: tokens of the recording.
+        max_batch_size: rows of the largest batch.
+        group: query heads for each key head.
+        tile: 16, 64 or 128.
+    """
+    return min(size, max(max_batch_size, size - tile // group + 1 if tile < 128 else 0))
+
+
+def recorded_workspace(
+    size: int, num_rows: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, num_sms: int
+) -> int:
+    """Bytes that a recorded plan takes. It always splits KV, so each of its tiles has a partial result.
+
+    Args:
+        size, num_rows: tokens and rows of the recording.
+        num_qo_heads, num_kv_heads, head_dim: of the layer.
+        num_sms: multiprocessors of the GPU.
+    """
+    group = num_qo_heads // num_kv_heads
+    tile = query_tile((size - num_rows + 1) * group, head_dim)
+    num_tiles = -(-size * group // tile) + num_rows - 1
+    return _partial_results(max(num_tiles, _most_splits(num_kv_heads, num_sms)), num_qo_heads, head_dim, tile)
+
+
+def eager_workspace(num_qo_heads: int, num_kv_heads: int, head_dim: int, num_sms: int) -> int:
+    """The most bytes that any eager plan takes: it splits KV only as long as all its blocks run at once."""
+    tile = query_tile(128, head_dim)
+    return _partial_results(_most_splits(num_kv_heads, num_sms), num_qo_heads, head_dim, tile)
+
+
+def _most_splits(num_kv_heads: int, num_sms: int) -> int:
+    return _BLOCKS_PER_SM * num_sms // num_kv_heads
+
+
+def _partial_results(count: int, num_qo_heads: int, head_dim: int, tile: int) -> int:
+    """`count` tiles of outputs, and of the sums that they are divided by."""
+    return count * num_qo_heads * tile * (head_dim + 1) * _FLOAT32

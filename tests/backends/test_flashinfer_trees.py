@@ -1,0 +1,165 @@
+"""Token trees on planned kernels, eager and recorded: masks, positions, and the KV of accepted nodes moved together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emssd_flashinfer.kernels import FlashInferKernels
+
+from emssd.attention import AttentionBackend, Kept, PackedInputs, PagedBackend, StepPlan
+from emssd.attention.trees import depths
+from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack
+from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
+from emssd.drafting import Draft, Drafter
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sequences import Batch, Request, Sequence
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+from emssd.testing.paged import ReferenceKernels, rerun
+
+PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8], [4, 4]]
+NUM_NEW = 12
+
+
+class RandomTrees(Drafter):
+    """Trees of random shape. Nodes continue what the target generates with even odds, and are random ids otherwise."""
+
+    num_speculative_tokens = 6
+    drafts_trees = True
+
+    def __init__(self, vocab_size: int, references: dict[str, list[int]], seed: int) -> None:
+        self._vocab_size, self._references, self._random = vocab_size, references, random.Random(seed)
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.from_trees(self._tree(row, limit) for row, limit in zip(batch, budget, strict=True))
+
+    def _tree(self, row: Sequence, limit: int) -> list[tuple[int, int]]:
+        upcoming = self._references[row.request_id][len(row.output_ids) :]
+        nodes: list[tuple[int, int]] = []
+        right = {-1: 0}  # how many tokens of what is to come a node stands for, itself included
+        for node in range(self._random.randint(0, limit)):
+            parent = self._random.randint(-1, node - 1)
+            if depths([*(above for _, above in nodes), parent])[-1] >= row.num_remaining:
+                break
+            known = right.get(parent)
+            if known is not None and known < len(upcoming) and self._random.random() < 0.5:
+                nodes.append((upcoming[known], parent))
+                right[node] = known + 1
+            else:
+                nodes.append((self._random.randrange(self._vocab_size), parent))
+        return nodes
+
+
+class Watching(PagedBackend):
+    """Counts what proves that a test was about trees."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.masked = self.replayed = self.moved = 0
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plan = super().plan(packed)
+        self.masked += packed.trees is not None
+        self.replayed += packed.trees is not None and plan.replay is not None
+        return plan
+
+    def commit(self, kept: Kept) -> None:
+        self.moved += len(kept.moves())
+        super().commit(kept)
+
+
+class CpuKernels(FlashInferKernels):
+    def unsupported(self, *spec: Any) -> list[str]:
+        return []
+
+
+def generate(backend: AttentionBackend, target: TargetModel, references: dict[str, list[int]], **options: Any) -> None:
+    """Decode by trees, and compare with greedy decoding of each prompt alone."""
+    continuous, seed = options.get("continuous", True), options.get("seed", 1)
+    backend.allocate(replace(target.kv_cache_spec(3), trees=True, continuous=continuous))
+    scheduler = ContinuousScheduler(3, max_step_tokens=16) if continuous else StaticScheduler(3)
+    drafter = RandomTrees(target.vocab_size, references, seed)
+    engine = Engine(CausalLMRunner(target, backend), drafter, scheduler=scheduler, on_drafter_error="fail")
+    outputs = engine.generate(PROMPTS, NUM_NEW, ignore_eos=True)
+    assert [list(output.token_ids) for output in outputs] == list(references.values())
+    assert engine.report.mean_acceptance_length > 1, "no tree was of use"
+
+
+@pytest.fixture(scope="module", params=["opt", "llama", "gemma2"])
+def case(request: pytest.FixtureRequest) -> tuple[TargetModel, dict[str, list[int]]]:
+    """Gemma 2 has layers with and without a window, which go by depth in a tree, so there are two masks a step."""
+    model = tiny_model(request.param, max_model_len=64)
+    return TargetModel(model), {str(i): greedy_reference(model, prompt, NUM_NEW) for i, prompt in enumerate(PROMPTS)}
+
+
+@pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "static"])
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+def test_random_trees_give_the_tokens_of_greedy_decoding(
+    recorded: bool, continuous: bool, case: tuple[TargetModel, dict[str, list[int]]]
+) -> None:
+    kernels = ReferenceKernels(capture=rerun if recorded else None, max_graph_tokens=20)
+    backend = Watching(kernels, page_size=4, memory_fraction=1.0)
+    generate(backend, *case, continuous=continuous)
+    assert backend.masked > 3
+    assert backend.moved > 0, "no accepted node was moved"
+    assert (backend.replayed > 3) == recorded
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")
+@pytest.mark.parametrize("tile", [16, 128])
+def test_flashinfers_masked_wrappers_of_recorded_steps_do_too(
+    tile: int, case: tuple[TargetModel, dict[str, list[int]]], modules: list[Any]
+) -> None:
+    kernels = CpuKernels(None, "fa2", capture=rerun, max_graph_tokens=20, query_tile=tile)
+    backend = Watching(kernels, page_size=4, memory_fraction=1.0)
+    generate(backend, *case)
+    assert backend.moved > 0
+    assert backend.replayed > 3
+
+
+def plan_of(kernels: ReferenceKernels, parents: tuple[int, ...], **spec: Any) -> StepPlan:
+    target = TargetModel(tiny_model("llama", max_model_len=64))
+    backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
+    backend.allocate(replace(target.kv_cache_spec(2), **spec))
+    draft = Draft(torch.zeros(len(parents), dtype=torch.int64), (0, len(parents)), parents)
+    return backend.plan(pack([Sequence(Request("a", (1, 2, 3), 9))], draft))
+
+
+def test_masked_kernels_of_recorded_steps_are_made_only_where_trees_may_come() -> None:
+    made: list[tuple[bool, bool]] = []
+
+    class Noting(ReferenceKernels):
+        def attention(self, layer: Any, *, masked: bool = False, static: Any = None) -> Any:
+            made.append((masked, static is not None))
+            return super().attention(layer, masked=masked, static=static)
+
+    plan = plan_of(Noting(capture=rerun, max_graph_tokens=8), (-1, -1))
+    assert plan.replay is None
+    assert set(made) == {(False, False), (True, False)}
+    made.clear()
+    plan = plan_of(Noting(capture=rerun, max_graph_tokens=8), (-1, 0), trees=True)  # a chain
+    assert plan.replay is not None
+    assert set(made) == {(False, False), (False, True)}
+    made.clear()
+    plan = plan_of(Noting(capture=rerun, max_graph_tokens=8), (-1, -1), trees=True)
+    assert plan.replay is not None
+    assert set(made) == {(False, False), (True, True)}
+
+
+def test_a_row_longer_than_the_masks_buffer_is_not_recorded() -> None:
+    kernels = ReferenceKernels(capture=rerun, max_graph_tokens=8)
+    backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
+    spec = TargetModel(tiny_model("llama", max_model_len=64)).kv_cache_spec(3)
+    backend.allocate(replace(spec, max_model_len=10, trees=True))  # of up to 18 tokens
+    plans = []
+    for length in (15, 16):
+        row = Sequence(Request("a", tuple(range(length)), 9), num_cached=length - 1)
+        draft = Draft(torch.zeros(3, dtype=torch.int64), (0, 3), (-1, -1, 0))
+        plans.append(backend.plan(pack([row], draft)))
+    assert [plan.replay is not None for plan in plans] == [True, False]
