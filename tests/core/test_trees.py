@@ -73,7 +73,9 @@ def test_picked_nodes_keep_their_ways_and_their_confidence(
 ) -> None:
     draft, rows = draft_of(forest, confidence), []
     for row, tree in enumerate(forest):
-        wanted = data.draw(st.sets(st.integers(0, len(tree) - 1)) if tree else st.just(set()), label="nodes")
+        wanted = data.draw(
+            st.sets(st.integers(0, len(tree) - 1), max_size=2) if tree else st.just(set()), label="nodes"
+        )
         rows.append(sorted({node for each in wanted for node in way(draft.tree(row), each)}))
     picked = draft.pick(rows)
     assert picked.lengths == [len(nodes) for nodes in rows]
@@ -87,6 +89,15 @@ def test_picked_nodes_keep_their_ways_and_their_confidence(
             expected = [draft.confidence[draft.indptr[row] + node] for node in nodes]
             assert list(picked.confidence[start : start + len(nodes)]) == expected
     assert confidence or picked.confidence is None
+
+
+def test_picked_nodes_know_their_parents_by_new_numbers() -> None:
+    draft = Draft.from_trees([[(1, -1), (2, 0), (3, 1), (4, -1), (5, 3)], [(6, -1), (7, -1), (8, 1)]])
+    picked = draft.pick([[3, 4], [1, 2]])
+    assert (picked.token_ids.tolist(), picked.indptr, picked.parents) == ([4, 5, 7, 8], (0, 2, 4), (-1, 0, -1, 0))
+    shallow = draft.shallow([2, 1])
+    assert (shallow.token_ids.tolist(), shallow.indptr) == ([1, 2, 4, 5, 6, 7], (0, 4, 6))
+    assert shallow.parents == (-1, 0, -1, 2, -1, -1)
 
 
 @given(FORESTS, st.booleans(), st.data())
