@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from emssd.testing.conformance import DrafterConformance
+from emssd.testing import DrafterConformance
 
 
 class TestStatic(DrafterConformance):
