@@ -260,6 +260,26 @@ def test_rows_that_the_cache_has_no_room_for_draft_nothing_in_that_step() -> Non
     assert propose(drafter, rows[1:2], [6]).lengths == [6]
 
 
+def test_a_pass_that_fails_leaves_no_tree_of_an_earlier_draft_behind() -> None:
+    drafter, row = make_drafter(StaticShape([2, 2, 2])), sequence([3, 4, 5])
+    propose(drafter, [row], [14])
+    runner: Any = drafter._runner
+    run, calls = runner.run, list[PackedInputs]()
+
+    def failing(packed: PackedInputs) -> Any:
+        calls.append(packed)
+        if len(calls) == 3:
+            raise RuntimeError("the third pass fails")
+        return run(packed)
+
+    runner.run = failing
+    with pytest.raises(RuntimeError, match="the third pass fails"):
+        propose(drafter, [row], [5])
+    assert drafter._trees == {}  # whose KV has been written over
+    draft = propose(drafter, [row], [14])
+    assert same(nodes(draft, 0), nodes(propose(make_drafter(StaticShape([2, 2, 2])), [row], [14]), 0))
+
+
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None, phases=PHASES)
 @pytest.mark.parametrize("kind", SHAPES)
