@@ -126,7 +126,7 @@ def _kind(chosen: Any) -> TreeKind:
     except ValueError:
         names = [kind.value for kind in TreeKind]
         raise ConfigError(
-            f"drafter.tree is {chosen!r}{did_you_mean(str(chosen), names)}; choose one of {', '.join(names)}"
+            f"drafter.tree is {chosen!r}{did_you_mean(str(chosen), names) or ';'} choose one of {', '.join(names)}"
         ) from None
 
 

@@ -280,6 +280,44 @@ def test_a_pass_that_fails_leaves_no_tree_of_an_earlier_draft_behind() -> None:
     assert same(nodes(draft, 0), nodes(propose(make_drafter(StaticShape([2, 2, 2])), [row], [14]), 0))
 
 
+class Recorded(StaticShape):
+    """A shape that remembers what it is told of the target's choices."""
+
+    def __init__(self, expansion: Seq[int]) -> None:
+        super().__init__(expansion)
+        self.told: list[list[int | None]] = []
+        self.num_plans = 0
+
+    def learn(self, ranks: Seq[int | None]) -> None:
+        self.told.append(list(ranks))
+
+    def replan(self) -> None:
+        self.num_plans += 1
+
+
+def test_it_learns_the_ranks_of_the_targets_choices_as_far_as_the_draft_model_went() -> None:
+    shape, prompt = Recorded([2, 2]), [3, 4, 5]
+    drafter = make_drafter(shape)
+    (first, _), (second, _) = children(draft_model(), prompt, (), 2)
+    below = [way[-1] for way, _ in children(draft_model(), prompt, second, 2)]
+    other = next(token for token in range(VOCAB_SIZE) if token not in (first[0], second[0]))
+    strange = next(token for token in range(VOCAB_SIZE) if token not in below)
+    cases: list[tuple[list[int], list[int | None]]] = [
+        ([*second, below[0], 3], [1, 0]),  # nothing is known of what lies behind a leaf
+        ([*second, below[1]], [1, 1]),  # the last is the target's own, whether it was drafted or not
+        ([*second, strange], [1, None]),
+        ([first[0]], [0]),
+        ([other], [None]),
+    ]
+    rows = [sequence(prompt, name) for name in "abcde"]
+    draft = propose(drafter, rows, [6, 6, 6, 6, 6])
+    for row, (tokens, _) in zip(rows, cases, strict=True):
+        row.extend(tokens)
+    observe(drafter, rows, draft)
+    assert shape.told == [ranks for _, ranks in cases]
+    assert shape.num_plans == 1
+
+
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None, phases=PHASES)
 @pytest.mark.parametrize("kind", SHAPES)
@@ -436,7 +474,7 @@ def test_more_children_than_there_are_tokens_are_all_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tree": "dinamic"}, r"drafter\.tree is 'dinamic'; did you mean 'dynamic'\?; choose one of chain, static, "),
+        ({"tree": "dinamic"}, r"drafter\.tree is 'dinamic'; did you mean 'dynamic'\? choose one of chain, static, "),
         ({"tree": "static", "expansion": []}, r"drafter\.expansion is \[\]; give the number of children"),
         ({"tree": "static", "expansion": [2, 0]}, r"drafter\.expansion is \[2, 0\]; .* at least 1 for each"),
         ({"tree": "dynamic", "top_k": 0}, r"drafter\.top_k is 0; it must be at least 1"),
