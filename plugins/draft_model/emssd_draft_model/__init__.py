@@ -1,32 +1,67 @@
-"""Plugin `drafter=draft_model`: a smaller causal LM with the same tokenizer drafts greedily."""
+"""Plugin `drafter=draft_model`: a smaller causal LM with the same tokenizer drafts chains or token trees."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["DraftModelConfig", "emssd_drafters"]
+__all__ = ["DraftModelConfig", "TreeKind", "emssd_drafters"]
+
+
+class TreeKind(Enum):
+    """What a row's draft looks like."""
+
+    chain = "chain"
+    static = "static"
+    dynamic = "dynamic"
+    sequoia = "sequoia"
 
 
 @dataclass
 class DraftModelConfig:
-    """Options of `drafter=draft_model`; k = 4 is the setting of the EMS-SD paper.
+    """Options of `drafter=draft_model`; chains of k = 4 are the setting of the EMS-SD paper.
+
+    A tree costs the draft model one pass for each level, and the target one token for each node.
 
     Attributes:
         path: folder or hub id of the draft model. ``demo-draft`` is the one that goes with ``model.path=demo``.
-        num_speculative_tokens: tokens drafted per row and step (the paper's k).
+        num_speculative_tokens: tokens drafted per row and step with ``tree=chain`` (the paper's k).
+        tree: chain follows the draft model's first choices. static gives every node of a level equally many children
+            (SpecInfer, arXiv 2305.09781). dynamic follows the most probable ways, and keeps the most probable nodes
+            (EAGLE-2, arXiv 2406.16858). sequoia drafts the tree that is best for the acceptance measured so far by
+            depth and rank (arXiv 2402.12374).
+        expansion: of static, the number of children of each node, level by level.
+        num_nodes: of dynamic and sequoia, the most nodes of a row's tree.
+        depth: of dynamic and sequoia, the most levels of a tree.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each; of sequoia, the most
+            children of a node.
+        acceptance: of sequoia, a JSON file with the acceptance to plan for, in the place of what is measured: a list of
+            the levels, each a list of probabilities, that of the draft model's first choice first. Levels below the
+            last are like the last.
     """
 
     path: str = "demo-draft"
     num_speculative_tokens: int = 4
+    tree: TreeKind = TreeKind.chain
+    expansion: list[int] = field(default_factory=lambda: [2, 2, 1, 1])
+    num_nodes: int = 16
+    depth: int = 5
+    top_k: int = 4
+    acceptance: str | None = None
 
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
     from emssd_draft_model.drafter import DraftModelDrafter
+    from emssd_draft_model.shapes import shape_of
+    from emssd_draft_model.trees import TreeDrafter
 
-    return DraftModelDrafter.load(config, context)
+    shape = shape_of(config)
+    if shape is None:
+        return DraftModelDrafter.load(config, context)
+    return TreeDrafter.load(config, context, shape)
 
 
 @hookimpl

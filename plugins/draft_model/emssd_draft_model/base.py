@@ -1,0 +1,123 @@
+"""What chains and trees share: a draft model with a KV cache of its own, and how much of each row is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from emssd.attention import Kept
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.errors import ConfigError
+from emssd.model import ModelRunner
+from emssd.sequences import Batch, Sequence
+
+__all__ = ["CachedRow", "ModelDrafter", "load_draft_model"]
+
+
+@dataclass(slots=True)
+class CachedRow:
+    """A sequence as the draft model sees it: the same tokens, but its own count of cached ones."""
+
+    request_id: str
+    tokens: Seq[int]
+    num_cached: int = 0
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a model that has a KV cache of its own.
+
+    The first of its passes computes whatever the draft model has not cached yet: the prompt at first, later one token,
+    or two after a draft that was accepted to its end, whose last token the draft model never saw. So the caches cannot
+    drift apart.
+
+    Args:
+        runner: the draft model with its KV cache.
+        vocab_size: the target's; ids beyond it are never drafted.
+    """
+
+    def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._num_cached: dict[str, int] = {}
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        self._runner.release(request_ids)
+        for request_id in request_ids:
+            self._num_cached.pop(request_id, None)
+
+    def _reach(self, row: Sequence) -> int:
+        """How far to draft: nothing beyond the draft model's length, nor after ids that only the target knows."""
+        reach = self._runner.max_model_len - len(row.tokens)
+        if reach <= 0 or max(row.tokens[self._cached(row) :]) >= self._runner.vocab_size:
+            return 0
+        return reach
+
+    def _cached(self, row: Sequence) -> int:
+        """Of the row's tokens, how many need not be computed: all but one at most, as after a step that failed."""
+        return min(self._num_cached.get(row.request_id, 0), len(row.tokens) - 1)
+
+    def _with_room(self, batch: Batch, kv_lens: Seq[int]) -> list[bool]:
+        """Which rows the KV cache has room for, at ``kv_lens [B]`` tokens, beside those that it holds already.
+
+        Rows of length 0 are left out.
+        """
+        lengths = {row.request_id: kv_len for row, kv_len in zip(batch, kv_lens, strict=True) if kv_len}
+        if self._runner.fits(self._num_cached | lengths):
+            return [kv_len > 0 for kv_len in kv_lens]
+        held, fitting = dict(self._num_cached), []
+        for row, kv_len in zip(batch, kv_lens, strict=True):
+            more = {row.request_id: kv_len} if kv_len else {}
+            fits = bool(more) and self._runner.fits(held | more)
+            held |= more if fits else {}
+            fitting.append(fits)
+        return fitting
+
+    def _catch_up(self, rows: list[CachedRow]) -> torch.Tensor:
+        """Compute what is not cached. Returns the logits behind the newest token of each row, ``[r, vocab]``."""
+        logits = self._runner.run(pack(rows, Draft.empty(len(rows)))).logits
+        for row in rows:
+            self._num_cached[row.request_id] = row.num_cached = len(row.tokens)
+        return self._known(logits)
+
+    def _known(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the target's ids alone."""
+        return logits[:, : self._vocab_size]
+
+    def _keep(self, kv_lens: Mapping[str, int], sources: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """After a step, keep so many tokens' KV of each row, by request id; `sources` as in `Kept`."""
+        self._num_cached |= kv_lens
+        if kv_lens:
+            moved = tuple(sources[request_id] for request_id in kv_lens) if sources else ()
+            self._runner.commit(Kept(tuple(kv_lens), tuple(kv_lens.values()), moved))
+
+
+def load_draft_model(path: str, context: DrafterContext, *, trees: bool = False) -> ModelRunner:
+    """The draft model at `path`, with a KV cache that takes token trees or not.
+
+    Raises:
+        ConfigError: it does not share the target's vocabulary.
+    """
+    runner, tokenizer = context.load_runner(path, trees=True) if trees else context.load_runner(path)
+    _check_vocabulary(path, runner, tokenizer, context)
+    return runner
+
+
+def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
+    if tokenizer is not None and context.tokenizer is not None:
+        if tokenizer.get_vocab() == context.tokenizer.get_vocab():
+            return  # vocabulary sizes of the models may still differ by unused padding ids
+        what = f"its tokenizer ({len(tokenizer)} tokens) is not the target's ({len(context.tokenizer)} tokens)"
+    elif model.vocab_size == context.vocab_size:
+        return
+    else:
+        what = f"its vocabulary has {model.vocab_size} tokens and the target's {context.vocab_size}"
+    raise ConfigError(
+        f"draft model {path!r} cannot draft for this target: {what}. Set drafter.path to a model that was trained "
+        f"with the target's tokenizer, usually a smaller one of the same family."
+    )

@@ -1,0 +1,509 @@
+"""Trees of a draft model: the tree that each paper describes, within all limits, and a cache that never drifts.
+
+Oracles: the draft model itself without a cache; a fresh drafter; greedy decoding. float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from emssd_draft_model import DraftModelConfig
+from emssd_draft_model.sequoia import SequoiaShape
+from emssd_draft_model.shapes import DynamicShape, Shape, StaticShape, shape_of
+from emssd_draft_model.trees import TreeDrafter
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from emssd.attention import AttentionBackend, PackedInputs, PagedBackend, StepPlan
+from emssd.attention.trees import depths
+from emssd.decoding.engine import Engine
+from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
+from emssd.drafting.rules import check_draft
+from emssd.errors import ConfigError
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sequences import Batch, Request, Sequence
+from emssd.testing.drafters import RandomDrafter
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import DenseBackend, greedy_reference
+from emssd.testing.paged import ReferenceKernels
+from tests.support.engine_machine import EngineMachine
+from tests.support.preemption import run_with_preemption
+
+VOCAB_SIZE = 11
+TOKENS = st.integers(3, VOCAB_SIZE - 1)
+SHAPES: dict[str, dict[str, Any]] = {
+    "static": {"expansion": [2, 3, 1]},
+    "dynamic": {"num_nodes": 9, "depth": 4, "top_k": 3},
+    "sequoia": {"num_nodes": 9, "depth": 4, "top_k": 3},
+}
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # to explain a failure takes minutes
+
+
+def make_shape(kind: str, **options: Any) -> Shape:
+    shape = shape_of(DraftModelConfig(tree=kind, **(options or SHAPES[kind])))  # type: ignore[arg-type]
+    assert shape is not None
+    return shape
+
+
+@cache
+def draft_model(architecture: str = "llama", max_model_len: int = 64, sharpness: float = 1.0) -> TargetModel:
+    """`sharpness`: factor of all logits; a sharp model is sure of itself."""
+    model = tiny_model(architecture, seed=3, vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sharpness)
+    return TargetModel(model)
+
+
+def backend_for(model: TargetModel, page_size: int = 4, max_tokens: int | None = None) -> AttentionBackend:
+    backend = PagedBackend(ReferenceKernels(head_dims=(8,)), page_size=page_size)
+    backend.allocate(replace(model.kv_cache_spec(5), max_tokens=max_tokens, trees=True))
+    return backend
+
+
+def make_drafter(shape: Shape, model: TargetModel | None = None, max_tokens: int | None = None) -> TreeDrafter:
+    model = model or draft_model()
+    return TreeDrafter(CausalLMRunner(model, backend_for(model, max_tokens=max_tokens)), VOCAB_SIZE, shape)
+
+
+def sequence(tokens: list[int], name: str = "a", max_new_tokens: int = 40) -> Sequence:
+    return Sequence(Request(name, tuple(tokens), max_new_tokens))
+
+
+Node = tuple[tuple[int, ...], float]
+"""The tokens on the way to a node, and how probable the draft model finds it behind its parent."""
+
+
+def nodes(draft: Draft, row: int) -> list[Node]:
+    start = draft.indptr[row]
+    tokens, found = draft.token_ids.tolist(), list[Node]()
+    for node, parent in enumerate(draft.tree(row)):
+        assert draft.confidence is not None
+        way = found[parent][0] if parent >= 0 else ()
+        found.append(((*way, tokens[start + node]), draft.confidence[start + node]))
+    return found
+
+
+def same(left: list[Node], right: list[Node]) -> bool:
+    return [way for way, _ in left] == [way for way, _ in right] and all(
+        math.isclose(mine, theirs, rel_tol=1e-9) for (_, mine), (_, theirs) in zip(left, right, strict=True)
+    )
+
+
+def propose(drafter: Drafter, rows: Seq[Sequence], budget: Seq[int]) -> Draft:
+    batch = Batch(tuple(rows))
+    with torch.inference_mode():
+        draft = drafter.propose(batch, budget)
+    check_draft(draft, batch, budget, VOCAB_SIZE, trees=True)
+    return draft
+
+
+def observe(drafter: Drafter, rows: Seq[Sequence], draft: Draft) -> None:
+    """Told of a step that extended `rows` already; a draft model looks at nothing else."""
+    with torch.inference_mode():
+        drafter.observe(Outcome(Batch(tuple(rows)), draft, ((),) * len(rows), ()))
+
+
+@cache
+def probabilities(model: TargetModel, tokens: tuple[int, ...]) -> list[float]:
+    """Behind `tokens`, without any cache."""
+    with torch.inference_mode():
+        found: list[float] = model.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+    return found
+
+
+def children(model: TargetModel, prompt: Seq[int], way: tuple[int, ...], count: int) -> list[Node]:
+    found = probabilities(model, (*prompt, *way))
+    best = sorted(range(len(found)), key=lambda token: -found[token])[:count]
+    return [((*way, token), found[token]) for token in best]
+
+
+def reranked(model: TargetModel, prompt: Seq[int], candidates: list[Node], count: int) -> list[Node]:
+    known = dict(candidates)
+
+    def score(way: tuple[int, ...]) -> float:
+        return math.prod(known[way[:length]] for length in range(1, len(way) + 1))
+
+    return sorted(candidates, key=lambda node: -score(node[0]))[:count]
+
+
+def static_tree(model: TargetModel, prompt: Seq[int], expansion: Seq[int], count: int) -> list[Node]:
+    level, candidates = [((), 1.0)], list[Node]()
+    for width in expansion:
+        level = [child for way, _ in level for child in children(model, prompt, way, width)]
+        candidates += level
+    return reranked(model, prompt, candidates, count)
+
+
+def dynamic_tree(model: TargetModel, prompt: Seq[int], depth: int, top_k: int, count: int) -> list[Node]:
+    """EAGLE-2 §4 as it is written: expansion, then reranking."""
+    candidates = level = children(model, prompt, (), top_k)
+    for _ in range(1, depth):
+        best = [node for node in reranked(model, prompt, candidates, len(candidates)) if node in level][:top_k]
+        level = [child for way, _ in best for child in children(model, prompt, way, top_k)]
+        candidates = candidates + level
+    return reranked(model, prompt, candidates, count)
+
+
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5], [8], [9, 10, 9]]
+
+
+@pytest.mark.parametrize("architecture", ["opt", "llama", "mistral"])
+@pytest.mark.parametrize("budget", [[14, 14, 14], [3, 0, 7], [1, 5, 14]], ids=str)
+def test_static_gives_every_node_of_a_level_the_same_number_of_children(architecture: str, budget: list[int]) -> None:
+    model = draft_model(architecture)
+    draft = propose(make_drafter(StaticShape([2, 3, 1]), model), list(map(sequence, PROMPTS, "abc")), budget)
+    assert draft.lengths == budget  # 2 + 6 + 6 nodes
+    for row, (prompt, count) in enumerate(zip(PROMPTS, budget, strict=True)):
+        assert same(nodes(draft, row), static_tree(model, prompt, [2, 3, 1], count))
+
+
+@pytest.mark.parametrize("architecture", ["opt", "llama", "mistral"])
+@pytest.mark.parametrize(("depth", "top_k"), [(1, 3), (3, 2), (4, 3), (5, 1)])
+@pytest.mark.parametrize("budget", [[9, 9, 9], [2, 0, 5], [1, 30, 7]], ids=str)
+def test_dynamic_is_the_tree_of_eagle_2(architecture: str, depth: int, top_k: int, budget: list[int]) -> None:
+    model = draft_model(architecture)
+    shape = DynamicShape(30, depth, top_k)
+    draft = propose(make_drafter(shape, model), list(map(sequence, PROMPTS, "abc")), budget)
+    for row, (prompt, count) in enumerate(zip(PROMPTS, budget, strict=True)):
+        assert same(nodes(draft, row), dynamic_tree(model, prompt, depth, top_k, count) if count else [])
+
+
+def test_sequoia_drafts_the_tree_that_is_best_for_its_table() -> None:
+    shape = SequoiaShape(5, 3, 3, [[0.5, 0.3, 0.1], [0.9, 0.05], [0.2]])
+    prompt = [3, 4, 5]
+    draft = propose(make_drafter(shape), [sequence(prompt)], [5])
+    first = [way for way, _ in children(draft_model(), prompt, (), 3)]
+    below = [children(draft_model(), prompt, way, 1)[0][0] for way in first[:2]]
+    # Worth: 0.5, 0.3, 0.45 and 0.27 below these, and 0.1; the third child is worth more than the third level's 0.09.
+    assert {way for way, _ in nodes(draft, 0)} == {*first, *below}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_first_nodes_are_the_most_probable_and_parents_come_first(kind: str) -> None:
+    draft = propose(make_drafter(make_shape(kind)), list(map(sequence, PROMPTS, "abc")), [14, 14, 14])
+    for row in range(3):
+        tree, scores = draft.tree(row), list[float]()
+        for (_, probability), parent in zip(nodes(draft, row), tree, strict=True):
+            scores.append(probability * (scores[parent] if parent >= 0 else 1.0))
+        assert scores == sorted(scores, reverse=True)
+        assert len(scores) > 4
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("remaining", [1, 2, 3, 4])
+def test_no_node_is_deeper_than_the_row_may_grow(kind: str, remaining: int) -> None:
+    rows = [sequence([3, 4], "a", remaining), sequence([5], "b", 30)]
+    draft = propose(make_drafter(make_shape(kind)), rows, [14, 14])
+    assert max(depths(draft.tree(0)), default=0) == min(remaining - 1, make_shape(kind).depth)
+    assert max(depths(draft.tree(1))) == make_shape(kind).depth or kind != "static"
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("length", [11, 13, 14, 15, 16, 17])
+def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str, length: int) -> None:
+    drafter = make_drafter(make_shape(kind), draft_model("opt", max_model_len=16))
+    computed = watch(drafter)
+    draft = propose(drafter, [sequence([3] * length)], [14])
+    assert max(depths(draft.tree(0)), default=0) <= max(0, 16 - length)
+    assert (length < 16) == (draft.indptr[-1] > 0)
+    assert max((max(packed.kv_lens) for packed in computed), default=0) <= 16
+
+
+def watch(drafter: TreeDrafter) -> list[PackedInputs]:
+    """Everything that the draft model computes from now on."""
+    backend: Any = drafter._runner
+    backend, seen = backend.backend, []
+    plan = backend.plan
+
+    def watched(packed: PackedInputs) -> StepPlan:
+        seen.append(packed)
+        planned: StepPlan = plan(packed)
+        return planned
+
+    backend.plan = watched
+    return seen
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_one_pass_a_level_computes_only_nodes_that_get_children(kind: str) -> None:
+    shape = make_shape(kind)
+    drafter = make_drafter(shape)
+    computed = watch(drafter)
+    rows = [sequence([3, 4, 5], "a"), sequence([6], "b", 3), sequence([7, 8], "c")]
+    draft = propose(drafter, rows, [14, 14, 2])
+    assert len(computed) <= shape.depth
+    assert computed[0].lengths == [3, 1, 2]  # the prompts
+    for packed in computed[1:]:
+        assert set(packed.request_ids) <= {"a", "b", "c"}
+        assert "b" not in packed.request_ids or packed is computed[1], "its second level is its last"
+    for name, tree in drafter._trees.items():
+        lengths = [dict(zip(packed.request_ids, packed.lengths, strict=True)).get(name, 0) for packed in computed[1:]]
+        assert sum(lengths) == len(tree.cached)
+        assert max(lengths) <= tree.num_nodes, "what is not among the best can never be drafted"
+        assert set(tree.cached) == set(tree.choices) - {-1} == set(tree.parents) - {-1}
+    assert draft.lengths[2] == 2
+
+
+def test_rows_that_the_cache_has_no_room_for_draft_nothing_in_that_step() -> None:
+    drafter = make_drafter(StaticShape([2, 2]), max_tokens=24)  # six pages of four tokens
+    rows = [sequence([3] * 6, "a"), sequence([4] * 17, "b"), sequence([5] * 9, "c")]
+    assert propose(drafter, rows, [6, 6, 6]).lengths == [6, 0, 6]  # 8 and 11 tokens of KV
+    assert propose(drafter, rows, [6, 6, 6]).lengths == [6, 0, 6]  # again, as after a step that failed
+    observe(drafter, rows, Draft.empty(3))
+    drafter.release(["a", "c"])
+    assert propose(drafter, rows[1:2], [6]).lengths == [6]
+
+
+def test_a_pass_that_fails_leaves_no_tree_of_an_earlier_draft_behind() -> None:
+    drafter, row = make_drafter(StaticShape([2, 2, 2])), sequence([3, 4, 5])
+    propose(drafter, [row], [14])
+    runner: Any = drafter._runner
+    run, calls = runner.run, list[PackedInputs]()
+
+    def failing(packed: PackedInputs) -> Any:
+        calls.append(packed)
+        if len(calls) == 3:
+            raise RuntimeError("the third pass fails")
+        return run(packed)
+
+    runner.run = failing
+    with pytest.raises(RuntimeError, match="the third pass fails"):
+        propose(drafter, [row], [5])
+    assert drafter._trees == {}  # whose KV has been written over
+    draft = propose(drafter, [row], [14])
+    assert same(nodes(draft, 0), nodes(propose(make_drafter(StaticShape([2, 2, 2])), [row], [14]), 0))
+
+
+class Recorded(StaticShape):
+    """A shape that remembers what it is told of the target's choices."""
+
+    def __init__(self, expansion: Seq[int]) -> None:
+        super().__init__(expansion)
+        self.told: list[list[int | None]] = []
+        self.num_plans = 0
+
+    def learn(self, ranks: Seq[int | None]) -> None:
+        self.told.append(list(ranks))
+
+    def replan(self) -> None:
+        self.num_plans += 1
+
+
+def test_it_learns_the_ranks_of_the_targets_choices_as_far_as_the_draft_model_went() -> None:
+    shape, prompt = Recorded([2, 2]), [3, 4, 5]
+    drafter = make_drafter(shape)
+    (first, _), (second, _) = children(draft_model(), prompt, (), 2)
+    below = [way[-1] for way, _ in children(draft_model(), prompt, second, 2)]
+    other = next(token for token in range(VOCAB_SIZE) if token not in (first[0], second[0]))
+    strange = next(token for token in range(VOCAB_SIZE) if token not in below)
+    cases: list[tuple[list[int], list[int | None]]] = [
+        ([*second, below[0], 3], [1, 0]),  # nothing is known of what lies behind a leaf
+        ([*second, below[1]], [1, 1]),  # the last is the target's own, whether it was drafted or not
+        ([*second, strange], [1, None]),
+        ([first[0]], [0]),
+        ([other], [None]),
+    ]
+    rows = [sequence(prompt, name) for name in "abcde"]
+    draft = propose(drafter, rows, [6, 6, 6, 6, 6])
+    for row, (tokens, _) in zip(rows, cases, strict=True):
+        row.extend(tokens)
+    observe(drafter, rows, draft)
+    assert shape.told == [ranks for _, ranks in cases]
+    assert shape.num_plans == 1
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, phases=PHASES)
+@pytest.mark.parametrize("kind", SHAPES)
+@given(data=st.data())
+def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, data: st.DataObject) -> None:
+    # Behind a sliding window it matters in which order the KV of an accepted way lies.
+    shape, model = make_shape(kind), draft_model("mistral")
+    drafter = make_drafter(shape, model)
+    running: list[Sequence] = []
+    admitted = 0
+    for _ in range(data.draw(st.integers(1, 6), "steps")):
+        while not running or (len(running) < 4 and data.draw(st.booleans(), "admit")):
+            running.append(sequence(data.draw(st.lists(TOKENS, min_size=1, max_size=9), "prompt"), str(admitted)))
+            admitted += 1
+        budget = data.draw(st.lists(st.integers(0, 14), min_size=len(running), max_size=len(running)), "budget")
+        draft = propose(drafter, running, budget)
+        fresh = propose(make_drafter(shape, model), running, budget)
+        assert all(same(nodes(draft, row), nodes(fresh, row)) for row in range(len(running)))
+        if data.draw(st.sampled_from([False, False, True]), "the step fails"):
+            continue
+        for row, sequence_ in enumerate(running):
+            ways = [(), *(way for way, _ in nodes(draft, row))]
+            sequence_.extend([*data.draw(st.sampled_from(ways), "accepted"), data.draw(TOKENS, "the target's own")])
+        observe(drafter, running, draft)
+        for row in [row for row in running if data.draw(st.booleans(), "finished") or row.num_remaining < 5]:
+            drafter.release([row.request_id])
+            running.remove(row)
+    drafter.release([row.request_id for row in running])
+    assert drafter._num_cached == {}
+    assert drafter._trees == {}
+    assert drafter._runner.usage.held == 0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        StaticShape([2, 1, 2]),
+        StaticShape([1, 1, 1, 1]),
+        DynamicShape(12, 4, 3),
+        SequoiaShape(12, 4, 3, [[0.9, 0.05, 0.03]]),
+    ],
+    ids=["static", "static chain", "dynamic", "sequoia"],
+)
+def test_a_draft_model_that_is_the_target_has_a_way_to_the_last_level_accepted_in_every_step(shape: Shape) -> None:
+    target = draft_model(sharpness=40.0)  # so that its own choice is on the most probable way at every depth
+    drafter = make_drafter(shape, target)
+    computed = watch(drafter)
+    engine = Engine(CausalLMRunner(target, backend_for(target)), drafter, batch_size=3)
+    prompts, most = [[3, 4, 5, 3], [6], [7, 8]], 4 * (shape.depth + 1)
+    done = engine.generate(prompts, most, ignore_eos=True)
+    assert [list(each.token_ids) for each in done] == [greedy_reference(target.model, each, most) for each in prompts]
+    assert engine.report.acceptance_histogram == {shape.depth + 1: 4 * 3}
+    # A step begins with what the draft model never saw: the accepted leaf and the target's own token.
+    firsts = [packed.lengths for packed in computed[:: shape.depth]]
+    assert firsts == [[4, 1, 2], [2, 2, 2], [2, 2, 2], [2, 2, 2]]
+    assert len(computed) == 4 * shape.depth
+    assert drafter._runner.usage.held == 0
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("limit", [1, 2, 3, 20])
+@pytest.mark.parametrize("eos", [frozenset(), frozenset({5, 7})], ids=["no eos", "eos"])
+@pytest.mark.parametrize("make_backend", [lambda: backend_for(draft_model()), None], ids=["paged", "dense"])
+def test_tokens_are_those_of_greedy_decoding(kind: str, limit: int, eos: frozenset[int], make_backend: Any) -> None:
+    target = TargetModel(tiny_model("llama", seed=5, vocab_size=VOCAB_SIZE, max_model_len=64))
+    backend = DenseBackend()
+    backend.allocate(replace(target.kv_cache_spec(5), trees=True))
+    engine = Engine(
+        CausalLMRunner(target, backend_for(target) if make_backend else backend),
+        make_drafter(make_shape(kind)),
+        batch_size=3,
+        eos_token_ids=eos,
+        on_drafter_error="fail",
+    )
+    prompts = [[3, 4, 5, 3], [6], [7, 8], [9, 3, 9, 3, 9], [10]]
+    done = engine.generate(prompts, limit)
+    assert [list(each.token_ids) for each in done] == [
+        greedy_reference(target.model, each, limit, eos) for each in prompts
+    ]
+    assert limit == 1 or engine.report.num_drafted > 0
+    assert limit < 20 or eos or 0 < engine.report.num_accepted < engine.report.num_drafted
+
+
+class AsFresh(TreeDrafter):
+    """A drafter that compares each of its drafts with that of a drafter without a past."""
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        if any(budget):
+            fresh = make_drafter(self.shape).propose(batch, budget)
+            assert all(same(nodes(draft, row), nodes(fresh, row)) for row in range(len(batch))), "its cache drifted"
+        return draft
+
+
+class TreeMachine(EngineMachine):
+    own: AsFresh | None = None
+
+    def make_backend(self, page_size: int) -> AttentionBackend:
+        return PagedBackend(ReferenceKernels(head_dims=(8,)), page_size=page_size)
+
+    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
+        return st.tuples(st.sampled_from(sorted(SHAPES)), st.booleans()).map(self.make_drafters)
+
+    def make_drafters(self, chosen: tuple[str, bool]) -> Seq[Drafter]:
+        kind, alone = chosen
+        self.own = AsFresh(CausalLMRunner(draft_model(), backend_for(draft_model())), VOCAB_SIZE, make_shape(kind))
+        return [self.own] if alone else [RandomDrafter(VOCAB_SIZE, 3, seed=1), self.own]
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.own is not None:
+            assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
+
+
+@pytest.mark.slow
+def test_in_any_run_the_tokens_are_those_of_greedy_decoding() -> None:
+    run_with_preemption(TreeMachine, share=20, num_steps=12)
+
+
+def test_where_the_draft_model_overflows_it_is_sure_of_nothing_and_other_rows_draft_what_they_would() -> None:
+    drafter, alone = make_drafter(StaticShape([2, 2])), sequence([3, 4], "b")
+    expected = nodes(propose(make_drafter(StaticShape([2, 2])), [alone], [6]), 0)
+    runner: Any = drafter._runner
+    run = runner.run
+
+    def overflowing(packed: PackedInputs) -> Any:
+        output = run(packed)
+        output.logits[: len(output.logits) // 2] = torch.nan  # two rows with equally many nodes
+        return output
+
+    runner.run = overflowing
+    draft = propose(drafter, [sequence([5, 6, 7], "a"), alone], [6, 6])
+    assert {confidence for _, confidence in nodes(draft, 0)} == {0.0}
+    assert same(nodes(draft, 1), expected)
+
+
+def test_ids_that_only_the_draft_model_has_are_never_drafted() -> None:
+    model = TargetModel(tiny_model("llama", vocab_size=VOCAB_SIZE + 5, max_model_len=64))
+    with torch.no_grad():
+        model.model.lm_head.weight[VOCAB_SIZE:] = 50 * model.model.lm_head.weight[:5]
+    draft = propose(make_drafter(StaticShape([8, 2]), model), [sequence([3, 4, 5])], [24])
+    assert int(draft.token_ids.max()) < VOCAB_SIZE
+    assert draft.confidence is not None
+    assert sum(c for c, parent in zip(draft.confidence, draft.tree(0), strict=True) if parent < 0) > 0.5
+
+
+def test_more_children_than_there_are_tokens_are_all_tokens() -> None:
+    draft = propose(make_drafter(StaticShape([100])), [sequence([3, 4, 5])], [100])
+    assert sorted(draft.token_ids.tolist()) == list(range(VOCAB_SIZE))
+    assert draft.confidence is not None
+    assert math.isclose(sum(draft.confidence), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree": "dinamic"}, r"drafter\.tree is 'dinamic'; did you mean 'dynamic'\? choose one of chain, static, "),
+        ({"tree": "static", "expansion": []}, r"drafter\.expansion is \[\]; give the number of children"),
+        ({"tree": "static", "expansion": [2, 0]}, r"drafter\.expansion is \[2, 0\]; .* at least 1 for each"),
+        ({"tree": "dynamic", "top_k": 0}, r"drafter\.top_k is 0; it must be at least 1"),
+        ({"tree": "dynamic", "num_nodes": 0}, r"drafter\.num_nodes is 0; it must be at least 1"),
+        ({"tree": "sequoia", "depth": -1}, r"drafter\.depth is -1; it must be at least 1"),
+        ({"tree": "dynamic", "acceptance": "x.json"}, r"drafter\.acceptance is set, but drafter\.tree is dynamic"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine.from_model(tiny_model(), drafter=DraftModelConfig(**options))
+
+
+def test_the_cache_that_a_tree_is_loaded_with_takes_trees() -> None:
+    asked = list[tuple[str, bool]]()
+
+    def load_runner(path: str, *, trees: bool = False) -> tuple[CausalLMRunner, None]:
+        asked.append((path, trees))
+        return CausalLMRunner(draft_model(), backend_for(draft_model())), None
+
+    context = DrafterContext(VOCAB_SIZE, None, load_runner, lambda name, options: pytest.fail("asks for no other"))
+    from emssd_draft_model import _build
+
+    trees = _build(DraftModelConfig("small", tree="dynamic", num_nodes=7), context)  # type: ignore[arg-type]
+    chain = _build(DraftModelConfig("small"), context)
+    assert asked == [("small", True), ("small", False)]
+    assert (trees.drafts_trees, trees.num_speculative_tokens) == (True, 7)
+    assert (chain.drafts_trees, chain.num_speculative_tokens) == (False, 4)
+
+
+def test_releasing_what_was_never_seen_is_no_error() -> None:
+    make_drafter(make_shape("static")).release(["never seen"])
