@@ -72,9 +72,7 @@ class StoreSearch:
 
     def behind(self, match: int, places: range, max_matches: int) -> npt.NDArray[Any]:
         """``[m]`` the places of what follows a match, in the order of what stands there; see `chain`."""
-        if len(places) <= max_matches:
-            return self._suffixes[places.start : places.stop] + match
-        return self._suffixes[places.start + np.arange(max_matches) * len(places) // max_matches] + match
+        return self._sample(places, max_matches) + match
 
     def weighted_chain(self, behind: npt.NDArray[Any], num_tokens: int) -> Tree:
         """`chain`, with the share of places where each token follows those before it."""
@@ -115,6 +113,11 @@ class StoreSearch:
             return [(token - 1, len(each) / len(rows), (each, column + 1)) for token, each in ranked]
 
         return grow_tree(behind, following, num_nodes=num_nodes, depth=depth, branches=branches)
+
+    def _sample(self, places: range, max_matches: int) -> npt.NDArray[Any]:
+        if len(places) <= max_matches:
+            return self._suffixes[places.start : places.stop]
+        return self._suffixes[places.start + np.arange(max_matches) * len(places) // max_matches]
 
     def _texts(self, places: npt.NDArray[Any], num_tokens: int) -> list[list[int]]:
         """What stands at a few `places`; beyond the end of the last document there is nothing but its end."""
