@@ -137,7 +137,7 @@ class LookupDrafter(Drafter):
             for place in places:
                 if place < end:
                     shared.setdefault(tokens[place], []).append(place + 1)
-            ranked = sorted(shared.items(), key=lambda each: -len(each[1]))  # of equals, the preferred place comes first
+            ranked = sorted(shared.items(), key=lambda each: -len(each[1]))  # of equals, the preferred place first
             return [(token, len(each) / len(places), each) for token, each in ranked]
 
         return grow_tree(places, following, num_nodes=budget, depth=depth, branches=self._branches)

@@ -36,9 +36,7 @@ def grown(texts: Texts, *, num_nodes: int = 999, depth: int = 999, branches: int
 def counted(texts: Texts) -> dict[tuple[int, ...], Fraction]:
     """The share of `texts` that begin with each prefix that any of them has."""
     prefixes = {text[:size] for text in texts for size in range(1, len(text) + 1)}
-    return {
-        prefix: Fraction(sum(text[: len(prefix)] == prefix for text in texts), len(texts)) for prefix in prefixes
-    }
+    return {prefix: Fraction(sum(text[: len(prefix)] == prefix for text in texts), len(texts)) for prefix in prefixes}
 
 
 def worth(tree: Tree) -> list[float]:

@@ -20,7 +20,7 @@ class PLDDrafter(LookupDrafter):
         config: see `PLDConfig`.
 
     Raises:
-        ConfigError: a size or a number of branches below one, sizes in the wrong order, or a choice that does not exist.
+        ConfigError: a size or `branches` below one, sizes in the wrong order, or a choice that does not exist.
     """
 
     def __init__(self, config: PLDConfig) -> None:

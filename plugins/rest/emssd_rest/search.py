@@ -145,9 +145,7 @@ def _chain(ids: list[int], shares: list[float]) -> Tree:
     return Tree(ids, list(range(-1, len(ids) - 1)), shares)
 
 
-def _runs(
-    tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int
-) -> list[tuple[int, float, npt.NDArray[Any]]]:
+def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list[tuple[int, float, npt.NDArray[Any]]]:
     """Of ascending ``tokens [m]`` the most frequent, `most` of them, `END` left out; the lowest wins a tie.
 
     Returns:
@@ -157,9 +155,7 @@ def _runs(
     order = np.argsort(-np.diff(bounds), kind="stable")
     kept = [run for run in order[: most + 1].tolist() if tokens[bounds[run]] != END][:most]
     spans = [(int(bounds[run]), int(bounds[run + 1])) for run in kept]
-    return [
-        (int(tokens[start]) - 1, (stop - start) / len(tokens), places[start:stop] + 1) for start, stop in spans
-    ]
+    return [(int(tokens[start]) - 1, (stop - start) / len(tokens), places[start:stop] + 1) for start, stop in spans]
 
 
 def _most_frequent(tokens: list[int]) -> int:

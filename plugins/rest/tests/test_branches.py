@@ -109,7 +109,10 @@ def test_as_published_there_are_so_many_nodes_and_any_branches(tmp_path: Path) -
     ("options", "sentence"),
     [
         ({"branches": 0}, r"drafter\.branches is 0; it must be at least 1"),
-        ({"branches": 3, "num_nodes": 0}, r"drafter\.num_nodes is 0 and drafter\.branches 3; the tokens of a tree must"),
+        (
+            {"branches": 3, "num_nodes": 0},
+            r"drafter\.num_nodes is 0 and drafter\.branches 3; the tokens of a tree",
+        ),
         ({"num_nodes": 9}, r"drafter\.num_nodes is 9 and drafter\.branches 1; .*its branches at least 2"),
     ],
     ids=str,

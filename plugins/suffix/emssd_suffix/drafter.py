@@ -1,8 +1,8 @@
 """Suffix decoding: what followed the end of a row's text most often, in the row itself or in outputs that are finished.
 
-The length of a draft, which match it is made from and how a tree grows are those of SuffixDecoding (Oliaro et al. 2024),
-where a tree may have as many tokens as a chain, and here its depth is that of the chain; the automata and the choice
-between the row's own text and that of others are SAM-Decoding's (Hu et al. 2024).
+A chain's length and the match that it is made from are SuffixDecoding's (Oliaro et al. 2024), and so is a tree's growth.
+There a tree has as many tokens as the chain would have; here it is as deep, from the match that the chain is made from.
+The automata and the choice between the row's own text and that of others are SAM-Decoding's (Hu et al. 2024).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import ROOT, SEPARATOR, SuffixAutomaton
 from emssd_suffix.sources import Match, OutputCache
 
-__all__ = ["SuffixDrafter", "Speculation", "speculate"]
+__all__ = ["Speculation", "SuffixDrafter", "speculate"]
 
 
 class Speculation(NamedTuple):

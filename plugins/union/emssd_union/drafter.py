@@ -112,9 +112,7 @@ def _joined(rows: Seq[RowDraft]) -> Draft:
 def _own(outcome: Outcome, proposed: _Proposed, trees: Seq[dict[tuple[int, int], int]]) -> Outcome:
     """The outcome of one drafter's draft, of the merged one with these edges in each row."""
     accepted, targets, lengths = list[Seq[int]](), list[Seq[int]](), list[int]()
-    for row, children, right, chosen in zip(
-        proposed.rows, trees, outcome.accepted, outcome.target_ids, strict=True
-    ):
+    for row, children, right, chosen in zip(proposed.rows, trees, outcome.accepted, outcome.target_ids, strict=True):
         found = places(row, children)
         path = accepted_nodes(row.parents, found, set(right))
         lengths.append(len(found))

@@ -1,6 +1,6 @@
 """Merges the drafts of one row into one tree, and finds the nodes of each in what is left of it.
 
-Miao et al. 2024, "SpecInfer", arXiv 2305.09781, §3 (merge-based speculation) and Definition 3.2: the merged tree holds
+Miao et al. 2023, "SpecInfer", arXiv 2305.09781, §3 (merge-based speculation) and Definition 3.2: the merged tree holds
 every path of every tree, and each path once.
 """
 

@@ -73,11 +73,10 @@ def test_a_node_is_as_likely_as_the_surest_draft_says(several: list[RowDraft]) -
     assert tree.confidence == [max(said[path]) for path in found]
 
 
-@given(
-    several=st.lists(
-        st.tuples(TOKENS, st.lists(st.sampled_from([0.25, 0.5, 1.0]), max_size=6)), max_size=3, unique_by=lambda each: each[0]
-    )
-)
+SURE = st.tuples(TOKENS, st.lists(st.sampled_from([0.25, 0.5, 1.0]), max_size=6))  # a token, and one chain of it
+
+
+@given(several=st.lists(SURE, max_size=3, unique_by=lambda each: each[0]))
 def test_where_all_are_sure_the_likeliest_path_goes_on(several: list[tuple[int, list[float]]]) -> None:
     chains = [RowDraft([token] * len(sure), range(-1, len(sure) - 1), sure) for token, sure in several]
     tree, known = merge(chains, 99), dict(several)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -90,9 +91,11 @@ def drafts(draw: st.DrawFn, num_rows: int) -> Draft:
     tokens = [draw(st.lists(st.integers(3, 4), max_size=6)) for _ in range(num_rows)]
     draft = Draft.from_chains(tokens)
     if draw(st.booleans()):
-        draft = Draft.from_trees([[(t, draw(st.integers(-1, node - 1))) for node, t in enumerate(row)] for row in tokens])
-    sure = tuple(draw(st.sampled_from([0.2, 0.5, 1.0])) for _ in range(draft.indptr[-1])) if draw(st.booleans()) else None
-    return Draft(draft.token_ids, draft.indptr, draft.parents, sure)
+        trees = [[(token, draw(st.integers(-1, node - 1))) for node, token in enumerate(row)] for row in tokens]
+        draft = Draft.from_trees(trees)
+    if draw(st.booleans()):
+        return draft
+    return replace(draft, confidence=tuple(draw(st.sampled_from([0.2, 0.5, 1.0])) for _ in range(draft.indptr[-1])))
 
 
 def verified(batch: Batch, draft: Draft, seed: int) -> Outcome:
@@ -202,9 +205,8 @@ class Raising(Told):
 def test_a_drafter_that_fails_is_switched_off_alone(where: str) -> None:
     good, bad, batch = Told(chains([3, 4])), Raising(where), Batch((row_of([1]),))
     whole = union(bad, good, on_error="disable")
-    with pytest.warns(PluginWarning, match="drafter Raising (failed in|broke its interface).*switched off"):
-        draft = whole.propose(batch, [9])
-        whole.observe(verified(batch, draft, 0))
+    with pytest.warns(PluginWarning, match=r"drafter Raising (failed in|broke its interface).*switched off"):
+        whole.observe(verified(batch, whole.propose(batch, [9]), 0))
     assert paths_of(whole.propose(batch, [9])) == [(3,), (3, 4)]
     assert whole.num_speculative_tokens == 9
     assert len(good.outcomes) == 1
@@ -216,7 +218,7 @@ def test_a_drafter_that_fails_is_switched_off_alone(where: str) -> None:
 def test_or_ends_the_run_and_the_others_hear_of_the_step_first(where: str) -> None:
     good, bad, batch = Told(chains([3, 4])), Raising(where), Batch((row_of([1]),))
     whole = union(bad, good)
-    with pytest.raises(PluginError, match="drafter Raising (failed in|broke its interface)"):
+    with pytest.raises(PluginError, match=r"drafter Raising (failed in|broke its interface)"):
         whole.observe(verified(batch, whole.propose(batch, [9]), 0))
     assert len(good.outcomes) == (where == "observe")
 
@@ -316,7 +318,7 @@ def test_through_the_registry_a_draft_model_shares_the_memory_and_outputs_are_gr
     outputs = [[done.token_ids for done in each.generate(PROMPTS, 30)] for each in (engine, plain)]
     assert outputs[0] == outputs[1]
     own = engine.drafting.drafters[0].drafter.drafters[1].drafter._runner  # type: ignore[attr-defined]
-    assert 0 < own.usage.peak_pool
+    assert own.usage.peak_pool > 0
     assert own.usage.peak_pool + engine.runner.usage.peak_pool <= limit
 
 
