@@ -112,7 +112,8 @@ class StoreSearch:
             ranked = sorted(shared.items(), key=lambda each: -len(each[1]))[:branches]  # the lowest id wins a tie
             return [(token - 1, len(each) / len(rows), (each, column + 1)) for token, each in ranked]
 
-        return grow_tree(behind, following, num_nodes=num_nodes, depth=depth, branches=branches)
+        origin: _Texts = behind
+        return grow_tree(origin, following, num_nodes=num_nodes, depth=depth, branches=branches)
 
     def _sample(self, places: range, max_matches: int) -> npt.NDArray[Any]:
         if len(places) <= max_matches:
@@ -145,7 +146,7 @@ def _chain(ids: list[int], shares: list[float]) -> Tree:
     return Tree(ids, list(range(-1, len(ids) - 1)), shares)
 
 
-def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list[tuple[int, float, npt.NDArray[Any]]]:
+def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list[tuple[int, float, _Texts]]:
     """Of ascending ``tokens [m]`` the most frequent, `most` of them, `END` left out; the lowest wins a tie.
 
     Returns:

@@ -1,6 +1,6 @@
 """Suffix decoding: what followed the end of a row's text most often, in the row itself or in outputs that are finished.
 
-A chain's length and the match that it is made from are SuffixDecoding's (Oliaro et al. 2024), and so is a tree's growth.
+A chain's length, the match that it is made from and the growth of trees are SuffixDecoding's (Oliaro et al. 2024).
 There a tree has as many tokens as the chain would have; here it is as deep, from the match that the chain is made from.
 The automata and the choice between the row's own text and that of others are SAM-Decoding's (Hu et al. 2024).
 """
