@@ -215,9 +215,10 @@ def test_a_drafter_that_fails_is_switched_off_alone(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["propose", "vocabulary", "observe"])
-def test_or_ends_the_run_and_the_others_hear_of_the_step_first(where: str) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_or_ends_the_run_and_the_others_hear_of_the_step_all_the_same(where: str, is_first: bool) -> None:
     good, bad, batch = Told(chains([3, 4])), Raising(where), Batch((row_of([1]),))
-    whole = union(bad, good)
+    whole = union(bad, good) if is_first else union(good, bad)
     with pytest.raises(PluginError, match=r"drafter Raising (failed in|broke its interface)"):
         whole.observe(verified(batch, whole.propose(batch, [9]), 0))
     assert len(good.outcomes) == (where == "observe")
