@@ -162,6 +162,7 @@ def _context(
         tokenizer=tokenizer,
         load_runner=load_runner,
         make_drafter=make_drafter,
+        on_drafter_error=options.on_drafter_error,
     )
     return context
 

@@ -29,9 +29,11 @@ class DrafterContext:
             tokenizer (or ``None``); `trees` says whether its steps hold token trees. The memory of all caches is
             divided once all drafters are built: run it from `propose` on.
         make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
+        on_drafter_error: ``"disable"`` or ``"fail"``: what becomes of one that fails, for drafters that combine others.
     """
 
     vocab_size: int
     tokenizer: Any
     load_runner: LoadRunner
     make_drafter: Callable[[str, Mapping[str, Any]], Drafter]
+    on_drafter_error: str = "disable"

@@ -8,6 +8,7 @@ from enum import Enum
 
 from emssd.drafting.draft import Draft
 from emssd.drafting.drafter import Drafter
+from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.sequences import Batch, Sequence
 
 __all__ = ["LookupDrafter", "NGramIndex", "Occurrence"]
@@ -26,13 +27,15 @@ class NGramIndex:
     Args:
         size: n.
         num_behind: how many tokens must follow an n-gram before it counts.
-        occurrence: which place of an n-gram is found, if it has several.
+        occurrence: which places of an n-gram are found, if it has several.
+        num_places: how many of them.
     """
 
-    def __init__(self, size: int, num_behind: int, occurrence: Occurrence) -> None:
-        self._size, self._num_behind = size, num_behind
+    def __init__(self, size: int, num_behind: int, occurrence: Occurrence, num_places: int = 1) -> None:
+        self._size, self._num_behind, self._num_places = size, num_behind, num_places
         self._keep_first = occurrence == Occurrence.first
-        self._behind: dict[tuple[int, ...], int] = {}  # index of the token behind each n-gram
+        self._behind: dict[tuple[int, ...], int] = {}  # index of the token behind the chosen place of each n-gram
+        self._others: dict[tuple[int, ...], list[int]] = {}  # and of those that are chosen after it, if any are wanted
         self._next = size  # where the next n-gram to enter ends
 
     def extend(self, tokens: Seq[int], end: int) -> None:
@@ -43,6 +46,8 @@ class NGramIndex:
         stop = max(self._next, end - self._num_behind + 1)
         for place in range(self._next, stop):
             gram = tuple(tokens[place - self._size : place])
+            if self._num_places > 1 and gram in self._behind:
+                self._remember(gram, place)
             if not (self._keep_first and gram in self._behind):
                 self._behind[gram] = place
         self._next = stop
@@ -51,18 +56,37 @@ class NGramIndex:
         """Index of the token behind the chosen place of the n-gram that `tokens` ends with, or ``None``."""
         return self._behind.get(tuple(tokens[-self._size :]))
 
+    def find_all(self, tokens: Seq[int]) -> list[int]:
+        """The same for up to `num_places` places, that of `find` first."""
+        gram = tuple(tokens[-self._size :])
+        return [self._behind[gram], *self._others.get(gram, ())] if gram in self._behind else []
+
+    def _remember(self, gram: tuple[int, ...], place: int) -> None:
+        """Of an n-gram that is known, a further `place`: in order of choice, and no more than wanted."""
+        others = self._others.setdefault(gram, [])
+        if not self._keep_first:
+            others.insert(0, self._behind[gram])
+            del others[self._num_places - 1 :]
+        elif len(others) < self._num_places - 1:
+            others.append(place)
+
 
 class LookupDrafter(Drafter):
-    """Drafts, per row, what followed the row's latest n-gram at an earlier place in its own text.
+    """Drafts, per row, what followed the row's latest n-gram at an earlier place, or several, in its own text.
 
     The text is indexed as it grows, which finds what a search of the whole text would find in every step.
 
     Args:
         num_behind: maps each size n, in the order in which they are tried, to the number of tokens that must follow an
             n-gram before it counts.
-        num_speculative_tokens: the most tokens to copy.
+        num_speculative_tokens: the most tokens to copy from one place.
         occurrence: which place of an n-gram is copied from, if it has several.
         prompt_only: whether matches and copies come from the prompt alone, or from prompt and output.
+        branches: from how many places to copy. Several copies make one tree, where tokens that more of them have come
+            first; the confidence is their share.
+
+    Raises:
+        ConfigError: `branches` is below one.
     """
 
     def __init__(
@@ -71,13 +95,20 @@ class LookupDrafter(Drafter):
         num_speculative_tokens: int,
         occurrence: Occurrence,
         prompt_only: bool = False,
+        branches: int = 1,
     ) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
+        check_branches(branches)
+        self.num_speculative_tokens = branches * num_speculative_tokens
+        self.drafts_trees = branches > 1
+        self._copy_length, self._branches = num_speculative_tokens, branches
         self._num_behind, self._occurrence, self._prompt_only = num_behind, occurrence, prompt_only
         self._indexes: dict[str, list[NGramIndex]] = {}
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return Draft.from_chains(self._copy(row, limit) for row, limit in zip(batch, budget, strict=True))
+        pairs = zip(batch, budget, strict=True)
+        if self.drafts_trees:
+            return joined_trees(self._tree(row, limit) for row, limit in pairs)
+        return Draft.from_chains(self._copy(row, limit) for row, limit in pairs)
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -86,17 +117,43 @@ class LookupDrafter(Drafter):
     def _copy(self, row: Sequence, budget: int) -> Seq[int]:
         if budget == 0:
             return ()
-        tokens = row.tokens
-        end = len(row.request.prompt_ids) if self._prompt_only else len(tokens)
+        tokens, end = row.tokens, self._end(row)
+        for index in self._extended(row, end):
+            place = index.find(tokens)
+            if place is not None:
+                return tokens[place : min(place + self._copy_length, place + budget, end)]
+        return ()
+
+    def _tree(self, row: Sequence, budget: int) -> Tree:
+        depth = min(self._copy_length, row.num_remaining - 1)
+        if min(budget, depth) < 1:
+            return Tree([], [], [])
+        tokens, end = row.tokens, self._end(row)
+        found = (index.find_all(tokens) for index in self._extended(row, end))
+        places = next(filter(None, found), [])
+
+        def following(places: list[int]) -> list[tuple[int, float, list[int]]]:
+            shared: dict[int, list[int]] = {}
+            for place in places:
+                if place < end:
+                    shared.setdefault(tokens[place], []).append(place + 1)
+            ranked = sorted(shared.items(), key=lambda each: -len(each[1]))  # of equals, the preferred place first
+            return [(token, len(each) / len(places), each) for token, each in ranked]
+
+        return grow_tree(places, following, num_nodes=budget, depth=depth, branches=self._branches)
+
+    def _end(self, row: Sequence) -> int:
+        """Where the text ends that is searched and copied from."""
+        return len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
+
+    def _extended(self, row: Sequence, end: int) -> list[NGramIndex]:
+        """The row's indexes, one for each size, with all that there is of its text."""
         indexes = self._indexes.get(row.request_id)
         if indexes is None:
             indexes = self._indexes[row.request_id] = [
-                NGramIndex(size, num_behind, self._occurrence) for size, num_behind in self._num_behind.items()
+                NGramIndex(size, num_behind, self._occurrence, self._branches)
+                for size, num_behind in self._num_behind.items()
             ]
         for index in indexes:
-            index.extend(tokens, end)
-        for index in indexes:
-            place = index.find(tokens)
-            if place is not None:
-                return tokens[place : min(place + self.num_speculative_tokens, place + budget, end)]
-        return ()
+            index.extend(row.tokens, end)
+        return indexes

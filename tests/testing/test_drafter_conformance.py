@@ -27,6 +27,11 @@ class TestLLMA(DrafterConformance):
     options = {"match_length": 1, "search": "prompt_and_output", "require_full_copy": False}  # noqa: RUF012
 
 
+class TestLLMATree(DrafterConformance):
+    plugin = "llma"
+    options = TestLLMA.options | {"branches": 3, "copy_length": 4}
+
+
 class TestDraftModel(DrafterConformance):
     plugin = "draft_model"
     num_examples = 2  # a model in the loop takes its time
@@ -43,8 +48,18 @@ class TestPLD(DrafterConformance):
     options = {"max_ngram_size": 2, "num_speculative_tokens": 3, "require_full_copy": False}  # noqa: RUF012
 
 
+class TestPLDTree(DrafterConformance):
+    plugin = "pld"
+    options = TestPLD.options | {"branches": 2, "occurrence": "last"}
+
+
 class TestSuffix(DrafterConformance):
     plugin = "suffix"
+
+
+class TestSuffixTree(DrafterConformance):
+    plugin = "suffix"
+    options = {"branches": 3, "num_speculative_tokens": 4, "max_spec_factor": 2.0}  # noqa: RUF012
 
 
 class TestSuffixWithCache(DrafterConformance):
@@ -67,6 +82,25 @@ class TestTokenRecycling(DrafterConformance):
 class TestRest(DrafterConformance):
     def make_drafter(self, context: DrafterContext) -> Drafter:
         return RestDrafter.load(RestConfig(store=_store(context.vocab_size), min_match=1), context)
+
+
+class TestRestTree(DrafterConformance):
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        config = RestConfig(store=_store(context.vocab_size), min_match=1, branches=4, num_speculative_tokens=4)
+        return RestDrafter.load(config, context)
+
+
+class TestUnion(DrafterConformance):
+    plugin = "union"
+    options = {  # noqa: RUF012
+        "drafters": ["llma", "suffix"],
+        "options": {"llma": {"match_length": 1, "copy_length": 3}, "suffix": {"branches": 2}},
+    }
+
+
+class TestUnionWithADraftModel(DrafterConformance):
+    plugin = "union"
+    num_examples = 2
 
 
 @cache

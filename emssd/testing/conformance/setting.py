@@ -92,6 +92,7 @@ def setting(architecture: str, vocab_size: int) -> Setting:
         tokenizer=tokenizer,
         load_runner=load_runner,
         make_drafter=make_drafter,
+        on_drafter_error="fail",
     )
     return Setting(f"{architecture}, {vocab_size} tokens", References(target, NEW_TOKENS), context)
 

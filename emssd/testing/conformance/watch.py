@@ -50,6 +50,11 @@ class WatchedDrafter(Drafter):
         """The most tokens it proposes for one row in one step."""
         return self.drafter.num_speculative_tokens
 
+    @property
+    def drafts_trees(self) -> bool:  # type: ignore[override]  # as above
+        """Whether it drafts trees."""
+        return self.drafter.drafts_trees
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._rows = {row.request_id: row for row in batch}
         limits, before = list(budget), state_of(batch)
@@ -59,7 +64,7 @@ class WatchedDrafter(Drafter):
         self.seconds += time.perf_counter() - start
         unchanged(before, batch, "propose")
         with named("drafter.draft", "reading the draft"):
-            _check(draft, batch, limits, self._vocab_size)
+            _check(draft, batch, limits, self._vocab_size, self.drafts_trees)
         self.num_tokens += draft.token_ids.numel()
         self._proposed = _chains(batch, draft)
         return draft
@@ -98,7 +103,7 @@ class WatchedDrafter(Drafter):
                 )
 
 
-def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int) -> None:
+def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int, trees: bool) -> None:
     """Hold a draft to its rules, each by name; the engine's own check has the last word."""
     if not isinstance(draft, Draft):
         broken("drafter.draft", f"propose returned a {type(draft).__name__}; return an emssd.drafting.Draft")
@@ -113,7 +118,7 @@ def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int) -> None
             check_ids(draft.token_ids.tolist(), vocab_size)
     except DraftError as error:
         broken("drafter.vocabulary", str(error))
-    check_draft(draft, batch, limits, vocab_size)
+    check_draft(draft, batch, limits, vocab_size, trees=trees)
 
 
 def _chains(batch: Batch, draft: Draft) -> dict[str, list[int]]:

@@ -28,6 +28,8 @@ class LLMAConfig:
         search: look in the ``prompt`` only, or in ``prompt_and_output``.
         occurrence: copy from the ``first`` or the ``last`` of several matches.
         require_full_copy: only matches that have `copy_length` tokens behind them count.
+        branches: copy from up to this many matches, in the order of `occurrence`, and draft the tree of these copies
+            (1: a chain). Tokens that more copies share come first.
     """
 
     match_length: int = 2
@@ -35,6 +37,7 @@ class LLMAConfig:
     search: Search = Search.prompt
     occurrence: Occurrence = Occurrence.last
     require_full_copy: bool = True
+    branches: int = 1
 
 
 def _build(config: LLMAConfig, context: DrafterContext) -> Drafter:

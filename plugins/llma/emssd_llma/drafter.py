@@ -14,13 +14,13 @@ __all__ = ["LLMADrafter"]
 
 
 class LLMADrafter(LookupDrafter):
-    """Drafts, per row, what followed the row's latest `match_length` tokens at an earlier place.
+    """Drafts, per row, what followed the row's latest `match_length` tokens at an earlier place, or several.
 
     Args:
         config: see `LLMAConfig`.
 
     Raises:
-        ConfigError: a length below one, or a choice that does not exist.
+        ConfigError: a length or a number of branches below one, or a choice that does not exist.
     """
 
     def __init__(self, config: LLMAConfig) -> None:
@@ -35,4 +35,5 @@ class LLMADrafter(LookupDrafter):
                 f"{' or '.join(Search)}, and {' or '.join(Occurrence)}"
             )
         num_behind = {config.match_length: config.copy_length if config.require_full_copy else 1}
-        super().__init__(num_behind, config.copy_length, config.occurrence, config.search == Search.prompt)
+        prompt_only = config.search == Search.prompt
+        super().__init__(num_behind, config.copy_length, config.occurrence, prompt_only, config.branches)

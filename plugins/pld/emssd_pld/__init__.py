@@ -24,6 +24,8 @@ class PLDConfig:
         occurrence: copy from the ``first`` or the ``last`` of several matches (first).
         require_full_copy: only matches with `num_speculative_tokens` behind them count, and these begin before the
             latest n-gram itself (true; false in Transformers, where one token behind the match is enough).
+        branches: copy from up to this many matches of the longest n-gram that has any, in the order of `occurrence`,
+            and draft the tree of these copies (1: a chain). Tokens that more copies share come first.
     """
 
     max_ngram_size: int = 3
@@ -31,6 +33,7 @@ class PLDConfig:
     num_speculative_tokens: int = 10
     occurrence: Occurrence = Occurrence.first
     require_full_copy: bool = True
+    branches: int = 1
 
 
 def _build(config: PLDConfig, context: DrafterContext) -> Drafter:

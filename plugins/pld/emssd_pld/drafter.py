@@ -20,7 +20,7 @@ class PLDDrafter(LookupDrafter):
         config: see `PLDConfig`.
 
     Raises:
-        ConfigError: a size below one, sizes in the wrong order, or a choice that does not exist.
+        ConfigError: a size or `branches` below one, sizes in the wrong order, or a choice that does not exist.
     """
 
     def __init__(self, config: PLDConfig) -> None:
@@ -37,4 +37,4 @@ class PLDDrafter(LookupDrafter):
             size: max(copied, size + 1) if config.require_full_copy else 1
             for size in range(config.max_ngram_size, config.min_ngram_size - 1, -1)
         }
-        super().__init__(num_behind, copied, config.occurrence)
+        super().__init__(num_behind, copied, config.occurrence, branches=config.branches)

@@ -12,14 +12,18 @@ __all__ = ["RestConfig", "emssd_drafters"]
 
 @dataclass
 class RestConfig:
-    """Options of `drafter=rest`; the defaults are the setting of REST's paper and of its reference code.
+    """Options of `drafter=rest`; the defaults are the setting of REST's paper and of its reference code, for chains.
+
+    With trees, that setting is ``branches=64 num_nodes=64``, the preset `drafter=rest_original`.
 
     Attributes:
         store: folder of the datastore; ``emssd-rest build CORPUS.jsonl FOLDER --tokenizer MODEL`` makes one.
-        num_speculative_tokens: the most tokens drafted per row and step.
+        num_speculative_tokens: the most tokens drafted per row and step, on one branch.
         min_match, max_match: how many of the latest tokens must stand in the store; of these lengths, the longest that
             does is used.
         max_matches: of more places than these, an even sample is looked at.
+        branches: draft the tree of the most frequent continuations, with up to this many ends (1: a chain).
+        num_nodes: the most tokens of such a tree (null: all that its branches may have together).
     """
 
     store: str | None = None
@@ -27,6 +31,8 @@ class RestConfig:
     min_match: int = 2
     max_match: int = 16
     max_matches: int = 5000
+    branches: int = 1
+    num_nodes: int | None = None
 
 
 def _build(config: RestConfig, context: DrafterContext) -> Drafter:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.drafting.growth import Tree, check_branches, joined_trees
 from emssd.errors import ConfigError
-from emssd.sequences import Batch
+from emssd.sequences import Batch, Sequence
 from emssd_rest import RestConfig
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Store, fingerprint
@@ -22,7 +24,7 @@ class RestDrafter(Drafter):
         store: an open store whose ids are the target's.
 
     Raises:
-        ConfigError: a length below one, or `min_match` above `max_match`.
+        ConfigError: a length or a number below one, or `min_match` above `max_match`.
     """
 
     def __init__(self, config: RestConfig, store: Store) -> None:
@@ -34,10 +36,20 @@ class RestDrafter(Drafter):
                 f"drafter.min_match is {config.min_match} and drafter.max_match {config.max_match}; "
                 f"no match is that long and that short"
             )
+        check_branches(config.branches)
+        self._most_nodes = config.branches * config.num_speculative_tokens
+        if config.num_nodes is not None:
+            if config.num_nodes < 1 or config.branches == 1:
+                raise ConfigError(
+                    f"drafter.num_nodes is {config.num_nodes} and drafter.branches {config.branches}; the tokens of a "
+                    f"tree must be at least 1, and its branches at least 2"
+                )
+            self._most_nodes = min(self._most_nodes, config.num_nodes)
         self._config = config
         self._search = StoreSearch(store)
         self._path, self._num_ids = store.path, store.header.num_ids
-        self.num_speculative_tokens = config.num_speculative_tokens
+        self.num_speculative_tokens = self._most_nodes
+        self.drafts_trees = config.branches > 1
 
     @classmethod
     def load(cls, config: RestConfig, context: DrafterContext) -> RestDrafter:
@@ -56,24 +68,32 @@ class RestDrafter(Drafter):
         return cls(config, store)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        most = self.num_speculative_tokens
-        pairs = zip(batch, budget, strict=True)
-        return Draft.from_chains(self._draft(row.tokens, min(limit, most)) for row, limit in pairs)
+        rows = [self._draft(row, min(limit, self._most_nodes)) for row, limit in zip(batch, budget, strict=True)]
+        if self.drafts_trees:
+            return joined_trees(rows)
+        draft = Draft.from_chains(row.token_ids for row in rows)
+        return replace(draft, confidence=tuple(chance for row in rows for chance in row.confidence))
 
-    def _draft(self, tokens: Seq[int], limit: int) -> list[int]:
-        config = self._config
-        if limit < 1:
-            return []
+    def _draft(self, row: Sequence, limit: int) -> Tree:
+        config, nothing = self._config, Tree([], [], [])
+        depth = min(config.num_speculative_tokens, row.num_remaining - 1) if self.drafts_trees else limit
+        if min(limit, depth) < 1:
+            return nothing
         try:
-            match, places = self._search.longest(tokens, config.min_match, config.max_match)
-            ids = self._search.chain(match, places, limit, config.max_matches) if match else []
+            match, places = self._search.longest(row.tokens, config.min_match, config.max_match)
+            if not match:
+                return nothing
+            behind = self._search.behind(match, places, config.max_matches)
+            drafted = (
+                self._search.tree(behind, depth, limit, config.branches)
+                if self.drafts_trees
+                else self._search.weighted_chain(behind, limit)
+            )
         except IndexError as error:
             raise self._damaged(f"{SUFFIXES} points outside of {TOKENS}") from error
-        if ids and max(ids) >= self._num_ids:
-            raise self._damaged(
-                f"{TOKENS} holds the id {max(ids)}, and {HEADER} tells of ids up to {self._num_ids - 1}"
-            )
-        return ids
+        if (largest := max(drafted.token_ids, default=0)) >= self._num_ids:
+            raise self._damaged(f"{TOKENS} holds the id {largest}, and {HEADER} tells of ids up to {self._num_ids - 1}")
+        return drafted
 
     def _damaged(self, what: str) -> ConfigError:
         return ConfigError(f"store {self._path} is damaged: {what}; build it anew")

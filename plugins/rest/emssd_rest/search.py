@@ -1,7 +1,7 @@
 """Finds the latest tokens of a row in a store, and what most often follows them there.
 
 He et al. 2023, "REST: Retrieval-Based Speculative Decoding" (arXiv 2311.08252), §3.2: the longest suffix of the context
-that occurs exactly. Where REST verifies the heaviest part of the trie of what follows, this takes its heaviest chain.
+that occurs exactly; and §3.3: the most frequent prefixes of the trie of what follows, or its heaviest chain alone.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from emssd.drafting.growth import Tree, grow_tree
 from emssd_rest.store import END, Store
 
 __all__ = ["StoreSearch"]
 
 _FEW = 48  # places up to which lists are faster than arrays
+_Texts: TypeAlias = npt.NDArray[Any] | tuple[list[list[int]], int]
+"""Many places, or what stands at a few, and how much of it has been read."""
 
 
 class StoreSearch:
@@ -65,31 +68,62 @@ class StoreSearch:
             num_tokens: the most tokens to give.
             max_matches: of more places, a sample at even distances is looked at.
         """
-        behind = self._sample(places, max_matches) + match
-        ids: list[int] = []
+        return self.weighted_chain(self.behind(match, places, max_matches), num_tokens).token_ids
+
+    def behind(self, match: int, places: range, max_matches: int) -> npt.NDArray[Any]:
+        """``[m]`` the places of what follows a match, in the order of what stands there; see `chain`."""
+        return self._sample(places, max_matches) + match
+
+    def weighted_chain(self, behind: npt.NDArray[Any], num_tokens: int) -> Tree:
+        """`chain`, with the share of places where each token follows those before it."""
+        ids, shares = list[int](), list[float]()
         while behind.size > _FEW and len(ids) < num_tokens:
             following = self._tokens[behind]  # in ascending order, as the suffixes are
             start, stop = _longest_run(following)
             if start == stop:
-                return ids
+                return _chain(ids, shares)
             ids.append(int(following[start]) - 1)
+            shares.append((stop - start) / len(following))
             behind = behind[start:stop] + 1
-        offsets = np.arange(num_tokens - len(ids))
-        # Beyond the end of the last document there is nothing but its end.
-        rows = self._tokens.take(behind[:, None] + offsets, mode="clip").tolist()
-        for depth in range(len(offsets)):
+        rows = self._texts(behind, num_tokens - len(ids))
+        for depth in range(num_tokens - len(ids)):
             following = [row[depth] for row in rows]
             token = following[0] if following[0] == following[-1] else _most_frequent(following)
             if token == END:
                 break
             rows = [row for row in rows if row[depth] == token]
             ids.append(token - 1)
-        return ids
+            shares.append(len(rows) / len(following))
+        return _chain(ids, shares)
+
+    def tree(self, behind: npt.NDArray[Any], depth: int, num_nodes: int, branches: int) -> Tree:
+        """The most frequent continuations as a tree, best first; see `emssd.drafting.growth.grow_tree`."""
+
+        def following(texts: _Texts) -> list[tuple[int, float, _Texts]]:
+            if isinstance(texts, np.ndarray):
+                if len(texts) > _FEW:
+                    return _runs(self._tokens[texts], texts, branches)
+                texts = self._texts(texts, depth), 0
+            rows, column = texts
+            shared: dict[int, list[list[int]]] = {}
+            for row in rows:
+                shared.setdefault(row[column], []).append(row)
+            shared.pop(END, None)
+            ranked = sorted(shared.items(), key=lambda each: -len(each[1]))[:branches]  # the lowest id wins a tie
+            return [(token - 1, len(each) / len(rows), (each, column + 1)) for token, each in ranked]
+
+        origin: _Texts = behind
+        return grow_tree(origin, following, num_nodes=num_nodes, depth=depth, branches=branches)
 
     def _sample(self, places: range, max_matches: int) -> npt.NDArray[Any]:
         if len(places) <= max_matches:
             return self._suffixes[places.start : places.stop]
         return self._suffixes[places.start + np.arange(max_matches) * len(places) // max_matches]
+
+    def _texts(self, places: npt.NDArray[Any], num_tokens: int) -> list[list[int]]:
+        """What stands at a few `places`; beyond the end of the last document there is nothing but its end."""
+        rows: list[list[int]] = self._tokens.take(places[:, None] + np.arange(num_tokens), mode="clip").tolist()
+        return rows
 
     def _encoded(self, context: Seq[int]) -> bytes:
         """The latest of these ids that the store can hold at all, as the store writes them."""
@@ -106,6 +140,23 @@ class StoreSearch:
             return data[place * width : place * width + size].tobytes()
 
         return read
+
+
+def _chain(ids: list[int], shares: list[float]) -> Tree:
+    return Tree(ids, list(range(-1, len(ids) - 1)), shares)
+
+
+def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list[tuple[int, float, _Texts]]:
+    """Of ascending ``tokens [m]`` the most frequent, `most` of them, `END` left out; the lowest wins a tie.
+
+    Returns:
+        The id of each, its share, and the places behind those of its `places`.
+    """
+    bounds = np.concatenate(([0], np.flatnonzero(tokens[1:] != tokens[:-1]) + 1, [len(tokens)]))
+    order = np.argsort(-np.diff(bounds), kind="stable")
+    kept = [run for run in order[: most + 1].tolist() if tokens[bounds[run]] != END][:most]
+    spans = [(int(bounds[run]), int(bounds[run + 1])) for run in kept]
+    return [(int(tokens[start]) - 1, (stop - start) / len(tokens), places[start:stop] + 1) for start, stop in spans]
 
 
 def _most_frequent(tokens: list[int]) -> int:

@@ -19,7 +19,8 @@ class SuffixConfig:
     implementation where it retrieves only.
 
     Attributes:
-        num_speculative_tokens: the most tokens drafted for one row in one step (15, ``n_predicts`` of [B]).
+        num_speculative_tokens: the most tokens drafted for one row in one step, on one branch (15, ``n_predicts`` of
+            [B]).
         max_tree_depth: match and draft together are no longer than this; so a match is of up to ``max_tree_depth -
             num_speculative_tokens`` tokens (64, of [A]).
         max_spec_factor: a match of ``p`` tokens allows a draft of up to ``max_spec_factor * p`` (1.0, α of [A]).
@@ -32,6 +33,8 @@ class SuffixConfig:
             about half a kilobyte.
         cache_bias: the cache is preferred where its match is longer than the row's own by more than this (5,
             ``len_bias`` of [B]); where the row's own text has nothing, it is asked in any case.
+        branches: from the match that a chain would be made of, draft the tree of the likeliest continuations, by the
+            product of frequencies, with up to this many ends (1: a chain).
     """
 
     num_speculative_tokens: int = 15
@@ -41,6 +44,7 @@ class SuffixConfig:
     min_match_length: int = 1
     cache_tokens: int = 0
     cache_bias: int = 5
+    branches: int = 1
 
 
 def _build(config: SuffixConfig, context: DrafterContext) -> Drafter:

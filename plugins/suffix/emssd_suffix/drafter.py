@@ -1,25 +1,49 @@
 """Suffix decoding: what followed the end of a row's text most often, in the row itself or in outputs that are finished.
 
-The length of a draft and which match it is made from are those of SuffixDecoding (Oliaro et al. 2024), here for chains;
-the automata and the choice between the row's own text and that of others are SAM-Decoding's (Hu et al. 2024).
+A chain's length, the match that it is made from and the growth of trees are SuffixDecoding's (Oliaro et al. 2024).
+There a tree has as many tokens as the chain would have; here it is as deep, from the match that the chain is made from.
+The automata and the choice between the row's own text and that of others are SAM-Decoding's (Hu et al. 2024).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from heapq import nsmallest
+from typing import NamedTuple
 
 from emssd.drafting import Draft, Drafter, Outcome
+from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Sequence
 from emssd_suffix import SuffixConfig
-from emssd_suffix.automaton import SuffixAutomaton
+from emssd_suffix.automaton import ROOT, SEPARATOR, SuffixAutomaton
 from emssd_suffix.sources import Match, OutputCache
 
-__all__ = ["SuffixDrafter", "speculate"]
+__all__ = ["Speculation", "SuffixDrafter", "speculate"]
 
 
-def speculate(match: Match, config: SuffixConfig, budget: int) -> list[int]:
+class Speculation(NamedTuple):
+    """The chain that a match gives.
+
+    Attributes:
+        tokens: the chain.
+        confidence: for each the frequency with which it followed the one before.
+        state: of the matched string that it continues.
+        limit: of tokens behind that string.
+    """
+
+    tokens: list[int]
+    confidence: list[float]
+    state: int
+    limit: int
+
+
+_NOTHING = Speculation([], [], ROOT, 0)
+
+
+def speculate(match: Match, config: SuffixConfig, budget: int) -> Speculation:
     """The draft with the highest score that any of the matched strings gives; the longest string wins a tie.
 
     From a string of ``p`` tokens, the token that followed most often is appended again and again, up to `budget` and
@@ -27,25 +51,50 @@ def speculate(match: Match, config: SuffixConfig, budget: int) -> list[int]:
     the sum of these products: how many tokens the frequencies promise (SuffixDecoding).
     """
     edges, counts, favourites = match.automaton.edges, match.automaton.counts, match.automaton.favourites
-    chosen: list[int] = []
-    best_score = 0.0
-    for state, length in match.suffixes:
+    best, best_score = _NOTHING, 0.0
+    for origin, length in match.suffixes:
         limit = int(min(budget, config.max_spec_factor * length))
         if limit <= best_score or length < config.min_match_length:
             break  # no product is above 1, and all that follow are shorter
-        tokens: list[int] = []
-        product, score = 1.0, 0.0
+        tokens, confidence = list[int](), list[float]()
+        state, product, score = origin, 1.0, 0.0
         while len(tokens) < limit and (token := favourites[state]) >= 0:
             following = edges[state][token]
-            product *= counts[following] / (counts[state] - (state in match.ends))
+            frequency = counts[following] / (counts[state] - (state in match.ends))
+            product *= frequency
             if product < config.min_token_prob:
                 break
             tokens.append(token)
+            confidence.append(frequency)
             score += product
             state = following
         if score > best_score:
-            chosen, best_score = tokens, score
-    return chosen
+            best, best_score = Speculation(tokens, confidence, origin, limit), score
+    return best
+
+
+def _grown(match: Match, chain: Speculation, config: SuffixConfig, budget: int) -> Tree:
+    """The tree of the likeliest tokens behind the string that `chain` continues."""
+    automaton, ends = match.automaton, match.ends
+
+    def following(state: int) -> list[tuple[int, float, int]]:
+        edges, counts, favourite = automaton.edges[state], automaton.counts, automaton.favourites[state]
+        ranked = nsmallest(
+            config.branches,
+            (token for token in edges if token != SEPARATOR),
+            key=lambda token: (-counts[edges[token]], token != favourite, token),
+        )
+        total = counts[state] - (state in ends)
+        return [(token, counts[edges[token]] / total, edges[token]) for token in ranked]
+
+    return grow_tree(
+        chain.state,
+        following,
+        num_nodes=budget,
+        depth=chain.limit,
+        branches=config.branches,
+        least=config.min_token_prob,
+    )
 
 
 class SuffixDrafter(Drafter):
@@ -66,13 +115,15 @@ class SuffixDrafter(Drafter):
         self._rows: dict[str, SuffixAutomaton] = {}
         self._cache: OutputCache | None = None
         self.reset()
-        self.num_speculative_tokens = config.num_speculative_tokens
+        self.num_speculative_tokens = config.branches * config.num_speculative_tokens
+        self.drafts_trees = config.branches > 1
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        chains = list[list[int]]()
-        for row, limit in zip(batch, budget, strict=True):
-            chains.append(self._draft(row, min(limit, self.num_speculative_tokens)) if limit else [])
-        return Draft.from_chains(chains)
+        rows = [self._draft(row, limit) for row, limit in zip(batch, budget, strict=True)]
+        if self.drafts_trees:
+            return joined_trees(rows)
+        draft = Draft.from_chains(row.token_ids for row in rows)
+        return replace(draft, confidence=tuple(chance for row in rows for chance in row.confidence))
 
     def observe(self, outcome: Outcome) -> None:
         """Remember the outputs that are finished, in row order."""
@@ -92,22 +143,34 @@ class SuffixDrafter(Drafter):
         if config.cache_tokens:
             self._cache = OutputCache(config.cache_tokens, config.max_tree_depth, self._max_match)
 
-    def _draft(self, row: Sequence, limit: int) -> list[int]:
+    def _draft(self, row: Sequence, budget: int) -> Tree:
         """From the longest match that gives something; the row's own text has a lead."""
+        config, depth = self._config, min(budget, self._config.num_speculative_tokens)
+        if self.drafts_trees:
+            depth = min(depth, row.num_remaining - 1)
+        if depth < 1:
+            return Tree([], [], [])
+        for match in self._matches(row):
+            chain = speculate(match, config, depth)
+            if chain.tokens and self.drafts_trees:
+                return _grown(match, chain, config, budget)
+            if chain.tokens:
+                return Tree(chain.tokens, list(range(-1, len(chain.tokens) - 1)), chain.confidence)
+        return Tree([], [], [])
+
+    def _matches(self, row: Sequence) -> list[Match]:
+        """Where the end of the row's text stands, in the order of preference."""
         own = self._rows.get(row.request_id)
         if own is None:
             own = self._rows[row.request_id] = SuffixAutomaton(self._config.max_tree_depth)
         own.extend(row.tokens[own.num_tokens :])
         matches = [Match(own, *own.repeated(self._max_match))]
-        if self._cache is not None:
-            lead = matches[0].length + self._config.cache_bias
-            others = self._cache.matches(row.request_id, row.tokens)
-            longer = [match for match in others if match.length > lead]
-            matches = [*_longest_first(longer), *matches, *_longest_first(m for m in others if m.length <= lead)]
-        for match in matches:
-            if chain := speculate(match, self._config, limit):
-                return chain
-        return []
+        if self._cache is None:
+            return matches
+        lead = matches[0].length + self._config.cache_bias
+        others = self._cache.matches(row.request_id, row.tokens)
+        longer = [match for match in others if match.length > lead]
+        return [*_longest_first(longer), *matches, *_longest_first(m for m in others if m.length <= lead)]
 
 
 def _longest_first(matches: Iterable[Match]) -> list[Match]:
@@ -120,6 +183,7 @@ def _check(config: SuffixConfig) -> None:
     Raises:
         ConfigError: says which option, and what it may be.
     """
+    check_branches(config.branches)
     depth, longest = config.max_tree_depth, config.max_tree_depth - config.num_speculative_tokens
     allowed = {
         "num_speculative_tokens": (config.num_speculative_tokens >= 1, "at least 1"),

@@ -1,0 +1,121 @@
+"""Union: every drafter drafts for every row, and one tree of all their drafts is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from emssd.attention.transfer import to_host
+from emssd.drafting import Draft, Drafter, Outcome
+from emssd.drafting.checked import CheckedDrafter
+from emssd.sequences import Batch
+from emssd_union.merging import RowDraft, accepted_nodes, children_of, merge, places
+
+__all__ = ["UnionDrafter"]
+
+
+class _Proposed(NamedTuple):
+    """What one drafter drafted in this step: the draft, and its ids on the host, by row."""
+
+    draft: Draft
+    rows: list[RowDraft]
+
+
+class UnionDrafter(Drafter):
+    """Merges the drafts of several drafters into one tree per row.
+
+    Ids that a drafter leaves on a device are brought to the host, as merging compares them: the host waits for that
+    drafter. Each drafter hears what became of its own draft, as if that alone had been verified: the beginning of it
+    that was left in the tree, the accepted nodes among these, and the target's choice behind each.
+
+    Args:
+        drafters: at least one. One that fails drafts nothing from then on, or raises, as it was made to.
+    """
+
+    drafts_trees = True
+
+    def __init__(self, drafters: Seq[CheckedDrafter]) -> None:
+        self.drafters = tuple(drafters)
+        self.replays = "; ".join(said for each in drafters if (said := each.drafter.replays)) or None
+        self._names: tuple[str, ...] = ()  # of the rows that were drafted for last
+        self._proposed: list[_Proposed] = []  # by drafter
+
+    @property
+    def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: a drafter may fail on the way
+        """The most tokens of all drafters together."""
+        return sum(drafter.num_speculative_tokens for drafter in self.drafters)
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self._names, self._proposed = (), []
+        proposed = [_asked(drafter, batch, budget) for drafter in self.drafters]
+        rows = [merge([each.rows[row] for each in proposed], limit) for row, limit in enumerate(budget)]
+        self._names, self._proposed = tuple(batch.request_ids), proposed
+        return _joined(rows)
+
+    def observe(self, outcome: Outcome) -> None:
+        draft = outcome.draft
+        rows = _rows(draft, to_host(draft.token_ids))
+        if tuple(outcome.batch.request_ids) != self._names:  # nothing was drafted for these
+            self._proposed = [_Proposed(Draft.empty(len(rows)), [RowDraft((), ())] * len(rows)) for _ in self.drafters]
+        trees = [children_of(row) for row in rows]
+        with ExitStack() as everybody:
+            for drafter, proposed in reversed(list(zip(self.drafters, self._proposed, strict=True))):
+                everybody.callback(drafter.observe, _own(outcome, proposed, trees))
+        self._names, self._proposed = (), []
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        with ExitStack() as everybody:
+            for drafter in reversed(self.drafters):
+                everybody.callback(drafter.release, request_ids)
+
+    def reset(self) -> None:
+        for drafter in self.drafters:
+            drafter.reset()
+
+
+def _asked(drafter: CheckedDrafter, batch: Batch, budget: Seq[int]) -> _Proposed:
+    """What `drafter` drafts, within its own limits."""
+    most = drafter.num_speculative_tokens
+    limits = [min(limit, most) for limit in budget]
+    if not drafter.drafts_trees:  # a chain ends before the row does
+        limits = [min(limit, max(0, row.num_remaining - 1)) for row, limit in zip(batch, limits, strict=True)]
+    draft = drafter.propose(batch, limits)
+    ids = to_host(draft.token_ids)
+    if not draft.on_host:
+        drafter.check_ids(ids)
+        if drafter.failure:
+            return _Proposed(Draft.empty(len(batch)), [RowDraft((), ())] * len(batch))
+    return _Proposed(draft, _rows(draft, ids))
+
+
+def _rows(draft: Draft, ids: Seq[int]) -> list[RowDraft]:
+    """`draft` row by row, its ``ids [num_draft]`` on the host."""
+    sure, bounds = draft.confidence, zip(draft.indptr, draft.indptr[1:], strict=False)
+    return [
+        RowDraft(ids[start:stop], draft.tree(row), None if sure is None else sure[start:stop])
+        for row, (start, stop) in enumerate(bounds)
+    ]
+
+
+def _joined(rows: Seq[RowDraft]) -> Draft:
+    """One draft of all rows; it tells its confidence if every row has one."""
+    draft = Draft.from_trees(list(zip(row.token_ids, row.parents, strict=True)) for row in rows)
+    sure = [row.confidence for row in rows if row.confidence is not None]
+    if len(sure) < len(rows):
+        return draft
+    return Draft(draft.token_ids, draft.indptr, draft.parents, tuple(each for row in sure for each in row))
+
+
+def _own(outcome: Outcome, proposed: _Proposed, trees: Seq[dict[tuple[int, int], int]]) -> Outcome:
+    """The outcome of one drafter's draft, of the merged one with these edges in each row."""
+    accepted, targets, lengths = list[Seq[int]](), list[Seq[int]](), list[int]()
+    for row, children, right, chosen in zip(proposed.rows, trees, outcome.accepted, outcome.target_ids, strict=True):
+        found = places(row, children)
+        path = accepted_nodes(row.parents, found, set(right))
+        lengths.append(len(found))
+        accepted.append(range(len(path)) if proposed.draft.parents is None else path)
+        targets.append([*chosen[:1], *(chosen[place + 1] for place in found)])
+    return Outcome(outcome.batch, proposed.draft.cut(lengths), tuple(accepted), tuple(targets))

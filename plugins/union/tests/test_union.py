@@ -1,0 +1,379 @@
+"""Every drafter hears what would have become of its own draft alone, and outputs are greedy.
+
+Oracle of what a drafter hears: `verify_greedy` of its draft alone, for a target whose choice is a function of the path.
+Oracle of outputs: `greedy_reference`, float64. Oracle of a draft model's cache: a drafter that has just been made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emssd_cascade import CascadeConfig
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_llma import LLMAConfig, Search
+from emssd_llma.drafter import LLMADrafter
+from emssd_ragged.backend import ragged_backend
+from emssd_suffix import SuffixConfig
+from emssd_suffix.drafter import SuffixDrafter
+from emssd_union import UnionConfig, emssd_drafters
+from emssd_union.drafter import UnionDrafter
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.decoding.assembly import make_parts
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions
+from emssd.decoding.verify import verify_greedy
+from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.rules import check_draft
+from emssd.errors import ConfigError, PluginError, PluginWarning
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.plugins.registry import Registry
+from emssd.sequences import Batch
+from emssd.testing.models import tiny_model
+from tests.support import paged_plugin
+from tests.support.engine_machine import EngineMachine
+from tests.support.preemption import run_with_preemption
+from tests.support.tree_drafts import decode_with_trees, paths_of, row_of, tree_of
+
+VOCAB_SIZE = 11
+PROMPTS = [[3, 4, 5] * 4, [7], [8, 9, 8, 10, 8], [1, 2, 1, 3, 1, 4, 1]]
+
+
+class Told(Drafter):
+    """Drafts what it is told, as far as the budget allows, and remembers what it hears."""
+
+    def __init__(self, draft: Draft, most: int = 9) -> None:
+        self.draft, self.num_speculative_tokens = draft, most
+        self.drafts_trees = draft.parents is not None
+        self.budgets: list[list[int]] = []
+        self.outcomes: list[Outcome] = []
+        self.released: list[str] = []
+        self.num_resets = 0
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self.budgets.append(list(budget))
+        limits = [max(0, row.num_remaining - 1) for row in batch]
+        allowed = self.draft.shallow(limits)
+        return allowed.cut([min(length, limit) for length, limit in zip(allowed.lengths, budget, strict=True)])
+
+    def observe(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self.released += request_ids
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+def union(*drafters: Drafter, on_error: str = "fail") -> UnionDrafter:
+    return UnionDrafter([CheckedDrafter(each, None, VOCAB_SIZE, on_error=on_error) for each in drafters])
+
+
+def chains(*rows: list[int]) -> Draft:
+    return Draft.from_chains(rows)
+
+
+@st.composite
+def drafts(draw: st.DrawFn, num_rows: int) -> Draft:
+    """Chains or trees of two letters, with confidence or without."""
+    tokens = [draw(st.lists(st.integers(3, 4), max_size=6)) for _ in range(num_rows)]
+    draft = Draft.from_chains(tokens)
+    if draw(st.booleans()):
+        trees = [[(token, draw(st.integers(-1, node - 1))) for node, token in enumerate(row)] for row in tokens]
+        draft = Draft.from_trees(trees)
+    if draw(st.booleans()):
+        return draft
+    return replace(draft, confidence=tuple(draw(st.sampled_from([0.2, 0.5, 1.0])) for _ in range(draft.indptr[-1])))
+
+
+def verified(batch: Batch, draft: Draft, seed: int) -> Outcome:
+    """What becomes of `draft` with a target whose choice hangs on the way to a node and on nothing else."""
+    chosen = []
+    for row, sequence in enumerate(batch):
+        for path in [(), *paths_of(draft, row)]:
+            chosen.append(3 + crc32(repr((seed, sequence.request_id, path)).encode()) % 2)
+    found = verify_greedy(F.one_hot(torch.tensor(chosen), VOCAB_SIZE).double(), draft)
+    return Outcome(batch, draft, found.accepted, found.target_ids)
+
+
+@given(
+    told=st.integers(1, 3).flatmap(lambda rows: st.lists(drafts(rows), min_size=1, max_size=3)),
+    budgets=st.lists(st.integers(0, 12), min_size=3, max_size=3),
+    remaining=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+    kept=st.lists(st.integers(0, 12), min_size=3, max_size=3),
+    max_depth=st.sampled_from([None, None, 1, 2, 4]),
+    seed=st.integers(0, 999),
+)
+def test_each_drafter_hears_what_verifying_its_own_draft_would_have_told(
+    told: list[Draft], budgets: list[int], remaining: list[int], kept: list[int], max_depth: int | None, seed: int
+) -> None:
+    drafters = [Told(draft) for draft in told]
+    names, whole = range(told[0].num_rows), union(*drafters)
+    batch = Batch(tuple(row_of([1], name=str(row), max_new_tokens=remaining[row]) for row in names))
+    budget = [budgets[row] for row in names]
+    draft = whole.propose(batch, budget)
+    check_draft(draft, batch, budget, VOCAB_SIZE, trees=True)
+    offered = [proposed.draft for proposed in whole._proposed]
+    if max_depth is not None:
+        draft = draft.shallow([max_depth] * len(names))
+    draft = draft.cut([min(length, kept[row]) for row, length in enumerate(draft.lengths)])
+    whole.observe(verified(batch, draft, seed))
+    left = [set(paths_of(draft, row)) for row in names]
+    for drafter, own in zip(drafters, offered, strict=True):
+        (heard,) = drafter.outcomes
+        assert heard.batch is batch
+        for row in names:
+            there = [path in left[row] for path in paths_of(own, row)]
+            assert heard.draft.lengths[row] == (there.index(False) if False in there else len(there))
+        expected = verified(batch, own.cut(heard.draft.lengths), seed)
+        assert torch.equal(heard.draft.token_ids, expected.draft.token_ids)
+        assert heard.draft.parents == expected.draft.parents
+        assert [list(nodes) for nodes in heard.accepted] == [list(nodes) for nodes in expected.accepted]
+        assert [list(ids) for ids in heard.target_ids] == [list(ids) for ids in expected.target_ids]
+
+
+@given(told=st.lists(drafts(1), min_size=1, max_size=3), budget=st.integers(0, 20))
+def test_with_budget_enough_every_path_of_every_draft_is_verified(told: list[Draft], budget: int) -> None:
+    whole = union(*map(Told, told))
+    assert whole.num_speculative_tokens == 9 * len(told)
+    found = set(paths_of(tree_of(whole, row_of([1]), budget)))
+    wanted = {path for draft in told for path in paths_of(draft.cut([min(draft.lengths[0], budget)]))}
+    assert found <= wanted
+    assert len(found) == min(budget, len(wanted))
+
+
+def test_a_chain_drafter_gets_no_budget_beyond_the_end_of_a_row_and_none_beyond_its_own_most() -> None:
+    one, many = Told(chains([3] * 9)), Told(Draft.from_trees([[(4, -1)] * 9]), most=5)
+    whole = union(one, many)
+    draft = tree_of(whole, row_of([1], max_new_tokens=4), 8)
+    assert one.budgets == [[3]]
+    assert many.budgets == [[5]]
+    assert paths_of(draft) == [(3,), (4,), (3, 3), (3, 3, 3)]
+    assert [row.draft.lengths for row in (whole._proposed)] == [[3], [5]]
+
+
+def test_what_all_agree_on_is_verified_once_and_what_one_only_has_beside_it() -> None:
+    first, second = Told(chains([3, 4, 5], [6])), Told(chains([3, 4, 6, 7], []))
+    whole, batch = union(first, second), Batch((row_of([1]), row_of([1], name="b")))
+    draft = whole.propose(batch, [5, 5])
+    assert paths_of(draft) == [(3,), (3, 4), (3, 4, 5), (3, 4, 6), (3, 4, 6, 7)]
+    assert paths_of(draft, 1) == [(6,)]
+    whole.observe(Outcome(batch, draft, ([0, 1, 3], []), ([3, 4, 6, 9, 8, 7], [1, 2])))
+    assert [list(nodes) for nodes in first.outcomes[0].accepted] == [[0, 1], []]
+    assert first.outcomes[0].target_ids == ([3, 4, 6, 9], [1, 2])
+    assert second.outcomes[0].accepted == (range(3), range(0))
+    assert second.outcomes[0].target_ids == ([3, 4, 6, 8, 7], [1])
+
+
+def test_rows_that_the_engine_gave_to_another_drafter_are_heard_of_as_not_drafted_for() -> None:
+    told = Told(chains([3, 4]))
+    whole, batch = union(told), Batch((row_of([1]),))
+    whole.observe(Outcome(batch, Draft.empty(1), ((),), ([5],)))
+    (heard,) = told.outcomes
+    assert (heard.draft.lengths, heard.accepted, heard.target_ids) == ([0], (range(0),), ([5],))
+
+
+class Raising(Told):
+    """Fails where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(chains([5, 5]))
+        self.where = where
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        if self.where == "propose":
+            raise ZeroDivisionError("of its own")
+        return super().propose(batch, budget) if self.where != "vocabulary" else chains([VOCAB_SIZE])
+
+    def observe(self, outcome: Outcome) -> None:
+        raise ZeroDivisionError("of its own")
+
+
+@pytest.mark.parametrize("where", ["propose", "vocabulary", "observe"])
+def test_a_drafter_that_fails_is_switched_off_alone(where: str) -> None:
+    good, bad, batch = Told(chains([3, 4])), Raising(where), Batch((row_of([1]),))
+    whole = union(bad, good, on_error="disable")
+    with pytest.warns(PluginWarning, match=r"drafter Raising (failed in|broke its interface).*switched off"):
+        whole.observe(verified(batch, whole.propose(batch, [9]), 0))
+    assert paths_of(whole.propose(batch, [9])) == [(3,), (3, 4)]
+    assert whole.num_speculative_tokens == 9
+    assert len(good.outcomes) == 1
+    whole.release(["a"])
+    assert good.released == bad.released == ["a"]
+
+
+@pytest.mark.parametrize("where", ["propose", "vocabulary", "observe"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_or_ends_the_run_and_the_others_hear_of_the_step_all_the_same(where: str, is_first: bool) -> None:
+    good, bad, batch = Told(chains([3, 4])), Raising(where), Batch((row_of([1]),))
+    whole = union(bad, good) if is_first else union(good, bad)
+    with pytest.raises(PluginError, match=r"drafter Raising (failed in|broke its interface)"):
+        whole.observe(verified(batch, whole.propose(batch, [9]), 0))
+    assert len(good.outcomes) == (where == "observe")
+
+
+def test_all_are_told_to_forget_and_to_begin_anew() -> None:
+    told = [Told(chains([])), Told(chains([]))]
+    union(*told).release(iter(["a", "never seen"]))
+    union(*told).reset()
+    assert [(each.released, each.num_resets) for each in told] == [(["a", "never seen"], 1)] * 2
+
+
+def test_a_replay_among_them_makes_it_a_replay() -> None:
+    replay = Told(chains([3]))
+    replay.replays = "acceptance drawn"
+    assert union(Told(chains([3]))).replays is None
+    assert union(Told(chains([3])), replay).replays == "acceptance drawn"
+
+
+def registry() -> Registry:
+    return Registry([*(point for point in entry_points(group="emssd") if point.name != "union"), *POINTS])
+
+
+POINTS = [paged_plugin.POINT, type(paged_plugin.POINT)("union", "emssd_union", "emssd")]
+
+
+def assembled(config: Any, **options: Any) -> Engine:
+    """An engine around a tiny model on a backend that takes trees."""
+    parts = make_parts(
+        target(), None, drafter=config, backend="reference", budget="fixed", options=EngineOptions(**options),
+        registry=registry(), load=lambda path, **_: (draft_model(), None),
+    )  # fmt: skip
+    return Engine._of(parts)
+
+
+@cache
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama", vocab_size=VOCAB_SIZE, max_model_len=144, std=0.12))
+
+
+@cache
+def draft_model() -> TargetModel:
+    return TargetModel(tiny_model("llama", seed=3, vocab_size=VOCAB_SIZE, max_model_len=64))
+
+
+@pytest.mark.parametrize("names", [[], ["llma", "llma"], ["union"], ["llma", "union"]])
+def test_no_drafters_one_of_them_twice_or_itself_is_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^drafter.drafters is .*give each drafter once, and not union itself, as"):
+        assembled(UnionConfig(names))
+
+
+def test_options_of_a_drafter_that_is_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drafter.options.llmaa is set, but drafter.drafters is \['llma'\]"):
+        assembled(UnionConfig(["llma"], {"llmaa": {}}))
+
+
+def test_unknown_options_are_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="drafter 'llma' has no option 'copy'; it has match_length, copy_length"):
+        assembled(UnionConfig(["llma"], {"llma": {"copy": 3}}))
+
+
+def test_an_unknown_drafter_is_refused_with_those_there_are() -> None:
+    with pytest.raises(PluginError, match=r"unknown drafter 'lama'; did you mean 'llma'\? choose one of cascade, "):
+        assembled(UnionConfig(["lama"]))
+
+
+def test_drafters_in_turn_are_none_that_can_be_merged() -> None:
+    with pytest.raises(ConfigError, match=r"'cascade' is several drafters, which are asked in turn; name these"):
+        assembled(UnionConfig(["suffix", "cascade"], {"cascade": {"drafters": ["llma", "pld"]}}))
+
+
+def test_a_union_may_be_one_of_a_cascade() -> None:
+    within = {"drafters": ["llma", "pld"], "options": {"pld": {"branches": 2}}}
+    engine = assembled(CascadeConfig(["suffix", "union"], {"union": within}))
+    assert [type(each.drafter) for each in engine.drafting.drafters] == [SuffixDrafter, UnionDrafter]
+
+
+def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_engines_do() -> None:
+    made: list[tuple[str, Mapping[str, Any]]] = []
+
+    def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:
+        made.append((name, options))
+        return Raising("propose")
+
+    context = DrafterContext(VOCAB_SIZE, None, lambda path: pytest.fail("no model"), make_drafter, "fail")
+    (spec,) = emssd_drafters()
+    drafter = spec.build(UnionConfig(["x", "y"], {"y": {"length": 3}}), context)
+    assert made == [("x", {}), ("y", {"length": 3})]
+    with pytest.raises(PluginError, match="drafter 'x' of union failed in propose"):
+        drafter.propose(Batch((row_of([1]),)), [9])
+
+
+def test_through_the_registry_a_draft_model_shares_the_memory_and_outputs_are_greedy() -> None:
+    config = UnionConfig(["suffix", "draft_model"], {"suffix": {"branches": 3}, "draft_model": {"path": "anywhere"}})
+    limit = 600 * target().kv_cache_spec(1).bytes_per_token()
+    engine = assembled(config, batch_size=3, kv_memory=str(limit), on_drafter_error="fail")
+    plain = assembled("none", batch_size=3)
+    outputs = [[done.token_ids for done in each.generate(PROMPTS, 30)] for each in (engine, plain)]
+    assert outputs[0] == outputs[1]
+    own = engine.drafting.drafters[0].drafter.drafters[1].drafter._runner  # type: ignore[attr-defined]
+    assert own.usage.peak_pool > 0
+    assert own.usage.peak_pool + engine.runner.usage.peak_pool <= limit
+
+
+def make_draft_model(num_tokens: int = 3) -> DraftModelDrafter:
+    backend = ragged_backend(4)
+    backend.allocate(draft_model().kv_cache_spec(5))
+    return DraftModelDrafter(CausalLMRunner(draft_model(), backend), VOCAB_SIZE, num_tokens)
+
+
+class AsFresh(DraftModelDrafter):
+    """A draft model that compares each of its drafts with that of a drafter without a past."""
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        if any(budget):
+            fresh = make_draft_model(self.num_speculative_tokens).propose(batch, budget)
+            assert torch.equal(draft.token_ids, fresh.token_ids), "its cache drifted"
+            assert draft.indptr == fresh.indptr
+        return draft
+
+    @classmethod
+    def make(cls, num_tokens: int) -> AsFresh:
+        backend = ragged_backend(4)
+        backend.allocate(draft_model().kv_cache_spec(5))
+        return cls(CausalLMRunner(draft_model(), backend), VOCAB_SIZE, num_tokens)
+
+
+def retrieval(branches: int = 2) -> list[Drafter]:
+    llma = LLMAConfig(1, 3, Search.prompt_and_output, require_full_copy=False, branches=branches)
+    return [LLMADrafter(llma), SuffixDrafter(SuffixConfig(4, max_spec_factor=3.0))]
+
+
+def test_together_they_accept_more_than_each_alone() -> None:
+    together = decode_with_trees(union(*retrieval()), PROMPTS)
+    alone = [decode_with_trees(each, PROMPTS) for each in retrieval()]
+    assert together.report.num_accepted > max(each.report.num_accepted for each in alone) > 0
+
+
+class UnionMachine(EngineMachine):
+    own: AsFresh | None = None
+
+    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
+        return st.builds(self.make_drafters, st.integers(1, 4), st.integers(1, 3))
+
+    def make_drafters(self, num_tokens: int, branches: int) -> Drafter:
+        self.own = AsFresh.make(num_tokens)
+        return union(*retrieval(branches), self.own)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.own is not None:
+            assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
+
+
+@pytest.mark.slow
+def test_after_any_arrivals_preemptions_and_trims_a_draft_model_in_it_drafts_what_a_fresh_one_drafts() -> None:
+    run_with_preemption(UnionMachine, share=4, num_steps=12)
