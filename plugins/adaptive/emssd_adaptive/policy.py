@@ -134,8 +134,10 @@ class AdaptiveBudget(BudgetPolicy):
 
 
 def _depths(most: int) -> list[int]:
-    """The longest drafts that are looked at: every one up to 16, and a few of the trees beyond."""
-    found = list(range(1, min(most, _EVERY_DEPTH) + 1))
+    """The longest drafts that are looked at: all of them, or a few if there are many."""
+    if most <= _EVERY_DEPTH:
+        return list(range(1, most + 1))
+    found = [1]
     while found[-1] < most:
-        found.append(min(most, found[-1] * 5 // 4))
+        found.append(min(most, max(found[-1] + 1, found[-1] * 3 // 2)))
     return found
