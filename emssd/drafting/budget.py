@@ -89,7 +89,7 @@ class HeldBudget(BudgetPolicy):
     """
 
     def __init__(self, inner: BudgetPolicy, num_tokens: int) -> None:
-        self._inner = inner
+        self._inner, self.max_depth = inner, inner.max_depth
         self._num_tokens = num_tokens
 
     def allot(self, step: BudgetStep) -> Seq[int]:

@@ -21,6 +21,7 @@ from emssd.errors import ConfigError, PluginError
 from emssd.metrics.stats import StepStats
 from emssd.plugins.builtin import FixedBudgetConfig
 from emssd.sequences import Batch, Request, Sequence
+from emssd.simulate.recording import StepLog
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.models import tiny_model
@@ -103,6 +104,7 @@ def test_a_policy_that_is_held_sees_what_was_drafted_and_is_not_heeded() -> None
     stages = DraftStages([CheckedDrafter(Tree(), None, 9)], HeldBudget(Sees([(1, 1)]), 3))
     assert stages.propose(BATCH, [7, 7, 2], 0).lengths == [3, 3, 2]
     assert seen == [[3, 3, 2]]
+    assert HeldBudget(FixedBudget(depth=2), 3).max_depth == StepLog(FixedBudget(depth=2)).max_depth == 2
 
 
 def test_a_policy_is_chosen_by_name_by_config_or_given() -> None:
