@@ -55,7 +55,7 @@ def print_report(console: Console, metrics: dict[str, Any]) -> None:
     if metrics["draft_depth_histogram"] != metrics["draft_length_histogram"]:
         shares = [count / metrics["num_row_steps"] for count in metrics["accepted_by_depth"].values()]
         console.print(
-            f"token trees of {metrics['mean_draft_length']:.1f} nodes; accepted of 100 trees, by depth: "
+            f"token trees of {metrics['mean_draft_length']:.1f} nodes; accepted in 100 row-steps, by depth: "
             + " ".join(f"{100 * share:.0f}" for share in shares),
             highlight=False,
         )
