@@ -60,7 +60,7 @@ class Acceptance:
 
     def observe_tree(self, request_id: str, tree: Seq[int], accepted: Seq[int]) -> None:
         """What became of one row's tree, its nodes' parents, in one step; only siblings on the accepted way tell."""
-        first_children = []
+        first_children = list[bool]()
         for children, taken in levels(tree, accepted):
             self.siblings.observe(len(first_children) > 0, len(children), children.index(taken) if taken >= 0 else None)
             first_children.append(children[0] == taken)
