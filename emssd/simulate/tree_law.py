@@ -22,7 +22,7 @@ class TreeLaw:
     """Trees of one shape (SpecInfer's expansion, Miao et al. 2023, §3), right by chance.
 
     One coin per output position says which rank is right there, or none. So trees of all shapes, chains included, and
-    all budgets see the same text. The chances of a way's nodes are multiplied; nodes stand in the order of that product.
+    all budgets see the same text. The chances of a way's nodes are multiplied; nodes are sorted by that product.
 
     Args:
         branches: children of each node of the first level's origin, of the first level, and so on.
@@ -33,7 +33,7 @@ class TreeLaw:
     Attributes:
         parents: of the nodes, as in `Draft.parents`.
         worths, chances: of each node the probability that it is right, with all on the way to it; given its parent.
-        depths: of the nodes.
+        depths, ranks: of the nodes; a rank is a place among siblings, from 0.
 
     Raises:
         ConfigError: no branches, or chances that are no probabilities of different events.
@@ -59,7 +59,7 @@ class TreeLaw:
         places = {node: place for place, node in enumerate(order)} | {-1: -1}
         self.parents = tuple(places[nodes[node][0]] for node in order)
         self.worths = tuple(nodes[node][2] for node in order)
-        self._ranks = tuple(nodes[node][1] for node in order)
+        self.ranks = tuple(nodes[node][1] for node in order)
         self.depths = depths(self.parents)
         self.chances = tuple(
             worth / above if (above := self.worths[parent] if parent >= 0 else 1.0) else 0.0
@@ -69,7 +69,7 @@ class TreeLaw:
     def right(self, request_id: str, position: int) -> list[bool]:
         """For each node of a tree behind `position` new tokens, whether it is right if all on the way to it are."""
         coins, found = self._coins_of(request_id), list[bool]()
-        for depth, rank in zip(self.depths, self._ranks, strict=True):
+        for depth, rank in zip(self.depths, self.ranks, strict=True):
             bounds = self._bounds[min(depth, len(self._bounds)) - 1]
             low, high = ([0.0, *bounds][rank], bounds[rank]) if rank < len(bounds) else (1.0, 1.0)
             if isclose(high, 1.0):
