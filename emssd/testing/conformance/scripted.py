@@ -142,7 +142,7 @@ class _ToldRunner(ChoiceRunner):
     told: dict[str, Decision]
 
     def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> list[int]:
-        decision, texts, children = self.told[request_id], [()], dict[_Text, list[int]]()
+        decision, texts, children = self.told[request_id], list[_Text]([()]), dict[_Text, list[int]]()
         for token, parent in zip(drafted, tree, strict=True):
             before = texts[parent + 1]
             texts.append((*before, token))
