@@ -65,13 +65,15 @@ class FixedBudget(BudgetPolicy):
     """The same for every row and step, as in the paper.
 
     Args:
-        num_tokens: per row and step; ``None`` lets the drafter draft as much as it wants.
+        num_tokens: per row and step, in a tree its nodes; ``None`` lets the drafter draft as much as it wants.
+        depth: the longest way through a row's tree; ``None`` for no limit. Of a chain that many tokens are kept.
     """
 
-    def __init__(self, num_tokens: int | None = None) -> None:
-        if num_tokens is not None and num_tokens < 0:
-            raise ConfigError(f"budget.num_tokens is {num_tokens}; it must be at least 0, or null for no limit")
-        self.num_tokens = num_tokens
+    def __init__(self, num_tokens: int | None = None, depth: int | None = None) -> None:
+        for name, value in (("num_tokens", num_tokens), ("depth", depth)):
+            if value is not None and value < 0:
+                raise ConfigError(f"budget.{name} is {value}; it must be at least 0, or null for no limit")
+        self.num_tokens, self.max_depth = num_tokens, depth
 
     def allot(self, step: BudgetStep) -> Seq[int]:
         most = self.num_tokens
@@ -87,12 +89,16 @@ class HeldBudget(BudgetPolicy):
     """
 
     def __init__(self, inner: BudgetPolicy, num_tokens: int) -> None:
-        self._inner = inner
+        self._inner, self.max_depth = inner, inner.max_depth
         self._num_tokens = num_tokens
 
     def allot(self, step: BudgetStep) -> Seq[int]:
         self._inner.allot(step)
         return [min(limit, self._num_tokens) for limit in step.limits]
+
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        self._inner.trim(step, draft)
+        return draft.lengths
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         self._inner.observe(outcome, stats)

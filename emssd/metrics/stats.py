@@ -43,6 +43,9 @@ class StepStats:
         num_preempted: rows that lost their KV in this step.
         seconds: of each phase in `PHASES`; empty until the step is timed.
         stages: of each drafter that was asked.
+        depths: ``[B]`` depth of each row's token tree; of a chain, its length.
+        drafted_by_depth: nodes of all rows that are 1 deep, 2 deep, and so on.
+        confidence: of each node that was drafted with one and whose parent was accepted: it, and whether the node was.
     """
 
     is_prefill: bool
@@ -58,6 +61,9 @@ class StepStats:
     num_preempted: int
     seconds: dict[str, float] = field(default_factory=dict)
     stages: tuple[StageStats, ...] = ()
+    depths: tuple[int, ...] = ()
+    drafted_by_depth: tuple[int, ...] = ()
+    confidence: tuple[tuple[float, bool], ...] = ()
 
 
 NUM_TIMED_STEPS = 1 << 16
@@ -91,6 +97,10 @@ class RunReport:
     queued_fill_sum: float = 0.0
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
     draft_length_histogram: dict[int, int] = field(default_factory=dict)
+    draft_depth_histogram: dict[int, int] = field(default_factory=dict)
+    drafted_by_depth: dict[int, int] = field(default_factory=dict)
+    drafted_by_confidence: dict[int, int] = field(default_factory=dict)  # by tenths
+    accepted_by_confidence: dict[int, int] = field(default_factory=dict)
     kv_usage: KVUsage = field(default_factory=KVUsage)
 
     def add(self, step: StepStats, batch_size: int) -> None:
@@ -111,6 +121,7 @@ class RunReport:
             self.acceptance_histogram[length] = self.acceptance_histogram.get(length, 0) + 1
         for length in step.drafted:
             self.draft_length_histogram[length] = self.draft_length_histogram.get(length, 0) + 1
+        self._add_trees(step)
         for phase, seconds in step.seconds.items():
             self.seconds[phase] += seconds
         if not step.is_prefill:
@@ -126,6 +137,25 @@ class RunReport:
                 self.decode_phases[phase] += part
             self.decode_padding += step.input_padding + step.kv_padding
             self.padding_ratio_sum += (longest - sum(step.acceptance) / len(step.acceptance)) / longest
+
+    def _add_trees(self, step: StepStats) -> None:
+        for depth in step.depths:
+            self.draft_depth_histogram[depth] = self.draft_depth_histogram.get(depth, 0) + 1
+        for depth, count in enumerate(step.drafted_by_depth, start=1):
+            self.drafted_by_depth[depth] = self.drafted_by_depth.get(depth, 0) + count
+        for told, is_accepted in step.confidence:
+            tenth = min(int(10 * told), 9)
+            self.drafted_by_confidence[tenth] = self.drafted_by_confidence.get(tenth, 0) + 1
+            self.accepted_by_confidence[tenth] = self.accepted_by_confidence.get(tenth, 0) + is_accepted
+
+    @property
+    def accepted_by_depth(self) -> dict[int, int]:
+        """Accepted nodes by their depth: row-steps that accepted so many tokens at least."""
+        deepest = max(self.acceptance_histogram, default=1)
+        return {
+            depth: sum(count for tau, count in self.acceptance_histogram.items() if tau > depth)
+            for depth in range(1, deepest)
+        }
 
     @property
     def total_seconds(self) -> float:
@@ -160,6 +190,11 @@ class RunReport:
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_histogram": {str(k): v for k, v in sorted(self.acceptance_histogram.items())},
             "draft_length_histogram": {str(k): v for k, v in sorted(self.draft_length_histogram.items())},
+            "draft_depth_histogram": {str(k): v for k, v in sorted(self.draft_depth_histogram.items())},
+            "drafted_by_depth": {str(k): v for k, v in sorted(self.drafted_by_depth.items())},
+            "accepted_by_depth": {str(k): v for k, v in self.accepted_by_depth.items()},
+            "drafted_by_confidence": {f"{k / 10}": v for k, v in sorted(self.drafted_by_confidence.items())},
+            "accepted_by_confidence": {f"{k / 10}": v for k, v in sorted(self.accepted_by_confidence.items())},
             "draft_acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
             "mean_draft_length": self.num_drafted / max(self.num_row_steps, 1),
             "padding_per_new_token": self.decode_padding / max(self.decode_tokens, 1),

@@ -19,10 +19,12 @@ class FixedBudgetConfig:
     """Options of `budget=fixed`.
 
     Attributes:
-        num_tokens: per row and step; ``null`` lets the drafter draft as much as it wants.
+        num_tokens: per row and step, in a tree its nodes; ``null`` lets the drafter draft as much as it wants.
+        depth: the longest way through a row's tree; ``null`` for no limit.
     """
 
     num_tokens: int | None = None
+    depth: int | None = None
 
 
 @hookimpl
@@ -46,4 +48,4 @@ def emssd_prompt_sources() -> list[PromptSourceSpec]:
 def _fixed(config: FixedBudgetConfig) -> BudgetPolicy:
     from emssd.drafting.budget import FixedBudget
 
-    return FixedBudget(config.num_tokens)
+    return FixedBudget(config.num_tokens, config.depth)

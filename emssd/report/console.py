@@ -52,6 +52,13 @@ def print_report(console: Console, metrics: dict[str, Any]) -> None:
     for label, key in (("KV cache, peak held", "kv_peak_bytes"), ("KV cache, peak allocated", "kv_peak_pool_bytes")):
         table.add_row(label, *(f"{run[key] / 2**20:.1f} MiB" for run in (metrics, greedy) if run))
     console.print(table)
+    if metrics["draft_depth_histogram"] != metrics["draft_length_histogram"]:
+        shares = [count / metrics["num_row_steps"] for count in metrics["accepted_by_depth"].values()]
+        console.print(
+            f"token trees of {metrics['mean_draft_length']:.1f} nodes; accepted in 100 row-steps, by depth: "
+            + " ".join(f"{100 * share:.0f}" for share in shares),
+            highlight=False,
+        )
     split = Table(title="where the time went", title_justify="left", title_style="bold", min_width=60)
     seconds = {phase: value for phase, value in metrics["seconds"].items() if phase != "decode"}
     for phase in seconds:

@@ -16,7 +16,9 @@ from emssd.simulate.laws import geometric_trace
 from emssd.simulate.presets import PRESETS, roofline
 from emssd.simulate.simulator import Simulation, Simulator
 from emssd.simulate.summary import summarize, summary_table
+from emssd.simulate.trace_drafter import TreeDrafter
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace, save_trace
+from emssd.simulate.tree_law import TreeLaw
 from emssd.simulate.warming import warm_up
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "StageTrace",
     "StepCurve",
     "Trace",
+    "TreeDrafter",
+    "TreeLaw",
     "acceptance_pmf",
     "expected",
     "geometric_trace",

@@ -20,7 +20,9 @@ from emssd.simulate.laws import geometric_trace
 from emssd.simulate.presets import PRESETS
 from emssd.simulate.simulator import Simulator
 from emssd.simulate.summary import summarize, summary_table
+from emssd.simulate.trace_drafter import TreeDrafter
 from emssd.simulate.traces import Trace, load_trace, save_trace
+from emssd.simulate.tree_law import TreeLaw
 from emssd.simulate.warming import warm_up
 
 if TYPE_CHECKING:
@@ -43,6 +45,11 @@ def add_run(subparsers: Subparsers) -> None:
     trace.add_argument(
         "--depth", type=int, default=4, metavar="K", help="tokens that the drafter proposes (default: 4)"
     )
+    trace.add_argument("--branches", type=_numbers, metavar="K,K,…", help="draft token trees with so many children by "
+                       "level, in the place of chains")  # fmt: skip
+    trace.add_argument("--chances", type=_chances, metavar="P,P,…[;P,P,…]", help="by rank, how likely a child is "
+                       "right; after a semicolon those of the next level (default: --p, and then none)")  # fmt: skip
+    trace.add_argument("--tells", action="store_true", help="trees come with the true chances as confidence")
     trace.add_argument("--seed", type=int, default=0, help="of the trace (default: 0)")
     how = parser.add_argument_group("how")
     how.add_argument("--batch-size", type=int, default=32, metavar="B", help="rows decoded together (default: 32)")
@@ -64,12 +71,30 @@ def add_run(subparsers: Subparsers) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     budget, curve, trace = make_budget(options.budget, options.option), _curve(options.curve), _trace(options)
-    warm_up(budget, trace, lambda: _scheduler(options), curve)
-    simulator = Simulator(trace, _scheduler(options), budget, curve, max_kv_tokens=options.max_kv_tokens)
+    drafters = _tree_drafters(options, trace)
+    warm_up(budget, trace, lambda: _scheduler(options), curve, drafters)
+    simulator = Simulator(
+        trace, _scheduler(options), budget, curve, max_kv_tokens=options.max_kv_tokens, drafters=drafters
+    )
     summary = summarize(simulator.run(options.max_steps), f"{options.budget}, batch size {options.batch_size}")
     plain_console().print(summary_table([summary]))
     if options.json is not None:
         _write(options.json, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+
+
+def _tree_drafters(options: argparse.Namespace, trace: Trace) -> list[TreeDrafter] | None:
+    if options.branches is None:
+        return None
+    law = TreeLaw(options.branches, options.chances or [[options.p]], options.seed)
+    return [TreeDrafter(trace, law, tells=options.tells)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def _chances(text: str) -> list[list[float]]:
+    return [[float(each) for each in level.split(",")] for level in text.split(";")]
 
 
 def add_record(subparsers: Subparsers) -> None:

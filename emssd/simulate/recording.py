@@ -105,6 +105,7 @@ class StepLog(BudgetPolicy):
     def __init__(self, policy: BudgetPolicy) -> None:
         self.steps: list[StepStats] = []
         self._policy = policy
+        self.max_depth = policy.max_depth
 
     def allot(self, step: BudgetStep) -> Seq[int]:
         return self._policy.allot(step)

@@ -11,7 +11,7 @@ from emssd.attention.pages import PageTable
 from emssd.attention.trees import Parents, depths
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import Scheduler
-from emssd.drafting import BudgetPolicy
+from emssd.drafting import BudgetPolicy, Drafter
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
 from emssd.metrics.timing import StepTimer
@@ -51,6 +51,7 @@ class Simulator:
         budget: hears of simulated seconds, ``draft`` and ``forward``, all others being 0.
         curve: how long steps take.
         max_kv_tokens: how many tokens the KV cache holds, in pages of 16; ``None`` for no limit.
+        drafters: in the place of those of the trace, such as a `TreeDrafter`.
 
     Raises:
         ConfigError: a request that the KV cache could not hold even alone, or a scheduler that is busy.
@@ -64,13 +65,14 @@ class Simulator:
         curve: StepCurve,
         *,
         max_kv_tokens: int | None = None,
+        drafters: Seq[Drafter] | None = None,
     ) -> None:
         if scheduler.has_work:
             raise ConfigError("this scheduler has work of another run; give the simulator one of its own")
         runner, self._log = TraceRunner(trace, max_kv_tokens), StepLog(budget)
         self.engine = Engine(
             runner,
-            [TraceDrafter(trace, stage) for stage in range(len(trace.num_speculative_tokens))],
+            drafters or [TraceDrafter(trace, stage) for stage in range(len(trace.num_speculative_tokens))],
             scheduler=scheduler,
             budget=self._log,
             make_timer=lambda: SimulatedTimer(curve),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from emssd.decoding.scheduler import Scheduler
 from emssd.decoding.warmup import NEW_TOKENS, PROMPT_TOKENS
-from emssd.drafting import BudgetPolicy
+from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.budget import HeldBudget
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.simulator import Simulator
@@ -16,13 +17,19 @@ from emssd.simulate.traces import RequestTrace, StageTrace, Trace
 __all__ = ["warm_up"]
 
 
-def warm_up(policy: BudgetPolicy, trace: Trace, make_scheduler: Callable[[], Scheduler], curve: StepCurve) -> None:
+def warm_up(
+    policy: BudgetPolicy,
+    trace: Trace,
+    make_scheduler: Callable[[], Scheduler],
+    curve: StepCurve,
+    drafters: Seq[Drafter] | None = None,
+) -> None:
     """Simulate a batch of the first requests for a few tokens: without drafts, with short and with the longest ones."""
-    longest = max(trace.num_speculative_tokens)
+    longest = max(each.num_speculative_tokens for each in drafters) if drafters else max(trace.num_speculative_tokens)
     for num_tokens in sorted({0, min(2, longest), longest}):
         scheduler = make_scheduler()
         few = dataclasses.replace(trace, requests=tuple(map(_beginning, trace.requests[: scheduler.batch_size])))
-        Simulator(few, scheduler, HeldBudget(policy, num_tokens), curve).run()
+        Simulator(few, scheduler, HeldBudget(policy, num_tokens), curve, drafters=drafters).run()
 
 
 def _beginning(request: RequestTrace) -> RequestTrace:

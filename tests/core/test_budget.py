@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,12 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd import Engine
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
-from emssd.drafting.budget import FixedBudget
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
+from emssd.drafting.budget import FixedBudget, HeldBudget
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, PluginError
 from emssd.metrics.stats import StepStats
 from emssd.plugins.builtin import FixedBudgetConfig
 from emssd.sequences import Batch, Request, Sequence
+from emssd.simulate.recording import StepLog
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.models import tiny_model
@@ -38,9 +41,70 @@ def test_nothing_is_trimmed_by_default() -> None:
     assert list(FixedBudget(1).trim(BudgetStep(BATCH, (2, 2, 2)), Draft.from_chains([[1, 2], [], [3]]))) == [2, 0, 1]
 
 
-def test_a_negative_budget_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"budget.num_tokens is -1; it must be at least 0, or null"):
-        FixedBudget(-1)
+@pytest.mark.parametrize("name", ["num_tokens", "depth"])
+def test_a_negative_budget_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"budget.{name} is -1; it must be at least 0, or null"):
+        FixedBudget(**{name: -1})
+
+
+class Tree(Drafter):
+    """Drafts the same tree for each row, as far as its budget goes, and remembers that budget."""
+
+    num_speculative_tokens, drafts_trees = 7, True
+    nodes: ClassVar[list[tuple[int, int]]] = [(1, -1), (2, 0), (3, -1), (4, 1), (5, 2), (6, 3), (7, 4)]
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self.budget = list(budget)
+        return Draft.from_trees([self.nodes[:limit] for limit in budget])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "depth", "tokens"),
+    [
+        (None, None, [1, 2, 3, 4, 5, 6, 7]),
+        (4, None, [1, 2, 3, 4]),
+        (None, 2, [1, 2, 3, 5]),
+        (None, 1, [1, 3]),
+        (4, 2, [1, 2, 3]),
+        (None, 0, []),
+    ],
+)
+def test_a_fixed_budget_limits_nodes_and_depth_of_a_tree(
+    num_tokens: int | None, depth: int | None, tokens: list[int]
+) -> None:
+    drafter = Tree()
+    stages = DraftStages([CheckedDrafter(drafter, None, 9)], FixedBudget(num_tokens, depth))
+    draft = stages.propose(BATCH, [7, 7, 7], 0)
+    assert drafter.budget == [min(7, 7 if num_tokens is None else num_tokens)] * 3
+    assert nodes(draft) == [tokens] * 3
+    for row in range(3):
+        parents = [tokens[parent] if parent >= 0 else -1 for parent in draft.tree(row)]
+        assert parents == [
+            Tree.nodes[Tree.nodes[token - 1][1]][0] if Tree.nodes[token - 1][1] >= 0 else -1 for token in tokens
+        ]
+    assert stages.stats[0].drafted == (len(tokens),) * 3
+
+
+def test_a_fixed_depth_cuts_chains_too() -> None:
+    class Chain(Tree):
+        def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+            return Draft.from_chains([[1, 2, 3, 4]] * len(batch))
+
+    stages = DraftStages([CheckedDrafter(Chain(), None, 9)], FixedBudget(depth=2))
+    assert stages.propose(BATCH, [7, 7, 7], 0).lengths == [2, 2, 2]
+
+
+def test_a_policy_that_is_held_sees_what_was_drafted_and_is_not_heeded() -> None:
+    class Sees(ScriptedBudget):
+        def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
+            seen.append(draft.lengths)
+            return super().trim(step, draft)
+
+    seen: list[list[int]] = []
+    stages = DraftStages([CheckedDrafter(Tree(), None, 9)], HeldBudget(Sees([(1, 1)]), 3))
+    assert stages.propose(BATCH, [7, 7, 2], 0).lengths == [3, 3, 2]
+    assert seen == [[3, 3, 2]]
+    assert HeldBudget(FixedBudget(depth=2), 3).max_depth == StepLog(FixedBudget(depth=2)).max_depth == 2
 
 
 def test_a_policy_is_chosen_by_name_by_config_or_given() -> None:

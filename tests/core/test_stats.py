@@ -37,6 +37,9 @@ DECODE = StepStats(
     kv_padding=3,
     num_preempted=1,
     seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+    depths=(3, 2),
+    drafted_by_depth=(3, 3, 1),
+    confidence=((0.95, True), (1.0, True), (0.9, False), (0.25, False)),
 )
 LAST = StepStats(  # 5 of 6 tokens count: a limit cut one off
     is_prefill=False,
@@ -51,6 +54,9 @@ LAST = StepStats(  # 5 of 6 tokens count: a limit cut one off
     kv_padding=0,
     num_preempted=2,
     seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+    depths=(5,),
+    drafted_by_depth=(1, 1, 1, 1, 1),
+    confidence=((0.2, True),),
 )
 
 
@@ -69,6 +75,11 @@ def report_of(*steps: StepStats) -> RunReport:
         ("mean_acceptance_length", (1 + 1 + 4 + 1 + 6) / 5),
         ("acceptance_histogram", {"1": 3, "4": 1, "6": 1}),
         ("draft_length_histogram", {"0": 2, "2": 1, "5": 2}),
+        ("draft_depth_histogram", {"2": 1, "3": 1, "5": 1}),
+        ("drafted_by_depth", {"1": 4, "2": 4, "3": 2, "4": 1, "5": 1}),
+        ("accepted_by_depth", {"1": 2, "2": 2, "3": 2, "4": 1, "5": 1}),
+        ("drafted_by_confidence", {"0.2": 2, "0.9": 3}),
+        ("accepted_by_confidence", {"0.2": 1, "0.9": 2}),
         ("draft_acceptance_rate", (3 + 0 + 5) / (5 + 2 + 5)),
         ("mean_draft_length", (5 + 2 + 5) / 5),
         ("padding_per_new_token", (3 + 3) / (5 + 5)),  # of decoding steps, as the padding ratio

@@ -106,6 +106,31 @@ class DividesByDrafts(Good):
         self.rate = sum(map(len, outcome.accepted)) / outcome.draft.indptr[-1]
 
 
+class NeedsChains(Good):
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        assert draft.parents is None
+        return draft.lengths
+
+
+class CountsOnPrefixes(Good):
+    """Takes the number of accepted nodes for the last of them."""
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        super().observe(outcome, stats)
+        assert all(not nodes or nodes[-1] == len(nodes) - 1 for nodes in outcome.accepted)
+
+
+class NeedsToBeSure(Good):
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        assert draft.is_chain or draft.confidence is not None
+        return draft.lengths
+
+
+class TrimsTreesToNothingLess(Good):
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        return [length + (not draft.is_chain) for length in draft.lengths]
+
+
 class Draws(Good):
     def allot(self, step: BudgetStep) -> list[int]:
         return [random.randint(0, limit) for limit in step.limits]
@@ -180,6 +205,10 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "needs rows": ("budget.limits", NeedsRows),
     "needs one drafter": ("budget.limits", NeedsOneStage),
     "divides by what was drafted": ("budget.limits", DividesByDrafts),
+    "needs chains": ("budget.trees", NeedsChains),
+    "takes accepted nodes for a prefix": ("budget.trees", CountsOnPrefixes),
+    "needs confidence": ("budget.trees", NeedsToBeSure),
+    "gives more than a tree has": ("budget.trim", TrimsTreesToNothingLess),
     "draws": ("budget.deterministic", Draws),
     "forgets to release": ("budget.release", ForgetsToRelease),
     "misses unknown ids": ("budget.release", MissesUnknownIds),

@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -67,6 +67,70 @@ class Good(Drafter):
 class OverBudget(Good):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         return Draft.from_chains((self.chain(row) * 4)[: limit + 1] for row, limit in zip(batch, budget, strict=True))
+
+
+class GoodTrees(Good):
+    """Drafts all that followed the newest token earlier, as a tree, and how often that was."""
+
+    num_speculative_tokens, drafts_trees = 8, True
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        rows = [self.nodes(row)[:limit] for row, limit in zip(batch, budget, strict=True)]
+        trees = Draft.from_trees([(token, parent) for token, parent, _ in row] for row in rows)
+        draft = replace(trees, confidence=tuple(told for row in rows for *_, told in row))
+        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
+
+    def nodes(self, row: Sequence) -> list[tuple[int, int, float]]:
+        self.chain(row)
+        text = self.read[row.request_id]
+        starts = [place + 1 for place, token in enumerate(text[:-1]) if token == text[-1]]
+        nodes = dict[tuple[int, int], int]()
+        for start in starts:
+            parent = -1
+            for token in text[start : start + 3]:
+                parent = nodes.setdefault((token, parent), len(nodes))
+        return [(token, parent, 1 / (1 + len(starts))) for token, parent in nodes]
+
+
+class HidesItsTrees(GoodTrees):
+    drafts_trees = False
+
+
+class ChildrenFirst(GoodTrees):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        return replace(draft, parents=tuple(max(parent, 0) for parent in draft.parents or ()))
+
+
+class OneParentLess(GoodTrees):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = super().propose(batch, budget)
+        return replace(draft, parents=(draft.parents or ())[1:])
+
+
+class TooDeep(GoodTrees):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return Draft.from_chains([[1] * limit for limit in budget])
+
+
+class TooSure(GoodTrees):
+    def nodes(self, row: Sequence) -> list[tuple[int, int, float]]:
+        return [(token, parent, 100 * told) for token, parent, told in super().nodes(row)]
+
+
+class SureOfNothing(GoodTrees):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return replace(super().propose(batch, budget), confidence=())
+
+
+class TreesOverBudget(GoodTrees):
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return super().propose(batch, [limit + 1 for limit in budget])
+
+
+class TakesWaysForPrefixes(GoodTrees):
+    def observe(self, outcome: Outcome) -> None:
+        assert all(list(nodes) == list(range(len(nodes))) for nodes in outcome.accepted)
 
 
 class OutsideTheVocabulary(Good):
@@ -250,6 +314,14 @@ FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
     "drafts int32": ("drafter.draft", Int32),
     "leaves out a row": ("drafter.draft", OneRowLess),
     "overruns its budget": ("drafter.budget", OverBudget),
+    "overruns its budget with a tree": ("drafter.budget", TreesOverBudget),
+    "does not say that it drafts trees": ("drafter.tree", HidesItsTrees),
+    "draws parents that are not before their children": ("drafter.tree", ChildrenFirst),
+    "leaves out a parent": ("drafter.tree", OneParentLess),
+    "drafts beyond the end": ("drafter.depth", TooDeep),
+    "is surer than sure": ("drafter.confidence", TooSure),
+    "says nothing of some": ("drafter.confidence", SureOfNothing),
+    "takes a way for a prefix": ("drafter.raises", TakesWaysForPrefixes),
     "drafts outside of the vocabulary": ("drafter.vocabulary", OutsideTheVocabulary),
     "appends to the batch": ("drafter.batch", Appends),
     "overwrites a token in place": ("drafter.batch", Overwrites),
@@ -340,3 +412,7 @@ def test_a_drafter_that_draws_says_so_and_is_held_to_exactness_only(verdicts: Ve
     assert verdicts(suite(IsRandom, decides_at_random=True)) == expected
     found = verdicts(suite(OverwritesLater, decides_at_random=True), "drafter.lossless")
     assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
+
+
+def test_a_good_drafter_of_trees_breaks_no_rule(verdicts: Verdicts) -> None:
+    assert verdicts(suite(GoodTrees)) == {}

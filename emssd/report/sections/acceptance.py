@@ -45,12 +45,15 @@ def acceptance(material: Material) -> Section | None:
     title = "Least τ of a batch, mean of consecutive full batches"
     section.draw(title, curves(title, "batch size / rows", "least τ / tokens", _curves(least), mark=mark))
     shares = {
-        name: accepted_by_position(row.metrics["acceptance_histogram"], row.metrics["draft_length_histogram"])
+        name: accepted_by_position(
+            row.metrics["acceptance_histogram"],
+            row.metrics.get("draft_depth_histogram", row.metrics["draft_length_histogram"]),
+        )
         for name, row in by_name.items()
     }
     if any(shares.values()):
         section.say("### By place in the draft")
-        section.say("The share of drafts with a j-th token in which tokens 1 to j were all accepted (chains).")
+        section.say("The share of drafts of at least j tokens one after another of which j were accepted.")
         section.table(table_of(by_name, {"model, drafter, data": str} | _columns(shares, "{}", ".0%")))
         title, ylabel = "Accepted, by place in the draft", "share of drafts that reach j"
         section.draw(title, curves(title, "place j", ylabel, _curves(shares), mark=mark, log=False))
@@ -68,13 +71,13 @@ def least_of_batches(taus: Seq[float]) -> dict[int, float]:
 
 
 def accepted_by_position(acceptance: Mapping[str, int], drafted: Mapping[str, int]) -> dict[int, float]:
-    """The share of drafts with a token at place j (from 1) whose tokens 1 to j were all accepted.
+    """The share of drafts with a token at depth j (from 1) of which j tokens were accepted.
 
-    Row-steps with τ > j accepted j tokens at least, so this is their number ÷ that of drafts of at least j tokens.
+    Row-steps with τ > j accepted j tokens at least, so this is their number ÷ that of drafts at least j deep.
 
     Args:
         acceptance: row-steps by τ, the target's own token included.
-        drafted: row-steps by number of drafted tokens; chains, no trees.
+        drafted: row-steps by depth of the drafted tree; of a chain, its length.
     """
     longest = max((int(length) for length, count in drafted.items() if count), default=0)
     return {

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from typing import ClassVar
 
 import pytest
@@ -15,7 +17,7 @@ from emssd.drafting import BudgetPolicy
 from emssd.sequences import Request, Sequence, TokenIds
 from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.policy_watch import Decided, WatchedPolicy
-from emssd.testing.conformance.policy_world import PolicyWorld
+from emssd.testing.conformance.policy_world import DRAFTS, Drafts, PolicyWorld
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.scripted import Decision, Life, decision
@@ -27,6 +29,7 @@ __all__ = ["BudgetPolicyConformance"]
 
 _rule = pytest.mark.emssd_rule
 _VOCAB_SIZE = 7
+_drafts = st.sampled_from(DRAFTS)
 _RANDOM = "it decides at random, and its decisions are not compared"
 _STINGY = Decision(limit=9, keep=9, agree=0, token=1)
 _OTHERS = [Life(Request("b", (1, 3, 2), 30), (AGREEABLE, _STINGY)), Life(Request("c", (2,), 9), (AGREEABLE,), 2)]
@@ -68,8 +71,9 @@ class BudgetPolicyConformance(Suite):
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(_VOCAB_SIZE), label="requests")
+            num_stages, drafts = data.draw(st.integers(1, 3), label="drafters"), data.draw(_drafts, label="drafts")
             with self._explained():
-                self._world(data.draw(st.integers(1, 3), label="drafters")).live(drawn)
+                self._world(num_stages, drafts).live(drawn)
 
         self._examples(25, check)
 
@@ -78,15 +82,20 @@ class BudgetPolicyConformance(Suite):
         """Steps without rows, without room to draft, without a draft; a second drafter; and all of these at first."""
         self._limits()
 
+    @_rule("budget.trees")
+    def test_trees(self) -> None:
+        """Token trees, whether or not their drafter says how sure it is; none, some and all of it accepted."""
+        self._trees()
+
     @_rule("budget.deterministic")
     def test_it_decides_the_same_again(self) -> None:
         """Two new policies that are told the same."""
         self._skip_if_random()
 
         def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(_VOCAB_SIZE), label="requests")
+            drawn, drafts = data.draw(lives(_VOCAB_SIZE), label="requests"), data.draw(_drafts, label="drafts")
             with self._explained():
-                self._deterministic(drawn)
+                self._deterministic(drawn, drafts)
 
         self._examples(10, check)
 
@@ -98,8 +107,9 @@ class BudgetPolicyConformance(Suite):
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(_VOCAB_SIZE, min_size=2), label="requests")
+            drafts = data.draw(_drafts, label="drafts")
             with self._explained(drawn):
-                self._forgotten("budget.release", drawn, num_steps=None)
+                self._forgotten("budget.release", drawn, None, drafts)
 
         self._examples(12, check)
 
@@ -110,8 +120,9 @@ class BudgetPolicyConformance(Suite):
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(_VOCAB_SIZE, min_new_tokens=8), label="requests")
+            num_steps, drafts = data.draw(st.integers(1, 3), label="steps"), data.draw(_drafts, label="drafts")
             with self._explained(drawn):
-                self._forgotten("budget.preemption", drawn, data.draw(st.integers(1, 3), label="steps"))
+                self._forgotten("budget.preemption", drawn, num_steps, drafts)
 
         self._examples(12, check)
 
@@ -140,8 +151,19 @@ class BudgetPolicyConformance(Suite):
                 world.step([], [], 30)  # pieces of prompts, and nothing to verify
                 world.step([_row("z", 2)], [AGREEABLE])
 
-    def _few_steps(self, num_stages: int, script: Seq[Decision]) -> PolicyWorld:
-        world, rows = self._world(num_stages), [_row("a", 30), _row("b", 30)]
+    def _trees(self) -> None:
+        scripts = [[AGREEABLE], [_STINGY], [Decision(9, 9, 9, 1, turn) for turn in range(1, 8)]]
+        for drafts in DRAFTS[1:]:
+            for num_stages, script in product((1, 2), scripts):
+                with renamed("budget.trees", unless=partial(self._chains, num_stages, script)):
+                    self._few_steps(num_stages, script, drafts)
+
+    def _chains(self, num_stages: int, script: Seq[Decision]) -> None:
+        self._limits()
+        self._few_steps(num_stages, script)
+
+    def _few_steps(self, num_stages: int, script: Seq[Decision], drafts: Drafts = "chains") -> PolicyWorld:
+        world, rows = self._world(num_stages, drafts), [_row("a", 30), _row("b", 30)]
         for each in [*script] * 3:
             world.step(rows, [each] * len(rows))
         return world
@@ -156,17 +178,17 @@ class BudgetPolicyConformance(Suite):
             world.release(["a"])
             world.step([_row("a", 9)], [AGREEABLE])
 
-    def _deterministic(self, drawn: Seq[Life]) -> None:
-        first = self._world().live(drawn).watched.decisions
+    def _deterministic(self, drawn: Seq[Life], drafts: Drafts = "chains") -> None:
+        first = self._world(1, drafts).live(drawn).watched.decisions
         for _ in range(0 if self.decides_at_random else 3):  # chance may give the same once
-            second = self._world().live(drawn).watched.decisions
+            second = self._world(1, drafts).live(drawn).watched.decisions
             _compare("budget.deterministic", first, second, "once", "told the same again")
 
-    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None) -> None:
+    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None, drafts: Drafts = "chains") -> None:
         """The first of `drawn` is released, at its end or after some steps, and comes again, also with another name."""
         decisions = []
         for name in (drawn[0].request.request_id, "a new name"):
-            world, others = self._world(), [life.sequence() for life in drawn[1:]]
+            world, others = self._world(1, drafts), [life.sequence() for life in drawn[1:]]
             by_id = {life.request.request_id: life for life in drawn}
             first, running = drawn[0].sequence(), True
             while running and (num_steps is None or first.num_steps < num_steps):
@@ -192,6 +214,7 @@ class BudgetPolicyConformance(Suite):
         except BrokenRule as error:
             if error.rule == "budget.raises":
                 self._limits()
+                self._trees()
                 self._unknown_ids()
             elif error.rule in ("budget.release", "budget.preemption"):
                 self._deterministic(drawn)
@@ -206,8 +229,8 @@ class BudgetPolicyConformance(Suite):
         if self.decides_at_random:
             pytest.skip(_RANDOM)
 
-    def _world(self, num_stages: int = 1) -> PolicyWorld:
-        return PolicyWorld(self._policy(), num_stages)
+    def _world(self, num_stages: int = 1, drafts: Drafts = "chains") -> PolicyWorld:
+        return PolicyWorld(self._policy(), num_stages, drafts)
 
     def _policy(self) -> WatchedPolicy:
         return WatchedPolicy(self._built(self.make_policy, BudgetPolicy))

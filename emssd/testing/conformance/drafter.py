@@ -69,8 +69,8 @@ class DrafterConformance(Suite):
         for _ in range(2):
             self._drafters(self._context())
 
-    @_rule("drafter.draft", "drafter.budget", "drafter.vocabulary", "drafter.batch", "drafter.accounting",
-           "drafter.raises")  # fmt: skip
+    @_rule("drafter.draft", "drafter.budget", "drafter.tree", "drafter.depth", "drafter.confidence",
+           "drafter.vocabulary", "drafter.batch", "drafter.accounting", "drafter.raises")  # fmt: skip
     def test_every_call_keeps_to_the_interface(self) -> None:
         """Any requests, budgets, trims and acceptances."""
 

@@ -17,7 +17,8 @@ AGREEABLE = Decision(limit=9, keep=9, agree=2, token=1)
 def decisions(vocab_size: int) -> st.SearchStrategy[Decision]:
     """What happens in a step: mostly all of a draft is verified, sometimes nothing is asked for or all is trimmed."""
     length = st.sampled_from([9, 9, 9, 3, 2, 1, 0])
-    return st.builds(Decision, length, length, st.integers(0, 9), st.integers(0, vocab_size - 1))
+    turn = st.sampled_from([0, 1, 2, 5])
+    return st.builds(Decision, length, length, st.integers(0, 9), st.integers(0, vocab_size - 1), turn)
 
 
 @st.composite

@@ -30,6 +30,7 @@ class WatchedPolicy(BudgetPolicy):
     def __init__(self, policy: BudgetPolicy) -> None:
         self.policy = policy
         self.decisions: list[Decided] = []
+        self.max_depth = policy.max_depth
 
     def allot(self, step: BudgetStep) -> list[int]:
         limits, before = list(step.limits), state_of(step.batch)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from random import Random
+from typing import Literal, get_args
 
 from emssd.drafting import Draft, Drafter
 from emssd.metrics.stats import PHASES, StepStats
@@ -17,10 +19,14 @@ from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.scripted import Decision, Life, ScriptedEngine, in_turn
 
-__all__ = ["PolicyWorld"]
+__all__ = ["DRAFTS", "Drafts", "PolicyWorld"]
+
+Drafts = Literal["chains", "trees", "confident trees"]
+DRAFTS: tuple[Drafts, ...] = get_args(Drafts)
 
 _VOCAB_SIZE = 7
 _LONGEST = 9  # that a drafter proposes
+_TOLD = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
 
 class PolicyWorld:
@@ -29,10 +35,11 @@ class PolicyWorld:
     Args:
         watched: the policy.
         num_stages: drafters; of several, the first has nothing for every other length.
+        drafts: what they draft.
     """
 
-    def __init__(self, watched: WatchedPolicy, num_stages: int = 1) -> None:
-        self._drafters = [_AsTold(stage if num_stages > 1 else None) for stage in range(num_stages)]
+    def __init__(self, watched: WatchedPolicy, num_stages: int = 1, drafts: Drafts = "chains") -> None:
+        self._drafters = [_AsTold(stage if num_stages > 1 else None, drafts) for stage in range(num_stages)]
         self.watched = watched
         self._engine = ScriptedEngine(self._drafters, watched, _VOCAB_SIZE, _Formula)
         self._num_steps = 0
@@ -40,7 +47,7 @@ class PolicyWorld:
     def step(self, rows: Seq[Sequence], decisions: Seq[Decision], num_prefill: int = 0) -> list[Sequence]:
         """Draft, verify as told, tell the policy; `num_prefill` tokens are of another prompt. Returns who goes on."""
         for drafter in self._drafters:
-            drafter.told = {row.request_id: each.keep for row, each in zip(rows, decisions, strict=True)}
+            drafter.told = {row.request_id: each for row, each in zip(rows, decisions, strict=True)}
         self._num_steps += 1
         with named("budget.raises", "a step"):
             return self._engine.take(rows, decisions, num_prefill)
@@ -65,15 +72,29 @@ class _Formula(StepTimer):
 
 
 class _AsTold(Drafter):
-    """Drafts as many ones as it is told, within its budget."""
+    """Drafts as many tokens as it is told, within its budget; which tree is drawn by what it is told to agree with."""
 
     num_speculative_tokens = _LONGEST
 
-    def __init__(self, stage: int | None) -> None:
-        self.told: dict[str, int] = {}
-        self._stage = stage
+    def __init__(self, stage: int | None, drafts: Drafts) -> None:
+        self.told: dict[str, Decision] = {}
+        self.drafts_trees = drafts != "chains"
+        self._stage, self._drafts = stage, drafts
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         told = [self.told[row.request_id] for row in batch]
-        wanted = [0 if self._stage == 0 and length % 2 else length for length in told]
-        return Draft.from_chains([1] * min(length, limit) for length, limit in zip(wanted, budget, strict=True))
+        wanted = [0 if self._stage == 0 and each.keep % 2 else each.keep for each in told]
+        lengths = [min(length, limit) for length, limit in zip(wanted, budget, strict=True)]
+        if self._drafts == "chains":
+            return Draft.from_chains([1] * length for length in lengths)
+        draws = [Random(each.turn) for each in told]
+        draft = Draft.from_trees(
+            [(node % _VOCAB_SIZE, draw.randrange(-1, node)) for node in range(length)]
+            for draw, length in zip(draws, lengths, strict=True)
+        )
+        if self._drafts == "confident trees":
+            draft = replace(
+                draft,
+                confidence=tuple(draw.choice(_TOLD) for draw, n in zip(draws, lengths, strict=True) for _ in range(n)),
+            )
+        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])

@@ -10,6 +10,7 @@ from emssd.sequences import Request, Sequence, TokenIds
 from emssd.testing.conformance.lives import AGREEABLE
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.scripted import Decision, Life, decision
+from emssd.testing.conformance.watch import shown
 from emssd.testing.conformance.world import World, live
 
 __all__ = ["LEARNS", "VOCAB_SIZE", "Probes"]
@@ -165,4 +166,7 @@ def _compare(rule: str, life: Life, one: World, other: World, here: str, there: 
     pairs = zip(one.drafts.get(name, []), other.drafts.get(name, []), strict=False)
     for number, (first, second) in enumerate(pairs, start=1):
         if first != second:
-            broken(rule, f"as draft {number} of request {name!r} it gave {first} {here}, and {second} {there}")
+            broken(
+                rule,
+                f"as draft {number} of request {name!r} it gave {shown(first)} {here}, and {shown(second)} {there}",
+            )

@@ -17,6 +17,8 @@ from emssd.metrics.timing import StepTimer
 from emssd.model.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request, Sequence
 
+_Text = tuple[int, ...]
+
 __all__ = ["Decision", "Life", "ScriptedEngine", "decision", "in_turn"]
 
 
@@ -25,16 +27,18 @@ class Decision:
     """What happens to a row in one of its steps.
 
     Attributes:
-        limit: the most tokens to draft; never more than the row has left, less one.
+        limit: the most tokens to draft; of a chain, never more than the row has left, less one.
         keep: how many drafted tokens the budget policy lets through.
-        agree: how many of them the target would have produced itself.
+        agree: how many of them, one after another, the target would have produced itself.
         token: what it says next; another one where a wrong token was drafted that happens to be this one.
+        turn: in a token tree, which child it agrees with: bit by bit, level by level, modulo the number of children.
     """
 
     limit: int
     keep: int
     agree: int
     token: int
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,10 @@ class ScriptedEngine(Engine):
 
     def limits(self, rows: Seq[Sequence], decisions: Seq[Decision]) -> list[int]:
         """``[B]`` the most tokens to draft for each row."""
-        most = self.drafting.num_speculative_tokens
-        return [max(0, min(d.limit, most, row.num_remaining - 1)) for row, d in zip(rows, decisions, strict=True)]
+        most, trees = self.drafting.num_speculative_tokens, self.drafting.drafts_trees
+        depths = [max(0, row.num_remaining - 1) for row in rows]
+        lengths = [most if trees and depth else min(most, depth) for depth in depths]
+        return [min(each.limit, length) for each, length in zip(decisions, lengths, strict=True)]
 
     def take(self, rows: Seq[Sequence], decisions: Seq[Decision], num_prefill: int = 0) -> list[Sequence]:
         """One step, beside `num_prefill` tokens of another prompt. Returns the rows that go on."""
@@ -136,8 +142,22 @@ class _ToldRunner(ChoiceRunner):
     told: dict[str, Decision]
 
     def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> list[int]:
-        decision = self.told[request_id]
-        agreed, following = min(decision.agree, len(drafted)), decision.token % self.vocab_size
-        if agreed < len(drafted) and drafted[agreed] == following:
-            following = (following + 1) % self.vocab_size
-        return [*drafted[:agreed], following] + [0] * (len(drafted) - agreed)
+        decision, texts, children = self.told[request_id], list[_Text]([()]), dict[_Text, list[int]]()
+        for token, parent in zip(drafted, tree, strict=True):
+            before = texts[parent + 1]
+            texts.append((*before, token))
+            children.setdefault(before, []).append(token)
+        said: _Text = ()
+        while len(said) < decision.agree and said in children:
+            tokens = list(dict.fromkeys(children[said]))  # duplicates continue the text alike
+            said = (*said, tokens[(decision.turn >> len(said)) % len(tokens)])
+        others = (number % self.vocab_size for number in range(decision.token, decision.token + self.vocab_size))
+        wrong = children.get(said, [])
+        said = (*said, next((token for token in others if token not in wrong), decision.token % self.vocab_size))
+        return [self._choice(text, said, decision.token) for text in texts]
+
+    def _choice(self, text: _Text, said: _Text, token: int) -> int:
+        """What follows a text: that of what is said, or else something that depends on the text alone."""
+        if len(text) < len(said) and text == said[: len(text)]:
+            return said[len(text)]
+        return (token + sum(text) + len(text)) % self.vocab_size

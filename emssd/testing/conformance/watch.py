@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from emssd.attention.trees import depths, is_chain
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.drafting.rules import check_draft, check_ids
 from emssd.errors import DraftError
 from emssd.sequences import Batch, Sequence
 from emssd.testing.conformance.rules import broken, named
 
-__all__ = ["WatchedDrafter", "state_of", "unchanged"]
+__all__ = ["Nodes", "WatchedDrafter", "nodes_of", "shown", "state_of", "unchanged"]
+
+Nodes = list[tuple[int, int]]
+"""A row's draft: of each node the token id and the parent."""
 
 _FIELDS = [field.name for field in dataclasses.fields(Sequence) if field.name != "tokens"]  # which are a view
 
@@ -43,7 +47,7 @@ class WatchedDrafter(Drafter):
         self.num_tokens = 0
         self._vocab_size = vocab_size
         self._rows: dict[str, Sequence] = {}
-        self._proposed: dict[str, list[int]] = {}
+        self._proposed: dict[str, Nodes] = {}
 
     @property
     def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: that of the watched drafter
@@ -52,8 +56,13 @@ class WatchedDrafter(Drafter):
 
     @property
     def drafts_trees(self) -> bool:  # type: ignore[override]  # as above
-        """Whether it drafts trees."""
+        """Whether it may draft trees."""
         return self.drafter.drafts_trees
+
+    @property
+    def num_candidates(self) -> int:  # type: ignore[override]  # as above
+        """How many of the target's best tokens it wants to hear of."""
+        return self.drafter.num_candidates
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._rows = {row.request_id: row for row in batch}
@@ -66,11 +75,11 @@ class WatchedDrafter(Drafter):
         with named("drafter.draft", "reading the draft"):
             _check(draft, batch, limits, self._vocab_size, self.drafts_trees)
         self.num_tokens += draft.token_ids.numel()
-        self._proposed = _chains(batch, draft)
+        self._proposed = nodes_of(batch, draft)
         return draft
 
     def observe(self, outcome: Outcome) -> None:
-        verified = _chains(outcome.batch, outcome.draft)
+        verified = nodes_of(outcome.batch, outcome.draft)
         self._check_verified(verified)
         for name, accepted in zip(outcome.batch.request_ids, outcome.accepted, strict=True):
             self.num_drafted[name] += len(verified[name])
@@ -79,8 +88,9 @@ class WatchedDrafter(Drafter):
         with named("drafter.raises", f"observe of {[len(accepted) for accepted in outcome.accepted]} accepted tokens"):
             self.drafter.observe(outcome)
         unchanged(before, outcome.batch, "observe")
-        if (after := _chains(outcome.batch, outcome.draft)) != verified:
-            broken("drafter.accounting", f"observe changed the draft that was verified from {verified} to {after}")
+        if (after := nodes_of(outcome.batch, outcome.draft)) != verified:
+            one, other = ({name: shown(nodes) for name, nodes in rows.items()} for rows in (verified, after))
+            broken("drafter.accounting", f"observe changed the draft that was verified from {one} to {other}")
 
     def release(self, request_ids: Iterable[str]) -> None:
         names, batch = list(request_ids), Batch(tuple(self._rows.values()))
@@ -91,15 +101,15 @@ class WatchedDrafter(Drafter):
         for name in names:
             self._rows.pop(name, None)
 
-    def _check_verified(self, verified: dict[str, list[int]]) -> None:
+    def _check_verified(self, verified: dict[str, Nodes]) -> None:
         """What was verified must be the beginning of what was drafted, for every row."""
-        for name, tokens in verified.items():
+        for name, nodes in verified.items():
             proposed = self._proposed.get(name, [])
-            if tokens != proposed[: len(tokens)]:
+            if nodes != proposed[: len(nodes)]:
                 broken(
                     "drafter.accounting",
-                    f"for request {name!r} it drafted {proposed}, and when that was verified it had become {tokens}; "
-                    f"give a new tensor in every step",
+                    f"for request {name!r} it drafted {shown(proposed)}, and when that was verified it had become "
+                    f"{shown(nodes)}; give a new tensor in every step",
                 )
 
 
@@ -118,14 +128,48 @@ def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int, trees: 
             check_ids(draft.token_ids.tolist(), vocab_size)
     except DraftError as error:
         broken("drafter.vocabulary", str(error))
+    if draft.num_rows == len(batch) and draft.indptr[-1] == draft.token_ids.numel():
+        _check_trees(draft, batch, trees)
     check_draft(draft, batch, limits, vocab_size, trees=trees)
 
 
-def _chains(batch: Batch, draft: Draft) -> dict[str, list[int]]:
-    """The drafted tokens by request id."""
-    tokens = draft.token_ids.tolist()
-    pairs = zip(draft.indptr, draft.indptr[1:], strict=False)
-    return {name: tokens[start:stop] for name, (start, stop) in zip(batch.request_ids, pairs, strict=True)}
+def _check_trees(draft: Draft, batch: Batch, trees: bool) -> None:
+    num_tokens = draft.token_ids.numel()
+    if draft.parents is not None and len(draft.parents) != num_tokens:
+        broken("drafter.tree", f"its draft has {len(draft.parents)} parents for {num_tokens} tokens; give one for each")
+    for place, row in enumerate(batch):
+        tree, name = draft.tree(place), row.request_id
+        if any(not -1 <= parent < node for node, parent in enumerate(tree)):
+            broken(
+                "drafter.tree", f"its tree for request {name!r} has parents {list(tree)}; each is an earlier node or -1"
+            )
+        if not trees and not is_chain(tree):
+            broken("drafter.tree", f"it drafted a tree for request {name!r}; say so, by drafts_trees = True")
+        if (depth := max(depths(tree), default=0)) > (most := max(0, row.num_remaining - 1)):
+            broken(
+                "drafter.depth",
+                f"its tree for request {name!r} has depth {depth}, and may have {most}; Draft.shallow cuts it",
+            )
+    if (told := draft.confidence) is not None:
+        if len(told) != num_tokens:
+            broken(
+                "drafter.confidence", f"its draft has {len(told)} numbers for {num_tokens} tokens; give one for each"
+            )
+        if not all(0 <= each <= 1 for each in told):
+            broken("drafter.confidence", f"its confidence is {list(told)}; give probabilities, from 0 to 1")
+
+
+def nodes_of(batch: Batch, draft: Draft) -> dict[str, Nodes]:
+    """By request id the nodes that were drafted."""
+    tokens, rows = draft.token_ids.tolist(), zip(draft.indptr, draft.indptr[1:], strict=False)
+    trees = map(draft.tree, range(len(batch)))
+    drafts = [list(zip(tokens[start:stop], tree, strict=True)) for (start, stop), tree in zip(rows, trees, strict=True)]
+    return dict(zip(batch.request_ids, drafts, strict=True))
+
+
+def shown(nodes: Nodes) -> list[Any]:
+    """Nodes for a message: of a chain its token ids alone."""
+    return [token for token, _ in nodes] if is_chain([parent for _, parent in nodes]) else nodes
 
 
 def state_of(batch: Batch) -> list[dict[str, Any]]:

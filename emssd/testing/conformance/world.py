@@ -9,7 +9,7 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft
 from emssd.sequences import Batch, Sequence
 from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.scripted import Decision, Life, ScriptedEngine, in_turn
-from emssd.testing.conformance.watch import WatchedDrafter
+from emssd.testing.conformance.watch import Nodes, WatchedDrafter, nodes_of
 
 __all__ = ["World", "live"]
 
@@ -55,15 +55,14 @@ class _KeepAsTold(BudgetPolicy):
 
     def __init__(self) -> None:
         self.keep: list[int] = []
-        self.drafts: dict[str, list[list[int]]] = {}
+        self.drafts: dict[str, list[Nodes]] = {}
 
     def allot(self, step: BudgetStep) -> Seq[int]:
         return step.limits
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
-        tokens = draft.token_ids.tolist()
-        for name, start, stop in zip(step.batch.request_ids, draft.indptr, draft.indptr[1:], strict=False):
-            self.drafts.setdefault(name, []).append(tokens[start:stop])
+        for name, nodes in nodes_of(step.batch, draft).items():
+            self.drafts.setdefault(name, []).append(nodes)
         return [min(length, keep) for length, keep in zip(draft.lengths, self.keep, strict=True)]
 
 

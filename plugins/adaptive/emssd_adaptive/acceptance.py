@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from emssd_adaptive.siblings import Siblings, levels
+
 __all__ = ["Acceptance"]
 
 _PRIOR_WEIGHT = 3.0  # drafted tokens that the run's average counts for in a row's own estimate
@@ -27,19 +29,19 @@ class _Counts:
         self.later_accepted *= factor
         self.later_tried *= factor
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """A draft; tokens behind the first rejected one tell nothing."""
+    def add(self, tried: int, accepted: int, is_first_accepted: bool) -> None:
+        """A draft: how many of its levels were tried, and at how many of them a first child was accepted."""
         self.first_tried += 1
-        if num_accepted:
-            self.first_accepted += 1
-            self.later_accepted += num_accepted - 1
-            self.later_tried += min(num_accepted, num_drafted - 1)
+        self.first_accepted += is_first_accepted
+        self.later_tried += tried - 1
+        self.later_accepted += accepted - is_first_accepted
 
 
 class Acceptance:
     """Per row two probabilities: that the first token of a draft is accepted, and each later one given those before.
 
-    A row's own record is mixed with the average of the run, so that a new row starts from there.
+    A row's own record is mixed with the average of the run, so that a new row starts from there. In a tree both are of
+    the first among siblings; how likely the others are is learnt over all rows.
 
     Args:
         memory: drafted tokens that a row's record looks back on.
@@ -49,18 +51,30 @@ class Acceptance:
         self._fade = 1.0 - 1.0 / max(memory, 1.0)
         self._rows: dict[str, _Counts] = {}
         self._all = _Counts(first=(1.0, 2.0), later=(1.6, 2.0))  # hopeful, until something is known
+        self.siblings = Siblings()
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """What became of one row's draft in one step."""
+        """What became of one row's draft, a chain, in one step; tokens behind the first rejected one tell nothing."""
+        tried = min(num_accepted + 1, num_drafted)
+        self._learn(request_id, tried, num_accepted, num_accepted > 0)
+
+    def observe_tree(self, request_id: str, tree: Seq[int], accepted: Seq[int]) -> None:
+        """What became of one row's tree, its nodes' parents, in one step; only siblings on the accepted way tell."""
+        first_children = list[bool]()
+        for children, taken in levels(tree, accepted):
+            self.siblings.observe(len(first_children) > 0, len(children), children.index(taken) if taken >= 0 else None)
+            first_children.append(children[0] == taken)
+        self._learn(request_id, len(first_children), sum(first_children), first_children[:1] == [True])
+
+    def _learn(self, request_id: str, tried: int, accepted: int, is_first_accepted: bool) -> None:
         row = self._rows.setdefault(request_id, _Counts())
-        if num_drafted == 0:
+        if tried == 0:
             row.fade(_FADE_UNDRAFTED)
             return
-        tried = min(num_accepted + 1, num_drafted)
         row.fade(self._fade**tried)
-        row.add(num_drafted, num_accepted)
+        row.add(tried, accepted, is_first_accepted)
         self._all.fade((1.0 - 1.0 / _GLOBAL_MEMORY) ** tried)
-        self._all.add(num_drafted, num_accepted)
+        self._all.add(tried, accepted, is_first_accepted)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget these rows."""
@@ -69,16 +83,28 @@ class Acceptance:
 
     def gains(self, request_ids: Iterable[str], limits: Seq[int]) -> list[list[float]]:
         """``[B]`` up to each row's limit, the probability that a token of its draft is accepted, with all before it."""
+        return [
+            [first * later**depth for depth in range(limit)]
+            for (first, later), limit in zip(self._chances(request_ids), limits, strict=True)
+        ]
+
+    def tree_gains(self, request_ids: Iterable[str], trees: Iterable[Seq[int]]) -> list[list[float]]:
+        """``[B]`` per row the probability that each node of its tree is accepted, with all on the way to it."""
+        pairs = zip(trees, self._chances(request_ids), strict=True)
+        return [self.siblings.worths(tree, first, later) for tree, (first, later) in pairs]
+
+    def _chances(self, request_ids: Iterable[str]) -> list[tuple[float, float]]:
+        """``[B]`` chances of the first token of each row, and of a later one."""
         run = self._all
         first = (run.first_accepted + 0.5) / (run.first_tried + 1.0)
         later = (run.later_accepted + 0.5) / (run.later_tried + 1.0)
-        gains = []
-        for request_id, limit in zip(request_ids, limits, strict=True):
+        found = []
+        for request_id in request_ids:
             row = self._rows.get(request_id, _NOTHING)
             gain = (row.first_accepted + _PRIOR_WEIGHT * first) / (row.first_tried + _PRIOR_WEIGHT)
             chance = (row.later_accepted + _PRIOR_WEIGHT * later) / (row.later_tried + _PRIOR_WEIGHT)
-            gains.append([gain * chance**depth for depth in range(limit)])
-        return gains
+            found.append((gain, chance))
+        return found
 
 
 _NOTHING = _Counts()  # is known of a new row

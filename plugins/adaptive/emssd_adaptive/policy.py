@@ -19,6 +19,7 @@ from emssd_adaptive.step_time import StepTime
 
 __all__ = ["AdaptiveBudget"]
 
+_EVERY_DEPTH = 16
 _NEGLIGIBLE = 0.01  # of a step's time
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 _TRIAL_STEPS, _TRIALS = 9, (0, 2, 1000)  # without a warm-up, the first steps draft nothing, little and all in turn
@@ -27,8 +28,8 @@ _TRIAL_STEPS, _TRIALS = 9, (0, 2, 1000)  # without a warm-up, the first steps dr
 class AdaptiveBudget(BudgetPolicy):
     """Before drafting, and again once the drafts are known, keeps the tokens that pay for their verification.
 
-    A token of a row's draft is worth the probability that it is accepted with all before it. Sorted by that, tokens are
-    taken as long as the step's expected rate, ``(B + Σ worth) ÷ (t(tokens, context) + t_draft)``, grows.
+    A node of a row's draft is worth the probability that it is accepted with all on the way to it. Sorted by that,
+    nodes are taken as long as the step's expected rate, ``(B + Σ worth) ÷ (t(tokens, context) + t_draft)``, grows.
 
     Args:
         memory, probe_interval: see `AdaptiveConfig`.
@@ -63,15 +64,17 @@ class AdaptiveBudget(BudgetPolicy):
         while len(self._stages) <= step.stage:
             self._stages.append(StageRecord(self._memory, self._probe_interval))
         record = self._stages[step.stage]
-        return record.probed(self._choose(step, step.limits, record, drafting=True), step.limits)
+        worths = record.worths_before(step.batch.request_ids, step.limits)
+        return record.probed(self._choose(step, worths, step.limits, record, drafting=True), step.limits)
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         lengths = draft.lengths
         if not any(lengths):
             return lengths
         record = self._stages[step.stage]
-        chosen = lengths if record.is_probing else self._choose(step, lengths, record, drafting=False)
-        self._gained += sum(map(sum, record.acceptance.gains(step.batch.request_ids, chosen)))
+        worths = record.worths_of(step.batch.request_ids, draft)
+        chosen = lengths if record.is_probing else self._choose(step, worths, lengths, record, drafting=False)
+        self._gained += sum(sum(row[:length]) for row, length in zip(worths, chosen, strict=True))
         self._num_drafted += sum(chosen)
         return chosen
 
@@ -96,7 +99,9 @@ class AdaptiveBudget(BudgetPolicy):
         for record in self._stages:
             record.release(request_ids)
 
-    def _choose(self, step: BudgetStep, limits: Seq[int], record: StageRecord, *, drafting: bool) -> list[int]:
+    def _choose(
+        self, step: BudgetStep, worths: list[list[float]], limits: Seq[int], record: StageRecord, *, drafting: bool
+    ) -> list[int]:
         """``[B]`` lengths up to `limits` with the best expected rate; with `drafting`, its time counts too."""
         depth = max(limits, default=0)
         if not depth or not self._time.is_known:
@@ -108,7 +113,6 @@ class AdaptiveBudget(BudgetPolicy):
         without = max(self._time.seconds(len(batch) + self._num_drafted, num_kv_tokens), 1e-9)
         num_fixed = sum(row.num_uncached for row in batch) + step.num_other_tokens
         base, rise = len(batch) + self._gained, self._time.rise
-        worths = record.acceptance.gains(batch.request_ids, limits)
         if not drafting:
             return best_lengths(worths, base, without, lambda count: rise(num_fixed + count))[0]
         per_level, per_token = record.seconds_per_level, record.seconds_per_token
@@ -117,7 +121,7 @@ class AdaptiveBudget(BudgetPolicy):
                 row[0] -= base / without * seconds
                 row[:] = accumulate(row, min)
         best, best_rate = [0] * len(batch), base / without
-        for deepest in range(1, depth + 1) if per_level * depth > _NEGLIGIBLE * without else (depth,):
+        for deepest in _depths(depth) if per_level * depth > _NEGLIGIBLE * without else (depth,):
             lengths, rate = best_lengths(
                 [row[:deepest] for row in worths],
                 base,
@@ -127,3 +131,13 @@ class AdaptiveBudget(BudgetPolicy):
             if rate > best_rate:
                 best, best_rate = lengths, rate
         return best
+
+
+def _depths(most: int) -> list[int]:
+    """The longest drafts that are looked at: all of them, or a few if there are many."""
+    if most <= _EVERY_DEPTH:
+        return list(range(1, most + 1))
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, max(found[-1] + 1, found[-1] * 3 // 2)))
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
@@ -24,6 +24,10 @@ class ReplayConfig:
             this sum; ``null`` gives all the same.
         coverage: share of positions at which there is a draft at all, as retrieval does not always find one.
         num_speculative_tokens: drafted per row and step.
+        branches: children of each node by level, as in ``[3,2,1]``: drafts are token trees of that shape, best nodes
+            first, in the place of chains. Then `concentration`, `coverage` and `trace` are not used.
+        chances: of trees, by depth a list of how likely each child is the right one, by its rank. The last holds for
+            deeper levels. ``[]`` is ``[[p]]``.
         trace: file of ``python -m emssd.simulate record``; then it says how much is drafted and how much of it right.
             With `known`, every request must be in it, under its id. Without, it is a sample: a request that is not in
             it is dealt one by its id.
@@ -37,6 +41,8 @@ class ReplayConfig:
     concentration: float | None = None
     coverage: float = 1.0
     num_speculative_tokens: int = 7
+    branches: list[int] = field(default_factory=list)
+    chances: list[list[float]] = field(default_factory=list)
     trace: str | None = None
     known: str | None = None
     seed: int = 0
@@ -44,8 +50,10 @@ class ReplayConfig:
 
 def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:
     from emssd_replay.drafter import UNKNOWN, ReplayDrafter
+    from emssd_replay.trees import ReplayTrees
 
-    drafter = ReplayDrafter(config, context.vocab_size)
+    make = ReplayTrees if config.branches else ReplayDrafter
+    drafter = make(config, context.vocab_size)
     if drafter.must_count and context.tokenizer is not None:  # models of model.architecture have none
         raise ConfigError(UNKNOWN)
     return drafter

@@ -9,6 +9,7 @@ import pytest
 import torch
 from emssd_replay import ReplayConfig
 from emssd_replay.drafter import ReplayDrafter
+from emssd_replay.trees import ReplayTrees
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from emssd.errors import ConfigError, PluginError
 from emssd.model.random_weights import counted_on, counting_model
 from emssd.sequences import Batch, Request, Sequence
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
+from emssd.simulate.tree_law import TreeLaw
 from emssd.testing.models import tiny_model
 
 OPT = {
@@ -199,3 +201,51 @@ def test_a_file_of_something_else_and_a_trace_of_two_drafters_are_refused(tmp_pa
 def test_an_architecture_that_is_none_is_refused(architecture: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         counting_model(architecture, torch.float32, torch.device("cpu"))
+
+
+def test_a_tree_takes_the_right_child_and_the_output_is_that_of_the_model() -> None:
+    config = ReplayConfig(branches=[2, 2], chances=[[0.0, 1.0]])
+    drafter = ReplayTrees(config, 96)
+    row = Sequence(Request("a", (5,), 60))
+    draft = drafter.propose(Batch((row,)), [9])
+    assert drafter.num_speculative_tokens == draft.lengths[0] == 6
+    assert draft.token_ids.tolist()[:2] == [6, 7], "nodes are sorted by how likely they are"
+    nodes = list(zip(draft.tree(0), draft.token_ids.tolist(), strict=True))
+    assert len(set(nodes)) == 6, "siblings differ"
+    assert draft.cut([2]).is_chain
+    assert drafter.replays == "acceptance drawn: trees of 2 × 2, right by depth and rank with [[0.0, 1.0]]"
+    assert drafter.propose(Batch((row,)), [1]).lengths == [1]
+    assert drafter.propose(Batch((Sequence(Request("a", (5,), 2)),)), [9]).token_ids.tolist() == [6, nodes[2][1]]
+
+
+@given(st.integers(0, 99), st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_of_each_nodes_children_at_most_one_is_right_and_as_often_as_stated(seed: int, branches: list[int]) -> None:
+    law = TreeLaw(branches, [[0.5, 0.3], [0.4, 0.2, 0.1]], seed)
+    assert list(law.worths) == sorted(law.worths, reverse=True)
+    counts = [0] * len(law.parents)
+    for position in range(1000):
+        right = law.right("a", position)
+        assert right == law.right("a", position)
+        for parent in {-1, *law.parents}:
+            children = [node for node, each in enumerate(law.parents) if each == parent]
+            assert sum(right[node] for node in children) <= 1
+        for node, is_right in enumerate(right):
+            counts[node] += is_right
+    for node, chance in enumerate(law.chances):
+        if law.worths[node]:
+            assert abs(counts[node] - 1000 * chance) < 5 * (1000 * chance * (1 - chance)) ** 0.5 + 1  # 5 sigma
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ReplayConfig(branches=[2, 0]), r"branches are \[2, 0\]; give the number of children for each level"),
+        (ReplayConfig(branches=[99, 99]), "at most 4096 nodes in all"),
+        (ReplayConfig(branches=[2], chances=[[0.6, 0.6]]), "which add up to 1 at most"),
+        (ReplayConfig(branches=[2], chances=[[-0.1]]), "give for each depth a list of one chance per rank"),
+        (ReplayConfig(branches=[2], coverage=0.5), "leave out drafter.trace, drafter.concentration"),
+    ],
+)
+def test_impossible_trees_are_refused(config: ReplayConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ReplayTrees(config, 96)

@@ -1,0 +1,74 @@
+"""What the nodes of a drafter's trees are worth by their place in the row, to be asked before it drafts the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+
+__all__ = ["Profile"]
+
+_MEMORY = 64.0  # drafts that the mean looks back on
+_BEYOND = 0.9  # of the worth of the node before, where no draft was as long
+_AGE = 0.02  # a step with drafts, for places that none of them reached
+_ROW_FADE = 0.8  # a draft: how fast a row's own ratio forgets
+_FADE_UNDRAFTED = 0.97  # a step, for a row that drafts nothing
+_MOST = 4.0  # times the mean, at which a row's single draft is counted
+
+
+class Profile:
+    """The mean worth of the first node of a draft, of the second, …; and each row's ratio to it.
+
+    It sees drafts before they are trimmed, so that it does not take the best for all.
+    """
+
+    def __init__(self) -> None:
+        self._means: list[float] = []
+        self._counts: list[float] = []
+        self._rows: dict[str, tuple[float, float]] = {}  # sum of ratios, and their number; both fade
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was a draft."""
+        return bool(self._means)
+
+    def observe(self, request_ids: Iterable[str], worths: Seq[Seq[float]]) -> None:
+        """Learn from a draft of some rows: ``worths [B]`` of its nodes, row by row."""
+        for request_id, row in zip(request_ids, worths, strict=True):
+            total, number = self._rows.get(request_id, (0.0, 0.0))
+            if not row:
+                self._rows[request_id] = (total * _FADE_UNDRAFTED, number * _FADE_UNDRAFTED)
+                continue
+            usual = sum(self._means[: len(row)])
+            ratio = min(sum(row[: len(self._means)]) / usual, _MOST) if usual > 0 else 1.0
+            self._rows[request_id] = (total * _ROW_FADE + ratio, number * _ROW_FADE + 1.0)
+            more = len(row) - len(self._means)
+            self._means += [0.0] * more
+            self._counts += [0.0] * more
+            for place, worth in enumerate(row):
+                self._counts[place] = min(self._counts[place] + 1.0, _MEMORY)
+                self._means[place] += (worth - self._means[place]) / self._counts[place]
+        self._age(max(map(len, worths), default=0))
+
+    def _age(self, longest: int) -> None:
+        """What no draft of this step reached is believed less and less, and hoped for more and more."""
+        for place in range(max(longest, 1), len(self._means)):
+            self._counts[place] *= 1.0 - _AGE
+            self._means[place] += (self._means[place - 1] * _BEYOND - self._means[place]) * _AGE
+
+    def worths(self, request_ids: Iterable[str], limits: Seq[int]) -> list[list[float]]:
+        """``[B]`` up to each row's limit, what the nodes of its next draft are expected to be worth; it never rises."""
+        longest, usual = max(limits, default=0), list(accumulate(self._means, min))
+        for _ in range(longest - len(usual)):
+            usual.append(usual[-1] * _BEYOND)
+        found = []
+        for request_id, limit in zip(request_ids, limits, strict=True):
+            total, number = self._rows.get(request_id, (0.0, 0.0))
+            ratio = (total + 1.0) / (number + 1.0)
+            found.append([min(1.0, worth * ratio) for worth in usual[:limit]])
+        return found
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Forget these rows."""
+        for request_id in request_ids:
+            self._rows.pop(request_id, None)
