@@ -64,8 +64,8 @@ def accepted_by_depth(cell: Cell) -> dict[int, float]:
 
 def _nodes(cell: Cell) -> float:
     histograms = [row.metrics["draft_length_histogram"] for row in cell.rows]
-    steps = sum(sum(each.values()) for each in histograms)
-    return sum(int(nodes) * count for each in histograms for nodes, count in each.items()) / max(steps, 1)
+    nodes = sum(int(number) * count for each in histograms for number, count in each.items())
+    return float(nodes / max(sum(sum(each.values()) for each in histograms), 1))
 
 
 def _pivot(section: Section, found: _Found, text: Callable[[Cell], str]) -> None:
