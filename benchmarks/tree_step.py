@@ -122,6 +122,9 @@ def measure(model: TargetModel, options: argparse.Namespace, console: Console) -
                     pairs = zip(times[name], times["chain"], strict=True)
                     row[f"{name}_ratio"] = statistics.median(tree / chain for tree, chain in pairs)
                 found.append(row)
+                ratios = ", ".join(f"{name} {row[f'{name}_ratio']:.2f}" for name in SHAPES)
+                console.print(f"batch {batch_size}, context {context}, {num_nodes} nodes, {what}: "
+                              f"chain {row['chain_ms']:.3f} ms; {ratios} x")  # fmt: skip
     return found
 
 
