@@ -36,7 +36,8 @@ class PageTable:
 
     def fits(self, lengths: Iterable[int]) -> bool:
         """Whether the pool could hold sequences of these lengths, and no others."""
-        return self.max_pages is None or sum(map(self._pages_for, lengths)) <= self.max_pages
+        size = self.page_size
+        return self.max_pages is None or sum([-(-length // size) for length in lengths]) <= self.max_pages
 
     def pages(self, request_id: str) -> list[int]:
         """The pages of a sequence in token order; empty if it is unknown."""
@@ -67,18 +68,17 @@ class PageTable:
 
     def reserve_step(self, packed: PackedInputs) -> None:
         """Give the rows of a step their pages. First take back what a step took that was planned and not committed."""
-        size, names, held = self.page_size, packed.request_ids, self._pages
-        for request_id, length, kv_len in zip(names, packed.lengths, packed.kv_lens, strict=True):
-            if len(held.get(request_id, ())) * size > kv_len - length:
-                self.truncate(request_id, kv_len - length)
-        for request_id, kv_len in zip(names, packed.kv_lens, strict=True):
-            if len(held.get(request_id, ())) * size < kv_len:
+        for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
+            self.truncate(request_id, kv_len - length)
+        size, held = self.page_size, self._pages
+        for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
+            if request_id not in held or len(held[request_id]) * size < kv_len:
                 self.reserve(request_id, kv_len)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Take back the pages behind the first `num_tokens` tokens."""
-        pages, left = self._pages.get(request_id), self._pages_for(num_tokens)
-        while pages and len(pages) > left:
+        pages = self._pages.get(request_id)
+        while pages and (len(pages) - 1) * self.page_size >= num_tokens:  # its last page holds none of them
             self._free.append(pages.pop())
 
     def release(self, request_ids: Iterable[str]) -> None:

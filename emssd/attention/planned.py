@@ -18,7 +18,7 @@ from emssd.attention.paged import PagedKernels
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.attention.recorded import Capture, Compute, StaticInputs, ladder, rung
-from emssd.attention.tables import FixedShape, PagedMetadata, page_metadata, tree_mask
+from emssd.attention.tables import FixedShape, PagedMetadata, page_arrays, page_metadata, tree_mask
 from emssd.attention.transfer import Staging, on_device
 from emssd.errors import ConfigError
 
@@ -143,12 +143,11 @@ class PlannedKernels(PagedKernels):
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         masked, size = packed.trees is not None, self._size_of(packed)
         planned = {layer: self._attention_of(layer, size, masked) for layer in self._rules}
-        metadata, scrap = (
-            page_metadata(table, packed),
-            self._scrap_slots(0 if size is None else size - packed.num_tokens),
-        )
-        if size is not None:
-            metadata = self._static_of(size).fill(packed, metadata, scrap)
+        if size is None:
+            metadata = page_metadata(table, packed)
+        else:
+            scrap_slots = self._scrap_slots(size - packed.num_tokens)
+            metadata = self._static_of(size).fill(packed, page_arrays(table, packed), table.page_size, scrap_slots)
         for layer, attention in planned.items():
             attention.plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
         by_layer = [planned[layer] for layer in self._layers]

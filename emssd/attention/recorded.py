@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from emssd.attention.packed import PackedInputs
-from emssd.attention.tables import FixedShape, PagedMetadata
+from emssd.attention.tables import FixedShape, PageArrays, PagedMetadata
 from emssd.attention.transfer import Staging
 
 __all__ = ["Capture", "Compute", "StaticInputs", "StepTables", "ladder", "rung"]
@@ -82,31 +82,34 @@ class StaticInputs:
         """Bytes of staging memory that tensors of this shape take."""
         return _sections(shape)[-1][1]
 
-    def fill(self, packed: PackedInputs, metadata: PagedMetadata, scrap_slots: NDArray[np.int64]) -> PagedMetadata:
+    def fill(
+        self, packed: PackedInputs, pages: PageArrays, page_size: int, scrap_slots: NDArray[np.int64]
+    ) -> PagedMetadata:
         """Write one step. A padding token is token 0 at position 0, and nobody reads the slot that its KV goes to.
 
         Args:
             packed: the step.
-            metadata: of the step.
+            pages: its tables.
+            page_size: tokens per page.
             scrap_slots: ``[padding]``, one for each padding token.
 
         Returns:
-            `metadata` with absent rows, which have no query and no page, up to the rows of the shape. `kv_indices` and
-            `slots` are on the device; the other tables may be read until the next step is filled.
+            The tables with absent rows, which have no query and no page, up to the rows of the shape. `kv_indices` and
+            `slots` are on the device; the others are on the host, and may be read until `done`.
         """
         assert packed.num_rows <= self.shape.num_rows, f"{packed.num_rows} rows in a recording of {self.shape.num_rows}"
         turn = self._staging.next()
-        arrays, num_pages = self._arrays[turn], len(metadata.kv_indices)
-        _write(arrays.input_ids, packed.input_ids, 0)
-        _write(arrays.position_ids, packed.position_ids, 0)
-        _write(arrays.logit_rows, packed.logit_rows, 0)
-        _write(arrays.slots, metadata.slots, scrap_slots)
-        _write(arrays.qo_indptr, metadata.qo_indptr, packed.num_tokens)
-        _write(arrays.kv_indptr, metadata.kv_indptr, num_pages)
-        _write(arrays.kv_last_page_len, metadata.kv_last_page_len, 0)
-        arrays.kv_indices[:num_pages] = metadata.kv_indices.numpy()
+        arrays, num_pages = self._arrays[turn], len(pages.kv_indices)
+        _write(arrays.input_ids, packed.input_ids.numpy(), 0)
+        _write(arrays.position_ids, packed.position_ids.numpy(), 0)
+        _write(arrays.logit_rows, packed.logit_rows.numpy(), 0)
+        _write(arrays.slots, pages.slots, scrap_slots)
+        _write(arrays.qo_indptr, pages.qo_indptr, packed.num_tokens)
+        _write(arrays.kv_indptr, pages.kv_indptr, num_pages)
+        _write(arrays.kv_last_page_len, pages.kv_last_page_len, 0)
+        arrays.kv_indices[:num_pages] = pages.kv_indices
         if packed.drafted is not None:
-            _write(arrays.places, packed.drafted.places, 0)
+            _write(arrays.places, packed.drafted.places.numpy(), 0)
         self._staging.move(self._pages_begin + _INT32 * num_pages)
         if packed.drafted is not None:
             places = self.tables.places[: len(packed.drafted.places)]
@@ -118,7 +121,7 @@ class StaticInputs:
             kv_indices=self.tables.kv_indices[:num_pages],
             kv_last_page_len=host.kv_last_page_len,
             slots=self.tables.slots,
-            page_size=metadata.page_size,
+            page_size=page_size,
         )
 
     def done(self) -> None:
@@ -145,8 +148,8 @@ def _tables(memory: torch.Tensor, shape: FixedShape) -> StepTables[torch.Tensor]
     return StepTables(*(memory[begin:end].view(dtype) for begin, end, dtype in _sections(shape)))
 
 
-def _write(array: NDArray[Any], values: torch.Tensor, rest: int | NDArray[np.int64]) -> None:
-    array[: len(values)] = values.numpy()
+def _write(array: NDArray[Any], values: NDArray[Any], rest: int | NDArray[np.int64]) -> None:
+    array[: len(values)] = values
     array[len(values) :] = rest
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
@@ -92,6 +92,8 @@ class Scheduler(ABC):
 
     def retire(self, finished: Seq[Sequence]) -> None:
         """Take finished sequences out."""
+        if not finished:
+            return
         gone = {sequence.request_id for sequence in finished}
         self._running = [sequence for sequence in self._running if sequence.request_id not in gone]
 
@@ -122,7 +124,8 @@ class StaticScheduler(Scheduler):
             self._running = admitted
         rows = self._running
         if trees:  # these may outgrow what a row will hold in the end
-            return Schedule(Batch(tuple(rows)), _draft_limits(rows, rows, num_speculative_tokens, trees, fits))
+            limits = _draft_limits(rows, _lengths(rows), num_speculative_tokens, trees, fits)
+            return Schedule(Batch(tuple(rows)), limits)
         return Schedule(Batch(tuple(rows)), tuple(_draft_limit(row, num_speculative_tokens, trees) for row in rows))
 
 
@@ -153,7 +156,7 @@ class ContinuousScheduler(Scheduler):
         self._headroom = headroom
 
     def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
-        running, preempted = self._preempt(fits)
+        running, lengths, preempted = self._preempt(fits)
         admitted = [] if preempted else self._admit(running, fits)
         running = [*running, *admitted]
         needs = [row.num_uncached for row in running]
@@ -166,22 +169,26 @@ class ContinuousScheduler(Scheduler):
                 complete.append(row)
             elif share:
                 pieces.append(Prefill(row, share))
-        limits = _draft_limits(complete, running, num_speculative_tokens, trees, fits)
+        lengths |= _lengths(admitted)
+        limits = _draft_limits(complete, lengths, num_speculative_tokens, trees, fits)
         for _ in admitted:  # nothing has changed up to here, where `fits` may fail
             self._waiting.popleft()
         self._waiting.extendleft(preempted)
         self._running = running
         return Schedule(Batch(tuple(complete)), limits, tuple(pieces), preempted)
 
-    def _preempt(self, fits: Fits) -> tuple[list[Sequence], tuple[Sequence, ...]]:
-        """The running rows that fit, each with all of its tokens, and the latest ones, which are to go."""
-        kept, preempted = list(self._running), list[Sequence]()
-        while len(kept) > 1 and not fits({row.request_id: len(row.tokens) for row in kept}):
+    def _preempt(self, fits: Fits) -> tuple[list[Sequence], dict[str, int], tuple[Sequence, ...]]:
+        """The running rows that fit, each with all of its tokens, their lengths, and the latest, which are to go."""
+        kept, lengths, preempted = list(self._running), _lengths(self._running), list[Sequence]()
+        while len(kept) > 1 and not fits(lengths):
             preempted.append(kept.pop())
-        return kept, tuple(preempted)
+            del lengths[preempted[-1].request_id]
+        return kept, lengths, tuple(preempted)
 
     def _admit(self, running: list[Sequence], fits: Fits) -> list[Sequence]:
         """Which of those that wait come in, in order of arrival."""
+        if not self._waiting or len(running) >= self.batch_size:
+            return []
         lengths = {row.request_id: self._length_to_come(row) for row in running}
         admitted: list[Sequence] = []
         for candidate in islice(self._waiting, self.batch_size - len(running)):
@@ -196,18 +203,22 @@ class ContinuousScheduler(Scheduler):
 
 
 def _draft_limits(
-    rows: list[Sequence], running: list[Sequence], num_speculative_tokens: int, trees: bool, fits: Fits
+    rows: list[Sequence], lengths: dict[str, int], num_speculative_tokens: int, trees: bool, fits: Fits
 ) -> tuple[int, ...]:
-    """``[B]`` for `rows`, which are some of those `running`. Where the cache is nearly full they draft less."""
+    """``[B]`` for `rows`, which are some of those with `lengths`. Where the cache is nearly full they draft less."""
+    names = [row.request_id for row in rows]
     while True:
-        limits = tuple(_draft_limit(row, num_speculative_tokens, trees) for row in rows)
+        limits = tuple([_draft_limit(row, num_speculative_tokens, trees) for row in rows])
         if not any(limits):
             return limits
-        lengths = {row.request_id: len(row.tokens) for row in running}
-        lengths |= {row.request_id: len(row.tokens) + limit for row, limit in zip(rows, limits, strict=True)}
-        if fits(lengths):
+        if fits(lengths | {name: lengths[name] + limit for name, limit in zip(names, limits, strict=True)}):
             return limits
         num_speculative_tokens //= 2
+
+
+def _lengths(rows: Iterable[Sequence]) -> dict[str, int]:
+    """Tokens by request id."""
+    return {row.request_id: len(row.tokens) for row in rows}
 
 
 def _draft_limit(row: Sequence, num_speculative_tokens: int, trees: bool) -> int:

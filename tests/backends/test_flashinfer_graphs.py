@@ -21,7 +21,7 @@ from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.attention.packed import Drafted
 from emssd.attention.pages import PageTable
 from emssd.attention.recorded import Compute, StaticInputs, ladder, rung
-from emssd.attention.tables import FixedShape, page_metadata
+from emssd.attention.tables import FixedShape, page_arrays, page_metadata
 from emssd.attention.transfer import Staging
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
@@ -101,7 +101,7 @@ class TestStaticInputs:
                 packed = replace(packed, input_ids=blank, drafted=Drafted(places, torch.full_like(places, 7)))
             table.reserve_step(packed)
             metadata, padding = page_metadata(table, packed), 16 - packed.num_tokens
-            filled = static.fill(packed, metadata, np.full(padding, 99))
+            filled = static.fill(packed, page_arrays(table, packed), 3, np.full(padding, 99))
             assert tables.input_ids.tolist() == wanted_ids + [0] * padding
             assert tables.position_ids.tolist() == packed.position_ids.tolist() + [0] * padding
             assert tables.slots.tolist() == metadata.slots.tolist() + [99] * padding
@@ -128,7 +128,7 @@ class TestStaticInputs:
         packed, table = pack([sequence(name, 1) for name in "abcde"], Draft.empty(5)), PageTable(3)
         table.reserve_step(packed)
         with pytest.raises(AssertionError, match="5 rows in a recording of 4"):
-            self.make().fill(packed, page_metadata(table, packed), np.zeros(11, dtype=np.int64))
+            self.make().fill(packed, page_arrays(table, packed), 3, np.zeros(11, dtype=np.int64))
 
 
 class FakeEvent:
