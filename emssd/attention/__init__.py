@@ -2,13 +2,14 @@
 
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.attention.masked import additive_mask, masked_attention
-from emssd.attention.packed import PackedInputs
+from emssd.attention.packed import Drafted, PackedInputs, StepInputs
 from emssd.attention.paged import PagedBackend, PagedKernels
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool
 
 __all__ = [
     "AttentionBackend",
+    "Drafted",
     "KVCacheSpec",
     "KVPool",
     "KVUsage",
@@ -18,6 +19,7 @@ __all__ = [
     "PageTable",
     "PagedBackend",
     "PagedKernels",
+    "StepInputs",
     "StepPlan",
     "additive_mask",
     "masked_attention",

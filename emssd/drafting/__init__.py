@@ -1,7 +1,7 @@
 """Drafting: the `Drafter` and `BudgetPolicy` interfaces, and the stages that ask them in every step."""
 
 from emssd.drafting.budget import BudgetPolicy, BudgetStep
-from emssd.drafting.context import DrafterContext
+from emssd.drafting.context import DrafterContext, LoadRunner
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.lookup import LookupDrafter, Occurrence
@@ -13,6 +13,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "DrafterContext",
+    "LoadRunner",
     "LookupDrafter",
     "Occurrence",
     "Outcome",

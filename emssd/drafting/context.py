@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from emssd.drafting.drafter import Drafter
 from emssd.model import ModelRunner
 
-__all__ = ["DrafterContext"]
+__all__ = ["DrafterContext", "LoadRunner"]
 
 
 class LoadRunner(Protocol):

@@ -193,7 +193,9 @@ def chances(calibration: Calibration, confidences: Seq[float]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "truth", [lambda told: told, lambda told: 1 - told, lambda told: 0.3, lambda told: told / 3], ids=str
+    "truth",
+    [lambda told: told, lambda told: 1 - told, lambda told: 0.3, lambda told: told / 3],
+    ids=["what it says", "the opposite", "nothing", "a third"],
 )
 def test_confidence_becomes_the_share_that_is_accepted_whatever_it_means(truth: Callable[[float], float]) -> None:
     told = [0.01, 0.25, 0.55, 0.85, 0.99]
