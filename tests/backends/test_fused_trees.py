@@ -53,14 +53,12 @@ class Row:
 @st.composite
 def trees(draw: st.DrawFn, most: int = 24) -> tuple[int, ...]:
     """Bushy ones, chains, siblings alone, a few ways beside each other."""
-    num_nodes = draw(st.integers(0, most))
     shape = draw(st.sampled_from(["any", "deep", "chain", "siblings"]))
-    least = {"any": lambda _: -1, "deep": lambda node: max(-1, node - 3), "chain": lambda node: node - 1}
-    most_of = {"siblings": lambda _: -1}
-    return tuple(
-        draw(st.integers(least.get(shape, least["any"])(node), most_of.get(shape, lambda each: each - 1)(node)))
-        for node in range(num_nodes)
-    )
+    tree: list[int] = []
+    for node in range(draw(st.integers(0, most))):
+        least = {"deep": max(-1, node - 3), "chain": node - 1}.get(shape, -1)
+        tree.append(draw(st.integers(least, -1 if shape == "siblings" else node - 1)))
+    return tuple(tree)
 
 
 @st.composite
@@ -103,7 +101,8 @@ class Cache:
         rows = (packed.kv_positions(row)[-length:] for row, length in enumerate(lengths))
         packed = replace(packed, position_ids=torch.tensor([position for row in rows for position in row]))
         together = [torch.cat(tensors) for tensors in zip(*new.values(), strict=True)]
-        return list(self.backend.forward(self.backend.plan(packed), 0, *together).split(lengths))
+        out = self.backend.forward(self.backend.plan(packed), 0, *together)
+        return list(torch.split_with_sizes(out, lengths))
 
     def verify(self, rows: Seq[Row], all_qkv: Seq[QKV]) -> list[torch.Tensor]:
         """The rows with their trees: first what is cached, row by row, then the rest in one step."""

@@ -95,3 +95,12 @@ def test_what_a_step_tells_of_trees() -> None:
     assert stats.drafted_by_depth == (3, 3, 1)
     assert [is_accepted for _, is_accepted in stats.confidence] == [False, True, False, True, True, True, False]
     assert {told for told, _ in stats.confidence} == {0.5}
+    _, log, _ = step([[(1, -1), (2, 0)]], [Decision(9, 9, 0, 3)])
+    assert [is_accepted for _, is_accepted in log.steps[0].confidence] == [False], "below it nothing was chosen"
+
+
+def test_what_the_target_says_off_its_way_depends_on_all_of_the_text() -> None:
+    tree = [(1, -1), (2, -1), (3, 0), (3, 1), (4, 2), (4, 3)]
+    outcome, _, _ = step([tree], [Decision(9, 9, 3, 0)])
+    assert outcome.accepted[0] == [0, 2, 4]
+    assert list(outcome.target_ids[0]) == [1, 3, 3, 4, 2, 0, 2]

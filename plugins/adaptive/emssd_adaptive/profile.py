@@ -9,6 +9,7 @@ from itertools import accumulate
 __all__ = ["Profile"]
 
 _MEMORY = 64.0  # drafts that the mean looks back on
+_MEMORY_OF_PROBES = 2.0  # in a probe, as those before it are long ago
 _BEYOND = 0.9  # of the worth of the node before, where no draft was as long
 _AGE = 0.02  # a step with drafts, for places that none of them reached
 _ROW_FADE = 0.8  # a draft: how fast a row's own ratio forgets
@@ -32,8 +33,9 @@ class Profile:
         """Whether there was a draft."""
         return bool(self._means)
 
-    def observe(self, request_ids: Iterable[str], worths: Seq[Seq[float]]) -> None:
+    def observe(self, request_ids: Iterable[str], worths: Seq[Seq[float]], *, is_probe: bool = False) -> None:
         """Learn from a draft of some rows: ``worths [B]`` of its nodes, row by row."""
+        memory = _MEMORY_OF_PROBES if is_probe else _MEMORY
         for request_id, row in zip(request_ids, worths, strict=True):
             total, number = self._rows.get(request_id, (0.0, 0.0))
             if not row:
@@ -46,7 +48,7 @@ class Profile:
             self._means += [0.0] * more
             self._counts += [0.0] * more
             for place, worth in enumerate(row):
-                self._counts[place] = min(self._counts[place] + 1.0, _MEMORY)
+                self._counts[place] = min(self._counts[place] + 1.0, memory)
                 self._means[place] += (worth - self._means[place]) / self._counts[place]
         self._age(max(map(len, worths), default=0))
 

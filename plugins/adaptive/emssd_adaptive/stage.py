@@ -64,7 +64,7 @@ class StageRecord:
         else:
             worths = self.acceptance.tree_gains(request_ids, trees)
         if self._profile.is_known or draft.confidence is not None or not draft.is_chain:
-            self._profile.observe(request_ids, worths)
+            self._profile.observe(request_ids, worths, is_probe=self.is_probing)
         return worths
 
     @property
