@@ -224,7 +224,7 @@ def _lengths(rows: Iterable[Sequence]) -> dict[str, int]:
 def _draft_limit(row: Sequence, num_speculative_tokens: int, trees: bool) -> int:
     """A chain ends one below what the row may still generate, since every step gives one token of the target's own."""
     most = max(0, row.num_remaining - 1)
-    return num_speculative_tokens if trees and most else min(num_speculative_tokens, most)
+    return num_speculative_tokens if most >= num_speculative_tokens or (trees and most) else most
 
 
 def _shares(needs: list[int], budget: int) -> list[int]:
