@@ -68,9 +68,10 @@ class PageTable:
 
     def reserve_step(self, packed: PackedInputs) -> None:
         """Give the rows of a step their pages. First take back what a step took that was planned and not committed."""
+        size, held = self.page_size, self._pages  # a call for each row would take longer than all the rest
         for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
-            self.truncate(request_id, kv_len - length)
-        size, held = self.page_size, self._pages
+            if request_id in held and (len(held[request_id]) - 1) * size >= kv_len - length:
+                self.truncate(request_id, kv_len - length)
         for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
             if request_id not in held or len(held[request_id]) * size < kv_len:
                 self.reserve(request_id, kv_len)

@@ -84,7 +84,8 @@ def page_arrays(table: PageTable, packed: PackedInputs) -> PageArrays:
     q_lens, num_pages = np.diff(qo_indptr), -(-kv_lens // size)
     kv_indptr = np.concatenate([_ZERO, num_pages.cumsum()])
     kv_indices = table.indices(packed.request_ids, num_pages.tolist())
-    tokens = runs(kv_lens - q_lens, q_lens)
+    # Without trees, the positions of the tokens are their places in the KV.
+    tokens = packed.position_ids.numpy() if packed.trees is None else runs(kv_lens - q_lens, q_lens)
     pages = kv_indices[np.repeat(kv_indptr[:-1], q_lens) + tokens // size].astype(np.int64)
     return PageArrays(qo_indptr, kv_indptr, kv_indices, (kv_lens - 1) % size + 1, pages * size + tokens % size)
 

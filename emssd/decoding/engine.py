@@ -283,8 +283,10 @@ class Engine:
         kept = [len(row.tokens) + number for row, number in zip(batch, num_accepted, strict=True)]
         kept += [piece.sequence.num_cached + piece.num_tokens for piece in pieces]
         names = (*batch.request_ids, *(piece.sequence.request_id for piece in pieces))
-        moved = tuple(_moved(len(row.tokens), nodes) for row, nodes in zip(batch, verification.accepted, strict=True))
-        sources = (*moved, *((),) * len(pieces)) if any(moved) else ()
+        sources: tuple[tuple[int, ...], ...] = ()
+        if draft.parents is not None:
+            moved = [_moved(len(row.tokens), nodes) for row, nodes in zip(batch, verification.accepted, strict=True)]
+            sources = (*moved, *((),) * len(pieces)) if any(moved) else ()
         self.runner.commit(Kept(names, tuple(kept), sources))
         for row, drafted, accepted, ending in zip(batch, draft.lengths, num_accepted, taken, strict=True):
             row.advance(*ending, num_drafted=drafted, num_accepted=accepted)

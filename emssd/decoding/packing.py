@@ -43,41 +43,36 @@ def pack(rows: Iterable[Row], draft: Draft, prefills: Iterable[tuple[Row, int]] 
     request_ids: list[str] = []
     cached: list[int] = []
     known: list[int] = []  # tokens of each row that are not cached, without its draft
-    known_ids: list[int] = []
-    for row, _ in zip(rows, lengths := draft.lengths, strict=True):
+    input_ids: list[int] = []
+    lengths, drafted = draft.lengths, draft.token_ids.tolist() if draft.on_host else [0] * draft.indptr[-1]
+    for row, start, length in zip(rows, draft.indptr[:-1], lengths, strict=True):
         new = row.tokens[row.num_cached :]
         request_ids.append(row.request_id)
         cached.append(row.num_cached)
         known.append(len(new))
-        known_ids += new
+        input_ids += new
+        input_ids += drafted[start : start + length]
     for row, num_tokens in prefills:
         request_ids.append(row.request_id)
         cached.append(row.num_cached)
         known.append(num_tokens)
-        known_ids += row.tokens[row.num_cached : row.num_cached + num_tokens]
-    num_cached, num_known = np.array(cached, dtype=np.int64), np.array(known, dtype=np.int64)
-    num_drafted = np.zeros(len(known), dtype=np.int64)
-    num_drafted[: len(lengths)] = lengths
-    stops = (num_known + num_drafted).cumsum()
-    drafts = stops - num_drafted  # where the draft of each row begins
-    places = runs(drafts, num_drafted)
-    input_ids = np.zeros(len(known_ids) + len(places), dtype=np.int64)  # drafted ids may live on the device
-    input_ids[runs(drafts - num_known, num_known)] = known_ids
-    if draft.on_host:
-        input_ids[places] = draft.token_ids.numpy()
-    kv_lens = num_cached + num_known + num_drafted
-    positions = runs(num_cached, num_known + num_drafted)
-    logit_rows = runs(drafts[: len(lengths)] - 1, num_drafted[: len(lengths)] + 1)
-    trees = [()] * len(known) if draft.parents is None else [_branches(draft.tree(row)) for row in range(len(lengths))]
+        input_ids += row.tokens[row.num_cached : row.num_cached + num_tokens]
+    num_cached, new_tokens = np.array(cached, dtype=np.int64), np.array(known, dtype=np.int64)
+    num_drafted = np.array(lengths, dtype=np.int64)
+    new_tokens[: len(lengths)] += num_drafted
+    stops, kv_lens = new_tokens.cumsum(), num_cached + new_tokens
+    drafts = stops[: len(lengths)] - num_drafted  # where the draft of each row begins
+    trees = None if draft.parents is None else [_branches(draft.tree(row)) for row in range(len(lengths))]
+    places = None if draft.on_host else torch.from_numpy(runs(drafts, num_drafted))
     return PackedInputs(
         request_ids=tuple(request_ids),
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=_by_depth(positions, stops, kv_lens, trees),
+        input_ids=torch.from_numpy(np.array(input_ids, dtype=np.int64)),
+        position_ids=torch.from_numpy(_by_depth(runs(num_cached, new_tokens), stops, kv_lens, trees or ())),
         qo_indptr=(0, *stops.tolist()),
         kv_lens=tuple(kv_lens.tolist()),
-        logit_rows=torch.from_numpy(logit_rows),
-        trees=(*trees, *[()] * (len(known) - len(trees))) if any(trees) else None,
-        drafted=None if draft.on_host else Drafted(torch.from_numpy(places), draft.token_ids),
+        logit_rows=torch.from_numpy(runs(drafts - 1, num_drafted + 1)),
+        trees=(*trees, *[()] * (len(known) - len(trees))) if trees is not None and any(trees) else None,
+        drafted=None if places is None else Drafted(places, draft.token_ids),
     )
 
 
@@ -105,7 +100,7 @@ def pack_nodes(
     return PackedInputs(
         request_ids=tuple(request_ids),
         input_ids=token_ids if on_host else torch.zeros(num_tokens, dtype=torch.int64),
-        position_ids=_by_depth(runs(ends - new, new), stops, ends, branches),
+        position_ids=torch.from_numpy(_by_depth(runs(ends - new, new), stops, ends, branches)),
         qo_indptr=(0, *stops.tolist()),
         kv_lens=tuple(kv_lens),
         logit_rows=torch.arange(num_tokens),
@@ -116,14 +111,14 @@ def pack_nodes(
 
 def _by_depth(
     positions: NDArray[np.int64], stops: NDArray[np.int64], kv_lens: NDArray[np.int64], trees: Seq[tuple[int, ...]]
-) -> torch.Tensor:
+) -> NDArray[np.int64]:
     """``[nnz]`` positions of tokens that follow each other, with those of tree nodes, the last of a row, set right."""
     for row, tree in enumerate(trees):
         if tree:
             length = min(len(tree), int(stops[row] - (stops[row - 1] if row else 0)))  # the others are cached
             depth = np.array(depths(tree)[-length:])
             positions[stops[row] - length : stops[row]] = kv_lens[row] - len(tree) - 1 + depth
-    return torch.from_numpy(positions)
+    return positions
 
 
 def _branches(tree: Parents) -> tuple[int, ...]:

@@ -124,9 +124,9 @@ class StaticScheduler(Scheduler):
             self._running = admitted
         rows = self._running
         if trees:  # these may outgrow what a row will hold in the end
-            limits = _draft_limits(rows, _lengths(rows), num_speculative_tokens, trees, fits)
+            limits = _fitting_limits(rows, _lengths(rows), num_speculative_tokens, trees, fits)
             return Schedule(Batch(tuple(rows)), limits)
-        return Schedule(Batch(tuple(rows)), tuple(_draft_limit(row, num_speculative_tokens, trees) for row in rows))
+        return Schedule(Batch(tuple(rows)), _draft_limits(rows, num_speculative_tokens, trees))
 
 
 class ContinuousScheduler(Scheduler):
@@ -170,7 +170,7 @@ class ContinuousScheduler(Scheduler):
             elif share:
                 pieces.append(Prefill(row, share))
         lengths |= _lengths(admitted)
-        limits = _draft_limits(complete, lengths, num_speculative_tokens, trees, fits)
+        limits = _fitting_limits(complete, lengths, num_speculative_tokens, trees, fits)
         for _ in admitted:  # nothing has changed up to here, where `fits` may fail
             self._waiting.popleft()
         self._waiting.extendleft(preempted)
@@ -202,13 +202,13 @@ class ContinuousScheduler(Scheduler):
         return row.max_length if self._worst_case else min(row.max_length, len(row.tokens) + self._headroom)
 
 
-def _draft_limits(
+def _fitting_limits(
     rows: list[Sequence], lengths: dict[str, int], num_speculative_tokens: int, trees: bool, fits: Fits
 ) -> tuple[int, ...]:
     """``[B]`` for `rows`, which are some of those with `lengths`. Where the cache is nearly full they draft less."""
     names = [row.request_id for row in rows]
     while True:
-        limits = tuple([_draft_limit(row, num_speculative_tokens, trees) for row in rows])
+        limits = _draft_limits(rows, num_speculative_tokens, trees)
         if not any(limits):
             return limits
         if fits(lengths | {name: lengths[name] + limit for name, limit in zip(names, limits, strict=True)}):
@@ -221,10 +221,10 @@ def _lengths(rows: Iterable[Sequence]) -> dict[str, int]:
     return {row.request_id: len(row.tokens) for row in rows}
 
 
-def _draft_limit(row: Sequence, num_speculative_tokens: int, trees: bool) -> int:
-    """A chain ends one below what the row may still generate, since every step gives one token of the target's own."""
-    most = max(0, row.num_remaining - 1)
-    return num_speculative_tokens if trees and most else min(num_speculative_tokens, most)
+def _draft_limits(rows: list[Sequence], num_speculative_tokens: int, trees: bool) -> tuple[int, ...]:
+    """A chain ends one below what a row may still generate, since every step gives one token of the target's own."""
+    most, left = num_speculative_tokens, [max(0, row.num_remaining - 1) for row in rows]
+    return tuple([most if number >= most or (trees and number) else number for number in left])
 
 
 def _shares(needs: list[int], budget: int) -> list[int]:

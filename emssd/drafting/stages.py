@@ -152,7 +152,7 @@ def _limits(drafter: CheckedDrafter, batch: Batch, still: Seq[int]) -> tuple[int
     most = drafter.num_speculative_tokens
     if drafter.drafts_trees:
         return tuple(min(limit, most) for limit in still)
-    return tuple(min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch, still, strict=True))
+    return tuple([min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch, still, strict=True)])
 
 
 def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
