@@ -309,8 +309,8 @@ def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyP
     result = toy(emssd, "fig1", *checked)
     assert "check=greedy: 8 exact, 0 numerical ties, 0 true differences\n" in result.out
 
-    def wrong(logits: Any, draft: Any) -> Any:
-        verification = right(logits, draft)
+    def wrong(logits: Any, draft: Any, num_candidates: int) -> Any:
+        verification = right(logits, draft, num_candidates)
         if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
             verification.new_tokens[0][-1] = 5
         return verification

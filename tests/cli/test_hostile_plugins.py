@@ -66,7 +66,7 @@ def test_check_of_one_that_exits_in_a_step_goes_on_to_its_last_line(
     assert stop.value.code == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("BROKEN   drafter.raises ") for line in lines)
-    assert lines[-1].endswith(" 1 broken, 12 not tested")
+    assert lines[-1].endswith(" 1 broken, 15 not tested")
 
 
 def test_options_that_exit_are_named(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:

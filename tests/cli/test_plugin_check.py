@@ -14,6 +14,7 @@ from emssd.testing.conformance.rules import rules_of
 from .conftest import drafter
 
 GREEDY = "return Draft.from_chains([[row.tokens[-1]] * limit for row, limit in zip(batch, budget)])"
+NUM_RULES = len(rules_of("drafter"))
 
 
 def test_check_reports_a_good_plugin_rule_by_rule(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,9 +22,9 @@ def test_check_reports_a_good_plugin_rule_by_rule(install: Callable, capsys: pyt
     authoring.main(["check", "third", "depth=5", "--examples", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "drafter third (third-party-good 1.2), rule by rule:"
-    assert [line.split()[:2] for line in lines[2:18]] == [["ok", rule.name] for rule in rules_of("drafter")]
+    assert [line.split()[:2] for line in lines[2:-3]] == [["ok", rule.name] for rule in rules_of("drafter")]
     assert lines[-3].startswith("cost (not judged): ")
-    assert lines[-1] == "16 rules kept, 0 broken, 0 not tested"
+    assert lines[-1] == f"{NUM_RULES} rules kept, 0 broken, 0 not tested"
 
 
 def test_check_of_a_budget_policy(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,10 +32,12 @@ def test_check_of_a_budget_policy(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"budget fixed (emssd {__version__}), rule by rule:"
     assert [line.split()[:2] for line in lines[2:-2]] == [["ok", rule.name] for rule in rules_of("budget")]
-    assert lines[-1] == "12 rules kept, 0 broken, 0 not tested"
+    assert lines[-1] == f"{len(rules_of('budget'))} rules kept, 0 broken, 0 not tested"
     authoring.main(["check", "fixed", "--decides-at-random", "--examples", "1"])
     rules = ["budget.deterministic", "budget.release", "budget.preemption"]
-    assert skipped(capsys, 12) == dict.fromkeys(rules, "it decides at random, and its decisions are not compared")
+    assert skipped(capsys, len(rules_of("budget"))) == dict.fromkeys(
+        rules, "it decides at random, and its decisions are not compared"
+    )
 
 
 def test_check_names_the_rule_that_is_broken_and_exits_with_1(
@@ -53,7 +56,7 @@ def test_check_names_the_rule_that_is_broken_and_exits_with_1(
     assert lines[lines.index("? drafter.lossless the tokens are those of plain greedy decoding") + 1] == (
         "its test stopped at drafter.budget"
     )
-    assert lines[-1].endswith("rules kept, 1 broken, 12 not tested")
+    assert lines[-1].endswith("rules kept, 1 broken, 15 not tested")
     assert os.environ["PYTEST_ADDOPTS"] == "--no-such-option"
 
 
@@ -86,7 +89,7 @@ def test_check_of_a_drafter_that_draws(install: Callable, capsys: pytest.Capture
     assert skipped(capsys) == dict.fromkeys(rules, "it drafts at random, and its drafts are not compared")
 
 
-def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = 16) -> dict[str, str]:
+def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = NUM_RULES) -> dict[str, str]:
     """Rules that were skipped, and why; no other may have been left out or broken."""
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[1]: lines[place + 1].strip() for place, line in enumerate(lines) if line.startswith("skip")}
@@ -134,7 +137,7 @@ def test_check_of_a_plugin_that_needs_an_option(
         "emssd-plugins: error: Config.path has no default and is not given; give it, as in path=VALUE\n"
     )
     authoring.main(["check", "third", "path=here", "--examples", "1"])
-    assert capsys.readouterr().out.endswith("\n16 rules kept, 0 broken, 0 not tested\n")
+    assert capsys.readouterr().out.endswith(f"\n{NUM_RULES} rules kept, 0 broken, 0 not tested\n")
 
 
 def test_check_without_pytest_says_what_to_install(

@@ -89,8 +89,8 @@ def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.Monkey
 
     right = engine.verify_greedy
 
-    def wrong(logits, draft):
-        verification = right(logits, draft)
+    def wrong(logits, draft, num_candidates):
+        verification = right(logits, draft, num_candidates)
         if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
             verification.new_tokens[0][-1] = 5
         return verification

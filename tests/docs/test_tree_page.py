@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,12 @@ from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from emssd.testing.paged import ReferenceKernels
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[1, 5, 6, 5, 7, 5], [9], [3] * 20, [8, 2, 8, 4, 8]]
 
 
 def two_ways() -> Any:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "tutorial" / "draft_a_tree.md").read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    return names["TwoWays"]()
+    return runpy.run_path(str(ROOT / "examples" / "two_ways.py"))["TwoWays"]()
 
 
 def test_it_drafts_what_the_page_says() -> None:
