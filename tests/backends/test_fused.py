@@ -6,6 +6,7 @@ take the kernel from it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -86,7 +87,9 @@ class Rows:
             pages.fill_(self.garbage)
         shuffled = torch.randperm(sum(num_pages) + 3, generator=self._order).tolist()
         self._table = PageTable(PAGE_SIZE)
-        self._table._pages = {str(row): [shuffled.pop() for _ in range(count)] for row, count in enumerate(num_pages)}
+        self._table._pages = {
+            str(row): array("i", [shuffled.pop() for _ in range(count)]) for row, count in enumerate(num_pages)
+        }
 
     def step(self, ranges: dict[int, tuple[int, int]], *, strided: bool = False) -> dict[int, torch.Tensor]:
         """Feed tokens ``start:stop`` of some rows in one call. Returns each row's ``[stop - start, heads, dim]``."""
