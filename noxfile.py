@@ -51,7 +51,7 @@ def tests(session: nox.Session) -> None:
     limit = ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
     spread = ["-n", "2", "--dist", "worksteal", "--durations", "10"]  # a file's tests stay together, and its fixtures
     coverage = [*(f"--cov={package}" for package in MEASURED), "--cov-branch"]
-    quick, slow = ["-m", "not gpu and not slow", *coverage], ["-m", "slow and not gpu"]
+    quick, slow = ["-m", "not gpu and not slow", *coverage], ["-m", "slow and not gpu and not dry_run"]
     failed = []
     for name, chosen in {"quick": quick, "slow": slow}.items():
         try:
@@ -110,6 +110,12 @@ def gpu(session: nox.Session) -> None:
     if not torch.cuda.is_available():
         session.skip("PyTorch finds no NVIDIA GPU on this machine")
     session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu_plan(session: nox.Session) -> None:
+    """Walks through all parts of a GPU session on the CPU: benchmarks/gpu_run.sh must leave its files in each."""
+    session.run(sys.executable, "-m", "pytest", "-k", "dry_run", "tests/benchmarks", *session.posargs)
 
 
 @nox.session(venv_backend="none")
