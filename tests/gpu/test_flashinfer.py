@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import FinishReason, Generation, Request, Sequence
 from emssd.testing import AttentionBackendConformance
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.paged import ReferenceKernels
@@ -67,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-128": {"architecture": "llama", "head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
     "qwen3-128": {"architecture": "qwen3", "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 1},
 }
-ALL_DRAFTERS = ["none", "llma", "draft_model", "perfect", "wrong", "random"]
+ALL_DRAFTERS = ["none", "llma", "draft_model", "perfect", "wrong", "random", "tree"]
 CASES = [
     *(("opt-128", torch.float16, drafter) for drafter in ALL_DRAFTERS),
     *(("llama-128", torch.bfloat16, drafter) for drafter in ALL_DRAFTERS),
@@ -110,13 +111,15 @@ def drafter_of(name: str, target: TargetModel, expected: list[tuple[int, ...]], 
             return WrongDrafter(vocabulary, 5, known)
         case "random":
             return RandomDrafter(vocabulary, 5, known, seed=3)
+        case "tree":
+            return TreeDrafter(vocabulary, 9, known, seed=3)
     return RandomDrafter(vocabulary, 0)
 
 
 def engine_of(
     target: TargetModel, drafter: Drafter, config: Any = EAGER, batch_size: int = 3, **options: Any
 ) -> Engine:
-    spec = target.kv_cache_spec(batch_size)
+    spec = replace(target.kv_cache_spec(batch_size), trees=drafter.drafts_trees)
     runner = CausalLMRunner(target, make_backend(spec, config, Registry()))
     return Engine(runner, drafter, batch_size=batch_size, **options)
 
