@@ -123,7 +123,7 @@ def _run(step: Step, deadline: float) -> str:
     if step.skipped:
         return f"skipped: {step.skipped}"
     while (left := deadline - GRACE - time.monotonic()) > 0:
-        process = subprocess.Popen(step.command, process_group=0)
+        process = subprocess.Popen(step.command, process_group=0, preexec_fn=_interruptible)
         try:
             status = process.wait(left)
         except subprocess.TimeoutExpired:
@@ -133,6 +133,11 @@ def _run(step: Step, deadline: float) -> str:
         if status != DEVICE_FAILED:
             return "well" if status == 0 else f"exit status {status}"
     return "cut off"
+
+
+def _interruptible() -> None:
+    """In the new process: SIGINT ends it, also where this program was started in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

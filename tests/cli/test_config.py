@@ -93,7 +93,7 @@ def test_cfg_job_shows_the_result_without_running(emssd: Callable) -> None:
     config = OmegaConf.create(result.out)
     assert config.drafter == {
         "match_length": 3, "copy_length": 7, "search": "prompt", "occurrence": "last", "require_full_copy": True,
-        "name": "llma",
+        "branches": 1, "name": "llma",
     }  # fmt: skip
     assert config.backend == {"pad_kv": False, "pad_inputs": True, "name": "padded"}
     assert config.batch_size == RunConfig.batch_size

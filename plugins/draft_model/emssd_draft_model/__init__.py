@@ -11,7 +11,7 @@ from emssd.plugins import DrafterSpec, hookimpl
 __all__ = ["DraftModelConfig", "TreeKind", "emssd_drafters"]
 
 
-class TreeKind(Enum):
+class TreeKind(str, Enum):
     """What a row's draft looks like."""
 
     chain = "chain"
