@@ -21,7 +21,7 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     results = json.loads(out.read_text())
     decoded = {name: row for name, row in results["pieces"].items() if name.startswith("decode")}
-    assert {name.split()[2] for name in decoded} == {"flashinfer", "padded", "hf"}
+    assert {name.split()[2] for name in decoded} == {"flashinfer", "flashinfer-eager", "padded", "hf"}
     for name, row in decoded.items():
         assert f"batch={row['equal_rows']} " in name, f"{name} has wrong tokens in some rows"
     results["pieces"] = {KNOWN: results["pieces"][KNOWN] | {"seconds": 0.125}} | decoded
