@@ -127,8 +127,7 @@ class PagedBackend(AttentionBackend):
 
     def commit(self, kept: Kept) -> None:
         self._move(kept)
-        for request_id, kv_len in zip(kept.request_ids, kept.kv_lens, strict=True):
-            self._table.truncate(request_id, kv_len)
+        self._table.truncate_all(zip(kept.request_ids, kept.kv_lens, strict=True))
 
     def release(self, request_ids: Iterable[str]) -> None:
         self._table.release(request_ids)

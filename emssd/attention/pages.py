@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,13 +69,19 @@ class PageTable:
 
     def reserve_step(self, packed: PackedInputs) -> None:
         """Give the rows of a step their pages. First take back what a step took that was planned and not committed."""
+        before = map(sub, packed.kv_lens, packed.lengths)
+        self.truncate_all(zip(packed.request_ids, before, strict=True))
         size, held = self.page_size, self._pages  # a call for each row would take longer than all the rest
-        for request_id, length, kv_len in zip(packed.request_ids, packed.lengths, packed.kv_lens, strict=True):
-            if request_id in held and (len(held[request_id]) - 1) * size >= kv_len - length:
-                self.truncate(request_id, kv_len - length)
         for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
             if request_id not in held or len(held[request_id]) * size < kv_len:
                 self.reserve(request_id, kv_len)
+
+    def truncate_all(self, rows: Iterable[tuple[str, int]]) -> None:
+        """`truncate` sequences, each to its number of tokens."""
+        size, held = self.page_size, self._pages  # as above
+        for request_id, num_tokens in rows:
+            if request_id in held and (len(held[request_id]) - 1) * size >= num_tokens:
+                self.truncate(request_id, num_tokens)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Take back the pages behind the first `num_tokens` tokens."""

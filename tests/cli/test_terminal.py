@@ -194,6 +194,25 @@ def test_ctrl_c_ends_a_command_in_a_sentence(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
+def test_ctrl_c_in_a_finalizer_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    @steady("program")
+    def command() -> None:
+        Finalized()
+        signal.pause()
+
+    hook = sys.unraisablehook
+    with pytest.raises(SystemExit) as stop:
+        command()
+    assert stop.value.code == INTERRUPTED
+    assert "program: interrupted" in capsys.readouterr().err
+    assert sys.unraisablehook is hook
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
 def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
