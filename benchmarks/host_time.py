@@ -18,7 +18,6 @@ import argparse
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from emssd.attention import Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.attention.planned import PagedAttention, PlannedKernels
 from emssd.attention.recorded import StaticInputs
 from emssd.attention.tables import PagedMetadata
@@ -34,7 +33,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Draft, Drafter
 from emssd.metrics.timing import StepTimer, phase
-from emssd.model import ModelOutput, ModelRunner
+from emssd.model import CausalLMRunner, ModelOutput
 from emssd.sequences import Batch, Request
 from emssd.testing.paged import rerun
 
@@ -66,7 +65,7 @@ class NoKernels(PlannedKernels):
         return NoAttention()
 
 
-class NoModel(ModelRunner):
+class NoModel(CausalLMRunner):
     """Plans a step as it is, and has a forward pass that says `RIGHT` whatever it is fed."""
 
     def __init__(self, batch_size: int) -> None:
@@ -92,19 +91,6 @@ class NoModel(ModelRunner):
                 plan.replay(lambda: self._logits)
                 self.num_recorded += 1
         return ModelOutput(self._logits[: len(packed.logit_rows)], plan.input_ids.numel() - packed.num_tokens)
-
-    def commit(self, kept: Kept) -> None:
-        self.backend.commit(kept)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self.backend.release(request_ids)
-
-    def fits(self, kv_lens: Mapping[str, int]) -> bool:
-        return self.backend.fits(kv_lens)
-
-    @property
-    def usage(self) -> KVUsage:
-        return self.backend.kv_usage
 
 
 class FixedDrafter(Drafter):
