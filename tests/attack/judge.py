@@ -66,6 +66,8 @@ class Judge:
             spelling = world.speller.bytes_of if world.speller else None
             right, why = ending(world.text_of(ask)[len(prompt) :], ask, room, spelling)
             if request_id not in got:
+                if world.twins:  # it may have taken the other of two equals, and nobody knows where
+                    self._tied[request_id] = len(prompt)
                 if not ended:
                     self.wrong(f"{request_id!r} never came out")
                 continue
