@@ -957,9 +957,72 @@ Tensor argmax(const Tensor& logits) {
   return best;
 }
 
+// The k largest entries of each row, the largest first, of equal ones the first: their places [rows, k], and the logarithm
+// of what each has of the sum of e^(entry * scale) over its row. Both come as doubles in one tensor [2, rows, k], as the
+// host wants them together. Shares are NaN in rows with NaN, or without a finite largest entry; places never are.
+template <class T>
+void top_rows(const Tensor& logits, double scale, Tensor& best) {
+  using L = Lane<T>;
+  using Vector = typename L::Vector;
+  using Sum = typename L::Sum;
+  const int64_t rows = logits.size(0), size = logits.size(1), stride = logits.stride(0), k = best.size(2);
+  const T* all = logits.const_data_ptr<T>();
+  double* to = best.mutable_data_ptr<double>();
+  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    std::vector<std::pair<Sum, int64_t>> top(k);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* from = all + row * stride;
+      for (int64_t place = 0; place < k; ++place) top[place] = {-std::numeric_limits<Sum>::infinity(), place};
+      int64_t found = 0;  // places of `top` that are taken
+      const auto look = [&](int64_t at) {
+        const Sum entry = static_cast<Sum>(from[at]);
+        if (std::isnan(entry) || (found == k && !(entry > top[k - 1].first))) return;
+        int64_t place = found < k ? found++ : k - 1;
+        for (; place > 0 && entry > top[place - 1].first; --place) top[place] = top[place - 1];
+        top[place] = {entry, at};
+      };
+      int64_t at = 0;
+      for (; at < std::min(k, size); ++at) look(at);
+      for (; at < size && at % kPage != 0; ++at) look(at);
+      for (; at + kPage <= size; at += kPage) {
+        if (!(largest(L::widen(from + at)) <= top[k - 1].first) || found < k)
+          for (int64_t lane = 0; lane < kPage; ++lane) look(at + lane);
+      }
+      for (; at < size; ++at) look(at);
+      const Sum high = top[0].first, by = static_cast<Sum>(scale);
+      Vector shares = {};
+      for (at = 0; at + kPage <= size; at += kPage) {
+        const Vector below = (L::widen(from + at) - high) * by;
+        shares += below == below ? exponential(below) : below;
+      }
+      double sum = total(shares);
+      for (; at < size; ++at) sum += std::exp((static_cast<Sum>(from[at]) - high) * by);
+      for (int64_t place = 0; place < k; ++place) {
+        to[row * k + place] = static_cast<double>(top[place].second);
+        to[(rows + row) * k + place] = static_cast<double>((top[place].first - high) * by) - std::log(sum);
+      }
+    }
+  });
+}
+
+Tensor top(const Tensor& logits, int64_t k, double scale) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "rows must be contiguous");
+  TORCH_CHECK(0 < k && k <= logits.size(1) && scale > 0, "k must be from 1 to the vocabulary, and the scale above 0");
+  Tensor best = at::empty({2, logits.size(0), k}, logits.options().dtype(at::kDouble));
+  switch (logits.scalar_type()) {
+    case at::kBFloat16: top_rows<BFloat16>(logits, scale, best); break;
+    case at::kFloat: top_rows<float>(logits, scale, best); break;
+    case at::kDouble: top_rows<double>(logits, scale, best); break;
+    default: TORCH_CHECK(false, "no kernel for ", logits.scalar_type());
+  }
+  return best;
+}
+
 TORCH_LIBRARY(emssd_native, library) {
   library.def("argmax(Tensor logits) -> Tensor");
   library.impl("argmax", c10::DispatchKey::CPU, TORCH_FN(argmax));
+  library.def("top(Tensor logits, int k, float scale) -> Tensor");
+  library.impl("top", c10::DispatchKey::CPU, TORCH_FN(top));
   library.def("new_weights() -> Tensor", TORCH_FN(new_weights));
   library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias) -> bool");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));

@@ -38,6 +38,8 @@ class DraftModelConfig:
         depth: of dynamic and sequoia, the most levels of a tree.
         top_k: of dynamic, the nodes of a level that are expanded, and the children of each; of sequoia, the most
             children of a node.
+        temperature: of dynamic, what the draft model's logits are divided by before its nodes are ranked. A target
+            that decodes greedily takes the first choice more often than the draft model's own probabilities say.
         acceptance: of sequoia, a JSON file with the acceptance to plan for, in the place of what is measured: a list of
             the levels, each a list of probabilities, that of the draft model's first choice first. Levels below the
             last are like the last.
@@ -50,6 +52,7 @@ class DraftModelConfig:
     num_nodes: int = 16
     depth: int = 5
     top_k: int = 4
+    temperature: float = 0.6
     acceptance: str | None = None
 
 

@@ -65,10 +65,13 @@ class GrowingTree:
     def frontier(self) -> list[int]:
         """The nodes of the deepest level that may have children, the most probable first.
 
-        A node that is not among the best by now never will be, nor will its children: nothing is computed for it.
+        A node that is not among the best by now never will be. The children of the last of them will not be either, as
+        none is more probable than its parent. So nothing is computed for those.
         """
         level = set(self.level)
-        return [node for node in self.best() if node in level and len(self.ways[node]) < self.depth]
+        return [
+            node for node in self.best()[: self.num_nodes - 1] if node in level and len(self.ways[node]) < self.depth
+        ]
 
     def cached_parents(self) -> list[int]:
         """The parents of the nodes in the cache, as indices among them."""

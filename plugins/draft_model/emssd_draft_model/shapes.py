@@ -25,11 +25,13 @@ class Shape(ABC):
         num_nodes: the most nodes of a tree.
         depth: the most levels.
         width: how many of a node's most probable tokens it looks at.
+        temperature: that the draft model's logits are divided by before they are probabilities.
     """
 
     num_nodes: int
     depth: int
     width: int
+    temperature: float = 1.0
 
     @abstractmethod
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
@@ -85,17 +87,20 @@ class DynamicShape(Shape):
         num_nodes: the most that are drafted.
         depth: the most levels.
         top_k: nodes of a level that are expanded, and children of each.
+        temperature: below 1, as the target takes its first choice more often than the draft model's probability says.
     """
 
-    def __init__(self, num_nodes: int, depth: int, top_k: int) -> None:
+    def __init__(self, num_nodes: int, depth: int, top_k: int, temperature: float = 1.0) -> None:
         _at_least_one(num_nodes=num_nodes, depth=depth, top_k=top_k)
-        self.num_nodes, self.depth, self.width = num_nodes, depth, top_k
+        if not 0.01 <= temperature <= 100:
+            raise ConfigError(f"drafter.temperature is {temperature}; it must be from 0.01 to 100")
+        self.num_nodes, self.depth, self.width, self.temperature = num_nodes, depth, top_k, temperature
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
         return [(node, range(self.width)) for node in frontier[: self.width]]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
-        return min(self.width, num_nodes) * max(0, depth - 1)
+        return min(self.width, num_nodes - 1) * max(0, depth - 1)
 
 
 def shape_of(config: DraftModelConfig) -> Shape | None:
@@ -112,7 +117,7 @@ def shape_of(config: DraftModelConfig) -> Shape | None:
     if kind is TreeKind.static:
         return StaticShape(config.expansion)
     if kind is TreeKind.dynamic:
-        return DynamicShape(config.num_nodes, config.depth, config.top_k)
+        return DynamicShape(config.num_nodes, config.depth, config.top_k, config.temperature)
     if kind is TreeKind.sequoia:
         _at_least_one(num_nodes=config.num_nodes, depth=config.depth, top_k=config.top_k)
         table = None if config.acceptance is None else read_acceptance(config.acceptance)

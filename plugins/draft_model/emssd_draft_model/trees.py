@@ -11,8 +11,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.transfer import to_host
 from emssd.decoding.packing import pack_nodes
+from emssd.decoding.top_tokens import top_tokens
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.model import ModelRunner
 from emssd.sequences import Batch
@@ -136,25 +136,13 @@ class TreeDrafter(ModelDrafter):
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
         """Give each node of a level its children, from ``logits [n, vocab]``."""
-        tokens, log_probs = _most_probable(logits, self.shape.width)
+        tokens, log_probs = top_tokens(logits, self.shape.width, self.shape.temperature)
         place = 0
         for _, tree, expansions in level:
             tree.level = []
             for node, ranks in expansions:
                 tree.grow(node, ranks, tokens[place], log_probs[place])
                 place += 1
-
-
-def _most_probable(logits: torch.Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
-    """For each row of ``logits [n, vocab]`` its `width` most probable tokens, and the logarithms of how probable."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    values, ids = logits.topk(min(width, logits.shape[1]), dim=1)
-    log_probs = (values - logits.logsumexp(dim=1, keepdim=True)).clamp(max=0.0)
-    log_probs = log_probs.masked_fill(log_probs.isnan(), -math.inf)  # as behind a model that overflowed
-    host = to_host(torch.stack([ids.double(), log_probs.double()]).flatten())  # together, as the host waits for it
-    width, half = ids.shape[1], ids.numel()
-    tokens = [[int(token) for token in host[start : start + width]] for start in range(0, half, width)]
-    return tokens, [[float(each) for each in host[start : start + width]] for start in range(half, 2 * half, width)]
 
 
 def _ranks(tree: GrowingTree, tokens: Seq[int]) -> list[int | None]:

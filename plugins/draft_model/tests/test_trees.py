@@ -250,6 +250,29 @@ def test_one_pass_a_level_computes_only_nodes_that_get_children(kind: str) -> No
     assert draft.lengths[2] == 2
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_few_nodes_take_no_more_passes_than_a_chain_of_them(limit: int) -> None:
+    drafter = make_drafter(make_shape("dynamic"), draft_model(sharpness=8.0))
+    computed = watch(drafter)
+    assert propose(drafter, [sequence(PROMPTS[0])], [limit]).lengths == [limit]
+    assert len(computed) <= limit
+    assert all(packed.num_tokens <= limit - 1 for packed in computed[1:])
+
+
+def test_a_temperature_sharpens_the_probabilities_and_so_deepens_the_tree() -> None:
+    def draft(temperature: float, num_nodes: int = 6) -> Draft:
+        return propose(make_drafter(DynamicShape(num_nodes, 6, 3, temperature)), [sequence(PROMPTS[0])], [num_nodes])
+
+    for temperature in (1.0, 0.5):
+        root = sorted(
+            (torch.tensor(probabilities(draft_model(), tuple(PROMPTS[0]))).log() / temperature).softmax(-1).tolist()
+        )
+        confidence = draft(temperature).confidence
+        assert confidence is not None
+        assert math.isclose(confidence[0], root[-1], rel_tol=1e-6)
+    assert max(depths(draft(0.05).tree(0))) > max(depths(draft(1.0).tree(0)))
+
+
 def test_rows_that_the_cache_has_no_room_for_draft_nothing_in_that_step() -> None:
     drafter = make_drafter(StaticShape([2, 2]), max_tokens=24)  # six pages of four tokens
     rows = [sequence([3] * 6, "a"), sequence([4] * 17, "b"), sequence([5] * 9, "c")]
@@ -479,6 +502,7 @@ def test_more_children_than_there_are_tokens_are_all_tokens() -> None:
         ({"tree": "static", "expansion": [2, 0]}, r"drafter\.expansion is \[2, 0\]; .* at least 1 for each"),
         ({"tree": "dynamic", "top_k": 0}, r"drafter\.top_k is 0; it must be at least 1"),
         ({"tree": "dynamic", "num_nodes": 0}, r"drafter\.num_nodes is 0; it must be at least 1"),
+        ({"tree": "dynamic", "temperature": 0.0}, r"drafter\.temperature is 0\.0; it must be from 0\.01 to 100"),
         ({"tree": "sequoia", "depth": -1}, r"drafter\.depth is -1; it must be at least 1"),
         ({"tree": "dynamic", "acceptance": "x.json"}, r"drafter\.acceptance is set, but drafter\.tree is dynamic"),
     ],
