@@ -31,7 +31,7 @@ def test_speed_nodes_and_depth_of_each_drafter_by_batch_size(tmp_path: Path) -> 
     write(tmp_path, rows())
     section = trees(read([tmp_path]))
     assert section is not None
-    speeds, nodes, depths = (block for block in section.blocks if isinstance(block, Table))
+    speeds, nodes, steps, depths = (block for block in section.blocks if isinstance(block, Table))
     assert speeds.columns == ["drafter", "1", "2"]
     assert speeds.lines == [
         ["draft_model", "1.50 (1.50–1.50)", "0.75 (0.75–0.75)"],
@@ -39,6 +39,8 @@ def test_speed_nodes_and_depth_of_each_drafter_by_batch_size(tmp_path: Path) -> 
     ]
     # Of 20 row-steps 16 drafted 4 tokens, and 10 accepted 2.
     assert nodes.lines == [[name, "3.2, τ 2.00", "3.2, τ 2.00"] for name in list(RATES)[1:]]
+    # The floor reads 4 MB of weights and 0.2 MB of KV for each row, at 10 GB/s.
+    assert steps.lines == [[name, "6.00 (0.42)", "6.00 (0.44)"] for name in list(RATES)[1:]]
     assert depths.columns == ["drafter", "≥ 1", "≥ 2"]
     assert [line[0] for line in depths.lines] == [
         f"{name}, batch {size}" for name in list(RATES)[1:] for size in (1, 2)

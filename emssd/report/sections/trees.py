@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 from emssd.report.cells import Cell, Grid, grids, setting_names
 from emssd.report.figures import Curve, colour, speed_chart
+from emssd.report.floor import Floor
 from emssd.report.sections.common import Section, begin, marks_of
 from emssd.report.sources import Material
 from emssd.report.tables import escape, grouped, pivot
@@ -17,7 +18,7 @@ _Found = Seq[tuple[Grid, Cell]]
 
 
 def trees(material: Material) -> Section | None:
-    """For each model and data: a table and a plot of speed-ups, and tables of nodes, τ and depth."""
+    """For each model and data: a table and a plot of speed-ups; tables of nodes and τ, of steps beside their floor, and of depth."""
     rows = material.of("trees")
     found = [(grid, cell) for grid in grids(rows) for cell in grid.cells if cell.line.speculate]
     if not found:
@@ -38,6 +39,8 @@ def trees(material: Material) -> Section | None:
         section.draw(f"Speed-up by batch size: {title}", speed_chart(title, _curves(mine), mark))
         section.say("Verified nodes of a row in a step, and mean acceptance length τ:")
         _pivot(section, mine, lambda cell: f"{_nodes(cell):.1f}, τ {cell.median('mean_acceptance_length')}")
+        section.say("Milliseconds of a decode step, and in brackets its floor, that of verifying its nodes:")
+        _pivot(section, mine, _step_and_floor)
         section.say("The share of a row's steps in which a way of so many drafted tokens was accepted:")
         shares = {
             (f"{grid.setting.drafter}, batch {cell.batch_size}", f"≥ {depth}"): f"{share:.0%}"
@@ -66,6 +69,11 @@ def _nodes(cell: Cell) -> float:
     histograms = [row.metrics["draft_length_histogram"] for row in cell.rows]
     nodes = sum(int(number) * count for each in histograms for number, count in each.items())
     return float(nodes / max(sum(sum(each.values()) for each in histograms), 1))
+
+
+def _step_and_floor(cell: Cell) -> str:
+    step = cell.median(lambda row: 1e3 * sum(row.metrics["decode_seconds"].values()) / row.metrics["decode_steps"])
+    return f"{step} ({cell.median(lambda row: 1e3 * Floor.of(row).seconds)})"
 
 
 def _pivot(section: Section, found: _Found, text: Callable[[Cell], str]) -> None:
