@@ -18,7 +18,7 @@ _Found = Seq[tuple[Grid, Cell]]
 
 
 def trees(material: Material) -> Section | None:
-    """For each model and data: a table and a plot of speed-ups; tables of nodes and τ, of steps beside their floor, and of depth."""
+    """For each model and data: a table and a plot of speed-ups; tables of nodes, τ, steps, floors and depth."""
     rows = material.of("trees")
     found = [(grid, cell) for grid in grids(rows) for cell in grid.cells if cell.line.speculate]
     if not found:
