@@ -100,6 +100,21 @@ def test_picked_nodes_know_their_parents_by_new_numbers() -> None:
     assert shallow.parents == (-1, 0, -1, 2, -1, -1)
 
 
+@pytest.mark.parametrize(
+    ("parents", "limit", "shallow"),
+    [
+        ((-1, 0, 1, -1, 3, 3), 2, (-1, 0, -1, 2, 2)),  # a child that does not stand next to its parent
+        ((-1, -1, 0, 2, 1, 1, 4), 2, (-1, -1, 0, 1, 1)),
+        ((-1, 0, 1, 2, -1, 4, 4, 5), 3, (-1, 0, 1, -1, 3, 3, 4)),
+    ],
+)
+def test_parents_are_counted_among_the_nodes_that_stay(
+    parents: tuple[int, ...], limit: int, shallow: tuple[int, ...]
+) -> None:
+    draft = Draft.from_trees([[(9, -1)], list(enumerate(parents))])
+    assert draft.shallow([1, limit]).parents == (-1, *shallow)
+
+
 @given(FORESTS, st.booleans(), st.data())
 def test_the_first_nodes_of_a_row_are_a_tree(forest: list[Tree], confidence: bool, data: st.DataObject) -> None:
     draft = draft_of(forest, confidence)
