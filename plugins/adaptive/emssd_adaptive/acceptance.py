@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from emssd_adaptive.siblings import Siblings, levels
+from emssd_adaptive.siblings import Siblings
 
 __all__ = ["Acceptance"]
 
@@ -58,19 +58,25 @@ class Acceptance:
         tried = min(num_accepted + 1, num_drafted)
         self._learn(request_id, tried, num_accepted, num_accepted > 0)
 
-    def observe_tree(self, request_id: str, tree: Seq[int], accepted: Seq[int]) -> None:
-        """What became of one row's tree, its nodes' parents, in one step; only siblings on the accepted way tell."""
+    def observe_tree(self, request_id: str, choices: Iterable[tuple[list[int], int]]) -> None:
+        """What became of one row's tree in one step: its `levels`. Only siblings on the accepted way tell."""
         first_children = list[bool]()
-        for children, taken in levels(tree, accepted):
+        for children, taken in choices:
             self.siblings.observe(len(first_children) > 0, len(children), children.index(taken) if taken >= 0 else None)
             first_children.append(children[0] == taken)
         self._learn(request_id, len(first_children), sum(first_children), first_children[:1] == [True])
 
+    def skip(self, request_ids: Iterable[str]) -> None:
+        """Nothing was drafted for these rows in this step."""
+        for request_id in request_ids:
+            if (row := self._rows.get(request_id)) is not None:
+                row.fade(_FADE_UNDRAFTED)
+
     def _learn(self, request_id: str, tried: int, accepted: int, is_first_accepted: bool) -> None:
-        row = self._rows.setdefault(request_id, _Counts())
         if tried == 0:
-            row.fade(_FADE_UNDRAFTED)
+            self.skip([request_id])
             return
+        row = self._rows.setdefault(request_id, _Counts())
         row.fade(self._fade**tried)
         row.add(tried, accepted, is_first_accepted)
         self._all.fade((1.0 - 1.0 / _GLOBAL_MEMORY) ** tried)

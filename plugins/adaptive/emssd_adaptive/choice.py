@@ -5,9 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heapreplace
-from itertools import pairwise
+from itertools import chain, pairwise
 
-__all__ = ["best_lengths", "blocks"]
+import numpy as np
+
+__all__ = ["best_limits", "best_lengths", "blocks"]
+
+
+def best_limits(
+    worths: Seq[Seq[float]], gain: float, seconds: float, rises: Seq[float], levels: Seq[tuple[int, float]]
+) -> list[int]:
+    """The lengths of drafts that are yet to be made: what making them takes counts, too.
+
+    For each way to limit the drafts, nodes are taken as by `best_lengths`, the worthiest first. As worths fall, the
+    first nodes in that order are first nodes of each row; all numbers of them and all limits are looked at together.
+
+    Args:
+        worths: ``[B]`` per row what each node of its draft is worth, in tokens, never more than the one before it.
+        gain, seconds: tokens and time of the step without any of them; the time is above 0.
+        rises: seconds of the first node, of the second, and so on, for as many as there are.
+        levels: ways to limit the drafts: the most nodes of a row, and the seconds that drafting so many takes beside
+            those of `rises`.
+
+    Returns:
+        ``[B]`` how many of each row to draft: none, unless some are better than none.
+    """
+    lengths = np.array([len(row) for row in worths])
+    flat = np.fromiter(chain.from_iterable(worths), np.float64)
+    order = np.argsort(-flat, kind="stable")  # of equal nodes of a row, the first comes first
+    rows = np.repeat(np.arange(len(lengths)), lengths)[order]
+    places = (np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths))[order]
+    most, more = np.array(levels).T[:, :, None]
+    taken = places < most  # [levels, nodes]
+    gains = gain + np.cumsum(taken * flat[order], axis=1)
+    rates = gains / (seconds + more + np.cumsum(rises)[np.cumsum(taken, axis=1) - 1])
+    level, last = np.unravel_index(np.argmax(rates), rates.shape)
+    if rates[level, last] <= gain / seconds:
+        return [0] * len(worths)
+    return np.bincount(rows[: last + 1][taken[level, : last + 1]], minlength=len(worths)).tolist()
 
 
 def best_lengths(

@@ -116,7 +116,7 @@ def test_worths_by_rank_are_probabilities(
 ) -> None:
     acceptance = Acceptance(16)
     for name, (seen, accepted) in history:
-        acceptance.observe_tree(name, seen, accepted)
+        acceptance.observe_tree(name, levels(seen, accepted))
     for worths in acceptance.tree_gains(["a", "b", "new"], [tree] * 3):
         check_worths(tree, worths)
 
@@ -143,7 +143,7 @@ def test_a_tree_that_is_a_chain_teaches_what_a_chain_does_and_is_worth_the_same(
     chains, as_trees = Acceptance(16), Acceptance(16)
     for drafted, accepted in history:
         chains.observe("a", drafted, accepted)
-        as_trees.observe_tree("a", range(-1, drafted - 1), range(accepted))
+        as_trees.observe_tree("a", levels(range(-1, drafted - 1), range(accepted)))
     expected = chains.gains(["a", "new"], [5, 5])
     assert as_trees.gains(["a", "new"], [5, 5]) == expected
     for row, worths in zip(expected, as_trees.tree_gains(["a", "new"], [range(-1, 4)] * 2), strict=True):
