@@ -84,7 +84,7 @@ class AdaptiveBudget(BudgetPolicy):
         worths = record.worths_of(step.batch.request_ids, draft)
         if not record.is_probing and self._time.is_known:
             tokens, seconds, rises = self._without(step, sum(lengths))
-            chosen = best_lengths(worths, tokens, seconds, rises.__getitem__)[0]
+            chosen = best_lengths(worths, tokens, seconds, rises)[0]
         else:
             chosen = lengths
         self._gained += sum(sum(row[:length]) for row, length in zip(worths, chosen, strict=True))

@@ -67,7 +67,7 @@ class StageRecord:
         if draft.confidence is not None:
             confidences = [draft.confidence[start:stop] for start, stop in pairwise(draft.indptr)]
             self._confidences = dict(zip(request_ids, confidences, strict=True))
-            worths = list(map(self._calibration.worths, trees, confidences))
+            worths = self._calibration.worths(trees, confidences)
         elif draft.is_chain:
             worths = self.acceptance.gains(request_ids, draft.lengths)
         else:
@@ -163,15 +163,12 @@ class StageRecord:
         for name, number, accepted, row in zip(names, drafted, outcome.accepted, range(len(names)), strict=True):
             if not number:
                 self.acceptance.skip([name])
+            elif confidences := self._confidences.get(name):
+                self._calibration.observe(levels(draft.tree(row), accepted), confidences)
             elif draft.parents is None:
                 self.acceptance.observe(name, number, len(accepted))
             else:
-                choices = list(levels(draft.tree(row), accepted))
-                self.acceptance.observe_tree(name, choices)
-                if confidences := self._confidences.get(name):
-                    for children, taken in choices:
-                        for node in children:
-                            self._calibration.observe(confidences[node], node == children[0], node == taken)
+                self.acceptance.observe_tree(name, levels(draft.tree(row), accepted))
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget these rows."""

@@ -44,7 +44,7 @@ def test_of_falling_worths_no_other_prefixes_are_better(
     drawn: list[list[float]], rises: list[float], seconds: float
 ) -> None:
     worths = [sorted(row, reverse=True) for row in drawn]
-    lengths, found = best_lengths(worths, len(worths), seconds, rises.__getitem__)
+    lengths, found = best_lengths(worths, len(worths), seconds, rises)
     assert found == pytest.approx(rate(worths, lengths, len(worths), seconds, rises))
     assert found >= best_of_all(worths, len(worths), seconds, rises) * (1 - 1e-9)
 
@@ -53,7 +53,7 @@ def test_of_falling_worths_no_other_prefixes_are_better(
 def test_at_equal_rises_no_other_prefixes_are_better_whatever_the_order(
     worths: list[list[float]], rise: float, seconds: float
 ) -> None:
-    lengths, found = best_lengths(worths, len(worths), seconds, lambda count: rise)
+    lengths, found = best_lengths(worths, len(worths), seconds, [rise] * 13)
     assert found == pytest.approx(rate(worths, lengths, len(worths), seconds, [rise] * 13))
     assert found >= best_of_all(worths, len(worths), seconds, [rise] * 13) * (1 - 1e-9)
 
@@ -62,15 +62,15 @@ def test_at_equal_rises_no_other_prefixes_are_better_whatever_the_order(
 def test_whatever_the_order_and_the_curve_the_rate_is_true_and_not_below_that_of_nothing(
     worths: list[list[float]], rises: list[float], seconds: float
 ) -> None:
-    lengths, found = best_lengths(worths, len(worths), seconds, rises.__getitem__)
+    lengths, found = best_lengths(worths, len(worths), seconds, rises)
     assert all(0 <= length <= len(row) for length, row in zip(lengths, worths, strict=True))
     assert found == pytest.approx(rate(worths, lengths, len(worths), seconds, rises))
     assert found >= len(worths) / seconds
 
 
 def test_a_bad_node_before_good_ones_is_taken_with_them_or_they_are_left() -> None:
-    assert best_lengths([[0.0, 0.9, 0.9], [0.5]], 2, 1.0, lambda count: 0.2)[0] == [3, 1]
-    assert best_lengths([[0.0, 0.0, 0.9], [0.9]], 2, 1.0, lambda count: 0.3)[0] == [0, 1]
+    assert best_lengths([[0.0, 0.9, 0.9], [0.5]], 2, 1.0, [0.2] * 4)[0] == [3, 1]
+    assert best_lengths([[0.0, 0.0, 0.9], [0.9]], 2, 1.0, [0.3] * 4)[0] == [0, 1]
 
 
 @given(st.lists(st.floats(0, 1), max_size=9))
@@ -127,12 +127,10 @@ def test_worths_by_confidence_are_probabilities(
 ) -> None:
     calibration = Calibration()
     for (seen, accepted), confidences in history:
-        for children, taken in levels(seen, accepted):
-            for node in children:
-                calibration.observe(confidences[node], node == children[0], node == taken)
+        calibration.observe(levels(seen, accepted), confidences)
         calibration.fade()
     tree = data.draw(trees())
-    check_worths(tree, calibration.worths(tree, [data.draw(st.floats(0, 1)) for _ in tree]))
+    check_worths(tree, *calibration.worths([tree], [[data.draw(st.floats(0, 1)) for _ in tree]]))
 
 
 HISTORY = st.lists(st.integers(0, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=40)
@@ -184,12 +182,12 @@ def calibrated(truth: Callable[[float], float], confidences: Seq[float]) -> Cali
     calibration, random = Calibration(), np.random.default_rng(0)
     for _ in range(3000):
         confidence = float(random.choice(list(confidences)))
-        calibration.observe(confidence, True, bool(random.random() < truth(confidence)))
+        calibration.observe([([0], 0 if random.random() < truth(confidence) else -1)], [confidence])
     return calibration
 
 
 def chances(calibration: Calibration, confidences: Seq[float]) -> list[float]:
-    return calibration.chances(range(-1, len(confidences) - 1), confidences)
+    return [calibration.worths([[-1]], [[confidence]])[0][0] for confidence in confidences]
 
 
 @pytest.mark.parametrize(
