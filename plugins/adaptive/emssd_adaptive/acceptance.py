@@ -11,6 +11,7 @@ __all__ = ["Acceptance"]
 
 _PRIOR_WEIGHT = 3.0  # drafted tokens that the run's average counts for in a row's own estimate
 _GLOBAL_MEMORY = 400.0  # drafted tokens that the run's average looks back on
+_MEMORY_OF_PROBES = 8.0  # first tokens, and later ones, that it looks back on in a probe, as they are long ago
 _FADE_UNDRAFTED = 0.97  # a step, for a row that drafts nothing: what was learnt of it grows old
 
 
@@ -28,6 +29,12 @@ class _Counts:
         self.first_tried *= factor
         self.later_accepted *= factor
         self.later_tried *= factor
+
+    def cut(self, most: float) -> None:
+        """Count at most so many first tokens, and so many later ones; shares stay as they are."""
+        first, later = most / max(self.first_tried, most), most / max(self.later_tried, most)
+        self.first_accepted, self.first_tried = self.first_accepted * first, self.first_tried * first
+        self.later_accepted, self.later_tried = self.later_accepted * later, self.later_tried * later
 
     def add(self, tried: int, accepted: int, is_first_accepted: bool) -> None:
         """A draft: how many of its levels were tried, and at how many of them a first child was accepted."""
@@ -65,6 +72,10 @@ class Acceptance:
             self.siblings.observe(len(first_children) > 0, len(children), children.index(taken) if taken >= 0 else None)
             first_children.append(children[0] == taken)
         self._learn(request_id, len(first_children), sum(first_children), first_children[:1] == [True])
+
+    def look_anew(self) -> None:
+        """A probe is about to be observed: the run's average is from long ago, so it counts for little beside it."""
+        self._all.cut(_MEMORY_OF_PROBES)
 
     def skip(self, request_ids: Iterable[str]) -> None:
         """Nothing was drafted for these rows in this step."""

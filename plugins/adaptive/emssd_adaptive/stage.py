@@ -139,6 +139,8 @@ class StageRecord:
         self.acceptance.siblings.fade()
         self._calibration.fade()
         if any(stats.drafted):
+            if self.is_probing:
+                self.acceptance.look_anew()
             self._observe_rows(names, outcome, stats.drafted)
         else:
             self.acceptance.skip(names)
