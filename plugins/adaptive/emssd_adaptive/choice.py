@@ -42,9 +42,7 @@ def best_limits(
     return lengths
 
 
-def best_lengths(
-    worths: Seq[Seq[float]], gain: float, seconds: float, rises: Seq[float]
-) -> tuple[list[int], float]:
+def best_lengths(worths: Seq[Seq[float]], gain: float, seconds: float, rises: Seq[float]) -> tuple[list[int], float]:
     """Take nodes, the worthiest first, as long as each yields more in its time than all before it in theirs.
 
     What is taken of a row are its first nodes. Where a node is worth more than one before it, both are taken together,

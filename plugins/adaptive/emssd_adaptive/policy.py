@@ -23,7 +23,7 @@ _NEGLIGIBLE = 0.01  # of a step's time
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 # Without a warm-up, the first steps draft nothing, little and more in turn, each row so much, and all together at most
 # so many. The last of them drafts all: that shows how deep trees are.
-_TRIALS, _TRIAL_TOKENS = (0, 2, 4) * 3, 64
+_TRIALS, _TRIAL_TOKENS = (0, 2, 4) * 2, 64
 
 
 class AdaptiveBudget(BudgetPolicy):

@@ -407,7 +407,7 @@ def test_trees_that_become_good_are_found_out(told: Callable[[int], float] | Non
     world = TreeWorld(AdaptiveBudget(probe_interval=4), SHAPE, lambda n: 0.05 + 0.005 * n, (), told).warm()
     assert sum(map(sum, world.run(150)[-50:])) < 50
     world.chances = (0.9, 0.08)
-    kept = [lengths for lengths in world.run(500 if told else 1800)[-50:] if any(lengths)]
+    kept = [lengths for lengths in world.run(500)[-50:] if any(lengths)]
     assert len(kept) >= 47
     assert sum(map(sum, kept)) >= 11.5 * len(kept), "three nodes of each row are best"
 
