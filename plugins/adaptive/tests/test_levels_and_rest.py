@@ -186,6 +186,11 @@ def test_a_row_that_drafts_nothing_says_nothing_about_levels_and_chains_have_one
     outcome = Outcome(batch, draft_of([0], SHAPE), ((),), ())
     record.observe(outcome, StageStats((8,), (0,), 1.0), {"a": 0})
     assert record.levels(8) == 8
+    record.worths_of("ab", draft := draft_of([0, 2], SHAPE))
+    outcome = Outcome(batch_of("ab"), draft, ((), ()), ())
+    record.observe(outcome, StageStats((8, 2), (0, 2), 1.0), {"a": 0, "b": 0})
+    assert record.levels(8) == 8, "of eight nodes nothing was seen"
+    record = StageRecord(16, 32)
     for length in (3, 5):
         observe_draft(record, [length], None)
     assert [record.levels(number) for number in (2, 5, 7, 99)] == [2, 5, 7, 99]
