@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from emssd_adaptive.siblings import Siblings, levels
+from emssd_adaptive.siblings import Siblings
 
 __all__ = ["Acceptance"]
 
 _PRIOR_WEIGHT = 3.0  # drafted tokens that the run's average counts for in a row's own estimate
 _GLOBAL_MEMORY = 400.0  # drafted tokens that the run's average looks back on
+_MEMORY_OF_PROBES = 8.0  # first tokens, and later ones, that it looks back on in a probe, as they are long ago
 _FADE_UNDRAFTED = 0.97  # a step, for a row that drafts nothing: what was learnt of it grows old
 
 
@@ -28,6 +29,12 @@ class _Counts:
         self.first_tried *= factor
         self.later_accepted *= factor
         self.later_tried *= factor
+
+    def cut(self, most: float) -> None:
+        """Count at most so many first tokens, and so many later ones; shares stay as they are."""
+        first, later = most / max(self.first_tried, most), most / max(self.later_tried, most)
+        self.first_accepted, self.first_tried = self.first_accepted * first, self.first_tried * first
+        self.later_accepted, self.later_tried = self.later_accepted * later, self.later_tried * later
 
     def add(self, tried: int, accepted: int, is_first_accepted: bool) -> None:
         """A draft: how many of its levels were tried, and at how many of them a first child was accepted."""
@@ -58,19 +65,29 @@ class Acceptance:
         tried = min(num_accepted + 1, num_drafted)
         self._learn(request_id, tried, num_accepted, num_accepted > 0)
 
-    def observe_tree(self, request_id: str, tree: Seq[int], accepted: Seq[int]) -> None:
-        """What became of one row's tree, its nodes' parents, in one step; only siblings on the accepted way tell."""
+    def observe_tree(self, request_id: str, choices: Iterable[tuple[list[int], int]]) -> None:
+        """What became of one row's tree in one step: its `levels`. Only siblings on the accepted way tell."""
         first_children = list[bool]()
-        for children, taken in levels(tree, accepted):
+        for children, taken in choices:
             self.siblings.observe(len(first_children) > 0, len(children), children.index(taken) if taken >= 0 else None)
             first_children.append(children[0] == taken)
         self._learn(request_id, len(first_children), sum(first_children), first_children[:1] == [True])
 
+    def look_anew(self) -> None:
+        """A probe is about to be observed: the run's average is from long ago, so it counts for little beside it."""
+        self._all.cut(_MEMORY_OF_PROBES)
+
+    def skip(self, request_ids: Iterable[str]) -> None:
+        """Nothing was drafted for these rows in this step."""
+        for request_id in request_ids:
+            if (row := self._rows.get(request_id)) is not None:
+                row.fade(_FADE_UNDRAFTED)
+
     def _learn(self, request_id: str, tried: int, accepted: int, is_first_accepted: bool) -> None:
-        row = self._rows.setdefault(request_id, _Counts())
         if tried == 0:
-            row.fade(_FADE_UNDRAFTED)
+            self.skip([request_id])
             return
+        row = self._rows.setdefault(request_id, _Counts())
         row.fade(self._fade**tried)
         row.add(tried, accepted, is_first_accepted)
         self._all.fade((1.0 - 1.0 / _GLOBAL_MEMORY) ** tried)

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from heapq import heapify, heappop, heapreplace
 from itertools import pairwise
+from operator import itemgetter
 
-__all__ = ["best_lengths", "blocks"]
+__all__ = ["best_lengths", "best_limits", "blocks"]
 
 
-def best_lengths(
-    worths: Seq[Seq[float]], gain: float, seconds: float, rise: Callable[[int], float]
-) -> tuple[list[int], float]:
+def best_limits(
+    worths: Seq[Seq[float]], gain: float, seconds: float, rises: Seq[float], levels: Seq[tuple[int, float]]
+) -> list[int]:
+    """The lengths of drafts that are yet to be made: what making them takes counts, too.
+
+    For each way to limit the drafts, nodes are taken as by `best_lengths`; the best of all these choices is the result.
+
+    Args:
+        worths: ``[B]`` per row what each node of its draft is worth, in tokens, never more than the one before it.
+        gain, seconds, rises: as for `best_lengths`.
+        levels: ways to limit the drafts: the most nodes of a row, and the seconds that drafting so many takes beside
+            those of `rises`.
+
+    Returns:
+        ``[B]`` how many nodes of each row to draft: none, unless some are better than none.
+    """
+    nodes = [(worth, place, row) for row, line in enumerate(worths) for place, worth in enumerate(line)]
+    nodes.sort(key=itemgetter(0), reverse=True)  # equal nodes of a row stay in their order
+    best, best_rate = nodes[:0], gain / seconds
+    for most, more in levels:
+        total, time, count, able = gain, seconds + more, 0, [node for node in nodes if node[1] < most]
+        for (worth, _, _), rise in zip(able, rises, strict=False):
+            if worth * time <= total * rise:
+                break
+            total, time, count = total + worth, time + rise, count + 1
+        if total / time > best_rate:
+            best, best_rate = able[:count], total / time
+    lengths = [0] * len(worths)
+    for _, _, row in best:
+        lengths[row] += 1
+    return lengths
+
+
+def best_lengths(worths: Seq[Seq[float]], gain: float, seconds: float, rises: Seq[float]) -> tuple[list[int], float]:
     """Take nodes, the worthiest first, as long as each yields more in its time than all before it in theirs.
 
-    One heap holds the next of each row. What is taken of a row are its first nodes. Where a node is worth more than one
-    before it, both are taken together, as the `blocks` of the row say. A step of ``n`` further nodes has the rate
+    What is taken of a row are its first nodes. Where a node is worth more than one before it, both are taken together,
+    as the `blocks` of the row say. A step of ``n`` further nodes has the rate
     ``(gain + Σ worth) ÷ (seconds + Σ rise)``, no rise being below an earlier one.
 
     No other lengths have a better rate, if no node is worth more than one before it in its row, or if all rises are
@@ -32,33 +62,25 @@ def best_lengths(
     Args:
         worths: ``[B]`` per row what each further node of its draft is worth, in tokens; those of 0 are not taken.
         gain, seconds: tokens and time of the step without any of them; the time is above 0.
-        rise: seconds of one node more, by the number of those taken before.
+        rises: seconds of the first node, of the second, and so on, for as many as there are.
 
     Returns:
         ``[B]`` how many of each row are taken, and the rate in tokens per second.
     """
-    lengths, count = [0] * len(worths), 0
-    rows = [blocks(row) for row in worths]
-    places = [0] * len(rows)
-    heap = [(-row[0][0], i) for i, row in enumerate(rows) if row and row[0][0] > 0]
-    heapify(heap)
-    while heap:
-        negative, i = heap[0]
-        size = rows[i][places[i]][1]
-        more = rise(count) if size == 1 else sum(map(rise, range(count, count + size)))
-        if -negative * size * seconds <= gain * more:
+    lengths, count, given_up = [0] * len(worths), 0, set[int]()
+    whole = [(mean, size, row) for row, line in enumerate(worths) for mean, size in blocks(line)]
+    whole.sort(key=itemgetter(0), reverse=True)  # equal blocks of a row stay in their order
+    for mean, size, row in whole:
+        if row in given_up:
+            continue
+        more = rises[count] if size == 1 else sum(rises[count : count + size])
+        if mean <= 0 or mean * size * seconds <= gain * more:
             if size == 1:
                 break  # no other is worth more, and none is cheaper
-            heappop(heap)
+            given_up.add(row)
             continue
-        gain, seconds, count = gain - negative * size, seconds + more, count + size
-        lengths[i] += size
-        places[i] += 1
-        following = rows[i][places[i]][0] if places[i] < len(rows[i]) else 0.0
-        if following > 0:
-            heapreplace(heap, (-following, i))
-        else:
-            heappop(heap)
+        gain, seconds, count = gain + mean * size, seconds + more, count + size
+        lengths[row] += size
     return lengths, gain / seconds
 
 

@@ -9,6 +9,7 @@ the share of their bin, whatever the order of the bins; and a bin that nothing w
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 __all__ = ["Calibration"]
@@ -31,39 +32,47 @@ class Calibration:
         self._tried = [count * _FADE for count in self._tried]
         self._right = [count * _FADE for count in self._right]
 
-    def observe(self, confidence: float, is_first: bool, is_accepted: bool) -> None:
-        """What became of a node whose parent was accepted; `is_first` among its siblings or not."""
-        place = _bin(confidence, is_first)
-        self._tried[place] += 1
-        self._right[place] += is_accepted
+    def observe(self, choices: Iterable[tuple[list[int], int]], confidences: Seq[float]) -> None:
+        """What became of a tree, its `levels`, in one step; `confidences` are those of its nodes."""
+        for children, taken in choices:
+            kind = 0
+            for node in children:
+                place = kind + bisect_right(_EDGES, confidences[node])
+                self._tried[place] += 1
+                self._right[place] += node == taken
+                kind = _NUM_BINS // 2
 
-    def chances(self, tree: Seq[int], confidences: Seq[float]) -> list[float]:
-        """``[n]`` for each node the probability that it is accepted, given that its parent is; see `worths`."""
+    def lines(self) -> list[tuple[float, float]]:
+        """By bin, a node's chance at confidence 0, and by how much it is more at confidence 1."""
         overall = (sum(self._right) + 0.5) / (sum(self._tried) + 1.0)
-        found, parents = list[float](), set[int]()
-        for parent, confidence in zip(tree, confidences, strict=True):
-            place, guess = _bin(confidence, parent not in parents), (confidence + overall) / 2
-            parents.add(parent)
-            found.append((self._right[place] + _PRIOR_WEIGHT * guess) / (self._tried[place] + _PRIOR_WEIGHT))
-        return found
+        start, half = _PRIOR_WEIGHT * overall / 2, _PRIOR_WEIGHT / 2
+        return [
+            ((right + start) / (tried + _PRIOR_WEIGHT), half / (tried + _PRIOR_WEIGHT))
+            for right, tried in zip(self._right, self._tried, strict=True)
+        ]
 
-    def worths(self, tree: Seq[int], confidences: Seq[float]) -> list[float]:
-        """``[n]`` the probability that each node is accepted, with all on the way to it.
+    def worths(self, trees: Iterable[Seq[int]], confidences: Iterable[Seq[float]]) -> list[list[float]]:
+        """``[B]`` for each node of some trees the probability that it is accepted, with all on the way to it.
 
         Siblings exclude each other: where the chances of a node's children add up to more than 1, all are scaled down.
 
         Args:
-            tree: the parents of the nodes.
-            confidences: of the nodes.
+            trees: ``[B]`` the parents of the nodes.
+            confidences: ``[B]`` of the nodes.
         """
-        chances, totals = self.chances(tree, confidences), [0.0] * (len(tree) + 1)
-        for parent, chance in zip(tree, chances, strict=True):
-            totals[parent + 1] += chance
-        found: list[float] = []
-        for parent, chance in zip(tree, chances, strict=True):
-            found.append((found[parent] if parent >= 0 else 1.0) * chance / max(1.0, totals[parent + 1]))
-        return found
+        lines = self.lines()
+        return [_worths(tree, told, lines) for tree, told in zip(trees, confidences, strict=True)]
 
 
-def _bin(confidence: float, is_first: bool) -> int:
-    return bisect_right(_EDGES, confidence) + (0 if is_first else len(_EDGES) + 1)
+def _worths(tree: Seq[int], confidences: Seq[float], lines: Seq[tuple[float, float]]) -> list[float]:
+    totals, chances = [0.0] * (len(tree) + 1), list[float]()  # by parent: the chances of its children
+    for parent, confidence in zip(tree, confidences, strict=True):
+        total, place = totals[parent + 1], bisect_right(_EDGES, confidence)
+        start, more = lines[place + _NUM_BINS // 2 if total else place]  # no chance is 0
+        chances.append(chance := start + more * confidence)
+        totals[parent + 1] = total + chance
+    found = [1.0]  # of the origin, then of the nodes
+    for parent, chance in zip(tree, chances, strict=True):
+        total = totals[parent + 1]
+        found.append(found[parent + 1] * (chance / total if total > 1.0 else chance))
+    return found[1:]

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 from math import inf
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.errors import ConfigError
-from emssd_adaptive.choice import best_lengths
+from emssd_adaptive.choice import best_lengths, best_limits
 from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
 from emssd_adaptive.step_time import StepTime
 
 __all__ = ["AdaptiveBudget"]
 
-_EVERY_DEPTH = 16
+_EVERY_LEVEL = 16
 _NEGLIGIBLE = 0.01  # of a step's time
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
-_TRIAL_STEPS, _TRIALS = 9, (0, 2, 1000)  # without a warm-up, the first steps draft nothing, little and all in turn
+# Without a warm-up, the first steps draft nothing, little and more in turn, each row so much, and all together at most
+# so many. The last of them drafts all: that shows how deep trees are.
+_TRIALS, _TRIAL_TOKENS = (0, 2, 4) * 2, 64
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -64,8 +65,16 @@ class AdaptiveBudget(BudgetPolicy):
         while len(self._stages) <= step.stage:
             self._stages.append(StageRecord(self._memory, self._probe_interval))
         record = self._stages[step.stage]
-        worths = record.worths_before(step.batch.request_ids, step.limits)
-        return record.probed(self._choose(step, worths, step.limits, record, drafting=True), step.limits)
+        if not any(step.limits) or not self._time.is_known:
+            budget = list(step.limits)
+        elif self._time.num_observed < len(_TRIALS):  # a curve is not known by one of its points
+            budget = _trial(self._time.num_observed, step.limits)
+        elif record.rests(step):
+            budget = [0] * len(step.limits)
+        else:
+            budget = self._choose_limits(step, record)
+            record.rest_unless(budget, step)
+        return record.probed(budget, step.limits)
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         lengths = draft.lengths
@@ -73,7 +82,11 @@ class AdaptiveBudget(BudgetPolicy):
             return lengths
         record = self._stages[step.stage]
         worths = record.worths_of(step.batch.request_ids, draft)
-        chosen = lengths if record.is_probing else self._choose(step, worths, lengths, record, drafting=False)
+        if not record.is_probing and self._time.is_known:
+            tokens, seconds, rises = self._without(step, sum(lengths))
+            chosen = best_lengths(worths, tokens, seconds, rises)[0]
+        else:
+            chosen = lengths
         self._gained += sum(sum(row[:length]) for row, length in zip(worths, chosen, strict=True))
         self._num_drafted += sum(chosen)
         return chosen
@@ -81,6 +94,9 @@ class AdaptiveBudget(BudgetPolicy):
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         for record, stage in zip(self._stages, stats.stages, strict=False):
             record.observe(outcome, stage, self._lengths)
+        if self._is_control:
+            for record in self._stages:
+                record.wake()
         self._count_control(any(stats.drafted))
         seconds = sum(stats.seconds.values()) - stats.seconds["draft"]
         self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds)
@@ -99,43 +115,44 @@ class AdaptiveBudget(BudgetPolicy):
         for record in self._stages:
             record.release(request_ids)
 
-    def _choose(
-        self, step: BudgetStep, worths: list[list[float]], limits: Seq[int], record: StageRecord, *, drafting: bool
-    ) -> list[int]:
-        """``[B]`` lengths up to `limits` with the best expected rate; with `drafting`, its time counts too."""
-        depth = max(limits, default=0)
-        if not depth or not self._time.is_known:
-            return list(limits)
-        if drafting and self._time.num_observed < _TRIAL_STEPS:  # a curve is not known by one of its points
-            return [min(limit, _TRIALS[self._time.num_observed % len(_TRIALS)]) for limit in limits]
-        batch, num_kv_tokens = step.batch, sum(len(row.tokens) for row in step.batch)
+    def _choose_limits(self, step: BudgetStep, record: StageRecord) -> list[int]:
+        """``[B]`` how much of each row to draft for the best expected rate, the time of drafting included."""
+        tokens, seconds, rises = self._without(step, sum(step.limits))
+        worths = record.worths_before(step.batch.request_ids, step.limits)
+        for row, catch_up in zip(worths, record.catch_up_seconds(self._lengths), strict=True):
+            if row and catch_up:
+                first = row[0] - tokens / seconds * catch_up
+                row[:] = [min(worth, first) for worth in row]
+        per_token, per_level, longest = record.seconds_per_token, record.seconds_per_level, max(step.limits)
+        deepest = record.levels(longest)
+        levels = [(longest, per_level * deepest)]
+        if levels[0][1] > _NEGLIGIBLE * seconds:
+            levels = [(number, per_level * number) for number in _depths(deepest)[:-1]] + levels
+        return best_limits(worths, tokens, seconds, [rise + per_token for rise in rises], levels)
+
+    def _without(self, step: BudgetStep, count: int) -> tuple[float, float, list[float]]:
+        """Expected tokens and seconds of the step without this drafter, and the seconds of up to `count` nodes more."""
+        batch = step.batch
         # Prompts are computed sooner or later: what they take in this step is no reason to draft more.
-        without = max(self._time.seconds(len(batch) + self._num_drafted, num_kv_tokens), 1e-9)
-        num_fixed = sum(row.num_uncached for row in batch) + step.num_other_tokens
-        base, rise = len(batch) + self._gained, self._time.rise
-        if not drafting:
-            return best_lengths(worths, base, without, lambda count: rise(num_fixed + count))[0]
-        per_level, per_token = record.seconds_per_level, record.seconds_per_token
-        for row, seconds in zip(worths, record.catch_up_seconds(self._lengths), strict=True):
-            if seconds and row:
-                row[0] -= base / without * seconds
-                row[:] = accumulate(row, min)
-        best, best_rate = [0] * len(batch), base / without
-        for deepest in _depths(depth) if per_level * depth > _NEGLIGIBLE * without else (depth,):
-            lengths, rate = best_lengths(
-                [row[:deepest] for row in worths],
-                base,
-                without + per_level * deepest,
-                lambda count: rise(num_fixed + count) + per_token,
-            )
-            if rate > best_rate:
-                best, best_rate = lengths, rate
-        return best
+        seconds = self._time.seconds(len(batch) + self._num_drafted, sum(self._lengths.values()))
+        num_fixed = sum([row.num_uncached for row in batch]) + step.num_other_tokens
+        return len(batch) + self._gained, max(seconds, 1e-9), self._time.rises(num_fixed, count)
+
+
+def _trial(number: int, limits: Seq[int]) -> list[int]:
+    """``[B]`` what the first steps draft, the first of them being number 0."""
+    if number == len(_TRIALS) - 1:
+        return list(limits)
+    found, left = list[int](), _TRIAL_TOKENS
+    for limit in limits:
+        found.append(min(limit, _TRIALS[number], left))
+        left -= found[-1]
+    return found
 
 
 def _depths(most: int) -> list[int]:
     """The longest drafts that are looked at: all of them, or a few if there are many."""
-    if most <= _EVERY_DEPTH:
+    if most <= _EVERY_LEVEL:
         return list(range(1, most + 1))
     found = [1]
     while found[-1] < most:

@@ -47,9 +47,11 @@ class Profile:
             more = len(row) - len(self._means)
             self._means += [0.0] * more
             self._counts += [0.0] * more
-            for place, worth in enumerate(row):
-                self._counts[place] = min(self._counts[place] + 1.0, memory)
-                self._means[place] += (worth - self._means[place]) / self._counts[place]
+            counts = [count + 1.0 if count + 1.0 < memory else memory for count in self._counts[: len(row)]]
+            self._counts[: len(row)] = counts
+            self._means[: len(row)] = [
+                mean + (worth - mean) / count for mean, worth, count in zip(self._means, row, counts, strict=False)
+            ]
         self._age(max(map(len, worths), default=0))
 
     def _age(self, longest: int) -> None:
@@ -67,7 +69,7 @@ class Profile:
         for request_id, limit in zip(request_ids, limits, strict=True):
             total, number = self._rows.get(request_id, (0.0, 0.0))
             ratio = (total + 1.0) / (number + 1.0)
-            found.append([min(1.0, worth * ratio) for worth in usual[:limit]])
+            found.append([value if (value := worth * ratio) < 1.0 else 1.0 for worth in usual[:limit]])
         return found
 
     def release(self, request_ids: Iterable[str]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
-from emssd.drafting import Draft, Outcome, StageStats
+from emssd.attention.trees import depths
+from emssd.drafting import BudgetStep, Draft, Outcome, StageStats
 from emssd_adaptive.acceptance import Acceptance
 from emssd_adaptive.confidence import Calibration
 from emssd_adaptive.profile import Profile
@@ -20,6 +21,7 @@ _PROBE_SHARE = 4  # one row in so many drafts in a probe
 MAX_BACKOFF = 16
 _TOKENS = 32.0  # unit of the features
 _AT_ONCE, _LATER = 4, 16  # catching up with more tokens than this is charged to as many steps
+_REST = 8  # steps
 
 
 class StageRecord:
@@ -41,6 +43,11 @@ class StageRecord:
         self._seconds = FadingRegression(3)
         self._seen: dict[str, int] = {}  # tokens of each row when it was last drafted for
         self.num_idle, self._probe_interval, self._backoff = 0, probe_interval, 1
+        # Drafts did not pay for these rows when that was last worked out; for so many steps it is taken for granted.
+        self._rows_at_rest, self._rest = set[str](), 0
+        # The most levels of a row's draft so far, and the most nodes that a row whose draft is a tree could have.
+        self._deepest, self._most_nodes = 0, 0
+        self._depths, self._is_tree = list[int](), False  # of what each row drafted in this step
 
     def worths_before(self, request_ids: Seq[str], limits: Seq[int]) -> list[list[float]]:
         """``[B]`` up to each row's limit, what the nodes of a draft that is yet to be made are expected to be worth.
@@ -55,10 +62,12 @@ class StageRecord:
     def worths_of(self, request_ids: Seq[str], draft: Draft) -> list[list[float]]:
         """``[B]`` for each node of a draft, the probability that it is accepted with all on the way to it."""
         trees = [draft.tree(row) for row in range(draft.num_rows)]
+        self._is_tree = draft.parents is not None
+        self._depths = [max(depths(tree), default=0) for tree in trees] if self._is_tree else draft.lengths
         if draft.confidence is not None:
             confidences = [draft.confidence[start:stop] for start, stop in pairwise(draft.indptr)]
             self._confidences = dict(zip(request_ids, confidences, strict=True))
-            worths = list(map(self._calibration.worths, trees, confidences))
+            worths = self._calibration.worths(trees, confidences)
         elif draft.is_chain:
             worths = self.acceptance.gains(request_ids, draft.lengths)
         else:
@@ -67,9 +76,17 @@ class StageRecord:
             self._profile.observe(request_ids, worths, is_probe=self.is_probing)
         return worths
 
+    def levels(self, num_nodes: int) -> int:
+        """The most passes in which so many nodes of a row are drafted.
+
+        Of a chain, each node takes one. Trees are as deep as the deepest so far, but those of more nodes than were
+        allowed until now may have a level more for each of them.
+        """
+        return min(num_nodes, self._deepest + max(0, num_nodes - self._most_nodes))
+
     @property
     def seconds_per_level(self) -> float:
-        """Expected seconds of drafting, for each token of the longest draft."""
+        """Expected seconds of drafting, for each level of the deepest draft."""
         return self._seconds.coefficients[0]
 
     @property
@@ -82,6 +99,25 @@ class StageRecord:
         per_token = self._seconds.coefficients[2] / _TOKENS
         behind = [length - self._seen.get(row, 0) for row, length in lengths.items()]
         return [per_token * (min(tokens, _AT_ONCE) + max(0, tokens - _AT_ONCE) / _LATER) for tokens in behind]
+
+    def rests(self, step: BudgetStep) -> bool:
+        """Whether it is taken for granted in this step that drafts do not pay. They did not, a few steps ago.
+
+        They are looked at again after 8 steps, for a row that they were not looked at for, and as soon as something
+        was learnt of drafts.
+        """
+        if not self._rest or not _able(step) <= self._rows_at_rest:
+            return False
+        self._rest -= 1
+        return True
+
+    def rest_unless(self, budget: Seq[int], step: BudgetStep) -> None:
+        """Take it for granted for a while that drafts do not pay, unless some of `budget` does."""
+        self._rest, self._rows_at_rest = (0, set()) if any(budget) else (_REST, _able(step))
+
+    def wake(self) -> None:
+        """Look at drafts again in the next step."""
+        self._rest = 0
 
     def probed(self, budget: list[int], limits: Seq[int]) -> list[int]:
         """`budget`, or that of a probe if nothing was drafted for long."""
@@ -99,34 +135,53 @@ class StageRecord:
 
     def observe(self, outcome: Outcome, stats: StageStats, lengths: Mapping[str, int]) -> None:
         """Learn from a step; `lengths` are the tokens that each row had before it."""
-        self._observe_rows(outcome, stats.drafted)
-        if any(stats.budget):
-            rows = [row.request_id for row, limit in zip(outcome.batch, stats.budget, strict=True) if limit]
-            num_behind = sum(lengths[row] - self._seen.get(row, 0) for row in rows)
-            features = [float(max(stats.budget)), sum(stats.budget) / _TOKENS, num_behind / _TOKENS]
-            self._seconds.observe(features, stats.seconds)
-            self._seen |= {row: lengths[row] for row in rows}
-
-    def _observe_rows(self, outcome: Outcome, drafted: Seq[int]) -> None:
-        is_chain = outcome.draft.parents is None
+        names = outcome.batch.request_ids
         self.acceptance.siblings.fade()
         self._calibration.fade()
-        for place, (row, number) in enumerate(zip(outcome.batch, drafted, strict=True)):
-            name, accepted = row.request_id, outcome.accepted[place] if number else ()
-            if is_chain:
+        if any(stats.drafted):
+            if self.is_probing:
+                self.acceptance.look_anew()
+            self._observe_rows(names, outcome, stats.drafted)
+        else:
+            self.acceptance.skip(names)
+        if any(stats.budget):
+            self.wake()
+            self._see_depths(stats.budget)
+            rows = [row for row, limit in zip(names, stats.budget, strict=True) if limit]
+            num_behind = sum([lengths[row] - self._seen.get(row, 0) for row in rows])
+            num_levels = self.levels(max(stats.budget))
+            self._seconds.observe([float(num_levels), sum(stats.budget) / _TOKENS, num_behind / _TOKENS], stats.seconds)
+            self._seen |= {row: lengths[row] for row in rows}
+        self._confidences, self._depths = {}, []
+
+    def _see_depths(self, budget: Seq[int]) -> None:
+        for depth, limit in zip(self._depths, budget, strict=False):  # there is none where nothing was drafted
+            self._deepest = max(self._deepest, depth)
+            if depth and self._is_tree:
+                self._most_nodes = max(self._most_nodes, limit)
+
+    def _observe_rows(self, names: Seq[str], outcome: Outcome, drafted: Seq[int]) -> None:
+        draft = outcome.draft
+        for name, number, accepted, row in zip(names, drafted, outcome.accepted, range(len(names)), strict=True):
+            if not number:
+                self.acceptance.skip([name])
+            elif confidences := self._confidences.get(name):
+                self._calibration.observe(levels(draft.tree(row), accepted), confidences)
+            elif draft.parents is None:
                 self.acceptance.observe(name, number, len(accepted))
             else:
-                self.acceptance.observe_tree(name, outcome.draft.tree(place)[:number], accepted)
-            if confidences := self._confidences.get(name) if number else None:
-                for children, taken in levels(outcome.draft.tree(place), accepted):
-                    for node in children:
-                        self._calibration.observe(confidences[node], node == children[0], node == taken)
-        self._confidences = {}
+                self.acceptance.observe_tree(name, levels(draft.tree(row), accepted))
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget these rows."""
         request_ids = list(request_ids)
         self.acceptance.release(request_ids)
         self._profile.release(request_ids)
+        self._rows_at_rest.difference_update(request_ids)
         for request_id in request_ids:
             self._seen.pop(request_id, None)
+
+
+def _able(step: BudgetStep) -> set[str]:
+    """The rows that may draft."""
+    return {row for row, limit in zip(step.batch.request_ids, step.limits, strict=True) if limit}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import inf
 
 from emssd_adaptive.regression import FadingRegression
 
@@ -45,6 +45,9 @@ class StepTime:
             coefficient / _TOKENS * max(0, num_tokens - knot) for knot, coefficient in zip(_KNOTS, hinges, strict=True)
         )
 
-    def rise(self, num_tokens: int) -> float:
-        """Expected seconds that one token more takes than `num_tokens`, which is at least 0."""
-        return self._rises[bisect_right(_KNOTS, num_tokens) - 1]
+    def rises(self, num_tokens: int, count: int) -> list[float]:
+        """``[count]`` the expected seconds that each of `count` tokens adds to a step of `num_tokens`, 0 or more."""
+        found, stop = list[float](), num_tokens + count
+        for (start, end), rise in zip(pairwise((*_KNOTS, inf)), self._rises, strict=True):
+            found += [rise] * int(min(end, stop) - max(start, num_tokens))  # none where that is negative
+        return found

@@ -63,7 +63,8 @@ def test_step_time_is_convex_in_tokens_and_never_falls(stream: list[tuple[int, i
         time.observe(*observation)
     assert time.is_known
     seconds = [time.seconds(num_tokens, 1000) for num_tokens in range(500)]
-    rises = [time.rise(num_tokens) for num_tokens in range(499)]
+    rises = time.rises(0, 499)
+    assert all(time.rises(start, 200) == rises[start : start + 200] for start in (1, 16, 60, 299))
     assert np.diff(seconds) == pytest.approx(rises, rel=1e-6, abs=1e-9)
     assert min(rises) >= 0
     assert rises == sorted(rises)
@@ -282,8 +283,8 @@ class KnownTime(StepTime):
     def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
         return self.curve[num_tokens]
 
-    def rise(self, num_tokens: int) -> float:
-        return self.curve[num_tokens + 1] - self.curve[num_tokens]
+    def rises(self, num_tokens: int, count: int) -> list[float]:
+        return [after - before for before, after in pairwise(self.curve[num_tokens : num_tokens + count + 1])]
 
 
 class KnownGains(Acceptance):

@@ -44,7 +44,7 @@ def test_of_falling_worths_no_other_prefixes_are_better(
     drawn: list[list[float]], rises: list[float], seconds: float
 ) -> None:
     worths = [sorted(row, reverse=True) for row in drawn]
-    lengths, found = best_lengths(worths, len(worths), seconds, rises.__getitem__)
+    lengths, found = best_lengths(worths, len(worths), seconds, rises)
     assert found == pytest.approx(rate(worths, lengths, len(worths), seconds, rises))
     assert found >= best_of_all(worths, len(worths), seconds, rises) * (1 - 1e-9)
 
@@ -53,7 +53,7 @@ def test_of_falling_worths_no_other_prefixes_are_better(
 def test_at_equal_rises_no_other_prefixes_are_better_whatever_the_order(
     worths: list[list[float]], rise: float, seconds: float
 ) -> None:
-    lengths, found = best_lengths(worths, len(worths), seconds, lambda count: rise)
+    lengths, found = best_lengths(worths, len(worths), seconds, [rise] * 13)
     assert found == pytest.approx(rate(worths, lengths, len(worths), seconds, [rise] * 13))
     assert found >= best_of_all(worths, len(worths), seconds, [rise] * 13) * (1 - 1e-9)
 
@@ -62,15 +62,15 @@ def test_at_equal_rises_no_other_prefixes_are_better_whatever_the_order(
 def test_whatever_the_order_and_the_curve_the_rate_is_true_and_not_below_that_of_nothing(
     worths: list[list[float]], rises: list[float], seconds: float
 ) -> None:
-    lengths, found = best_lengths(worths, len(worths), seconds, rises.__getitem__)
+    lengths, found = best_lengths(worths, len(worths), seconds, rises)
     assert all(0 <= length <= len(row) for length, row in zip(lengths, worths, strict=True))
     assert found == pytest.approx(rate(worths, lengths, len(worths), seconds, rises))
     assert found >= len(worths) / seconds
 
 
 def test_a_bad_node_before_good_ones_is_taken_with_them_or_they_are_left() -> None:
-    assert best_lengths([[0.0, 0.9, 0.9], [0.5]], 2, 1.0, lambda count: 0.2)[0] == [3, 1]
-    assert best_lengths([[0.0, 0.0, 0.9], [0.9]], 2, 1.0, lambda count: 0.3)[0] == [0, 1]
+    assert best_lengths([[0.0, 0.9, 0.9], [0.5]], 2, 1.0, [0.2] * 4)[0] == [3, 1]
+    assert best_lengths([[0.0, 0.0, 0.9], [0.9]], 2, 1.0, [0.3] * 4)[0] == [0, 1]
 
 
 @given(st.lists(st.floats(0, 1), max_size=9))
@@ -116,7 +116,7 @@ def test_worths_by_rank_are_probabilities(
 ) -> None:
     acceptance = Acceptance(16)
     for name, (seen, accepted) in history:
-        acceptance.observe_tree(name, seen, accepted)
+        acceptance.observe_tree(name, levels(seen, accepted))
     for worths in acceptance.tree_gains(["a", "b", "new"], [tree] * 3):
         check_worths(tree, worths)
 
@@ -127,12 +127,10 @@ def test_worths_by_confidence_are_probabilities(
 ) -> None:
     calibration = Calibration()
     for (seen, accepted), confidences in history:
-        for children, taken in levels(seen, accepted):
-            for node in children:
-                calibration.observe(confidences[node], node == children[0], node == taken)
+        calibration.observe(levels(seen, accepted), confidences)
         calibration.fade()
     tree = data.draw(trees())
-    check_worths(tree, calibration.worths(tree, [data.draw(st.floats(0, 1)) for _ in tree]))
+    check_worths(tree, *calibration.worths([tree], [[data.draw(st.floats(0, 1)) for _ in tree]]))
 
 
 HISTORY = st.lists(st.integers(0, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=40)
@@ -143,7 +141,7 @@ def test_a_tree_that_is_a_chain_teaches_what_a_chain_does_and_is_worth_the_same(
     chains, as_trees = Acceptance(16), Acceptance(16)
     for drafted, accepted in history:
         chains.observe("a", drafted, accepted)
-        as_trees.observe_tree("a", range(-1, drafted - 1), range(accepted))
+        as_trees.observe_tree("a", levels(range(-1, drafted - 1), range(accepted)))
     expected = chains.gains(["a", "new"], [5, 5])
     assert as_trees.gains(["a", "new"], [5, 5]) == expected
     for row, worths in zip(expected, as_trees.tree_gains(["a", "new"], [range(-1, 4)] * 2), strict=True):
@@ -184,12 +182,12 @@ def calibrated(truth: Callable[[float], float], confidences: Seq[float]) -> Cali
     calibration, random = Calibration(), np.random.default_rng(0)
     for _ in range(3000):
         confidence = float(random.choice(list(confidences)))
-        calibration.observe(confidence, True, bool(random.random() < truth(confidence)))
+        calibration.observe([([0], 0 if random.random() < truth(confidence) else -1)], [confidence])
     return calibration
 
 
 def chances(calibration: Calibration, confidences: Seq[float]) -> list[float]:
-    return calibration.chances(range(-1, len(confidences) - 1), confidences)
+    return [calibration.worths([[-1]], [[confidence]])[0][0] for confidence in confidences]
 
 
 @pytest.mark.parametrize(
@@ -409,7 +407,7 @@ def test_trees_that_become_good_are_found_out(told: Callable[[int], float] | Non
     world = TreeWorld(AdaptiveBudget(probe_interval=4), SHAPE, lambda n: 0.05 + 0.005 * n, (), told).warm()
     assert sum(map(sum, world.run(150)[-50:])) < 50
     world.chances = (0.9, 0.08)
-    kept = [lengths for lengths in world.run(500 if told else 1800)[-50:] if any(lengths)]
+    kept = [lengths for lengths in world.run(500)[-50:] if any(lengths)]
     assert len(kept) >= 47
     assert sum(map(sum, kept)) >= 11.5 * len(kept), "three nodes of each row are best"
 
