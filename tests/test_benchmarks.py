@@ -71,8 +71,8 @@ def test_a_benchmark_runs_and_its_outputs_are_equal(script: str, options: str, n
 @pytest.mark.slow
 def test_steps_with_trees_are_measured_beside_chains(tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
-    given = "--model demo --batch-sizes 1 2 --contexts 16 --nodes 4 --repeats 1 --runs 1 --out".split()
-    command = [sys.executable, str(ROOT / "benchmarks" / "tree_step.py"), *given, str(out)]
+    sizes = ["--batch-sizes", "1", "2", "--contexts", "16", "--nodes", "4", "--repeats", "1", "--runs", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "tree_step.py"), "--model", "demo", *sizes, "--out", str(out)]
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     rows = json.loads(out.read_text())["rows"]
     settings = [(row["batch_size"], row["context"], row["nodes"], row["what"]) for row in rows]

@@ -8,73 +8,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from emssd.drafting import Draft, Drafter, Outcome
 
+from .moods import FORMS, MOODS, Mood
 from .shapes import Tree, best_way, right_depths, shallow, tree
-from .sins import LATE, OF_TREES, SINS, WHEN_TOLD
+from .sins import LATE, SINS, WHEN_TOLD
+from .tree_sins import OF_TREES
 
-__all__ = ["FORMS", "MOODS", "HurtfulDrafter"]
-
-# What is drafted for one row: of what will come, room, ids at hand, and a source of chance.
-Mood = Callable[[list[int], int, "HurtfulDrafter", random.Random], list[int]]
-
-
-def _right_then_wrong(coming: list[int], room: int, own: HurtfulDrafter, rng: random.Random) -> list[int]:
-    num_right = rng.randint(0, room)
-    wrong = [(token + 1) % own.vocab_size for token in coming[num_right:room]]
-    return coming[:num_right] + wrong
-
-
-def _one_wrong(coming: list[int], room: int, own: HurtfulDrafter, rng: random.Random) -> list[int]:
-    chain = coming[:room]
-    if chain:
-        at = rng.randrange(len(chain))
-        chain[at] = (chain[at] + rng.randrange(own.vocab_size)) % own.vocab_size
-    return chain
-
-
-def _ends(coming: list[int], room: int, own: HurtfulDrafter, rng: random.Random) -> list[int]:
-    chain = coming[:room]
-    for at in range(len(chain)):
-        if rng.random() < 0.4:
-            chain[at] = rng.choice(own.ends)
-    return chain
-
-
-MOODS: dict[str, Mood] = {
-    "right": lambda coming, room, own, rng: coming[:room],
-    "some": lambda coming, room, own, rng: coming[: rng.randint(0, room)],
-    "right then wrong": _right_then_wrong,
-    "one wrong": _one_wrong,
-    "wrong": lambda coming, room, own, rng: [(token + 1) % own.vocab_size for token in coming[:room]],
-    "late": lambda coming, room, own, rng: coming[1 : room + 1],
-    "repeat": lambda coming, room, own, rng: coming[:1] * room,
-    "ends": _ends,
-    "edge": lambda coming, room, own, rng: [rng.choice((0, own.vocab_size - 1)) for _ in range(room)],
-    "any": lambda coming, room, own, rng: [rng.randrange(own.vocab_size) for _ in range(room)],
-    "none": lambda coming, room, own, rng: [],
-    "foul": lambda coming, room, own, rng: (coming[: rng.randint(0, room)] + [rng.choice(own.foul)] * room)[:room],
-}
-
-
-def _strided(ids: list[int]) -> torch.Tensor:
-    wide = torch.full((len(ids), 3), -1, dtype=torch.int64)
-    wide[:, 1] = torch.tensor(ids, dtype=torch.int64)
-    return wide[:, 1]
-
-
-FORMS: dict[str, Callable[[list[int]], torch.Tensor]] = {
-    "plain": lambda ids: torch.tensor(ids, dtype=torch.int64),
-    "strided": _strided,
-    "a view": lambda ids: torch.tensor([-7, *ids, 10**9], dtype=torch.int64)[1:-1],
-    "of numpy": lambda ids: torch.from_numpy(np.array(ids, dtype=np.int64)),
-    "expanded": lambda ids: (
-        torch.tensor(ids[:1]).expand(len(ids)) if ids and ids == ids[:1] * len(ids) else torch.tensor(ids).long()
-    ),
-}
+__all__ = ["HurtfulDrafter"]
 
 
 class HurtfulDrafter(Drafter):
@@ -144,7 +87,10 @@ class HurtfulDrafter(Drafter):
             mood = MOODS[self._mood(place, row.request_id)]
             trees.append(self._tree(mood, right[len(row.tokens) :], max(room, 0), row.num_remaining - 1))
             sure = [self.rng.choice((0.0, 1.0, self.rng.random())) if self.sure else None for _ in trees[-1]]
-            self._drafted[row.request_id] = len(row.tokens), [(*node, how) for node, how in zip(trees[-1], sure)]
+            self._drafted[row.request_id] = (
+                len(row.tokens),
+                [(*node, how) for node, how in zip(trees[-1], sure, strict=True)],
+            )
         draft = self._draft(batch, trees)
         self.num_drafted += draft.token_ids.numel()
         if self.sin and self.rng.random() < self.chance:
@@ -190,10 +136,14 @@ class HurtfulDrafter(Drafter):
         depths, accepted = right_depths(drafted, coming), list(outcome.accepted[place])
         self.num_moved += accepted != list(range(len(accepted)))
         if accepted != best_way(drafted, depths):
-            self.complaints.append(f"of {request_id} {drafted} was drafted where {coming} comes, and {accepted} accepted")
+            self.complaints.append(
+                f"of {request_id} {drafted} was drafted where {coming} comes, and {accepted} accepted"
+            )
         for at, (depth, said) in enumerate(zip([0, *depths], outcome.target_ids[place], strict=True)):
             if (depth or not at) and depth < len(coming) and said != coming[depth]:
-                self.complaints.append(f"heard of {said} behind {depth} right nodes of {request_id}, where {coming} comes")
+                self.complaints.append(
+                    f"heard of {said} behind {depth} right nodes of {request_id}, where {coming} comes"
+                )
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

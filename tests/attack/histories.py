@@ -9,7 +9,7 @@ from typing import Any
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
 
-from .drafters import FORMS, MOODS
+from .moods import FORMS, MOODS
 from .oracle import Ask
 from .policies import POLICIES
 from .shapes import SHAPES

@@ -77,7 +77,9 @@ def _twins(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
 
 def _forest(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
     """Chains side by side, the way among them, the others like it up to some place; level by level."""
-    chains = [[*way[: rng.randint(0, len(way))], *_noises(own, rng, rng.randint(0, 3))] for _ in range(rng.randint(1, 4))]
+    chains = [
+        [*way[: rng.randint(0, len(way))], *_noises(own, rng, rng.randint(0, 3))] for _ in range(rng.randint(1, 4))
+    ]
     chains.insert(rng.randint(0, len(chains)), way)
     grown, ends = Tree(), [-1] * len(chains)
     for level in range(max(map(len, chains))):

@@ -13,7 +13,9 @@ import torch
 
 from emssd.drafting import Draft
 
-__all__ = ["ALL", "LATE", "OF_TREES", "SINS", "WHEN_TOLD"]
+from .tree_sins import OF_TREES
+
+__all__ = ["ALL", "LATE", "SINS", "WHEN_TOLD"]
 
 
 def _other(own: Any, token: int) -> int:
@@ -71,55 +73,19 @@ def _exit(*_: Any) -> Any:
     sys.exit(0)
 
 
-def _grown(change: Callable[[Any, list[int]], Any]) -> Callable[..., Draft]:
-    """Siblings, as many as it may draft, and their parents changed, if there are any in a step."""
+def _wants(number: Any) -> Callable[..., Draft]:
+    """The draft, and from now on so many candidates."""
 
     def go(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
-        siblings = Draft.from_trees([(own.rng.randrange(own.vocab_size), -1) for _ in range(most)] for most in budget)
-        parents = list(siblings.parents or ())
-        return replace(siblings, parents=change(own, parents) if parents else tuple(parents))
+        own.num_candidates = number
+        return draft
 
     return go
-
-
-def _one(value: Callable[[Any, int, int], Any]) -> Callable[[Any, list[int]], tuple[Any, ...]]:
-    """One node's parent, of the node itself and of the number of nodes in the step."""
-
-    def change(own: Any, parents: list[int]) -> tuple[Any, ...]:
-        at = own.rng.randrange(len(parents))
-        return tuple(value(own, at, len(parents)) if node == at else parent for node, parent in enumerate(parents))
-
-    return change
-
-
-def _whole_step(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
-    """Chains whose parents are counted over all rows."""
-    chains = Draft.from_trees([(0, -1) for _ in range(most)] for most in budget)
-    parents = [place if place > start else -1 for start, most in _starts(budget) for place in range(start, start + most)]
-    return replace(chains, parents=tuple(parent - (parent > 0) for parent in parents))
-
-
-def _starts(budget: Seq[int]) -> list[tuple[int, int]]:
-    return [(sum(budget[:row]), most) for row, most in enumerate(budget)]
-
-
-def _ring(own: Any, parents: list[int]) -> tuple[int, ...]:
-    return tuple((node + 1) % len(parents) for node in range(len(parents)))
 
 
 def _confident(numbers: Callable[[Any, int], Any]) -> Callable[..., Draft]:
     """The draft, and how sure it is of so many tokens."""
     return lambda own, batch, draft, budget: replace(draft, confidence=numbers(own, draft.token_ids.numel()))
-
-
-def _too_deep(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
-    """Chains as long as the budget, which for trees may be more than the row can still generate."""
-    return Draft.from_trees([(0, node - 1) for node in range(most)] for most in budget)
-
-
-def _taken_back(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
-    own.drafts_trees = False
-    return Draft.from_trees([(0, -1) for _ in range(most)] for most in budget)
 
 
 def _announced_late(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
@@ -133,27 +99,6 @@ def _announced_late(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Dra
     return Draft.from_trees(trees)
 
 
-# Those that need a drafter which says that it drafts trees.
-OF_TREES: dict[str, Callable[..., Any]] = {
-    "is its own parent": _grown(_one(lambda own, node, count: node)),
-    "has a later parent": _grown(_one(lambda own, node, count: own.rng.randint(node, count))),
-    "has parents in a ring": _grown(_ring),
-    "has a parent in another row": _whole_step,
-    "has a parent below the root": _grown(_one(lambda own, node, count: own.rng.choice((-2, -node - 2, -(2**40))))),
-    "has a huge parent": _grown(_one(lambda own, node, count: 2**70)),
-    "has half a parent": _grown(_one(lambda own, node, count: -0.5)),
-    "has no parent": _grown(_one(lambda own, node, count: None)),
-    "has a parent too many": _grown(lambda own, parents: (*parents, -1)),
-    "has a parent too few": _grown(lambda own, parents: tuple(parents[:-1])),
-    "has parents that are a number": _grown(lambda own, parents: 7),
-    "has parents of a tensor": _grown(lambda own, parents: torch.tensor(parents)),
-    "grows too deep": _too_deep,
-    "grows too many nodes": lambda own, batch, draft, budget: Draft.from_trees(
-        [(0, -1) for _ in range(most + 1)] for most in budget
-    ),
-    "takes back that it drafts trees": _taken_back,
-}
-
 SINS: dict[str, Callable[..., Any]] = OF_TREES | {
     "says late that it drafts trees": _announced_late,
     "is sure of too few": _confident(lambda own, count: (0.5,) * (count - 1)),
@@ -162,9 +107,9 @@ SINS: dict[str, Callable[..., Any]] = OF_TREES | {
     "is surer than sure": _confident(lambda own, count: (1.5,) * count),
     "is less than unsure": _confident(lambda own, count: (-0.1,) * count),
     "is sure in words": _confident(lambda own, count: ("very",) * count),
-    "wants fewer candidates than none": lambda own, batch, draft, budget: (setattr(own, "num_candidates", -3), draft)[1],
-    "wants endless candidates": lambda own, batch, draft, budget: (setattr(own, "num_candidates", 10**9), draft)[1],
-    "wants half a candidate": lambda own, batch, draft, budget: (setattr(own, "num_candidates", 1.5), draft)[1],
+    "wants fewer candidates than none": _wants(-3),
+    "wants endless candidates": _wants(10**9),
+    "wants half a candidate": _wants(1.5),
     # It raises.
     "raises": _raise(RuntimeError("planted in propose")),
     "raises memory": _raise(MemoryError("planted in propose")),
