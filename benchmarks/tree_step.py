@@ -32,7 +32,7 @@ from emssd.attention import Kept
 from emssd.decoding.packing import pack
 from emssd.decoding.verify import verify_greedy
 from emssd.drafting import Draft
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import CausalLMRunner, TargetModel, load_model
 
 SHAPES: dict[str, Callable[[int], list[int]]] = {  # parents by number of nodes
     "bushy": lambda n: [node // 4 - 1 for node in range(n)],  # four children each
@@ -145,8 +145,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     console = Console()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-    rows = measure(TargetModel(loaded, compile=options.compile), options, console)
+    target, _ = load_model(options.model, dtype="bfloat16", device="cpu", compile=options.compile)
+    rows = measure(target, options, console)
     columns = ("batch", "context", "nodes", "what", "chain, ms", *(f"{name} / chain" for name in SHAPES))
     table = Table(*columns, title=f"a tree against a chain of as many nodes, {options.threads} threads")
     for row in rows:

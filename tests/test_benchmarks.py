@@ -35,31 +35,58 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "options"),
+    ("script", "options", "num_rows"),
     [
-        ("hf_generate.py", "--limit 4 --batch-sizes 2"),
-        ("continuous.py", "--data {data} --model demo --prompts 6 --batch-size 2"),
+        ("hf_generate.py", "--limit 4 --batch-sizes 2", 4),
+        ("continuous.py", "--data {data} --model demo --prompts 6 --batch-size 2", 6),
         (
             "budgets.py",
             "--data {data} --model demo --draft-model demo-draft --batch-sizes 2 --drafters cascade --prompts plain "
             "--lengths 2",
+            8,
         ),
+        (
+            "draft_trees.py",
+            "--data {data} --model demo --draft-model demo-draft --batch-sizes 2 --prompts plain --lengths 2 --nodes 4 "
+            "--expansion 2 1 --depth 2 --top-k 2",
+            8,
+        ),
+        ("tries.py", "--data {data} --model demo --branches 2 --batch-sizes 2 --categories qa --prompts 2", 2),
     ],
 )
-def test_a_benchmark_runs_and_its_outputs_are_equal(script: str, options: str, tmp_path: Path) -> None:
+def test_a_benchmark_runs_and_its_outputs_are_equal(script: str, options: str, num_rows: int, tmp_path: Path) -> None:
     data, out = tmp_path / "questions.jsonl", tmp_path / "rows.json"
-    data.write_text("".join(json.dumps({"question": f"How many of {i} are {i}?"}) + "\n" for i in range(9)))
+    texts = [f"How many of {i} are {i}?" for i in range(9)]
+    data.write_text("".join(json.dumps({"question": text, "category": "qa", "turns": [text]}) + "\n" for text in texts))
     given = [*options.format(data=data).split(), "--repeats", "1", "--max-new-tokens", "8", "--out", str(out)]
     subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / script), *given], check=True, timeout=300, capture_output=True
     )
     rows = json.loads(out.read_text())
     cells = [cell for row in rows for cell in row.get("cells", {"": row}).values()]
-    counts = {cell["equal_rows"] for cell in cells}
     assert len(cells) > 2
-    assert counts == {8 if script == "budgets.py" else 6 if script == "continuous.py" else 4}, (
-        "in float32 all are equal"
-    )
+    assert {cell["equal_rows"] for cell in cells} == {num_rows}, "in float32 all are equal"
+
+
+@pytest.mark.slow
+def test_steps_with_trees_are_measured_beside_chains(tmp_path: Path) -> None:
+    out = tmp_path / "steps.json"
+    sizes = ["--batch-sizes", "1", "2", "--contexts", "16", "--nodes", "4", "--repeats", "1", "--runs", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "tree_step.py"), "--model", "demo", *sizes, "--out", str(out)]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    rows = json.loads(out.read_text())["rows"]
+    settings = [(row["batch_size"], row["context"], row["nodes"], row["what"]) for row in rows]
+    assert settings == [(size, 16, 4, what) for size in (1, 2) for what in ("attention", "step")]
+    assert all(set(row["all_ms"]) == {"chain", "bushy", "long"} for row in rows)
+
+
+@pytest.mark.slow
+def test_the_hosts_part_of_a_step_is_measured() -> None:
+    """The script itself asserts that drafts are accepted as planned, and steps recorded."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "host_time.py"), "--batch-sizes", "1", "3", "--repeats", "1"]
+    printed = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
+    sizes = [line.split()[1] for line in printed.splitlines() if line.startswith("│")]
+    assert sizes == ["1", "3"]
 
 
 @pytest.mark.slow

@@ -24,6 +24,9 @@ class CheckedDrafter(Drafter):
         name: how messages call the plugin it comes from.
         vocab_size: of the target.
         on_error: ``"disable"`` warns and drafts nothing from then on; ``"fail"`` raises.
+
+    Attributes:
+        drafts_trees: whether it may draft trees, as it said at first: the KV cache is made for that.
     """
 
     def __init__(self, drafter: Drafter, name: str | None, vocab_size: int, *, on_error: str = "disable") -> None:
@@ -31,6 +34,7 @@ class CheckedDrafter(Drafter):
             raise ConfigError(f"on_drafter_error is {on_error!r}; choose disable or fail")
         self.drafter = drafter
         self.name = type(drafter).__name__ if name is None else f"{name}"
+        self.drafts_trees = bool(drafter.drafts_trees)
         self.failure: PluginError | None = None
         self._vocab_size = vocab_size
         self._on_error = on_error
@@ -40,18 +44,16 @@ class CheckedDrafter(Drafter):
         """The most tokens it proposes for one row in one step."""
         if not self.failure:
             with self._guarded("num_speculative_tokens"):
-                return _checked_count(self.drafter.num_speculative_tokens)
+                return _checked_count("num_speculative_tokens", self.drafter.num_speculative_tokens)
         return 0
-
-    @property
-    def drafts_trees(self) -> bool:  # type: ignore[override]  # read-only: the drafter's own
-        """Whether it may draft trees."""
-        return bool(self.drafter.drafts_trees)
 
     @property
     def num_candidates(self) -> int:  # type: ignore[override]  # read-only: the drafter's own, 0 if it failed
         """How many of the target's best tokens it wants to hear of."""
-        return 0 if self.failure else self.drafter.num_candidates
+        if not self.failure:
+            with self._guarded("num_candidates"):
+                return _checked_count("num_candidates", self.drafter.num_candidates)
+        return 0
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         """A draft that keeps the rules of the interface; empty once the drafter has failed.
@@ -67,7 +69,7 @@ class CheckedDrafter(Drafter):
         limits = tuple(budget)
         with self._batch_kept(batch), self._guarded("propose"):
             draft = self.drafter.propose(batch, limits)
-            return own_draft(draft, batch, limits, self._vocab_size, trees=self.drafter.drafts_trees)
+            return own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
         return Draft.empty(len(batch))
 
     def check_ids(self, drafted: Seq[int]) -> None:
@@ -128,7 +130,7 @@ class CheckedDrafter(Drafter):
         warnings.warn(f"{failure}. It is switched off; the output is not affected", PluginWarning, stacklevel=2)
 
 
-def _checked_count(number: object) -> int:
+def _checked_count(name: str, number: object) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise DraftError(f"its num_speculative_tokens is {number!r}; it must be an integer, at least 0")
+        raise DraftError(f"its {name} is {number!r}; it must be an integer, at least 0")
     return number

@@ -18,6 +18,7 @@ class Drafter(ABC):
     Attributes:
         num_speculative_tokens: the most tokens this drafter proposes for one row in one step.
         drafts_trees: whether a row's tokens may be a tree. Then a row may have more of them than it may still generate.
+            It is read once, as the KV cache is made for it.
         num_candidates: how many of the target's best tokens it wants to hear of, see `Outcome.candidates`.
         replays: what is replayed, in words, by a drafter that knows the output beforehand. Its figures are called a
             replay wherever they are shown. ``None``: it drafts in earnest.

@@ -6,6 +6,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from emssd.attention.trees import Parents
@@ -20,6 +21,8 @@ __all__ = [
     "TreeDrafter",
     "WrongDrafter",
 ]
+
+_SURE = (0.0, 0.2, 0.7, 1.0)
 
 
 class _Informed(Drafter):
@@ -136,6 +139,7 @@ class TreeDrafter(_Informed):
     Args:
         vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
         right: that probability.
+        sure: whether it says how sure it is, which means nothing.
         seed: of everything random.
     """
 
@@ -148,14 +152,17 @@ class TreeDrafter(_Informed):
         references: Mapping[Any, Seq[int]] | None = None,
         *,
         right: float = 0.5,
+        sure: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(vocab_size, num_speculative_tokens, references)
-        self._right = right
+        self._right, self._sure = right, sure
         self._random = random.Random(seed)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         draft = Draft.from_trees(self.tree(row, limit) for row, limit in zip(batch, budget, strict=True))
+        if self._sure:
+            draft = replace(draft, confidence=tuple(self._random.choice(_SURE) for _ in range(draft.indptr[-1])))
         return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
 
     def tree(self, row: Sequence, limit: int) -> list[tuple[int, int]]:

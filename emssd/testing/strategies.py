@@ -71,7 +71,8 @@ def drafters(
     of_trees = ["trees", "trees"] if with_trees else []
     match draw(st.sampled_from([*of_trees, "scripted", "random", "rubbish", "perfect", "wrong"])):
         case "trees":
-            return TreeDrafter(vocab_size, 2 * num_tokens, references, seed=seed)
+            right, sure = draw(st.sampled_from([0.5, 0.9])), draw(st.booleans())
+            return TreeDrafter(vocab_size, 2 * num_tokens, references, right=right, sure=sure, seed=seed)
         case "random":
             return RandomDrafter(vocab_size, num_tokens, references, seed=seed)
         case "rubbish":

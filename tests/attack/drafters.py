@@ -5,74 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from emssd.drafting import Draft, Drafter, Outcome
 
+from .moods import FORMS, MOODS, Mood
+from .shapes import Tree, best_way, right_depths, shallow, tree
 from .sins import LATE, SINS, WHEN_TOLD
+from .tree_sins import OF_TREES
 
-__all__ = ["FORMS", "MOODS", "HurtfulDrafter"]
-
-# What is drafted for one row: of what will come, room, ids at hand, and a source of chance.
-Mood = Callable[[list[int], int, "HurtfulDrafter", random.Random], list[int]]
-
-
-def _right_then_wrong(coming: list[int], room: int, own: HurtfulDrafter, rng: random.Random) -> list[int]:
-    num_right = rng.randint(0, room)
-    wrong = [(token + 1) % own.vocab_size for token in coming[num_right:room]]
-    return coming[:num_right] + wrong
-
-
-def _one_wrong(coming: list[int], room: int, own: HurtfulDrafter, rng: random.Random) -> list[int]:
-    chain = coming[:room]
-    if chain:
-        at = rng.randrange(len(chain))
-        chain[at] = (chain[at] + rng.randrange(own.vocab_size)) % own.vocab_size
-    return chain
-
-
-def _ends(coming: list[int], room: int, own: HurtfulDrafter, rng: random.Random) -> list[int]:
-    chain = coming[:room]
-    for at in range(len(chain)):
-        if rng.random() < 0.4:
-            chain[at] = rng.choice(own.ends)
-    return chain
-
-
-MOODS: dict[str, Mood] = {
-    "right": lambda coming, room, own, rng: coming[:room],
-    "some": lambda coming, room, own, rng: coming[: rng.randint(0, room)],
-    "right then wrong": _right_then_wrong,
-    "one wrong": _one_wrong,
-    "wrong": lambda coming, room, own, rng: [(token + 1) % own.vocab_size for token in coming[:room]],
-    "late": lambda coming, room, own, rng: coming[1 : room + 1],
-    "repeat": lambda coming, room, own, rng: coming[:1] * room,
-    "ends": _ends,
-    "edge": lambda coming, room, own, rng: [rng.choice((0, own.vocab_size - 1)) for _ in range(room)],
-    "any": lambda coming, room, own, rng: [rng.randrange(own.vocab_size) for _ in range(room)],
-    "none": lambda coming, room, own, rng: [],
-    "foul": lambda coming, room, own, rng: (coming[: rng.randint(0, room)] + [rng.choice(own.foul)] * room)[:room],
-}
-
-
-def _strided(ids: list[int]) -> torch.Tensor:
-    wide = torch.full((len(ids), 3), -1, dtype=torch.int64)
-    wide[:, 1] = torch.tensor(ids, dtype=torch.int64)
-    return wide[:, 1]
-
-
-FORMS: dict[str, Callable[[list[int]], torch.Tensor]] = {
-    "plain": lambda ids: torch.tensor(ids, dtype=torch.int64),
-    "strided": _strided,
-    "a view": lambda ids: torch.tensor([-7, *ids, 10**9], dtype=torch.int64)[1:-1],
-    "of numpy": lambda ids: torch.from_numpy(np.array(ids, dtype=np.int64)),
-    "expanded": lambda ids: (
-        torch.tensor(ids[:1]).expand(len(ids)) if ids and ids == ids[:1] * len(ids) else torch.tensor(ids).long()
-    ),
-}
+__all__ = ["HurtfulDrafter"]
 
 
 class HurtfulDrafter(Drafter):
@@ -83,6 +28,9 @@ class HurtfulDrafter(Drafter):
         vocab_size: of the target.
         seed: of all that it decides.
         depth: the most tokens that it drafts for a row.
+        shapes: keys of `SHAPES`, one of which is drawn for each row and step; without any, it drafts chains.
+        sure: whether it says how sure it is.
+        max_depth: of the budget policy.
         moods: keys of `MOODS`, one of which is drawn for each row and step, or kept as `manner` says.
         manner: ``"chance"``, ``"row"`` (by place), ``"id"`` (by request id) or ``"step"``.
         form: key of `FORMS`.
@@ -94,6 +42,7 @@ class HurtfulDrafter(Drafter):
     Attributes:
         complaints: what it was told or shown and should not have been.
         sins: how often it did what it must not.
+        num_moved: how often the accepted nodes of a row were not the first of its tree.
         late: to be called between packing and verification.
     """
 
@@ -104,6 +53,9 @@ class HurtfulDrafter(Drafter):
         *,
         seed: int = 0,
         depth: int = 4,
+        shapes: Seq[str] = (),
+        sure: bool = False,
+        max_depth: int | None = None,
         moods: Seq[str] = ("right",),
         manner: str = "chance",
         form: str = "plain",
@@ -113,53 +65,85 @@ class HurtfulDrafter(Drafter):
         chance: float = 0.3,
         faults: Callable[[str], None] = lambda place: None,
     ) -> None:
-        self.num_speculative_tokens = depth
+        self.num_speculative_tokens, self.drafts_trees = depth, bool(shapes) or sin in OF_TREES
+        self.shapes, self.sure, self.max_depth = shapes, sure, max_depth
         self.will_be, self.vocab_size, self.ends, self.foul = will_be, vocab_size, ends or (0,), foul or (0,)
         self.moods, self.manner, self.form, self.sin, self.chance = moods, manner, form, sin, chance
         self.rng, self.faults = random.Random(seed), faults
         self.complaints: list[str] = []
-        self.sins = self.num_drafted = self.num_steps = 0
+        self.sins = self.num_drafted = self.num_steps = self.num_moved = 0
         self.late: Callable[[], None] = _nothing
         self.kept: list[Any] = []  # batches and outcomes of before, for those that look back
-        self._drafted: dict[str, tuple[int, list[int]]] = {}  # length of the text, and the chain
+        self._drafted: dict[str, tuple[int, list[Any]]] = {}  # length of the text; nodes, each with its confidence
 
     def propose(self, batch: Any, budget: Seq[int]) -> Draft:
         self.num_steps += 1
         self.faults("propose")
-        chains = []
+        trees = []
         for place, (row, room) in enumerate(zip(batch, budget, strict=True)):
             right = self.will_be(row.request_id)
             if list(row.tokens) != right[: len(row.tokens)]:
                 self.complaints.append(f"was shown {list(row.tokens)} of {row.request_id}, which goes {right}")
             mood = MOODS[self._mood(place, row.request_id)]
-            chains.append(mood(right[len(row.tokens) :], room, self, self.rng)[: max(room, 0)])
-            self._drafted[row.request_id] = len(row.tokens), chains[-1]
-        draft = Draft.from_chains(chains)
-        draft = Draft(FORMS[self.form](draft.token_ids.tolist()), draft.indptr)
+            trees.append(self._tree(mood, right[len(row.tokens) :], max(room, 0), row.num_remaining - 1))
+            sure = [self.rng.choice((0.0, 1.0, self.rng.random())) if self.sure else None for _ in trees[-1]]
+            self._drafted[row.request_id] = (
+                len(row.tokens),
+                [(*node, how) for node, how in zip(trees[-1], sure, strict=True)],
+            )
+        draft = self._draft(batch, trees)
         self.num_drafted += draft.token_ids.numel()
         if self.sin and self.rng.random() < self.chance:
             draft = self._sin(batch, budget, draft)
         self.kept = [*self.kept[-3:], batch]
         return draft
 
+    def _tree(self, mood: Mood, coming: list[int], room: int, deepest: int) -> Tree:
+        if not self.shapes:
+            return [(token, node - 1) for node, token in enumerate(mood(coming, room, self, self.rng)[:room])]
+        longest = min(room, max(deepest, 0))
+        length = self.rng.randint(min(1, longest), longest)
+        way = mood(coming, length, self, self.rng)[:length]
+        return tree(self.rng.choice(self.shapes), way, room, deepest, self, self.rng)
+
+    def _draft(self, batch: Any, trees: list[Tree]) -> Draft:
+        draft = Draft.from_trees(trees)
+        if draft.is_chain and (not self.shapes or self.rng.random() < 0.5):
+            draft = replace(draft, parents=None)
+        sure = [how for row in batch for *_, how in self._drafted[row.request_id][1]] if self.sure else None
+        ids = FORMS[self.form](draft.token_ids.tolist())
+        return replace(draft, token_ids=ids, confidence=None if sure is None else tuple(sure))
+
     def observe(self, outcome: Outcome) -> None:
-        draft, ids = outcome.draft, outcome.draft.token_ids.tolist()
         if not self.sins:  # one that has sinned may have been switched off in between, or spoilt what it reads here
-            for row, start, stop, accepted in zip(
-                outcome.batch, draft.indptr, draft.indptr[1:], outcome.accepted, strict=False
-            ):
-                length, made = self._drafted.get(row.request_id, (0, []))
-                coming, drafted = self.will_be(row.request_id)[length:], ids[start:stop]
-                if drafted != made[: len(drafted)]:
-                    self.complaints.append(f"heard that it drafted {drafted} for {row.request_id}, where it had {made}")
-                differs = [left != right for left, right in zip(drafted, coming, strict=False)]
-                right = [*differs, True].index(True)
-                if list(accepted) != list(range(right)):
-                    self.complaints.append(
-                        f"of {row.request_id} {drafted} was drafted where {coming} comes, and {list(accepted)} accepted"
-                    )
+            for place, row in enumerate(outcome.batch):
+                self._hear(row.request_id, place, outcome)
         self.faults("observe")
         self._when_told("observe", outcome.batch)
+
+    def _hear(self, request_id: str, place: int, outcome: Outcome) -> None:
+        """Hold what is told of a row against what was drafted for it, and what comes."""
+        draft = outcome.draft
+        start, stop = draft.indptr[place : place + 2]
+        length, made = self._drafted.get(request_id, (0, []))
+        made = made if self.max_depth is None else shallow(made, self.max_depth)
+        coming = self.will_be(request_id)[length:]
+        parents = range(-1, stop - start - 1) if draft.parents is None else draft.parents[start:stop]
+        sure = [None] * (stop - start) if draft.confidence is None else draft.confidence[start:stop]
+        drafted = list(zip(draft.token_ids[start:stop].tolist(), parents, sure, strict=True))
+        if drafted != made[: len(drafted)]:
+            self.complaints.append(f"heard that it drafted {drafted} for {request_id}, where it had {made}")
+        depths, accepted = right_depths(drafted, coming), list(outcome.accepted[place])
+        self.num_moved += accepted != list(range(len(accepted)))
+        if accepted != best_way(drafted, depths):
+            self.complaints.append(
+                f"of {request_id} {drafted} was drafted where {coming} comes, and {accepted} accepted"
+            )
+        for at, (depth, said) in enumerate(zip([0, *depths], outcome.target_ids[place], strict=True)):
+            if (depth or not at) and depth < len(coming) and said != coming[depth]:
+                self.complaints.append(
+                    f"heard of {said} behind {depth} right nodes of {request_id}, where {coming} comes"
+                )
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -181,8 +165,9 @@ class HurtfulDrafter(Drafter):
             return SINS[self.sin](self, batch, draft, budget)
         if self.sin in LATE and len(batch):
             self.sins += 1
-            ids, offsets = torch.tensor(draft.token_ids.tolist(), dtype=torch.int64), list(draft.indptr)
-            draft = Draft(ids, offsets)  # type: ignore[arg-type]  # a list can be changed
+            ids = torch.tensor(draft.token_ids.tolist(), dtype=torch.int64)
+            lists: list[Any] = [each and list(each) for each in (draft.indptr, draft.parents, draft.confidence)]
+            draft = Draft(ids, *lists)  # a list can be changed
             self.late = lambda: LATE[self.sin](self, batch, draft)
         return draft
 

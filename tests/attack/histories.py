@@ -9,9 +9,10 @@ from typing import Any
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
 
-from .drafters import FORMS, MOODS
+from .moods import FORMS, MOODS
 from .oracle import Ask
 from .policies import POLICIES
+from .shapes import SHAPES
 from .sins import ALL
 from .worlds import World
 
@@ -60,7 +61,7 @@ class History:
         room: KV tokens to share; ``None`` for no limit.
         headroom: of a continuous scheduler; ``None`` for the usual, with which few rows are preempted.
         drive: ``"generate"``, ``"run"`` (an iterator, closed after `close_after` texts, and all anew), or ``"step"``.
-        moods, manner, form, depth, sin, chance: of the drafter; `num_drafters` of them are asked in turn.
+        moods, manner, form, depth, shapes, sure, sin, chance: of the drafter; `num_drafters` of them are asked in turn.
         rounds: how often all of it, with the same engine.
     """
 
@@ -80,6 +81,8 @@ class History:
     manner: str = "chance"
     form: str = "plain"
     depth: int = 4
+    shapes: tuple[str, ...] = ()
+    sure: bool = False
     num_drafters: int = 1
     sin: str = ""
     chance: float = 0.3
@@ -186,4 +189,7 @@ def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults
         error = rng.choice(("Planted", "Planted", "KeyboardInterrupt", "OutOfMemoryError", "SystemExit"))
         fault = Fault(rng.choice(PLACES), times, error)
         history = replace(history, fault=fault, drive="step", rounds=1)
-    return history
+    if rng.random() < 0.6:
+        shapes = tuple(rng.choices(list(SHAPES), k=rng.randint(1, 3)))
+        history = replace(history, shapes=shapes, depth=rng.choice((history.depth, 2 * history.depth, 9, 20)))
+    return replace(history, sure=rng.random() < 0.3)

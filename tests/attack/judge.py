@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +22,16 @@ class Account:
     Attributes:
         differences: what was wrong, in words; the shortest text first where there are several.
         num_tokens, num_logits: compared with the oracle.
+        num_nodes: of these logits, those behind a node of a tree with branches.
+        num_moved: rows whose accepted nodes were not the first ones of their tree, over all steps.
     """
 
     differences: list[str] = field(default_factory=list)
     num_texts: int = 0
     num_tokens: int = 0
     num_logits: int = 0
+    num_nodes: int = 0
+    num_moved: int = 0
     num_ties: int = 0
     num_preempted: int = 0
     num_steps: int = 0
@@ -102,22 +106,44 @@ class Judge:
         oracle = self.world.judge or self.world.oracle
         texts = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}
         for packed, logits in said:
-            rows, ids = packed.logit_rows.tolist(), packed.input_ids.tolist()
-            positions, row = packed.position_ids.tolist(), 0
-            for place, line in zip(rows, logits, strict=True):
+            ids, row = packed.input_ids.tolist(), 0
+            for place, line in zip(packed.logit_rows.tolist(), logits, strict=True):
                 while packed.qo_indptr[row + 1] <= place:
                     row += 1
-                if positions[place] >= self._tied.get(packed.request_ids[row], math.inf):
+                name, way = packed.request_ids[row], _way(packed, ids, row, place)
+                text = texts[name][: way.num_before + len(way.tokens)]
+                if len(text) > self._tied.get(name, math.inf):
                     continue  # its text has gone another way
-                first, text = packed.qo_indptr[row], texts[packed.request_ids[row]]
-                if ids[first : place + 1] != text[positions[first] : positions[place] + 1]:
+                if way.tokens != text[way.num_before :]:
                     continue  # behind a wrong draft
-                right = oracle.logits(text[: positions[place] + 1])
+                right = oracle.logits(text)
                 if not right.isfinite().all():
                     continue
                 self.account.num_logits += 1
+                self.account.num_nodes += way.in_tree
                 off = float((line - right).abs().max() / right.abs().max().clamp_min(1e-9))  # all may be 0
                 if not off <= self.world.spread:
-                    name = packed.request_ids[row]
-                    self.wrong(f"logits of {name!r} after {positions[place] + 1} tokens are off by {off:.3g}")
+                    self.wrong(f"logits of {name!r} after {len(text)} tokens are off by {off:.3g}")
                     return
+
+
+class _Way(NamedTuple):
+    """What was fed of a text up to some token, its branches left out, and the number of tokens before that."""
+
+    num_before: int
+    tokens: list[int]
+    in_tree: bool
+
+
+def _way(packed: Any, ids: list[int], row: int, place: int) -> _Way:
+    """The way to a fed token, by the parents alone: neither positions nor masks are believed."""
+    first, end = packed.qo_indptr[row : row + 2]
+    num_before, tree = packed.kv_lens[row] - (end - first), packed.trees[row] if packed.trees else ()
+    root = end - len(tree)
+    if place < root:
+        return _Way(num_before, ids[first : place + 1], False)
+    nodes, node = list[int](), place - root
+    while node >= 0:
+        nodes.append(ids[root + node])
+        node = tree[node]
+    return _Way(num_before, ids[first:root] + nodes[::-1], True)

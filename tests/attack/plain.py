@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 
 from emssd.decoding.engine import Engine
@@ -21,7 +23,9 @@ _SPREADS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 
 
 class PlainOracle(Oracle):
-    """Texts and logits of an engine that drafts nothing, at batch size 1; margins are those of the eager model.
+    """Texts and logits of an engine that drafts nothing, at batch size 1.
+
+    A margin is the lesser of its own and the eager model's: two roundings of one model, and neither is nearer to it.
 
     Args:
         world: whose target decodes.
@@ -55,8 +59,9 @@ class PlainOracle(Oracle):
             self._texts[prompt] = text
         return self._texts[prompt][:length]
 
-    def margin(self, tokens, one, other):  # type: ignore[no-untyped-def]  # as in `Oracle`
-        return self.eager.margin(tokens, one, other)
+    def margin(self, tokens: Seq[int], one: int, other: int) -> float:
+        margin = self.eager.margin(tokens, one, other)
+        return min(margin, super().margin(tokens, one, other)) if tuple(tokens) in self._logits else margin
 
 
 def bits_are_promised(world: World) -> bool:

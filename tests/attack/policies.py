@@ -9,7 +9,9 @@ from typing import Any
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
 
-__all__ = ["POLICIES", "ChancePolicy"]
+__all__ = ["POLICIES", "SHALLOW", "ChancePolicy"]
+
+SHALLOW = 2  # levels of trees
 
 
 class ChancePolicy(BudgetPolicy):
@@ -20,11 +22,14 @@ class ChancePolicy(BudgetPolicy):
         least: the smallest share of a limit that it allots.
         trims: whether it takes back some of what was drafted.
         faults: see `Watch.faults`.
+        max_depth: how deep trees may be.
     """
 
-    def __init__(self, seed: int, least: float, trims: bool, faults: Callable[[str], None]) -> None:
+    def __init__(
+        self, seed: int, least: float, trims: bool, faults: Callable[[str], None], max_depth: int | None = None
+    ) -> None:
         self.rng = random.Random(seed)
-        self.least, self.trims, self.faults = least, trims, faults
+        self.least, self.trims, self.faults, self.max_depth = least, trims, faults, max_depth
 
     def allot(self, step: BudgetStep) -> list[int]:
         self.faults("policy")
@@ -45,4 +50,5 @@ POLICIES: dict[str, Callable[[int, Callable[[str], None]], BudgetPolicy]] = {
     "chance": lambda seed, faults: ChancePolicy(seed, 0.0, True, faults),
     "all": lambda seed, faults: ChancePolicy(seed, 1.0, False, faults),
     "half": lambda seed, faults: ChancePolicy(seed, 0.5, False, faults),
+    "shallow": lambda seed, faults: ChancePolicy(seed, 0.7, True, faults, SHALLOW),
 }

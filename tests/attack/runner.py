@@ -24,7 +24,7 @@ from emssd.sequences import Request, StopStrings
 from .drafters import HurtfulDrafter
 from .histories import BACKENDS, History
 from .judge import Account, Judge
-from .policies import POLICIES
+from .policies import POLICIES, SHALLOW
 from .worlds import Planted, Watch, World, watched_runner
 
 __all__ = ["Account", "run_history", "safely"]
@@ -118,6 +118,7 @@ class _Run:
                 self.result.differences += [f"the drafter {complaint}" for complaint in drafter.complaints[:1]]
         self.result.num_steps = max(drafter.num_steps for drafter in self.drafters)
         self.result.num_drafted = sum(drafter.num_drafted for drafter in self.drafters)
+        self.result.num_moved = sum(drafter.num_moved for drafter in self.drafters)
         return self.result
 
     # What it is made of.
@@ -174,6 +175,9 @@ class _Run:
             self.world.vocab_size,
             seed=history.seed + at,
             depth=history.depth,
+            shapes=history.shapes,
+            sure=history.sure,
+            max_depth=SHALLOW if history.policy == "shallow" else None,
             moods=history.moods,
             manner=history.manner,
             form=history.form,

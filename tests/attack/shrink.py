@@ -33,7 +33,8 @@ def _smaller(history: History) -> Iterator[History]:
     for at in range(len(asks) if len(asks) > 1 else 0):
         yield replace(history, asks=asks[:at] + asks[at + 1 :])
     plain = History(asks)
-    for name in ("rounds", "num_drafters", "policy", "form", "manner", "room", "headroom", "close_after", "drive"):
+    engine = ("rounds", "policy", "room", "headroom", "close_after", "drive")
+    for name in (*engine, "num_drafters", "form", "manner", "sure", "shapes"):
         if getattr(history, name) != getattr(plain, name):
             yield replace(history, **{name: getattr(plain, name)})
     for at, ask in enumerate(asks):
@@ -42,6 +43,8 @@ def _smaller(history: History) -> Iterator[History]:
             yield replace(history, asks=(*asks[:at], smaller, *asks[at + 1 :]))
     if history.depth > 1:
         yield replace(history, depth=history.depth // 2)
+    for shape in history.shapes if len(history.shapes) > 1 else ():
+        yield replace(history, shapes=(shape,))
     for mood in history.moods if len(history.moods) > 1 else ():
         yield replace(history, moods=(mood,))
 

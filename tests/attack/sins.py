@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from emssd.drafting import Draft
+
+from .tree_sins import OF_TREES
 
 __all__ = ["ALL", "LATE", "SINS", "WHEN_TOLD"]
 
@@ -69,7 +73,43 @@ def _exit(*_: Any) -> Any:
     sys.exit(0)
 
 
-SINS: dict[str, Callable[..., Any]] = {
+def _wants(number: Any) -> Callable[..., Draft]:
+    """The draft, and from now on so many candidates."""
+
+    def go(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
+        own.num_candidates = number
+        return draft
+
+    return go
+
+
+def _confident(numbers: Callable[[Any, int], Any]) -> Callable[..., Draft]:
+    """The draft, and how sure it is of so many tokens."""
+    return lambda own, batch, draft, budget: replace(draft, confidence=numbers(own, draft.token_ids.numel()))
+
+
+def _announced_late(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
+    """A tree of right ways behind wrong siblings, by a drafter that drafted chains until now."""
+    own.drafts_trees = True
+    trees = []
+    for row, most in zip(batch, budget, strict=True):
+        right = own.will_be(row.request_id)[len(row.tokens) :][: most // 2]
+        pairs = [((token + 1) % own.vocab_size, token) for token in right]
+        trees.append([(token, 2 * depth - 1) for depth, pair in enumerate(pairs) for token in pair])
+    return Draft.from_trees(trees)
+
+
+SINS: dict[str, Callable[..., Any]] = OF_TREES | {
+    "says late that it drafts trees": _announced_late,
+    "is sure of too few": _confident(lambda own, count: (0.5,) * (count - 1)),
+    "is sure of too many": _confident(lambda own, count: (0.5,) * (count + 1)),
+    "is sure of nothing": _confident(lambda own, count: (math.nan,) * count),
+    "is surer than sure": _confident(lambda own, count: (1.5,) * count),
+    "is less than unsure": _confident(lambda own, count: (-0.1,) * count),
+    "is sure in words": _confident(lambda own, count: ("very",) * count),
+    "wants fewer candidates than none": _wants(-3),
+    "wants endless candidates": _wants(10**9),
+    "wants half a candidate": _wants(1.5),
     # It raises.
     "raises": _raise(RuntimeError("planted in propose")),
     "raises memory": _raise(MemoryError("planted in propose")),
@@ -138,10 +178,17 @@ def _scribble_offsets(own: Any, batch: Any, draft: Draft) -> None:
     draft.indptr[1:] = [0] * (len(draft.indptr) - 1)  # type: ignore[index]  # this drafter's are a list
 
 
+def _scribble_parents(own: Any, batch: Any, draft: Draft) -> None:
+    for parents in (draft.parents, draft.confidence):
+        if parents:
+            parents[:] = [own.rng.choice((-1, at - 1, at + 1, -9)) for at in range(len(parents))]  # type: ignore[index]
+
+
 # Between packing and verification, as a thread of its own might.
 LATE: dict[str, Callable[[Any, Any, Draft], None]] = {
     "changes its tensor later": _scribble,
     "changes its offsets later": _scribble_offsets,
+    "changes its parents later": _scribble_parents,
     "edits tokens later": lambda own, batch, draft: _edit(own, batch),
     "grows tokens later": lambda own, batch, draft: _grow(own, batch),
 }

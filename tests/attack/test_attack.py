@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
+from emssd.decoding import engine, packing
 from emssd.errors import UnsupportedModelError
 from emssd.model import TargetModel
 
 from .areas import run_seeds
 from .histories import BACKENDS, PLACES, Fault, History
+from .judge import Account
 from .oracle import Ask, Oracle
 from .plain import judged_by_plain
 from .runner import run_history
+from .shapes import SHAPES
 from .sins import ALL
-from .worlds import World, draw_world, spoil, twin
+from .worlds import WatchedBackend, World, draw_world, spoil, twin
 from .zoo import draw_model
 
 ASKS = (Ask(0, 14), Ask(3, 9), Ask(4, 20, eos=(5,)), Ask(5, 6, arrives=3), Ask(1, 12, arrives=5))
@@ -89,6 +94,49 @@ def test_every_backend_keeps_the_rules_of_attention(backend: str) -> None:
             assert account.num_logits > 40
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_keeps_the_rules_of_attention_in_trees(backend: str) -> None:
+    """Windows of four tokens, which end within the tree, and layers without."""
+    there = of_rules("qwen2", torch.float64)
+    together = Account()
+    for seed, shape in enumerate(SHAPES):
+        moods = ("right", "right then wrong", "one wrong")
+        history = History(ASKS, seed, backend, moods=moods, depth=10, shapes=(shape, "any"), sure=seed % 2 == 0)
+        together.add(run_history(there, history))
+    assert together.differences == []
+    assert together.num_nodes > 300
+    assert together.num_moved > 20
+
+
+def _siblings_seen(watched: WatchedBackend, packed: Any) -> Any:
+    """A plan in which each node sees all nodes before it, at its own depth."""
+    watched.watch.packed = packed
+    return watched.inner.plan(replace(packed, trees=None))
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "KV of a rejected sibling is kept": (engine, "_moved", lambda num_tokens, nodes: ()),
+    "the first of the moved KV is another's": (
+        engine,
+        "_moved",
+        lambda num_tokens, nodes: tuple(num_tokens + max(0, node - 1) for node in nodes),
+    ),
+    "positions go by index": (packing, "depths", lambda parents: range(1, len(parents) + 1)),
+    "siblings are seen": (WatchedBackend, "plan", _siblings_seen),
+}
+
+
+@pytest.mark.parametrize("backend", ["fused", "torch", "padded", "unpad_both"])
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_the_judge_sees_a_mistake_with_trees(mistake: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the logits, where tokens may still be right by luck."""
+    there = of_rules("llama", torch.float64)
+    history = History(ASKS, backend=backend, moods=("right",), depth=9, shapes=("comb",), drive="step")
+    assert run_history(there, history).differences == []
+    monkeypatch.setattr(*PLANTED[mistake])
+    assert any(what.startswith("logits of ") for what in run_history(there, history).differences)
+
+
 @pytest.mark.parametrize("backend", ["fused", "torch", "padded"])
 def test_texts_longer_than_a_block_of_the_kernels(backend: str) -> None:
     there = of_rules("llama", torch.float64, 600)
@@ -115,7 +163,10 @@ def test_equal_logits_are_the_exception_in_float64_and_transformers_has_it_as_we
 @pytest.mark.parametrize("sin", ALL)
 def test_a_drafter_that_breaks_the_rules_changes_no_token(sin: str) -> None:
     for seed, on_error in enumerate(("disable", "fail")):
-        history = History(ASKS, seed=seed, sin=sin, chance=0.5, on_error=on_error, moods=("wrong", "right"))
+        shapes = ("comb", "any") if on_error == "fail" else ()
+        history = History(
+            ASKS, seed=seed, sin=sin, chance=0.5, on_error=on_error, moods=("wrong", "right"), shapes=shapes, sure=True
+        )
         account = run_history(world("a sinner's"), history)
         assert account.differences == []
         assert account.num_drafted > 0

@@ -162,6 +162,7 @@ class WatchedBackend(AttentionBackend):
 
     def __init__(self, inner: AttentionBackend, watch: Watch) -> None:
         self.inner, self.watch = inner, watch
+        self.takes_trees = inner.takes_trees
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         return self.inner.unsupported(spec)

@@ -48,6 +48,11 @@ class Faulty(Drafter):
                 sys.exit(0)
             case "count":
                 self.num_speculative_tokens = 2.5  # type: ignore[assignment]  # that is the fault
+            case "candidates":
+                self.num_candidates = -1
+            case "late tree":
+                self.drafts_trees = True
+                return Draft.from_trees([(1, -1), (2, -1)][:limit] for limit in budget)
             case "no draft":
                 return None  # type: ignore[return-value]  # that is the fault
             case "no tensor":
@@ -91,6 +96,8 @@ FAULTS = {
     "exit in propose": r"failed in propose: SystemExit\(0\)",
     "exit in observe": r"failed in observe: SystemExit\(0\)",
     "count": "its num_speculative_tokens is 2.5; it must be an integer, at least 0",
+    "candidates": "its num_candidates is -1; it must be an integer, at least 0",
+    "late tree": "it drafted a token tree for request .*, and its drafts_trees is False",
     "dtype": "its token_ids are torch.int32",
     "meta": "its token_ids are on the device meta",
     "budget": r"it drafted \d tokens for request '\d' with a budget of \d",

@@ -37,6 +37,25 @@ class TestDraftModel(DrafterConformance):
     num_examples = 2  # a model in the loop takes its time
 
 
+class TestDraftModelStatic(DrafterConformance):
+    plugin = "draft_model"
+    num_examples = 2
+    options = {"tree": "static", "expansion": [2, 1, 2]}  # noqa: RUF012
+
+
+class TestDraftModelDynamic(DrafterConformance):
+    plugin = "draft_model"
+    num_examples = 2
+    options = {"tree": "dynamic", "num_nodes": 7, "depth": 3, "top_k": 3}  # noqa: RUF012
+
+
+class TestDraftModelSequoia(DrafterConformance):
+    plugin = "draft_model"
+    num_examples = 2
+    options = {"tree": "sequoia", "num_nodes": 7, "depth": 3, "top_k": 3}  # noqa: RUF012
+    learns_across_requests = True
+
+
 class TestCascade(DrafterConformance):
     plugin = "cascade"
     num_examples = 2
