@@ -60,8 +60,8 @@ def verify(choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None 
     sampling without a draft would have given (Daliri et al., arXiv 2408.07978, §4).
 
     Args:
-        choices: ``[R]`` int64 with ``R = B + num_draft``: the target's token behind each row's newest token, then behind
-            each of its drafted tokens.
+        choices: ``[R]`` int64 with ``R = B + num_draft``: the target's token behind each row's newest token, then
+            behind each of its drafted tokens.
         draft: the trees that were verified.
         candidates: ``[R, num_candidates]`` int64, the target's best tokens at every node, if a drafter wants to know.
     """

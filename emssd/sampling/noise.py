@@ -37,7 +37,7 @@ def noise_state(key: int, position: int) -> int:
 def hashed(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Tensor:
     """``[r, vocab]`` int64, 32 random bits for each token under each of `states`.
 
-    Murmur3's finalizer ``fmix32``, twice: ``fmix32(fmix32(token * 0x9E3779B9 + low) ^ high)`` with the halves of a state.
+    Murmur3's finalizer, twice: ``fmix32(fmix32(token * 0x9E3779B9 + low) ^ high)`` with the two halves of a state.
 
     Args:
         states: ``[r]`` of `noise_state`.
@@ -51,7 +51,7 @@ def hashed(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Ten
 
 
 def gumbel(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """``[r, vocab]`` float64 Gumbel noise: ``-log(-log(u))`` with ``u`` in the middle of each of 2^32 equal intervals."""
+    """``[r, vocab]`` float64 Gumbel noise: ``-log(-log(u))``, ``u`` being the middle of one of 2^32 equal intervals."""
     uniform = hashed(states, vocab_size, device).double().add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 

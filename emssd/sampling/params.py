@@ -17,8 +17,8 @@ _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range o
 class SamplingParams:
     """How the next token of a request is chosen. The names are Transformers', and so is their order of effect.
 
-    First come `logit_bias`, `repetition_penalty`, `no_repeat_ngram_size`, and the presence and frequency penalties; then
-    `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what those before it have left.
+    First come `logit_bias`, `repetition_penalty`, `no_repeat_ngram_size`, and the presence and frequency penalties;
+    then `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what those before it have left.
 
     Args:
         temperature: divides the logits; 0 takes the most probable token.

@@ -1,4 +1,4 @@
-"""A choice is a function of its own logits, params, key and position, and that function is the one written out by hand."""
+"""A choice is a function of its own logits, params, key and position: the function that is written out by hand."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_noise_of_a_row_is_the_same_beside_any_others() -> None:
 
 
 def test_noise_has_gumbels_law() -> None:
-    """Over tokens of one state, and over positions for one token: the share below each tenth of the law, by chi-squared."""
+    """Over tokens, positions and seeds, by chi-squared: the shares in ten parts that are equally probable."""
     along_tokens = gumbel([noise_state(noise_key(0, "0"), 0)], 100_000, CPU)[0]
     along_positions = gumbel([noise_state(noise_key(0, "0"), position) for position in range(100_000)], 1, CPU)[:, 0]
     along_seeds = gumbel([noise_state(noise_key(seed, "0"), 9) for seed in range(100_000)], 4, CPU)[:, 3]
