@@ -44,7 +44,8 @@ def cases(draw: st.DrawFn) -> Case:
         nodes.append(Node(params, noise_key(params.seed, name), len(prefix), prefix, num_prompt))
         names.append(name)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    return Case(4 * torch.randn(len(nodes), VOCAB, generator=generator, dtype=torch.float64), nodes, names)
+    logits = torch.randn(len(nodes), VOCAB, generator=generator, dtype=torch.float64)
+    return Case(draw(st.sampled_from([1.0, 0.3, 4.0])) * logits, nodes, names)
 
 
 @given(cases())
@@ -95,6 +96,19 @@ def test_greedy_rows_take_the_largest_logit_beside_sampled_ones() -> None:
     assert found[::2].tolist() == greedy_tokens(logits)[::2].tolist()
     assert int(found[0]) == 7, "the first of equal ones"
     assert found[1::2].tolist() == choose(logits[1::2], [hot] * 3).tolist() != greedy_tokens(logits)[1::2].tolist()
+
+
+def test_top_p_is_of_what_top_k_has_left_and_min_p_of_what_top_p_has_left() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    left = {
+        SamplingParams(top_p=0.5): 2,
+        SamplingParams(top_k=2, top_p=0.5): 1,  # 0.4 of the 0.7 that are left is more than half
+        SamplingParams(top_k=3, top_p=0.5): 2,
+        SamplingParams(temperature=0.5, top_p=0.5): 1,  # 0.16 of 0.3
+        SamplingParams(min_p=0.6): 2,
+    }
+    for params, number in left.items():
+        assert int(processed(logits, params).isfinite().sum()) == number, params
 
 
 def test_equal_logits_stay_or_go_together() -> None:

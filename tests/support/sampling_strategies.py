@@ -20,7 +20,7 @@ def params_of_any_kind(draw: st.DrawFn, vocab_size: int) -> SamplingParams:
     share = st.floats(0.05, 0.95)
     return SamplingParams(
         temperature=temperature,
-        top_k=int(some(st.integers(1, vocab_size + 2), 0)),
+        top_k=int(some(st.integers(2, 5) | st.integers(1, vocab_size + 2), 0)),
         top_p=some(share, 1.0),
         min_p=some(share.map(lambda p: p / 2), 0.0),
         typical_p=some(share, 1.0) if temperature else 1.0,
