@@ -20,7 +20,7 @@ class SamplingParams:
     First come `logit_bias`, `repetition_penalty`, `no_repeat_ngram_size`, and the presence and frequency penalties;
     then `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what those before it have left.
 
-    Args:
+    Attributes:
         temperature: divides the logits; 0 takes the most probable token.
         top_k: only so many of the most probable tokens; 0 takes all. Tokens as probable as the last of them stay too.
         top_p: only the most probable tokens that together have this probability; 1 takes all. As with `top_k`.
