@@ -21,8 +21,8 @@ __all__ = ["label_of", "row_of", "setting_of", "simulated_row"]
 
 _TOLD = AROUND | {  # options that other fields of a row tell: data.limit its prompts, threads and device its machine
     "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "sampling",
-    "speculate", "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device", "model.compile",
-    "data.name", "data.limit",
+    "speculate", "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device",
+    "model.compile", "data.name", "data.limit",
     "check", "on_error", "on_drafter_error",  # without effect on what a run measures
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ def processed(
     if params.logit_bias:
         scores = scores.index_add(1, on_device([*params.logit_bias], scores.device), _biases(params, scores))
     if params.reads_prefix:
-        rows = zip(scores.split(1), prefixes, num_prompt, strict=True)
+        rows = zip(scores.unsqueeze(1), prefixes, num_prompt, strict=True)
         scores = torch.cat([_after(row, params, prefix, length) for row, prefix, length in rows])
     return warped(scores, params) if params.temperature else scores
 
