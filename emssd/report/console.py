@@ -18,10 +18,9 @@ _SHOWN_DIFFERENCES = 10
 _SHOWN_FAILURES = 3
 
 
-def print_report(console: Console, metrics: dict[str, Any]) -> None:
-    """The run's figures; ``metrics`` as in ``docs/metrics.md``."""
+def print_report(console: Console, metrics: dict[str, Any], plain: str = "plain greedy") -> None:
+    """The run's figures, beside those of decoding that is called `plain`; ``metrics`` as in ``docs/metrics.md``."""
     greedy = metrics.get("greedy")
-    is_sampled = any(option.startswith("sampling.temperature=") for option in metrics["setting"]["options"])
     console.print(metrics["title"], style="bold", highlight=False)
     if num_resumed := metrics["num_resumed_prompts"]:
         num_here = metrics["num_prompts"] - num_resumed
@@ -30,7 +29,7 @@ def print_report(console: Console, metrics: dict[str, Any]) -> None:
     table.add_column("")
     table.add_column("this run", justify="right")
     if greedy:
-        table.add_column("plain" if is_sampled else "plain greedy", justify="right")
+        table.add_column(plain, justify="right")
         table.add_column("speed-up", justify="right")
 
     def row(label: str, key: str, form: str, *, ratio: bool = False) -> None:
