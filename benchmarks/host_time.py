@@ -2,7 +2,7 @@
 
     python benchmarks/host_time.py
 
-Engine, scheduler, `pack`, `PlannedKernels` with recorded steps, `verify_greedy` and commit are the real ones. Only what
+Engine, scheduler, `pack`, `PlannedKernels` with recorded steps, `verify` and commit are the real ones. Only what
 runs on a device is left out: attention computes nothing, and the forward pass returns logits that accept the first
 `ACCEPTED` of the `DRAFTED` tokens of each row. So no GPU is needed. FlashInfer's own `plan`, the copies to the device
 and the launches come on top.

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from emssd.attention import Kept
 from emssd.decoding.packing import pack
-from emssd.decoding.verify import verify_greedy
+from emssd.decoding.verify import greedy_tokens, verify
 from emssd.drafting import Draft
 from emssd.model import CausalLMRunner, TargetModel, load_model
 
@@ -80,7 +80,7 @@ class Steps:
         return Draft(ids, indptr, None if parents is None else tuple(parents) * len(self.rows))
 
     def step(self, draft: Draft) -> None:
-        verify_greedy(self.runner.run(pack(self.rows, draft)).logits, draft)
+        verify(greedy_tokens(self.runner.run(pack(self.rows, draft)).logits), draft)
         moved = ((self.context + 2,),) * len(self.rows) if draft.parents is not None else ()
         names = tuple(row.request_id for row in self.rows)
         self.runner.commit(Kept(names, (self.context + 2,) * len(self.rows), moved))

@@ -9,13 +9,15 @@ from emssd.version import __version__
 if TYPE_CHECKING:
     from emssd.decoding.engine import Engine
     from emssd.integrations.hf import custom_generate
+    from emssd.sampling import SamplingParams
     from emssd.sequences import Generation
 
-__all__ = ["Engine", "Generation", "__version__", "custom_generate"]
+__all__ = ["Engine", "Generation", "SamplingParams", "__version__", "custom_generate"]
 
 _HOMES = {
     "Engine": "emssd.decoding.engine",
     "Generation": "emssd.sequences.generation",
+    "SamplingParams": "emssd.sampling",
     "custom_generate": "emssd.integrations.hf",
 }
 

@@ -15,7 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from emssd.cli import docstrings
 from emssd.cli.option_texts import option_texts, written
 from emssd.decoding.options import EngineOptions
-from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
+from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, SamplingConfig, TaskConfig, conf_dir
 from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import Registry
 
@@ -40,6 +40,7 @@ _GROUPS = {
 }
 _MORE = {
     "model": "The target model.",
+    "sampling": "How the next token is chosen.",
     "method": "What an experiment compares.",
     "task": "What an experiment decodes.",
     "experiment": "A sweep whose runs are kept as rows.",
@@ -61,7 +62,8 @@ def page() -> str:
     lines += _options(RunConfig, "run", [field for field in own if field.name not in chosen])
     lines += ["## How rows are decoded {#engine}", "", docstrings.introduction(EngineOptions), ""]
     lines += _options(EngineOptions, "run", dataclasses.fields(EngineOptions))
-    for prefix, kind in (("model", ModelConfig), ("experiment", ExperimentConfig), ("task", TaskConfig)):
+    kinds = {"model": ModelConfig, "sampling": SamplingConfig, "experiment": ExperimentConfig, "task": TaskConfig}
+    for prefix, kind in kinds.items():
         lines += [f"## {prefix}=… {{#{prefix}}}", "", docstrings.introduction(kind), ""]
         lines += _options(kind, prefix, dataclasses.fields(kind), prefix=f"{prefix}.") + _presets(prefix)
     lines += ["## method=… {#method}", "", "What experiments compare; each sets options of the run.", ""]

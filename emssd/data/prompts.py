@@ -36,6 +36,7 @@ class Prompt:
         messages: ``{"role": …, "content": …}`` each; with these, `text` is not used. See `emssd.data.chat`.
         token_ids: of a prompt that is encoded already; with these, neither `text` nor `messages` is used.
         max_new_tokens: its own limit, in the place of the run's.
+        sampling: options of `emssd.sampling.SamplingParams` by name, in the place of the run's.
     """
 
     prompt_id: str
@@ -43,6 +44,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
     max_new_tokens: int | None = None
     token_ids: tuple[int, ...] | None = None
+    sampling: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

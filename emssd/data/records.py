@@ -41,6 +41,8 @@ class RecordsConfig(SourceConfig):
             backslash.
         id_field: names each prompt; its place in the file or dataset by default.
         max_new_tokens_field: holds a prompt's own limit of new tokens; where it is ``null``, the run's holds.
+        sampling_field: holds a prompt's own options of `sampling`, as in ``{"temperature": 0.7, "seed": 1}``; for those
+            that it leaves out, and where it is ``null``, the run's hold.
         where: keep only records with these values, as in ``data.where.category=math``.
     """
 
@@ -48,6 +50,7 @@ class RecordsConfig(SourceConfig):
     template: str | None = None
     id_field: str | None = None
     max_new_tokens_field: str | None = None
+    sampling_field: str | None = None
     where: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -193,6 +196,7 @@ def to_prompts(
 def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt:
     has = f"it has {', '.join(map(repr, record))}"
     options = {"id_field": config.id_field, "max_new_tokens_field": config.max_new_tokens_field}
+    options["sampling_field"] = config.sampling_field
     if config.template is None:
         options["field"] = config.field
     for option, name in options.items():
@@ -201,13 +205,14 @@ def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt
             raise PromptError(f"{place} has no field {name!r}; {has}. Choose with data.{option}{choice}")
     prompt_id = _id(place, record, config.id_field) if config.id_field else place
     limit = _limit(place, record, config.max_new_tokens_field)
+    sampling = _sampling(place, record, config.sampling_field)
     if config.template is not None:
         text = _filled(config.template, record, f"{place} does not fit data.template; {has}")
-        return Prompt(prompt_id, text, max_new_tokens=limit)
+        return Prompt(prompt_id, text, max_new_tokens=limit, sampling=sampling)
     value = record[config.field]
     if config.chat and isinstance(value, list):
         check_messages(value, place)
-        return Prompt(prompt_id, messages=tuple(value), max_new_tokens=limit)
+        return Prompt(prompt_id, messages=tuple(value), max_new_tokens=limit, sampling=sampling)
     if not isinstance(value, str):
         raise PromptError(
             f"{place}: field {config.field!r} holds a value of type {type(value).__name__}, not text; "
@@ -215,7 +220,7 @@ def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt
             f"\"data.template='{{{config.field}}}'\""
             + ("; data.chat=true takes a list of messages" if isinstance(value, list) else "")
         )
-    return Prompt(prompt_id, value, max_new_tokens=limit)
+    return Prompt(prompt_id, value, max_new_tokens=limit, sampling=sampling)
 
 
 def _id(place: str, record: dict[str, Any], name: str) -> str:
@@ -244,6 +249,16 @@ def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
             f"{place}: field {name!r} holds {limit!r}; a limit of new tokens is a whole number of at least 1, or null"
         )
     return limit
+
+
+def _sampling(place: str, record: dict[str, Any], name: str | None) -> dict[str, Any] | None:
+    options = None if name is None else record[name]
+    if options is not None and not isinstance(options, dict):
+        raise PromptError(
+            f"{place}: field {name!r} holds a value of type {type(options).__name__}; options of sampling are an "
+            f'object, such as {{"temperature": 0.7}}, or null'
+        )
+    return options
 
 
 def _filled(template: str, record: dict[str, Any], complaint: str) -> str:

@@ -1,7 +1,8 @@
-"""`check=greedy`: compares a run with plain greedy decoding, token by token, and explains every difference."""
+"""`check=plain`: compares a run with plain decoding, token by token, and explains every difference."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ import torch
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import ModelRunner
+from emssd.sampling import SamplingParams
+from emssd.sampling.choice import Node, scores_of
+from emssd.sampling.noise import noise_key
 from emssd.sequences import Generation, Request, Sequence
 
 __all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "compare"]
@@ -21,12 +25,13 @@ TIE_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0*
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where a row departs from greedy decoding.
+    """The first place where a row departs from plain decoding.
 
     Attributes:
         position: index among the new tokens.
-        token, greedy_token: what the run and what greedy decoding have there (``None`` if it has ended).
-        margin: by how much the target's logits of the two differ after the common prefix.
+        token, greedy_token: what the run and what plain decoding have there (``None`` if it has ended).
+        margin: by how much the target's logits of the two differ after the common prefix; of a sampled row, by how much
+            what is compared to choose the token differs: processed logits with noise.
         tolerance: up to which margin that is a numerical tie.
     """
 
@@ -61,29 +66,46 @@ class CheckReport:
         return [difference for difference in self.differences if not difference.is_tie]
 
 
-def compare(generations: Seq[Generation], greedy: Seq[Generation], runner: ModelRunner) -> CheckReport:
-    """Compare `generations` with `greedy`, row by row.
+def compare(
+    generations: Seq[Generation],
+    plain: Seq[Generation],
+    runner: ModelRunner,
+    sampling: Mapping[str, SamplingParams | None] | None = None,
+) -> CheckReport:
+    """Compare `generations` with `plain`, row by row.
 
     A difference is judged by one fresh run of the target over the common prefix, by `runner`, which must be idle.
+
+    Args:
+        generations, plain: of the same requests, in the same order.
+        runner: of the target.
+        sampling: by request id, how both chose their tokens; greedily by default.
     """
     num_exact = 0
     differences = []
-    for ours, theirs in zip(generations, greedy, strict=True):
+    for ours, theirs in zip(generations, plain, strict=True):
         if ours.token_ids == theirs.token_ids:
             num_exact += 1
         else:
-            differences.append(_first_difference(ours, theirs, runner))
+            differences.append(_first_difference(ours, theirs, runner, (sampling or {}).get(ours.request_id)))
     return CheckReport(num_exact, tuple(differences))
 
 
-def _first_difference(ours: Generation, theirs: Generation, runner: ModelRunner) -> Difference:
+def _first_difference(
+    ours: Generation, theirs: Generation, runner: ModelRunner, params: SamplingParams | None
+) -> Difference:
     pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
     shorter = min(len(ours.token_ids), len(theirs.token_ids))
     position = next((i for i, (token, greedy) in pairs if token != greedy), shorter)
     token = ours.token_ids[position] if position < len(ours.token_ids) else None
     greedy_token = theirs.token_ids[position] if position < len(theirs.token_ids) else None
-    logits = _logits_after((*ours.prompt_ids, *ours.token_ids[:position]), runner)
+    prefix = (*ours.prompt_ids, *ours.token_ids[:position])
+    logits = _logits_after(prefix, runner)
     tolerance = TIE_TOLERANCE[runner.dtype] * float(logits.abs().max())
+    if params is not None:
+        key, num_prompt = noise_key(params.seed, ours.request_id), len(ours.prompt_ids)
+        logits = scores_of(logits[None], [Node(params, key, len(prefix), prefix, num_prompt)])[0]
+        tolerance /= params.temperature or 1.0
     if token is None or greedy_token is None:
         margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
     else:

@@ -12,10 +12,11 @@ import torch
 from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
 from emssd.decoding.assembly import Parts, load_parts, make_parts, parts_around
+from emssd.decoding.choosing import choices
 from emssd.decoding.packing import pack
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
 from emssd.decoding.step_stats import step_stats
-from emssd.decoding.verify import Verification, verify_greedy
+from emssd.decoding.verify import Verification, best_tokens, verify
 from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
@@ -24,6 +25,7 @@ from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError,
 from emssd.metrics.stats import RunReport, StepStats
 from emssd.metrics.timing import StepTimer, phase
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
+from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request, Sequence, StopStrings
 
 if TYPE_CHECKING:
@@ -132,7 +134,8 @@ class Engine:
             known = draft.within(self.runner.vocab_size)
             packed = pack(schedule.batch, known, schedule.prefills)
             output = self.runner.run(packed)
-            verification = verify_greedy(output.logits, draft, self.drafting.num_candidates)
+            chosen = choices(output.logits, schedule.batch, known)
+            verification = verify(chosen, draft, best_tokens(output.logits, self.drafting.num_candidates))
             self.drafting.check_ids(draft, verification.drafted)
             self._advance(schedule, draft, verification)
             outcome = verification.outcome(schedule.batch, draft)
@@ -146,6 +149,7 @@ class Engine:
         *,
         stop: Seq[str] = (),
         ignore_eos: bool = False,
+        sampling: SamplingParams | None = None,
     ) -> Iterator[Generation]:
         """Decode `prompts` and yield each `Generation` as its row finishes, in finish order.
 
@@ -154,6 +158,8 @@ class Engine:
             max_new_tokens: upper limit of new tokens, EOS included; one for all prompts, or one for each.
             stop: texts that end a sequence with the token that completes one; see `emssd.sequences.StopStrings`.
             ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
+            sampling: how tokens are chosen; greedily by default. The text of a prompt is a function of the model, the
+                prompt, its place among `prompts`, and `sampling`.
 
         Raises:
             ConfigError: a limit below one, not one limit per prompt, or stop strings that cannot be.
@@ -164,7 +170,7 @@ class Engine:
         stops = StopStrings(stop, self.tokenizer) if stop else None
         eos = frozenset[int]() if ignore_eos else self.eos_token_ids
         pairs = enumerate(zip(encoded, limits, strict=True))
-        return self.run([Request(str(i), tuple(ids), limit, eos, stops) for i, (ids, limit) in pairs])
+        return self.run([Request(str(i), tuple(ids), limit, eos, stops, sampling) for i, (ids, limit) in pairs])
 
     def generate(
         self,
@@ -173,6 +179,7 @@ class Engine:
         *,
         stop: Seq[str] = (),
         ignore_eos: bool = False,
+        sampling: SamplingParams | None = None,
     ) -> list[Generation]:
         """Like `stream`, but returns all generations in the order of the prompts.
 
@@ -180,7 +187,7 @@ class Engine:
         """
         done: dict[str, Generation] = {}
         try:
-            for generation in self.stream(prompts, max_new_tokens, stop=stop, ignore_eos=ignore_eos):
+            for generation in self.stream(prompts, max_new_tokens, stop=stop, ignore_eos=ignore_eos, sampling=sampling):
                 done[generation.request_id] = generation
         except EmssdError as error:
             error.finished = list(done.values())
@@ -238,12 +245,14 @@ class Engine:
 
         Raises:
             PromptError: its prompt cannot be used, or the KV cache could not hold it even alone.
-            ConfigError: nothing may be generated.
+            ConfigError: nothing may be generated, or `Request.sampling` speaks of tokens that there are not.
         """
         num_prompt, name = len(request.prompt_ids), request.request_id
         check_prompt(request.prompt_ids, self.runner.max_model_len, self.runner.vocab_size, name)
         if request.max_new_tokens < 1:
             raise ConfigError(f"request {name!r} has max_new_tokens {request.max_new_tokens}; it must be at least 1")
+        if request.sampling is not None:
+            request.sampling.check_vocabulary(self.runner.vocab_size)
         sequence = Sequence(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))
         if not self.runner.fits({request.request_id: sequence.max_length}):
             raise PromptError(

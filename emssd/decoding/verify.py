@@ -1,4 +1,4 @@
-"""Decides which drafted tokens the target would have produced itself; pure functions (paper Appendix A)."""
+"""Decides which drafted tokens the target would have chosen itself; pure functions (paper Appendix A)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from emssd.attention.transfer import to_host
 from emssd.attention.trees import Parents
 from emssd.drafting import Draft, Outcome
 from emssd.metrics.timing import phase
-from emssd.native import loaded_kernels
+from emssd.sampling.choice import greedy_tokens
 from emssd.sequences import Batch
 
-__all__ = ["Verification", "greedy_tokens", "verify_greedy"]
+__all__ = ["Verification", "best_tokens", "greedy_tokens", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,55 +43,62 @@ class Verification:
         return Outcome(batch, draft, self.accepted, self.target_ids, self.candidates)
 
 
-def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """``[R]`` int64: of each row of ``logits [R, vocab]`` the largest entry, of equal ones the first."""
-    if logits.device.type == "cpu" and logits.dtype is not torch.float16 and (kernels := loaded_kernels()) is not None:
-        best: torch.Tensor = kernels.argmax(logits)  # PyTorch's own takes several times as long on two cores
-        return best
-    return logits.argmax(dim=-1)
+@phase("verify")
+def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
+    """``[R, number]`` int64: the largest entries of each row of ``logits [R, vocab]``, the largest first.
+
+    ``None`` if `number` is 0; fewer where the vocabulary is smaller.
+    """
+    return logits.topk(min(number, logits.shape[1]), dim=-1).indices if number else None
 
 
 @phase("verify")
-def verify_greedy(logits: torch.Tensor, draft: Draft, num_candidates: int = 0) -> Verification:
-    """Accept each row's longest way through its tree that equals the target's own argmax (Equations 4 and 5).
+def verify(choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None = None) -> Verification:
+    """Accept each row's longest way through its tree that equals the target's own choices (Equations 4 and 5).
+
+    It does not matter how these were made: with noise that is a function of the position, what is accepted is what
+    sampling without a draft would have given (Daliri et al., arXiv 2408.07978, §4).
 
     Args:
-        logits: ``[R, vocab]`` with ``R = B + num_draft``: of each row the logits after its newest token, then
-            after each of its drafted tokens.
+        choices: ``[R]`` int64 with ``R = B + num_draft``: the target's token behind each row's newest token, then
+            behind each of its drafted tokens.
         draft: the trees that were verified.
-        num_candidates: how many of the target's best tokens a drafter wants to know at every node.
+        candidates: ``[R, num_candidates]`` int64, the target's best tokens at every node, if a drafter wants to know.
     """
-    targets, drafted, best = _on_host(logits, draft, min(num_candidates, logits.shape[1]))
+    targets, drafted, best = _on_host(choices, draft, candidates)
     accepted: list[Seq[int]] = []
     new_tokens: list[list[int]] = []
     target_ids: list[list[int]] = []
     for row, (start, stop) in enumerate(zip(draft.indptr, draft.indptr[1:], strict=False)):
-        choices, tokens = targets[start + row : stop + row + 1], drafted[start:stop]
-        path = _chain_path(tokens, choices) if draft.parents is None else _path(tokens, draft.tree(row), choices)
+        chosen, tokens = targets[start + row : stop + row + 1], drafted[start:stop]
+        path = _chain_path(tokens, chosen) if draft.parents is None else _path(tokens, draft.tree(row), chosen)
         accepted.append(path)
-        new_tokens.append([*(tokens[node] for node in path), choices[path[-1] + 1 if path else 0]])
-        target_ids.append(choices)
-    candidates = None
-    if num_candidates:
+        new_tokens.append([*(tokens[node] for node in path), chosen[path[-1] + 1 if path else 0]])
+        target_ids.append(chosen)
+    by_row = None
+    if candidates is not None:
         ends = [stop + row + 1 for row, stop in enumerate(draft.indptr[1:])]
-        candidates = tuple(best[start:stop] for start, stop in pairwise([0, *ends]))
-    return Verification(tuple(accepted), tuple(new_tokens), tuple(target_ids), tuple(drafted), candidates)
+        by_row = tuple(best[start:stop] for start, stop in pairwise([0, *ends]))
+    return Verification(tuple(accepted), tuple(new_tokens), tuple(target_ids), tuple(drafted), by_row)
 
 
-def _on_host(logits: torch.Tensor, draft: Draft, num_candidates: int) -> tuple[list[int], list[int], list[list[int]]]:
+def _on_host(
+    choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None
+) -> tuple[list[int], list[int], list[list[int]]]:
     """The target's choices ``[R]``, the drafted ids ``[num_draft]``, and the best tokens ``[R][num_candidates]``.
 
     One copy to the host brings everything that the step needs to know, and is the only time that the host waits.
     """
-    wanted = [greedy_tokens(logits)]
-    if num_candidates:
-        wanted.append(logits.topk(num_candidates, dim=-1).indices.flatten())
+    wanted = [choices]
+    if candidates is not None:
+        wanted.append(candidates.flatten())
     if not draft.on_host:
         wanted.append(draft.token_ids)
-    host = to_host(torch.cat(wanted) if len(wanted) > 1 else wanted[0])
-    num_rows, end = len(logits), len(logits) * (1 + num_candidates)
+    host = to_host(torch.cat(wanted) if len(wanted) > 1 else choices)
+    num_rows, number = len(choices), 0 if candidates is None else candidates.shape[1]
+    end = num_rows * (1 + number)
     drafted = draft.token_ids.tolist() if draft.on_host else host[end:]
-    best = [host[at : at + num_candidates] for at in range(num_rows, end, num_candidates or 1)]
+    best = [host[at : at + number] for at in range(num_rows, end, number or 1)]
     return host[:num_rows], drafted, best
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml  # type: ignore[import-untyped]  # it has no stubs of its own
 from hydra.core.config_store import ConfigStore
@@ -17,6 +17,7 @@ from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.plugins.faults import told
 from emssd.plugins.registry import KINDS, Registry
+from emssd.sampling import SamplingParams
 
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
@@ -25,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "OnError",
     "RunConfig",
+    "SamplingConfig",
     "Size",
     "TaskConfig",
     "changed_options",
@@ -35,13 +37,14 @@ __all__ = [
 ]
 
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-_ROW_OPTIONS = ("model", "prompt", "data", "max_new_tokens", "stop", "ignore_eos")
+_ROW_OPTIONS = ("model", "prompt", "data", "sampling", "max_new_tokens", "stop", "ignore_eos")
 
 
 class Check(str, Enum):
     """What the output is compared with."""
 
     greedy = "greedy"
+    plain = "plain"
 
 
 class OnError(str, Enum):
@@ -116,19 +119,41 @@ class TaskConfig:
     data: str = MISSING
 
 
+def _sampling_config() -> type:
+    """`SamplingParams` as options: OmegaConf writes into them, and without a temperature the run is greedy."""
+    kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float]}
+    options = [(each.name, kinds[each.name], _default(each)) for each in dataclasses.fields(SamplingParams)]
+    made = dataclasses.make_dataclass("SamplingConfig", options, namespace={"__doc__": SamplingParams.__doc__})
+    made.__module__ = __name__
+    return made
+
+
+def _default(option: dataclasses.Field[Any]) -> Any:
+    if option.name == "temperature":
+        return field(default=0.0)
+    if option.default is dataclasses.MISSING:
+        assert option.default_factory is not dataclasses.MISSING
+        return field(default_factory=option.default_factory)
+    return field(default=option.default)
+
+
+SamplingConfig = _sampling_config()
+
+
 @dataclass
 class RunConfig(EngineOptions):
     r"""Options of one run of ``python -m emssd``, beside those of `EngineOptions`.
 
     Attributes:
-        drafter, backend, budget, model, data: config groups; see ``--help`` for what is installed.
+        drafter, backend, budget, model, data, sampling: config groups; see ``--help`` for what is installed.
         prompt: decode this text, and nothing else; it is taken as it stands, without Hydra's quotes.
         speculate: ``false`` decodes plainly whatever the drafter is, to have something to compare with.
         max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
         stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
             stand for newline, tab, carriage return and backslash.
         ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
-        check: ``greedy`` also decodes plainly and compares every token; this gives the speed-up as well.
+        check: ``plain`` also decodes without drafts and compares every token; this gives the speed-up as well.
+            ``greedy`` is its older name.
         on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on.
         output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go.
         resume: go on with the job whose rows are in `output_dir`; its finished rows are not decoded again.
@@ -149,6 +174,7 @@ class RunConfig(EngineOptions):
     speculate: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: Any = MISSING
+    sampling: Any = field(default_factory=SamplingConfig)
     max_new_tokens: int = 128
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
@@ -215,6 +241,7 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     store = ConfigStore.instance()
     store.store(name="run", node=structured(RunConfig))
     store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
+    store.store(group="sampling", name="greedy", node=structured(SamplingConfig), provider="emssd")
     absent = {(record.kind, record.name) for record in registry.records if runnable and record.state == "unavailable"}
     offered = [(kind, spec) for kind in KINDS for spec in registry.specs(kind)]
     for kind, spec in offered:

@@ -20,9 +20,9 @@ from emssd.sequences import Generation
 __all__ = ["label_of", "row_of", "setting_of", "simulated_row"]
 
 _TOLD = AROUND | {  # options that other fields of a row tell: data.limit its prompts, threads and device its machine
-    "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "speculate",
-    "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device", "model.compile",
-    "data.name", "data.limit",
+    "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "sampling",
+    "speculate", "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device",
+    "model.compile", "data.name", "data.limit",
     "check", "on_error", "on_drafter_error",  # without effect on what a run measures
 }  # fmt: skip
 
@@ -131,7 +131,8 @@ def _changed(options: Any) -> dict[str, Any]:
 
 def setting_of(config: RunConfig) -> dict[str, Any]:
     """By which runs of the command line are compared: drafter, budget and batch size, and all that must be equal."""
-    apart = {"drafter", "backend", "model", "data", "budget", "speculate", "batch_size", "check", "data.name"}
+    apart = {"drafter", "backend", "model", "data", "sampling", "budget", "speculate", "batch_size", "check"}
+    apart |= {"data.name"}
     equal = {name: value for name, value in _given(config).items() if name not in AROUND | apart}
     equal |= {"backend": label_of(config.backend), "data": config.data.name}
     return {
@@ -143,8 +144,8 @@ def setting_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _given(config: RunConfig) -> dict[str, Any]:
-    """By name the options of the run, its model and its data that are not the defaults."""
-    groups = {"": config, "model.": config.model, "data.": config.data}
+    """By name the options of the run, its model, its data and its sampling that are not the defaults."""
+    groups = {"": config, "model.": config.model, "data.": config.data, "sampling.": config.sampling}
     return {f"{group}{name}": value for group, part in groups.items() for name, value in _changed(part).items()}
 
 
@@ -171,4 +172,5 @@ def _seeds(config: RunConfig) -> dict[str, int]:
     groups = {"drafter": config.drafter, "data": config.data, "budget": config.budget}
     found = {name: getattr(group, "seed", None) for name, group in groups.items()}  # as `Spec.config` says
     seeds = {name: seed for name, seed in found.items() if isinstance(seed, int)}
+    seeds |= {"sampling": config.sampling.seed} if config.sampling.temperature else {}
     return seeds | ({"weights": 0} if config.model.architecture else {})

@@ -15,13 +15,14 @@ from emssd.data.prompts import (
     unescaped,
 )
 from emssd.decoding.engine import Engine
-from emssd.errors import ConfigError, PromptError
+from emssd.errors import ConfigError, PromptError, did_you_mean
 from emssd.jobs.config import OnError, RunConfig
 from emssd.jobs.output import OutputFolder, as_asked
 from emssd.plugins.registry import Registry
+from emssd.sampling import SamplingParams
 from emssd.sequences import Request, StopStrings
 
-__all__ = ["Failures", "check_options", "prompts_of", "to_requests", "unfinished"]
+__all__ = ["Failures", "check_options", "prompts_of", "sampling_of", "to_requests", "unfinished"]
 
 
 class Failures:
@@ -77,8 +78,32 @@ def check_options(config: RunConfig) -> None:
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"{name} is {number}; it must be at least 1")
+    sampling_of(config)
     if config.resume and config.overwrite:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
+
+
+def sampling_of(config: RunConfig, prompt: Prompt | None = None) -> SamplingParams | None:
+    """How the run chooses tokens, or `prompt` in it; ``None`` is greedily.
+
+    Raises:
+        ConfigError: a value that cannot be.
+        PromptError: the same, of the prompt's own; or a name that is no option.
+    """
+    options = {name: value for name, value in vars(config.sampling).items() if name != "name"}
+    own = {} if prompt is None or prompt.sampling is None else dict(prompt.sampling)
+    try:
+        for name in own:
+            if name not in options:
+                raise ConfigError(f"{name} is no option{did_you_mean(name, options)} It has {', '.join(options)}")
+        if isinstance(bias := own.get("logit_bias"), dict):
+            own["logit_bias"] = {int(token) if token.isdecimal() else token: value for token, value in bias.items()}
+        params = SamplingParams(**options | own)
+    except ConfigError as error:
+        if own and prompt is not None:
+            raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
+        raise ConfigError(f"sampling.{error}") from error
+    return None if params.is_greedy else params
 
 
 def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | FailedPrompt]:
@@ -125,7 +150,7 @@ def to_requests(config: RunConfig, engine: Engine, prompts: Iterable[Prompt], fa
         limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
         try:
             ids = _encoded(config, engine, prompt, limit)
-            request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop)
+            request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling_of(config, prompt))
             engine.sequence(request)  # can the model go on from it, and is there room for it alone?
         except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))

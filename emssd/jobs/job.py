@@ -107,7 +107,7 @@ def run_job(
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         report = None
         if config.check is not None:
-            report, greedy = _compare_with_greedy(config, work, done, console, registry, models)
+            report, greedy = _compare_with_plain(config, work, done, console, registry, models)
             metrics |= _check_metrics(report, metrics, greedy)
             output.write_metrics(metrics)
     result = JobResult(metrics, [done[request.request_id] for request in work.requests], work.engine)
@@ -122,13 +122,13 @@ def _print_results(
     console = plain_console()
     if brief:
         if report is not None and report.differences:
-            print_check(console, report)
+            print_check(console, report, config.check and config.check.value)
         return
     print_report(console, result.metrics)
     if config.prompt is None:  # whose text is printed whole
         print_texts(console, [(work.prompts[row.request_id], row) for row in result.generations])
     if report is not None:
-        print_check(console, report)
+        print_check(console, report, config.check and config.check.value)
     drafts = config.speculate and config.drafter.name != "none"
     for remark in remarks(result.metrics, drafts=drafts):
         console.print(remark, style="yellow", highlight=False)
@@ -176,7 +176,7 @@ def _prepare(
 
 
 def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseline: Engine | None = None) -> Engine:
-    """The engine of `config`, or plain greedy decoding with the target of `baseline`."""
+    """The engine of `config`, or plain decoding with the target of `baseline`."""
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer
     else:
@@ -195,7 +195,7 @@ def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseli
     )
 
 
-def _compare_with_greedy(
+def _compare_with_plain(
     config: RunConfig,
     work: _Work,
     done: dict[str, Generation],
@@ -207,11 +207,16 @@ def _compare_with_greedy(
     target = work.engine.target
     greedy = dataclasses.replace(work, engine=_engine(config, registry, models, baseline=work.engine))
     warm_up(greedy.engine, greedy.requests)
-    live = LiveFigures(console, "plain greedy", len(work.requests), show=config.progress)
+    live = LiveFigures(
+        console,
+        "plain greedy" if config.sampling.temperature == 0 else "plain",
+        len(work.requests),
+        show=config.progress,
+    )
     expected, figures = _decode(greedy, live)
     judge = CausalLMRunner(target, make_backend(target.kv_cache_spec(1), config.backend, registry))
-    names = [request.request_id for request in work.requests]
-    report = compare([done[name] for name in names], [expected[name] for name in names], judge)
+    sampling = {request.request_id: request.sampling for request in work.requests}
+    report = compare([done[name] for name in sampling], [expected[name] for name in sampling], judge, sampling)
     return report, figures
 
 

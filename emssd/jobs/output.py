@@ -92,6 +92,8 @@ class OutputFolder:
             "num_steps": generation.num_steps,
             "acceptance_length": generation.acceptance_length,
         }
+        if generation.seed is not None:
+            record["seed"] = generation.seed
         self._replace_earlier()
         self._rows.append(_line(record))
 

@@ -18,8 +18,8 @@ _SHOWN_DIFFERENCES = 10
 _SHOWN_FAILURES = 3
 
 
-def print_report(console: Console, metrics: dict[str, Any]) -> None:
-    """The run's figures; ``metrics`` as in ``docs/metrics.md``."""
+def print_report(console: Console, metrics: dict[str, Any], plain: str = "plain greedy") -> None:
+    """The run's figures, beside those of decoding that is called `plain`; ``metrics`` as in ``docs/metrics.md``."""
     greedy = metrics.get("greedy")
     console.print(metrics["title"], style="bold", highlight=False)
     if num_resumed := metrics["num_resumed_prompts"]:
@@ -29,7 +29,7 @@ def print_report(console: Console, metrics: dict[str, Any]) -> None:
     table.add_column("")
     table.add_column("this run", justify="right")
     if greedy:
-        table.add_column("plain greedy", justify="right")
+        table.add_column(plain, justify="right")
         table.add_column("speed-up", justify="right")
 
     def row(label: str, key: str, form: str, *, ratio: bool = False) -> None:
@@ -68,12 +68,12 @@ def print_report(console: Console, metrics: dict[str, Any]) -> None:
     console.print(split)
 
 
-def print_check(console: Console, report: CheckReport) -> None:
-    """The result of `check=greedy`."""
+def print_check(console: Console, report: CheckReport, check: str | None = "greedy") -> None:
+    """The result of ``check=greedy``, or of another `check`."""
     wrong = len(report.true_differences)
     style = "bold red" if wrong else "bold green"
     console.print(
-        f"check=greedy: {report.num_exact} exact, {len(report.ties)} numerical ties, {wrong} true differences",
+        f"check={check}: {report.num_exact} exact, {len(report.ties)} numerical ties, {wrong} true differences",
         style=style,
         highlight=False,
     )

@@ -19,6 +19,7 @@ class Generation:
         token_ids: the new tokens; an EOS, and the token that completed a stop string, included.
         text: the new tokens decoded without special tokens, up to where a stop string begins; ``None`` if the engine
             has no tokenizer.
+        seed: of a sampled request; ``None`` where nothing was drawn.
         num_steps, num_drafted, num_accepted: verification steps, tokens drafted, and drafted tokens accepted.
     """
 
@@ -30,6 +31,7 @@ class Generation:
     num_steps: int
     num_drafted: int
     num_accepted: int
+    seed: int | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -42,7 +44,7 @@ class Generation:
         assert sequence.finish_reason is not None
         output = tuple(sequence.output_ids)
         stop = sequence.request.stop
-        text = None
+        text, sampling = None, sequence.request.sampling
         if stop is not None and sequence.finish_reason is FinishReason.STOP:
             text = stop.text_before(output)
         elif tokenizer is not None:
@@ -56,4 +58,5 @@ class Generation:
             num_steps=sequence.num_steps,
             num_drafted=sequence.num_drafted,
             num_accepted=sequence.num_accepted,
+            seed=sampling.seed if sampling is not None and sampling.temperature else None,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import overload
 
+from emssd.sampling import SamplingParams
 from emssd.sequences.stopping import Stop
 
 __all__ = ["Batch", "FinishReason", "Request", "Sequence", "TokenIds"]
@@ -31,6 +32,7 @@ class Request:
         max_new_tokens: upper limit of generated tokens, at least one; the EOS token counts.
         eos_token_ids: generation ends after the first of these.
         stop: generation ends after the token that completes one of these. Without both, only the limit ends it.
+        sampling: how its tokens are chosen; ``None`` takes the most probable ones.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class Request:
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     stop: Stop | None = None
+    sampling: SamplingParams | None = None
 
 
 class TokenIds(Seq[int]):

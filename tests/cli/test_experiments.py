@@ -305,17 +305,17 @@ def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyP
     from emssd.decoding import engine
 
     checked = ("check=greedy", "method=greedy,unpad_both", "max_new_tokens=16")
-    right = engine.verify_greedy
+    right = engine.verify
     result = toy(emssd, "fig1", *checked)
     assert "check=greedy: 8 exact, 0 numerical ties, 0 true differences\n" in result.out
 
-    def wrong(logits: Any, draft: Any, num_candidates: int) -> Any:
-        verification = right(logits, draft, num_candidates)
+    def wrong(chosen: Any, draft: Any, candidates: Any) -> Any:
+        verification = right(chosen, draft, candidates)
         if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
             verification.new_tokens[0][-1] = 5
         return verification
 
-    monkeypatch.setattr(engine, "verify_greedy", wrong)
+    monkeypatch.setattr(engine, "verify", wrong)
     result = toy(emssd, "fig1", *checked, "overwrite=true")
     _, row = rows_of(result.folder)
     found = row["metrics"]["check"]

@@ -105,15 +105,15 @@ def test_every_way_to_decode_with_trees_gives_the_tokens_of_plain_greedy(
 def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from emssd.decoding import engine
 
-    right = engine.verify_greedy
+    right = engine.verify
 
-    def wrong(logits, draft, num_candidates):
-        verification = right(logits, draft, num_candidates)
+    def wrong(chosen, draft, candidates):
+        verification = right(chosen, draft, candidates)
         if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
             verification.new_tokens[0][-1] = 5
         return verification
 
-    monkeypatch.setattr(engine, "verify_greedy", wrong)
+    monkeypatch.setattr(engine, "verify", wrong)
     result = decode(*RETRIEVE, "check=greedy")
     assert result.metrics["check"]["differences"] > 0
     assert result.metrics["check"]["details"][0]["margin"] > result.metrics["check"]["details"][0]["tolerance"]

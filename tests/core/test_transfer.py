@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from emssd.decoding.packing import pack
-from emssd.decoding.verify import verify_greedy
+from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter
 from emssd.errors import DraftError
 from emssd.plugins.registry import PluginWarning
@@ -48,8 +48,7 @@ def test_packing_gives_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_verification_brings_the_drafted_ids_to_the_host(unseen: None) -> None:
-    logits = torch.eye(10)[[7, 3, 1, 4]]
-    verification = verify_greedy(logits, Draft.from_chains([[7, 8], []]))
+    verification = verify(torch.tensor([7, 3, 1, 4]), Draft.from_chains([[7, 8], []]))
     assert verification.drafted == (7, 8)
     assert verification.new_tokens == ([7, 3], [4])
 

@@ -1,4 +1,4 @@
-"""Greedy verification accepts the longest right beginning of a draft, and adds one token of the target's own."""
+"""Verification accepts the longest right beginning of a draft, and adds one token of the target's own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.decoding.verify import greedy_tokens, verify_greedy
+from emssd.decoding.verify import best_tokens, greedy_tokens, verify
 from emssd.drafting import Draft
 from emssd.native import load_kernels
 from tests.support.trees import Tree, drawn_trees, way
@@ -32,14 +31,13 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(chains, [draw(st.lists(ids, min_size=len(c) + 1, max_size=len(c) + 1)) for c in chains])
 
 
-def logits_for(targets: list[list[int]]) -> torch.Tensor:
-    flat = torch.tensor([token for row in targets for token in row])
-    return F.one_hot(flat, VOCAB).double() - 3.0
+def flat(targets: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([token for row in targets for token in row])
 
 
 @given(cases())
 def test_accepts_exactly_the_tokens_that_step_by_step_decoding_would_give(case: Case) -> None:
-    result = verify_greedy(logits_for(case.targets), Draft.from_chains(case.chains))
+    result = verify(flat(case.targets), Draft.from_chains(case.chains))
     assert len(result.new_tokens) == len(result.accepted) == len(case.chains)
     for chain, targets, accepted, new in zip(
         case.chains, case.targets, result.accepted, result.new_tokens, strict=True
@@ -62,7 +60,7 @@ def test_accepts_exactly_the_tokens_that_step_by_step_decoding_would_give(case: 
     ],
 )
 def test_recovered_and_bonus_tokens(chain: list[int], targets: list[int], new: list[int]) -> None:
-    result = verify_greedy(logits_for([targets]), Draft.from_chains([chain]))
+    result = verify(flat([targets]), Draft.from_chains([chain]))
     assert result.new_tokens == (new,)
     assert result.accepted == (range(len(new) - 1),)
 
@@ -74,21 +72,22 @@ def test_candidates_are_the_targets_best_tokens_at_every_node(case: Case, number
     logits, draft = torch.rand(num_logits, VOCAB, generator=generator), Draft.from_chains(case.chains)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Draft, "on_host", property(lambda self: on_host))
-        result = verify_greedy(logits, draft, number)
+        result = verify(greedy_tokens(logits), draft, best_tokens(logits, number))
     assert result.candidates is not None
     assert [len(row) for row in result.candidates] == [len(chain) + 1 for chain in case.chains]
     found = [best for row in result.candidates for best in row]
     assert found == logits.argsort(dim=1, descending=True)[:, :number].tolist()
     assert [best[0] for best in found] == [token for row in result.target_ids for token in row]
     assert result.drafted == tuple(draft.token_ids.tolist())
-    assert verify_greedy(logits, draft).candidates is None
+    assert best_tokens(logits, 0) is None
+    assert verify(greedy_tokens(logits), draft).candidates is None
 
 
 @given(st.lists(drawn_trees(8, VOCAB), min_size=1, max_size=4), st.data())
 def test_of_all_ways_through_a_tree_the_longest_right_one_is_accepted(forest: list[Tree], data: st.DataObject) -> None:
     ids = st.integers(0, VOCAB - 1)
     targets = [data.draw(st.lists(ids, min_size=len(tree) + 1, max_size=len(tree) + 1)) for tree in forest]
-    result = verify_greedy(logits_for(targets), Draft.from_trees(forest))
+    result = verify(flat(targets), Draft.from_trees(forest))
     for tree, choices, accepted, new in zip(forest, targets, result.accepted, result.new_tokens, strict=True):
         parents = [parent for _, parent in tree]
         ways = [way(parents, node) for node in range(-1, len(tree))]
@@ -110,7 +109,7 @@ def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int
     def choice(text: tuple[int, ...]) -> int:
         return hash((seed, text)) % 3
 
-    (new,) = verify_greedy(logits_for([[choice(text) for text in texts]]), Draft.from_trees([tree])).new_tokens
+    (new,) = verify(flat([[choice(text) for text in texts]]), Draft.from_trees([tree])).new_tokens
     expected = [choice(())]
     while tuple(expected) in texts:
         expected.append(choice(tuple(expected)))
@@ -120,28 +119,28 @@ def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int
 @given(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), min_size=1, max_size=4), st.data())
 def test_a_chain_with_parents_is_verified_as_a_chain(chains: list[list[int]], data: st.DataObject) -> None:
     ids = st.integers(0, VOCAB - 1)
-    logits = logits_for([data.draw(st.lists(ids, min_size=len(c) + 1, max_size=len(c) + 1)) for c in chains])
+    choices = flat([data.draw(st.lists(ids, min_size=len(c) + 1, max_size=len(c) + 1)) for c in chains])
     as_trees = [[(token, node - 1) for node, token in enumerate(chain)] for chain in chains]
-    ours, theirs = verify_greedy(logits, Draft.from_trees(as_trees)), verify_greedy(logits, Draft.from_chains(chains))
+    ours, theirs = verify(choices, Draft.from_trees(as_trees)), verify(choices, Draft.from_chains(chains))
     assert [list(nodes) for nodes in ours.accepted] == [list(nodes) for nodes in theirs.accepted]
     assert ours.new_tokens == theirs.new_tokens
 
 
 def test_of_equal_siblings_the_one_with_the_right_child_is_accepted() -> None:
     draft = Draft.from_trees([[(1, -1), (1, -1), (3, 0), (2, 1)]])
-    result = verify_greedy(logits_for([[1, 2, 2, 0, 0]]), draft)
+    result = verify(flat([[1, 2, 2, 0, 0]]), draft)
     assert result.accepted == ([1, 3],)
     assert result.new_tokens == ([1, 2, 0],)
 
 
 def test_of_equal_logits_the_lowest_id_wins() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0], [5.0, 0.0, 0.0, 5.0]])
-    assert verify_greedy(logits, Draft.from_chains([[1]])).new_tokens == ([1, 0],)
+    assert verify(greedy_tokens(logits), Draft.from_chains([[1]])).new_tokens == ([1, 0],)
 
 
 def test_drafted_ids_may_be_of_another_integer_type() -> None:
     draft = Draft(torch.tensor([1, 2], dtype=torch.int32), (0, 2))
-    assert verify_greedy(logits_for([[1, 2, 3]]), draft).new_tokens == ([1, 2, 3],)
+    assert verify(flat([[1, 2, 3]]), draft).new_tokens == ([1, 2, 3],)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)

@@ -1,6 +1,6 @@
 """Every drafter hears what would have become of its own draft alone, and outputs are greedy.
 
-Oracle of what a drafter hears: `verify_greedy` of its draft alone, for a target whose choice is a function of the path.
+Oracle of what a drafter hears: `verify` of its draft alone, for a target whose choice is a function of the path.
 Oracle of outputs: `greedy_reference`, float64. Oracle of a draft model's cache: a drafter that has just been made.
 """
 
@@ -16,7 +16,6 @@ from zlib import crc32
 
 import pytest
 import torch
-import torch.nn.functional as F
 from emssd_cascade import CascadeConfig
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
@@ -32,7 +31,7 @@ from hypothesis import strategies as st
 from emssd.decoding.assembly import make_parts
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
-from emssd.decoding.verify import verify_greedy
+from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.rules import check_draft
@@ -104,7 +103,7 @@ def verified(batch: Batch, draft: Draft, seed: int) -> Outcome:
     for row, sequence in enumerate(batch):
         for path in [(), *paths_of(draft, row)]:
             chosen.append(3 + crc32(repr((seed, sequence.request_id, path)).encode()) % 2)
-    found = verify_greedy(F.one_hot(torch.tensor(chosen), VOCAB_SIZE).double(), draft)
+    found = verify(torch.tensor(chosen), draft)
     return Outcome(batch, draft, found.accepted, found.target_ids)
 
 

@@ -1,0 +1,123 @@
+"""`SamplingParams`: how the next token of one request is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, fields
+
+from emssd.errors import ConfigError
+
+__all__ = ["SamplingParams"]
+
+_COLDEST = 1e-6  # below it, logits divided by the temperature leave the range of their numbers
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token of a request is chosen. The names are Transformers', and so is their order of effect.
+
+    First come `logit_bias`, `repetition_penalty`, `no_repeat_ngram_size`, and the presence and frequency penalties;
+    then `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what those before it have left.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most probable token.
+        top_k: only so many of the most probable tokens; 0 takes all. Tokens as probable as the last of them stay too.
+        top_p: only the most probable tokens that together have this probability; 1 takes all. As with `top_k`.
+        min_p: only tokens with at least this share of the largest probability; 0 takes all.
+        typical_p: only the tokens nearest to the expected surprise that together have this probability; 1 takes all.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in prompt or output.
+        presence_penalty: is subtracted from the logits of tokens in the output.
+        frequency_penalty: is subtracted once for each time that the token is in the output.
+        no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and output; 0 allows all.
+        logit_bias: by token id, what is added to its logit; ``-inf`` forbids the token.
+        seed: of the noise. The same seed, request id, prompt and model give the same text.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_number("temperature", lambda t: t == 0 or t >= _COLDEST, f"it must be 0 or at least {_COLDEST}")
+        self._check_number("top_p", lambda p: 0 < p <= 1, "it must be above 0, and at most 1, which takes all tokens")
+        self._check_number("min_p", lambda p: 0 <= p <= 1, "it must be from 0 to 1, and 0 takes all tokens")
+        self._check_number("typical_p", lambda p: 0 < p <= 1, "it must be above 0, and at most 1, which takes all")
+        self._check_number("repetition_penalty", lambda r: r > 0, "it must be above 0, and 1 is none")
+        self._check_number("presence_penalty", lambda _: True, "it must be a finite number")
+        self._check_number("frequency_penalty", lambda _: True, "it must be a finite number")
+        for name in ("top_k", "no_repeat_ngram_size"):
+            self._check_whole(name, "it must be a whole number of at least 0, which is off", smallest=0)
+        self._check_whole("seed", "it must be a whole number")
+        if self.temperature == 0 and self.typical_p < 1:
+            raise ConfigError(
+                f"typical_p is {self.typical_p} at temperature 0, which takes the most probable token, typical or not; "
+                f"raise temperature, or leave typical_p out"
+            )
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
+        for token, bias in self.logit_bias.items():
+            if not _is_whole(token) or token < 0:
+                raise ConfigError(f"logit_bias has a token id {token!r}; it must be a whole number of at least 0")
+            if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
+                raise ConfigError(f"logit_bias of token {token} is {bias!r}; it must be a finite number, or -inf")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token is that of the largest logit as the model gives it."""
+        return self.temperature == 0 and not self.logit_bias and not self.reads_prefix
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether the choice depends on the tokens before it other than through the model."""
+        return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0 or self.counts_output
+
+    @property
+    def processing(self) -> Hashable:
+        """All that is done to logits: params with the same can be processed together."""
+        every = [getattr(self, each.name) for each in fields(self) if each.name not in ("logit_bias", "seed")]
+        return (*every, *self.logit_bias.items())
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether the choice depends on how often each token is in the output."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Make sure that `logit_bias` speaks of tokens below `vocab_size`.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if unknown := [token for token in self.logit_bias if token >= vocab_size]:
+            raise ConfigError(f"logit_bias has token {unknown[0]}, but the model's vocabulary has {vocab_size} tokens")
+
+    def _check_number(self, name: str, is_possible: Callable[[float], bool], possible: str) -> None:
+        value = getattr(self, name)
+        if not _is_number(value) or not math.isfinite(value) or not is_possible(value):
+            raise ConfigError(f"{name} is {value!r}; {possible}")
+
+    def _check_whole(self, name: str, possible: str, smallest: float = -math.inf) -> None:
+        value = getattr(self, name)
+        if not _is_whole(value) or value < smallest:
+            raise ConfigError(f"{name} is {value!r}; {possible}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or isinstance(value, float)

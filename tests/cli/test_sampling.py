@@ -1,0 +1,118 @@
+"""Sampling from the command line: the same text whatever drafts, per prompt, and refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SAMPLED = ("sampling=sampled", "sampling.temperature=0.8", "sampling.seed=7", "max_new_tokens=16")
+
+
+def texts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {row["id"]: (row["text"], row["token_ids"], row.get("seed")) for row in rows}
+
+
+def test_text_and_tokens_are_the_same_with_any_drafter_and_batch_size(decode: Callable) -> None:
+    first = decode(*SAMPLED, "drafter=none", "batch_size=1")
+    expected = texts(first.rows)
+    assert {seed for _, _, seed in expected.values()} == {7}
+    for drafter in ("llma", "suffix", "lookahead", "pld"):
+        result = decode(*SAMPLED, f"drafter={drafter}", "batch_size=4", "check=plain")
+        assert texts(result.rows) == expected
+        assert result.metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}
+        assert "check=plain: 5 exact, 0 numerical ties, 0 true differences" in result.out
+    greedy = decode("max_new_tokens=16")
+    assert {row["id"]: row["token_ids"] for row in greedy.rows} != {name: ids for name, (_, ids, _) in expected.items()}
+    assert all("seed" not in row for row in greedy.rows)
+
+
+@pytest.mark.parametrize("name", ["greedy", "plain"])
+def test_both_names_of_the_check_compare_greedy_rows(name: str, decode: Callable) -> None:
+    result = decode("max_new_tokens=8", f"check={name}")
+    assert f"check={name}: 5 exact" in result.out
+    assert "plain greedy" in result.out
+
+
+def test_a_sampled_difference_is_judged_by_what_was_compared(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from emssd.decoding import engine
+
+    right = engine.verify
+
+    def wrong(chosen, draft, candidates):
+        verification = right(chosen, draft, candidates)
+        if draft.indptr[-1]:  # only steps with a draft, so that plain sampling stays right
+            verification.new_tokens[0][-1] = 5
+        return verification
+
+    monkeypatch.setattr(engine, "verify", wrong)
+    check = decode(*SAMPLED, "check=plain").metrics["check"]
+    assert check["differences"] > 0
+    assert all(each["margin"] > each["tolerance"] for each in check["details"])
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Callable[[Any], str]:
+    def write(*options: Any) -> str:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": "a b c", "how": each}) + "\n" for each in options))
+        return str(path)
+
+    return write
+
+
+def test_prompts_have_options_of_their_own(emssd: Callable, model: str, records: Callable) -> None:
+    hot = {"temperature": 0.9, "seed": 3}
+    path = records(None, hot, {"seed": 4}, {"logit_bias": {"5": 100}, "temperature": 0.0})
+    options = [f"model.path={model}", "data=jsonl", f"data.path={path}", "data.sampling_field=how", "max_new_tokens=6"]
+    options += ["sampling=sampled", "sampling.seed=1", "output_dir=out", "overwrite=true", "ignore_eos=true"]
+    rows = emssd(*options).rows
+    assert [row.get("seed") for row in sorted(rows, key=lambda row: row["id"])] == [1, 3, 4, None]
+    assert next(row for row in rows if "seed" not in row)["token_ids"] == [5] * 6
+    assert texts(emssd(*options, "drafter=pld", "batch_size=1").rows) == texts(rows)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"temperature": -1}, "prompt prompts.jsonl:1: sampling.temperature is -1; it must be 0 or at least 1e-06"),
+        ({"top_q": 0.5}, "prompt prompts.jsonl:1: sampling.top_q is no option; did you mean 'top_p'? It has temp"),
+        ({"logit_bias": {"a": 1}}, "prompt prompts.jsonl:1: sampling.logit_bias has a token id 'a'; it must be"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000, but the model's vocabulary has"),
+        (0.5, "prompts.jsonl:1: field 'how' holds a value of type float; options of sampling are an object, such as"),
+    ],
+)
+def test_options_of_a_prompt_that_cannot_be_are_refused(
+    how: Any, message: str, emssd: Callable, model: str, records: Callable
+) -> None:
+    result = emssd(f"model.path={model}", "data=jsonl", f"data.path={records(how)}", "data.sampling_field=how")
+    assert message in result.sentence
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("temperature=-1", "sampling.temperature is -1.0; it must be 0 or at least 1e-06"),
+        ("top_p=0", "sampling.top_p is 0.0; it must be above 0, and at most 1"),
+        ("top_p=2", "sampling.top_p is 2.0; it must be above 0, and at most 1"),
+        ("top_q=1", "sampling has no option 'top_q'; did you mean 'top_p'?"),
+        ("top_k=many", "sampling.top_k"),
+        ("logit_bias={-4: 2}", "sampling.logit_bias has a token id -4; it must be a whole number of at least 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(option: str, message: str, emssd: Callable, model: str) -> None:
+    assert emssd(f"model.path={model}", f"sampling.{option}").sentence.startswith(message)
+
+
+def test_a_job_goes_on_with_the_same_text_and_not_with_another_seed(
+    decode: Callable, emssd: Callable, model: str, prompts: Path
+) -> None:
+    expected = texts(decode(*SAMPLED).rows)
+    first = decode(*SAMPLED, "data.limit=2")
+    assert len(first.rows) == 2
+    again = (f"model.path={model}", "data=text", f"data.path={prompts}", *SAMPLED, "output_dir=out", "resume=true")
+    assert "were made with another value of sampling.seed" in emssd(*again, "sampling.seed=8").sentence
+    assert texts(emssd(*again, "drafter=none").rows) == expected

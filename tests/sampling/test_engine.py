@@ -1,0 +1,256 @@
+"""In float64, sampled tokens are those of plain sampling by hand, whatever drafts, trims, or runs beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from emssd.attention import AttentionBackend
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting import BudgetPolicy, Draft, Drafter
+from emssd.drafting.budget import FixedBudget
+from emssd.errors import ConfigError
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sampling import SamplingParams
+from emssd.sequences import Request
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
+from emssd.testing.models import tiny_model
+from emssd.testing.strategies import drafters, policies
+from tests.support import sampling as reference
+from tests.support.sampling_strategies import params_of_any_kind
+from tests.support.trees import TREE_BACKENDS, DecoyDrafter
+
+VOCAB, NUM_NEW = 11, 12
+HOT = SamplingParams(temperature=1.5, seed=7)
+
+
+@cache
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama", vocab_size=VOCAB, max_model_len=64, std=0.15))
+
+
+@cache
+def logits_behind(tokens: tuple[int, ...]) -> list[float]:
+    return reference.logits_behind(target().model, tokens)
+
+
+@cache
+def _text(prompt: tuple[int, ...], params: SamplingParams | None, request_id: str, num_new: int) -> tuple[int, ...]:
+    tokens, greedy = prompt, SamplingParams(temperature=0.0)
+    while len(tokens) < len(prompt) + num_new:
+        logits = logits_behind(tokens)
+        tokens = (*tokens, reference.choice(logits, params or greedy, tokens, len(prompt), request_id))
+    return tokens[len(prompt) :]
+
+
+class Expected(Mapping[Any, tuple[int, ...]]):
+    """By request id, what each request must get, past any EOS."""
+
+    def __init__(self, requests: Seq[Request]) -> None:
+        self._requests = {request.request_id: request for request in requests}
+
+    def __getitem__(self, request_id: Any) -> tuple[int, ...]:
+        request = self._requests[request_id]
+        return _text(request.prompt_ids, request.sampling, request_id, request.max_new_tokens)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def of(self, request: Request) -> tuple[int, ...]:
+        tokens = self[request.request_id]
+        ends = (place for place, token in enumerate(tokens, start=1) if token in request.eos_token_ids)
+        return tokens[: next(ends, len(tokens))]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[Request]:
+    """Requests with prompts alike and different, and with params of their own or shared, some with the same seed."""
+    texts = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=3))
+    kinds = draw(st.lists(st.none() | params_of_any_kind(VOCAB), min_size=1, max_size=2))
+    found = []
+    for number in range(draw(st.integers(1, 5))):
+        length, eos = (
+            draw(st.sampled_from([NUM_NEW, NUM_NEW, 1, 5])),
+            draw(st.frozensets(st.integers(0, 10), max_size=1)),
+        )
+        prompt, params = tuple(draw(st.sampled_from(texts))), draw(st.sampled_from(kinds))
+        found.append(Request(f"r{number}", prompt, length, eos, None, params))
+    return draw(st.permutations(found))
+
+
+def make_engine(
+    drafter: Drafter | Seq[Drafter],
+    make_backend: Any = TREE_BACKENDS["ragged-page-3"],
+    *,
+    batch_size: int = 3,
+    max_step_tokens: int = 64,
+    max_tokens: int | None = None,
+    budget: BudgetPolicy | None = None,
+) -> Engine:
+    backend: AttentionBackend = make_backend()
+    spec = target().kv_cache_spec(batch_size)
+    backend.allocate(dataclasses.replace(spec, continuous=True, trees=True, max_tokens=max_tokens))
+    scheduler = ContinuousScheduler(batch_size, max_step_tokens, headroom=0)
+    return Engine(
+        CausalLMRunner(target(), backend),
+        drafter,
+        scheduler=scheduler,
+        budget=budget or FixedBudget(),
+        on_drafter_error="fail",
+    )
+
+
+def decode(engine: Engine, asked: Seq[Request]) -> dict[str, tuple[int, ...]]:
+    return {done.request_id: done.token_ids for done in engine.run(asked)}
+
+
+@pytest.mark.slow
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(
+    asked=requests(),
+    data=st.data(),
+    backend=st.sampled_from(["ragged-page-3", "ragged-page-1", "paged-page-4", "dense"]),
+    batch_size=st.sampled_from([3, 1, 2, 5]),
+    max_step_tokens=st.sampled_from([64, 8, 3, 1]),
+    max_tokens=st.sampled_from([None, 64, 48]),
+    budget=policies(),
+)
+def test_tokens_are_those_of_sampling_one_row_at_a_time_without_a_draft_or_a_cache(
+    asked: list[Request],
+    data: st.DataObject,
+    backend: str,
+    batch_size: int,
+    max_step_tokens: int,
+    max_tokens: int | None,
+    budget: BudgetPolicy,
+) -> None:
+    expected = Expected(asked)
+    one = drafters(VOCAB, expected, with_trees=True)
+    drafter = data.draw(one | st.lists(one, min_size=2, max_size=2), label="drafter")
+    engine = make_engine(
+        drafter,
+        TREE_BACKENDS[backend],
+        batch_size=batch_size,
+        max_step_tokens=max_step_tokens,
+        max_tokens=max_tokens,
+        budget=budget,
+    )
+    assert decode(engine, asked) == {request.request_id: expected.of(request) for request in asked}
+
+
+def of_one_prompt(number: int, params: SamplingParams | None = HOT) -> list[Request]:
+    return [Request(str(i), (1, 2, 3, 4), 24, sampling=params) for i in range(number)]
+
+
+@pytest.mark.parametrize("backend", TREE_BACKENDS)
+def test_drafts_of_the_sampled_text_are_accepted_as_chains_and_as_trees(backend: str) -> None:
+    asked = of_one_prompt(4)
+    expected = Expected(asked)
+    for drafter in (PerfectDrafter(VOCAB, 5, expected), DecoyDrafter(VOCAB, expected)):
+        engine = make_engine(drafter, TREE_BACKENDS[backend])
+        assert decode(engine, asked) == dict(expected)
+        assert engine.report.num_accepted >= 4 * (23 - 23 // 4)
+
+
+def test_preempted_rows_go_on_with_the_same_text() -> None:
+    asked = of_one_prompt(5)
+    expected = Expected(asked)
+    engine = make_engine(TreeDrafter(VOCAB, 6, expected), batch_size=5, max_tokens=63)
+    assert decode(engine, asked) == dict(expected)
+    assert engine.report.num_preempted > 0
+
+
+def test_a_text_depends_on_seed_and_request_and_on_nothing_else() -> None:
+    asked = of_one_prompt(3)
+    texts = decode(make_engine(RandomDrafter(VOCAB, 4)), asked)
+    assert len(set(texts.values())) == 3
+    assert decode(make_engine(TreeDrafter(VOCAB, 7, seed=5), batch_size=1), asked[::-1]) == texts
+    others = [dataclasses.replace(each, sampling=dataclasses.replace(HOT, seed=8)) for each in asked]
+    assert not set(decode(make_engine(RandomDrafter(VOCAB, 4)), others).values()) & set(texts.values())
+    assert decode(make_engine(RandomDrafter(VOCAB, 4)), asked[:1]) == {"0": texts["0"]}
+
+
+def test_rows_of_a_batch_keep_their_own_params() -> None:
+    kinds = [None, HOT, SamplingParams(temperature=0.0, no_repeat_ngram_size=2)]
+    kinds.append(SamplingParams(temperature=0.5, top_p=0.5))
+    asked = [Request("same", (1, 2, 3), 20, sampling=kind) for kind in kinds]
+    expected = [Expected([each])["same"] for each in asked]
+    assert len(set(expected)) == len(kinds), "else the comparison would say little"
+    named = [dataclasses.replace(each, request_id=str(row)) for row, each in enumerate(asked)]
+    assert decode(make_engine(RandomDrafter(VOCAB, 3), batch_size=4), named) == dict(Expected(named))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, repetition_penalty=1.8),
+        SamplingParams(temperature=0.0, no_repeat_ngram_size=2),
+        SamplingParams(temperature=0.0, presence_penalty=1.0),
+        SamplingParams(temperature=0.0, frequency_penalty=0.7),
+        SamplingParams(temperature=1.0, repetition_penalty=1.5, frequency_penalty=0.5),
+    ],
+    ids=repr,
+)
+def test_penalties_see_the_tokens_of_the_draft_on_the_way_to_a_node(params: SamplingParams) -> None:
+    asked = of_one_prompt(3, params)
+    expected, plain = Expected(asked), Expected(of_one_prompt(3, SamplingParams(temperature=params.temperature)))
+    assert dict(expected) != dict(plain), "the penalty does nothing here"
+    for drafter in (PerfectDrafter(VOCAB, 6, expected), DecoyDrafter(VOCAB, expected, depth=5)):
+        engine = make_engine(drafter)
+        assert decode(engine, asked) == dict(expected)
+        assert engine.report.num_accepted > 3 * 12
+
+
+@pytest.mark.parametrize("params", [HOT, SamplingParams(repetition_penalty=1.5)], ids=["noise", "penalty"])
+def test_ids_that_the_host_has_not_seen_change_nothing(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = of_one_prompt(3, params)
+    expected = Expected(asked)
+    texts = dict(expected)
+    monkeypatch.setattr(Draft, "on_host", property(lambda self: False))
+    assert decode(make_engine(RandomDrafter(VOCAB, 5, expected)), asked) == texts
+
+
+def test_generate_samples_each_prompt_by_its_place() -> None:
+    prompts = [[1, 2, 3], [4], [1, 2, 3]]
+    asked = [Request(str(i), tuple(prompt), 15, sampling=HOT) for i, prompt in enumerate(prompts)]
+    done = make_engine(RandomDrafter(VOCAB, 4), batch_size=2).generate(prompts, 15, sampling=HOT)
+    assert [each.token_ids for each in done] == list(Expected(asked).values())
+
+
+def test_tokens_that_there_are_not_are_refused_before_anything_runs() -> None:
+    engine = make_engine(RandomDrafter(VOCAB, 4))
+    with pytest.raises(ConfigError, match="logit_bias has token 11, but the model's vocabulary has 11 tokens"):
+        engine.generate([[1]], 3, sampling=SamplingParams(logit_bias={11: 1.0}))
+    assert engine.report.num_steps == 0
+
+
+def test_the_first_tokens_follow_the_targets_law() -> None:
+    """A G-test over seeds on the path that users run: the first token, and the second behind the commonest first."""
+    params, prompt, num = SamplingParams(temperature=1.2, top_k=8, top_p=0.95), (3, 1, 4), 3000
+    asked = [Request(str(seed), prompt, 2, sampling=dataclasses.replace(params, seed=seed)) for seed in range(num)]
+    texts = list(decode(make_engine(RandomDrafter(VOCAB, 3), batch_size=64, max_step_tokens=512), asked).values())
+    firsts = [text[0] for text in texts]
+    common = max(range(VOCAB), key=firsts.count)
+    for prefix, tokens in ((prompt, firsts), ((*prompt, common), [text[1] for text in texts if text[0] == common])):
+        chances = reference.probabilities(reference.scores(logits_behind(prefix), params, prefix, 3))
+        counts = [tokens.count(token) for token in range(VOCAB)]
+        assert not any(count for count, chance in zip(counts, chances, strict=True) if not chance)
+        expected = torch.tensor([len(tokens) * chance for chance in chances if chance])
+        assert len(expected) >= 5
+        assert float(expected.min()) > 5
+        found = torch.tensor([float(count) for count, chance in zip(counts, chances, strict=True) if chance])
+        statistic = float(2 * torch.special.xlogy(found, found / expected).sum())
+        limit = torch.distributions.Chi2(len(expected) - 1.0)
+        assert float(limit.cdf(torch.tensor(statistic))) < 0.999

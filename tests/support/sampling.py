@@ -1,0 +1,132 @@
+"""Sampling written out by hand, in Python numbers: the noise, the processing, and the loop without a cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from emssd.sampling import SamplingParams
+
+__all__ = ["choice", "gumbel", "hashed", "logits_behind", "sampled", "scores"]
+
+
+def splitmix64(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) % 2**64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
+
+
+def fmix32(value: int) -> int:
+    value = (value ^ value >> 16) * 0x85EBCA6B % 2**32
+    value = (value ^ value >> 13) * 0xC2B2AE35 % 2**32
+    return value ^ value >> 16
+
+
+def hashed(seed: int, request_id: str, position: int, token: int) -> int:
+    text = f"{seed}/0/{request_id}".encode(errors="surrogatepass")
+    key = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+    high, low = divmod(splitmix64(key ^ splitmix64(position)), 2**32)
+    return fmix32(fmix32((token * 0x9E3779B9 + low) % 2**32) ^ high)
+
+
+def gumbel(bits: int) -> float:
+    return -math.log(-math.log((bits + 0.5) * 2**-32))
+
+
+def probabilities(scores: Seq[float]) -> list[float]:
+    largest = max(scores)
+    weights = [math.exp(score - largest) for score in scores]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def scores(logits: Seq[float], params: SamplingParams, prefix: Seq[int], num_prompt: int) -> list[float]:
+    """The logits that a token is drawn with; -inf for one that cannot be."""
+    found, vocab = list(logits), range(len(logits))
+    for token, bias in params.logit_bias.items():
+        found[token] += bias
+    for token in {*prefix}:
+        factor = params.repetition_penalty
+        found[token] = found[token] / factor if found[token] > 0 else found[token] * factor
+    if size := params.no_repeat_ngram_size:
+        begun = tuple(prefix[len(prefix) - size + 1 :])
+        for start in range(len(prefix) - size + 1):
+            if tuple(prefix[start : start + size - 1]) == begun:
+                found[prefix[start + size - 1]] = -math.inf
+    output = list(prefix[num_prompt:])
+    for token in {*output}:
+        found[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+    if params.temperature == 0:
+        return found
+    found = [score / params.temperature for score in found]
+    by_probability = sorted(vocab, key=lambda token: -found[token])
+    if params.top_k:
+        least = found[by_probability[min(params.top_k, len(found)) - 1]]
+        found = [score if score >= least else -math.inf for score in found]
+    if params.top_p < 1:
+        chances, taken = probabilities(found), 0.0
+        for token in by_probability:
+            least = found[token]
+            taken += chances[token]
+            if taken >= params.top_p:
+                break
+        found = [score if score >= least else -math.inf for score in found]
+    chances = probabilities(found)
+    most = max(chances)
+    found = [
+        score if chance >= params.min_p * most else -math.inf for score, chance in zip(found, chances, strict=True)
+    ]
+    if params.typical_p < 1:
+        chances, taken = probabilities(found), 0.0
+        expected = -math.fsum(chance * math.log(chance) for chance in chances if chance)
+        strange = [abs(-math.log(chance) - expected) if chance else math.inf for chance in chances]
+        for token in sorted(vocab, key=strange.__getitem__):
+            strangest = strange[token]
+            taken += chances[token]
+            if taken >= params.typical_p:
+                break
+        found = [score if each <= strangest else -math.inf for score, each in zip(found, strange, strict=True)]
+    return found
+
+
+def choice(
+    logits: Seq[float],
+    params: SamplingParams,
+    prefix: Seq[int],
+    num_prompt: int,
+    request_id: str,
+    seed: int | None = None,
+) -> int:
+    """The token behind `prefix`."""
+    totals = scores(logits, params, prefix, num_prompt)
+    if params.temperature:
+        seed = params.seed if seed is None else seed
+        totals = [score + gumbel(hashed(seed, request_id, len(prefix), token)) for token, score in enumerate(totals)]
+    return totals.index(max(totals))
+
+
+def logits_behind(model: Any, tokens: Seq[int]) -> list[float]:
+    """The whole text again, by the model's own eager attention."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        with torch.inference_mode():
+            found: list[float] = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].tolist()
+    finally:
+        model.config._attn_implementation = before
+    return found
+
+
+def sampled(
+    model: Any, prompt: Seq[int], num_new: int, params: SamplingParams | None, request_id: str, eos: Seq[int] = ()
+) -> tuple[int, ...]:
+    """What one request gets, token by token."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + num_new and not (len(tokens) > len(prompt) and tokens[-1] in eos):
+        greedy = SamplingParams(temperature=0.0)
+        tokens.append(choice(logits_behind(model, tokens), params or greedy, tokens, len(prompt), request_id))
+    return tuple(tokens[len(prompt) :])
