@@ -1,0 +1,1 @@
+"""Sampling at a temperature above 0: how tokens are chosen, and how drafts are verified then."""
