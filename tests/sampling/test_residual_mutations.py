@@ -43,7 +43,10 @@ TRAVERSAL = {
     "alpha kept after a rejection": ("return mass / (mass + (1 - alpha)), left", "return alpha, left"),
     "alpha without its 1 - alpha": ("return mass / (mass + (1 - alpha)), left", "return mass, left"),
     "alpha forgets the way": ("min(1, alphas[at] * number", "min(1, number"),
-    "alpha above 1": ("min(1, alphas[at] * number(left[at][token]) / chance)", "alphas[at] * number(left[at][token]) / chance"),
+    "alpha above 1": (
+        "min(1, alphas[at] * number(left[at][token]) / chance)",
+        "alphas[at] * number(left[at][token]) / chance",
+    ),
     "residual without alpha": ("mass, left = excess(alpha, left", "mass, left = excess(1, left"),
     "q of the wrong row": ("drawable.append(draft[node + 1])", "drawable.append(draft[node])"),
     "p of the wrong row": ("left.append(target[node + 1])", "left.append(target[node])"),
@@ -52,22 +55,34 @@ TRAVERSAL = {
     "last token from p": ("choose(left[node + 1], uniform())", "choose(target[node + 1], uniform())"),
     "last token from p at the origin": ("Verdict([], choose(left[0]", "Verdict([], choose(target[0]"),
     "accepted if not": ("uniform() < alphas[node + 1]", "uniform() >= alphas[node + 1]"),
-    "one number for two draws": (ACCEPT, ACCEPT.replace("uniform() <", "(u := uniform()) <").replace("uniform()))", "u))")),
-}  # fmt: skip
+    "one number for two draws": (
+        ACCEPT,
+        ACCEPT.replace("uniform() <", "(u := uniform()) <").replace("uniform()))", "u))"),
+    ),
+}
 RECURSIVE = {
     "residual against the first q": ("excess(1, left, drawable)", "excess(1, left, draft[node + 1])"),
     "residual of the first p": ("excess(1, left, drawable)", "excess(1, target[node + 1], drawable)"),
     "no residual": ("excess(1, left, drawable)[1]", "left"),
     "ratio against the first q": ("(chance := number(drawable[token]))", "(chance := number(draft[node + 1][token]))"),
-    "q of the wrong row": ("left, drawable, accepted = target[node + 1], draft[node + 1]", "left, drawable, accepted = target[node + 1], draft[node]"),
-    "last sibling first": ("for child in children[node + 1]:\n            token", "for child in children[node + 1][::-1]:\n            token"),
+    "q of the wrong row": (
+        "left, drawable, accepted = target[node + 1], draft[node + 1]",
+        "left, drawable, accepted = target[node + 1], draft[node]",
+    ),
+    "last sibling first": (
+        "for child in children[node + 1]:\n            token",
+        "for child in children[node + 1][::-1]:\n            token",
+    ),
     "last token from p": ("Verdict(path, choose(left,", "Verdict(path, choose(target[node + 1],"),
-}  # fmt: skip
+}
 DETERMINISTIC = {
     "descends to the wrong token": ("token_ids[child] == token]", "token_ids[child] != token]"),
     "p of the origin": ("choose(target[nodes[0] + 1]", "choose(target[0]"),
-    "draws again for the last token": ("_way(parents, nodes[0]), token)", "_way(parents, nodes[0]), choose(target[nodes[0] + 1], uniform()))"),
-}  # fmt: skip
+    "draws again for the last token": (
+        "_way(parents, nodes[0]), token)",
+        "_way(parents, nodes[0]), choose(target[nodes[0] + 1], uniform()))",
+    ),
+}
 ROWS = {
     "the row before": ("slice(start + row, stop + row + 1)", "slice(start, stop + 1)"),
     "the row's own origin left out": ("slice(start + row, stop + row + 1)", "slice(start + row + 1, stop + row + 2)"),
