@@ -103,16 +103,22 @@ def deviation(counts: Counter[Tree], law: dict[Tree, Fraction]) -> float:
     return (statistic - (len(law) - 1)) / math.sqrt(2 * (len(law) - 1))
 
 
-@pytest.mark.parametrize(("width", "name"), [(1, "all possible"), (2, "all possible"), (3, "with zeros")])
-def test_beams_have_the_law_of_an_exponential_race(width: int, name: str) -> None:
-    generator = torch.Generator().manual_seed(7)
-    law, draft = beam_trees(DRAFTS[name], width, 2), floats(DRAFTS[name])
+TWO_TOKENS = Model(probabilities(2, 1), {(0,): probabilities(1, 5), (1,): probabilities(7, 1)})
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "draft"),
+    [(1, 2, DRAFTS["all possible"]), (2, 2, DRAFTS["all possible"]), (3, 2, DRAFTS["with zeros"]), (2, 3, TWO_TOKENS)],
+)
+def test_beams_have_the_law_of_an_exponential_race(width: int, depth: int, draft: Model) -> None:
+    generator, vocab = torch.Generator().manual_seed(7), len(draft.rest)
+    law = beam_trees(draft, width, depth, vocab)
 
     def drawn(noise: Callable[[int], torch.Tensor]) -> Counter[Tree]:
-        return Counter(as_tree(rsd_s(draft, width, 2, noise)) for _ in range(1500))
+        return Counter(as_tree(rsd_s(floats(draft), width, depth, noise)) for _ in range(1500))
 
     def exponential(num_nodes: int) -> torch.Tensor:
-        return torch.empty(num_nodes, 3, dtype=torch.float64).exponential_(generator=generator)
+        return torch.empty(num_nodes, vocab, dtype=torch.float64).exponential_(generator=generator)
 
     assert deviation(drawn(exponential), law) < 4
     assert deviation(drawn(lambda num_nodes: exponential(num_nodes).sqrt()), law) > 20

@@ -168,6 +168,7 @@ def test_a_token_is_where_the_number_falls() -> None:
     numbers = (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53)
     assert [choose(probs, number) for number in numbers] == [1, 1, 3, 3, 4, 4]
     assert choose(probs * (1 - 1e-9), 1 - 1e-12) == 4  # the sum is below the number
+    assert choose(probs * torch.nan, 0.5) == 0
 
 
 def test_without_a_token_the_others_add_up_to_one() -> None:

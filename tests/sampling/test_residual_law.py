@@ -107,7 +107,7 @@ def test_a_one_hot_draft_is_accepted_as_often_without_its_distribution() -> None
     for target in TARGETS.values():
         laws = [mixed(rule, trees_of("one-hot", (1, 1)), target, DRAFTS["one-hot"]) for rule in RULES.values()]
         one, two, three = (num_accepted(law) for law in laws)
-        assert one >= two == three
+        assert one == two == three
 
 
 def grown(seed: int, draft: Model, num_nodes: int, depth: int) -> Callable[[Callable[[], Uniform]], Tree]:
@@ -142,15 +142,10 @@ def test_growth_may_depend_on_everything_that_was_drawn_before(rule: Rule) -> No
 
 
 @rules
-@pytest.mark.parametrize(("width", "depth"), [(1, 2), (2, 2), (3, 2)])
-def test_stochastic_beams_are_drafts_like_others_and_so_are_their_first_nodes(
-    rule: Rule, width: int, depth: int
-) -> None:
-    for target, draft in [
-        ("all possible", "all possible"),
-        ("with zeros", "all possible"),
-        ("all possible", "one-hot"),
-    ]:
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_stochastic_beams_are_drafts_like_others_and_so_are_their_first_nodes(rule: Rule, width: int) -> None:
+    depth, pairs = 2, [("with zeros", "all possible"), ("all possible", "one-hot"), ("all possible", "all possible")]
+    for target, draft in pairs[: 4 - width]:
         trees = beam_trees(DRAFTS[draft], width, depth)
         for length in range(1, width * depth + 1):
             law = mixed(rule, trees, TARGETS[target], DRAFTS[draft], lambda tree, n=length: range(len(tree[0]))[:n])

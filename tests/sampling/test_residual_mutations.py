@@ -134,7 +134,7 @@ def second_row(module: ModuleType, name: str) -> Callable[..., Any]:
 
 def is_right(rule: Callable[..., Any]) -> bool:
     """Whether the rule gives the target's law in all cases, and does not fail."""
-    for (target, draft), shape in product(PAIRS, [(1, 1), (2, 1), (3,), (2, 2)]):
+    for (target, draft), shape in product(PAIRS, [(1, 1), (2, 1), (3,)]):
         try:
             law = mixed(rule, trees_of(draft, shape), target, draft)
         except (ArithmeticError, IndexError, AssertionError):

@@ -18,9 +18,12 @@ def number(value: Any) -> Any:
 
 
 def choose(probs: torch.Tensor, uniform: Uniform) -> int:
-    """The token that `uniform` falls upon if the probabilities ``[vocab]``, which add up to 1, are laid end to end."""
+    """The token that `uniform` falls upon if the probabilities ``[vocab]``, which add up to 1, are laid end to end.
+
+    0 if they are all NaN, as of a model that overflowed.
+    """
     token = min(int((probs.cumsum(0) <= uniform).sum()), len(probs) - 1)
-    while not probs[token] > 0:  # the sum, or its order on a device, was rounded
+    while token and not probs[token] > 0:  # the sum, or its order on a device, was rounded
         token -= 1
     return token
 

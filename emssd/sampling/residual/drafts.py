@@ -116,9 +116,8 @@ def extend_beam(tree: SampledTree, beam: Beam, rows: Seq[torch.Tensor], width: i
     probs = beam.probs[:, None] * q
     times = torch.where(probs > 0, noise / probs, torch.inf)
     arrivals = beam.arrivals[:, None] + (times - times.amin(dim=1, keepdim=True))
-    arrivals = torch.where(probs > 0, arrivals, torch.inf)
     first = arrivals.flatten().topk(min(width, arrivals.numel()), largest=False)
-    places = first.indices[first.values < torch.inf]
+    places = first.indices[first.values < torch.inf]  # not NaN either, as where nothing can follow
     nodes = []
     for place in places.tolist():
         row, token = divmod(place, q.shape[1])

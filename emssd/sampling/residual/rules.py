@@ -24,7 +24,6 @@ from emssd.sampling.residual.distributions import Uniform, choose, excess, numbe
 
 __all__ = ["Rule", "Verdict", "verify_deterministic", "verify_recursive", "verify_rows", "verify_traversal"]
 
-
 Rows = torch.Tensor | Seq[torch.Tensor]
 
 
@@ -124,7 +123,8 @@ def verify_deterministic(
     """Draw the target's own token behind each node, and descend to the child that carries it, if there is one.
 
     `draft` is not read. The output has the target's law for any tree that was made without `uniform`; it may be chosen,
-    sorted and trimmed by what its tokens are. If ``q`` is one-hot, this accepts as much as a rule with ``q`` could.
+    sorted and trimmed by what its tokens are. On chains with one-hot ``q``, this accepts as much as the rules that read
+    it.
     """
     children, nodes = _children(parents), [-1]
     while True:  # nodes have the same way; there are several where a token was drafted twice
