@@ -1,0 +1,140 @@
+"""Trees drawn from a draft's distributions without replacement, level by level (Jeon et al. 2024, arXiv 2402.14160).
+
+A level is extended for all rows after one call of the draft model: `add_children` and `extend_beam` take what it said.
+`rsd_c` and `rsd_s` do so for one row, from its newest token to the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from emssd.sampling.residual.distributions import Uniform, choose, number, without
+
+__all__ = ["Beam", "SampledTree", "add_children", "extend_beam", "rsd_c", "rsd_s"]
+
+
+@dataclass(slots=True)
+class SampledTree:
+    """A tree while it is drawn, and all that its verification needs.
+
+    Attributes:
+        token_ids, parents: ``[n]`` in the order in which nodes were drawn. Its first nodes, however many, are a tree
+            that may be verified in its place.
+        draft: ``[1 + n]`` behind the row's newest token and behind each node, the ``q [vocab]`` that its children were
+            drawn from; ``[0]`` if it has none.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    draft: list[torch.Tensor] = field(default_factory=lambda: [torch.empty(0)])
+
+    def add(self, parent: int, token: int, q: torch.Tensor) -> int:
+        """A new node, whose token was drawn from the `q` behind `parent` or from what was left of it."""
+        self.draft[parent + 1] = q
+        self.token_ids.append(token)
+        self.parents.append(parent)
+        self.draft.append(torch.empty(0))
+        return len(self.token_ids) - 1
+
+
+Behind = Callable[[SampledTree, Seq[int]], Seq[torch.Tensor]]
+"""Gives the draft's distribution ``q [vocab]`` behind each of the given nodes of a tree, -1 being its origin."""
+
+
+def add_children(
+    tree: SampledTree, node: int, q: torch.Tensor, num_children: int, uniform: Callable[[], Uniform]
+) -> list[int]:
+    """Draw children of `node` from ``q [vocab]``, no token twice; fewer where `q` has not as many tokens.
+
+    Args:
+        tree: is extended.
+        node: which of its nodes, -1 for the origin.
+        q, num_children: see above.
+        uniform: gives independent numbers in [0, 1), others than those of verification and those of other steps.
+    """
+    drawable, children = q, list[int]()
+    for _ in range(num_children):
+        if not number(drawable.sum()) > 0:
+            break
+        token = choose(drawable, uniform())
+        children.append(tree.add(node, token, q))
+        drawable = without(drawable, token)
+    return children
+
+
+def rsd_c(behind: Behind, branching: Seq[int], uniform: Callable[[], Uniform]) -> SampledTree:
+    """RSD-C: every node of level ``i`` has ``branching[i]`` children; a chain if these are all 1."""
+    tree, level = SampledTree(), [-1]
+    for num_children in branching:
+        rows = behind(tree, level)
+        level = [
+            child
+            for node, q in zip(level, rows, strict=True)
+            for child in add_children(tree, node, q, num_children, uniform)
+        ]
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """The deepest level of a tree that `extend_beam` draws.
+
+    Attributes:
+        nodes: ``[r]`` of the level, by arrival.
+        arrivals: ``[r]`` when each arrives, if every sequence of tokens arrives after an exponential time whose rate is
+            its probability. A prefix arrives with the first of its sequences.
+        probs: ``[r]`` of the way to each node.
+    """
+
+    nodes: tuple[int, ...] = (-1,)
+    arrivals: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    probs: torch.Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
+
+
+def extend_beam(tree: SampledTree, beam: Beam, rows: Seq[torch.Tensor], width: int, noise: torch.Tensor) -> Beam:
+    """One level of RSD-S: of all continuations of the beam's nodes, the first `width` to arrive.
+
+    These are stochastic beam search's (Kool et al. 2019, arXiv 1903.06059), whose Gumbel is minus the logarithm of an
+    arrival. Conditioned on when the parent arrived, one child arrives with it, and the others as much later as in an
+    exponential race of their own.
+
+    Args:
+        tree: is extended.
+        beam: its deepest level, ``r`` nodes; `Beam()` at first.
+        rows: ``[r]`` the ``q [vocab]`` behind each.
+        width: the most nodes of the new level.
+        noise: ``[r, vocab]`` independent standard exponentials, above 0; not those of other levels or steps.
+
+    Returns:
+        The new level; empty if nothing can follow.
+    """
+    q = torch.stack(list(rows)).double()
+    probs = beam.probs[:, None] * q
+    times = torch.where(probs > 0, noise / probs, torch.inf)
+    arrivals = beam.arrivals[:, None] + (times - times.amin(dim=1, keepdim=True))
+    first = arrivals.flatten().topk(min(width, arrivals.numel()), largest=False)
+    places = first.indices[first.values < torch.inf]  # not NaN either, as where nothing can follow
+    nodes = []
+    for place in places.tolist():
+        row, token = divmod(place, q.shape[1])
+        nodes.append(tree.add(beam.nodes[row], token, rows[row]))
+    return Beam(tuple(nodes), arrivals.flatten()[places], probs.flatten()[places])
+
+
+def rsd_s(behind: Behind, width: int, depth: int, noise: Callable[[int], torch.Tensor]) -> SampledTree:
+    """RSD-S: `depth` levels of `width` nodes each, drawn as sequences without replacement.
+
+    Args:
+        behind, width, depth: see above.
+        noise: given the number of nodes of a level, the exponentials of `extend_beam`.
+    """
+    tree, beam = SampledTree(), Beam()
+    for _ in range(depth):
+        if not beam.nodes:
+            break
+        beam = extend_beam(tree, beam, behind(tree, beam.nodes), width, noise(len(beam.nodes)))
+    return tree

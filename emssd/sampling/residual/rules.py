@@ -1,0 +1,194 @@
+"""The rules: which nodes of a drawn tree are accepted, and which token follows them.
+
+Arguments that all rules share, for the tree of one row with ``n`` nodes:
+
+- ``target [1 + n, vocab]``: the target's distribution behind the row's newest token, then behind each node, after
+  temperature, top-k and all other processing; float64.
+- ``draft [1 + n, vocab]``: at the same places, the distribution that the node's children were drawn from, before any of
+  them was. What stands behind nodes without children is not read.
+- ``token_ids``, ``parents [n]``: parents precede children, and siblings stand in the order in which they were drawn.
+- ``uniform``: gives the next number in [0, 1), independent of all before and of the draft, each time that it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from emssd.sampling.residual.distributions import Uniform, choose, excess, number, without
+
+__all__ = ["Rule", "Verdict", "verify_deterministic", "verify_recursive", "verify_rows", "verify_traversal"]
+
+Rows = torch.Tensor | Seq[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a step emits for one row.
+
+    Attributes:
+        path: the accepted nodes, from the origin down.
+        token: the token that follows them.
+    """
+
+    path: list[int]
+    token: int
+
+
+class Rule(Protocol):
+    """A way to verify the tree of one row; see this module for the arguments."""
+
+    def __call__(
+        self,
+        target: torch.Tensor,
+        draft: Rows,
+        token_ids: Seq[int],
+        parents: Seq[int],
+        uniform: Callable[[], Uniform],
+    ) -> Verdict:
+        """Verify."""
+
+
+def verify_traversal(
+    target: torch.Tensor,
+    draft: Rows,
+    token_ids: Seq[int],
+    parents: Seq[int],
+    uniform: Callable[[], Uniform],
+) -> Verdict:
+    """Traversal verification (Weng et al. 2025, arXiv 2505.12398): from the leaves up, the first accepted node wins.
+
+    On a chain it is block verification (Sun et al. 2024, arXiv 2403.10444).
+
+    ``alpha`` of a node is how likely it is accepted, with its way, once its children are rejected. A child starts with
+    ``min(1, alpha p/q)`` of its parent. Its rejection leaves the parent ``Z/(Z + 1 - alpha)``, where ``Z`` is the sum
+    of ``max(alpha p - q, 0)``, and leaves that in proportion for ``p``. No alpha depends on chance, so all are known
+    before the first number is drawn.
+    """
+    alphas, left, drawable = list[Any]([1]), [target[0]], [draft[0]]
+    for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
+        at, alpha = parent + 1, 0
+        if alphas[at] > 0 and (chance := number(drawable[at][token])) > 0:
+            alpha = min(1, alphas[at] * number(left[at][token]) / chance)
+            alphas[at], left[at] = _after_rejection(alphas[at], left[at], drawable[at])
+            drawable[at] = without(drawable[at], token)
+        alphas.append(alpha)
+        left.append(target[node + 1])
+        drawable.append(draft[node + 1])
+    for node in _children_first(parents):
+        if alphas[node + 1] > 0 and uniform() < alphas[node + 1]:
+            return Verdict(_way(parents, node), choose(left[node + 1], uniform()))
+    return Verdict([], choose(left[0], uniform()))
+
+
+def verify_recursive(
+    target: torch.Tensor,
+    draft: Rows,
+    token_ids: Seq[int],
+    parents: Seq[int],
+    uniform: Callable[[], Uniform],
+) -> Verdict:
+    """Recursive rejection without replacement (Jeon et al. 2024, arXiv 2402.14160), from the origin down.
+
+    On a chain it is speculative sampling, token by token (Leviathan et al. 2023; Chen et al. 2023). Its paths are no
+    longer than those of `verify_traversal`, in the mean.
+    """
+    children, path, node = _children(parents), list[int](), -1
+    while True:
+        left, drawable, accepted = target[node + 1], draft[node + 1], None
+        for child in children[node + 1]:
+            token = token_ids[child]
+            if (chance := number(drawable[token])) > 0:
+                if uniform() < number(left[token]) / chance:
+                    accepted = child
+                    break
+                left, drawable = excess(1, left, drawable)[1], without(drawable, token)
+        if accepted is None:
+            return Verdict(path, choose(left, uniform()))
+        path.append(node := accepted)
+
+
+def verify_deterministic(
+    target: torch.Tensor,
+    draft: Rows,
+    token_ids: Seq[int],
+    parents: Seq[int],
+    uniform: Callable[[], Uniform],
+) -> Verdict:
+    """Draw the target's own token behind each node, and descend to the child that carries it, if there is one.
+
+    `draft` is not read. The output has the target's law for any tree that was made without `uniform`; it may be chosen,
+    sorted and trimmed by what its tokens are. On chains with one-hot ``q``, this accepts as much as the rules that read
+    it.
+    """
+    children, nodes = _children(parents), [-1]
+    while True:  # nodes have the same way; there are several where a token was drafted twice
+        token = choose(target[nodes[0] + 1], uniform())
+        following = [child for node in nodes for child in children[node + 1] if token_ids[child] == token]
+        if not following:
+            return Verdict(_way(parents, nodes[0]), token)
+        nodes = following
+
+
+def verify_rows(
+    rule: Rule,
+    target: torch.Tensor,
+    draft: Rows,
+    token_ids: Seq[int],
+    indptr: Seq[int],
+    parents: Seq[int] | None,
+    uniforms: Seq[Callable[[], Uniform]],
+) -> list[Verdict]:
+    """Verify the trees of a batch.
+
+    Args:
+        rule: how.
+        target, draft: ``[B + num_draft, vocab]``, row by row as in this module.
+        token_ids, indptr, parents: as in `emssd.drafting.Draft`, on the host.
+        uniforms: ``[B]`` one source for each row, so that a row's verdict does not depend on its neighbours.
+    """
+    verdicts = []
+    for row, (start, stop) in enumerate(pairwise(indptr)):
+        tree = range(-1, stop - start - 1) if parents is None else parents[start:stop]
+        places = slice(start + row, stop + row + 1)
+        verdicts.append(rule(target[places], draft[places], token_ids[start:stop], tree, uniforms[row]))
+    return verdicts
+
+
+def _after_rejection(alpha: Any, left: torch.Tensor, drawable: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """A node's alpha, and the distribution behind it, once the child that was drawn from `drawable` is rejected."""
+    mass, left = excess(alpha, left, drawable)
+    if alpha == 1:  # also where p = q, as no child is ever rejected there
+        return 1, left
+    return mass / (mass + (1 - alpha)), left
+
+
+def _children(parents: Seq[int]) -> list[list[int]]:
+    """``[1 + n]`` the children of the origin, then those of each node."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        children[parent + 1].append(node)
+    return children
+
+
+def _children_first(parents: Seq[int]) -> list[int]:
+    """``[n]`` all nodes, each behind its children and behind its earlier siblings with all below them."""
+    children, found, waiting = _children(parents), list[int](), [-1]
+    while waiting:
+        found.append(node := waiting.pop())
+        waiting.extend(children[node + 1])  # the last sibling comes out first, and the order is turned round below
+    return found[:0:-1]
+
+
+def _way(parents: Seq[int], node: int) -> list[int]:
+    """The nodes from the origin to `node`, itself included."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]

@@ -1,0 +1,68 @@
+"""Targets and drafts over three tokens, with zeros where they hurt, and the laws of the trees drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from fractions import Fraction
+from functools import cache
+
+from emssd.sampling.residual import Rule, SampledTree, rsd_c
+from tests.sampling.exact import Law, Model, add_up, behind, emitted, law_of, probabilities
+
+__all__ = ["DRAFTS", "PAPER", "TARGETS", "Tree", "mixed", "rebuilt", "trees_of"]
+
+Tree = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and parents
+
+_even = probabilities(1, 1, 1)
+TARGETS = {
+    "all possible": Model(
+        probabilities(2, 1, 1),
+        {(): probabilities(3, 2, 1), (0,): probabilities(1, 1, 4), (1,): probabilities(5, 1, 2), (2,): _even},
+    ),
+    "with zeros": Model(
+        probabilities(0, 1, 2),
+        {(): probabilities(0, 1, 3), (1,): probabilities(1, 0, 0), (2,): probabilities(1, 0, 1)},
+    ),
+    "certain at first": Model(_even, {(): probabilities(0, 0, 1), (2,): probabilities(1, 2, 0)}),
+}
+DRAFTS = {
+    "all possible": Model(probabilities(1, 2, 3), {(): probabilities(1, 1, 2), (0,): probabilities(3, 1, 1)}),
+    "with zeros": Model(probabilities(0, 2, 1), {(): probabilities(1, 1, 0), (0,): probabilities(1, 0, 3)}),
+    "one-hot": Model(probabilities(1, 0, 0), {(): probabilities(0, 1, 0)}),
+}
+PAPER = Model(probabilities(1, 2), {}), Model(probabilities(2, 1), {})  # of block verification, arXiv 2403.10444, §1
+
+
+@cache
+def trees_of(draft: str | Model, branching: tuple[int, ...]) -> dict[Tree, Fraction]:
+    """The probabilities of all trees that `rsd_c` draws from a draft, or from that of this name."""
+    model = DRAFTS[draft] if isinstance(draft, str) else draft
+
+    def drawn(uniform: Callable[[], object]) -> Tree:
+        tree = rsd_c(behind(model), branching, uniform)
+        return tuple(tree.token_ids), tuple(tree.parents)
+
+    return law_of(drawn)
+
+
+def rebuilt(tree: Tree) -> SampledTree:
+    """The same without distributions."""
+    return SampledTree([*tree[0]], [*tree[1]])
+
+
+def mixed(
+    rule: Rule, trees: dict[Tree, Fraction], target: Model, draft: Model, keep: Callable[[Tree], Seq[int]] | None = None
+) -> Law:
+    """The law of what a step emits, over all trees; `keep` says which nodes of a tree are left to verify."""
+    left = (
+        trees
+        if keep is None
+        else add_up((chance, {_kept(tree, keep(tree)): Fraction(1)}) for tree, chance in trees.items())
+    )
+    return add_up((chance, emitted(rule, rebuilt(tree), target, draft)) for tree, chance in left.items())
+
+
+def _kept(tree: Tree, nodes: Seq[int]) -> Tree:
+    places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
+    return tuple(tree[0][node] for node in nodes), tuple(places[tree[1][node]] for node in nodes)

@@ -1,0 +1,289 @@
+"""Whatever is drafted, the law of the output is the target's: all outcomes of the rules are added up in fractions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+
+from emssd.sampling.residual import (
+    Rule,
+    SampledTree,
+    verify_deterministic,
+    verify_recursive,
+    verify_traversal,
+)
+from emssd.sampling.residual.distributions import choose, without
+from tests.sampling.beams import beam_trees
+from tests.sampling.cases import DRAFTS, PAPER, TARGETS, Tree, mixed, rebuilt, trees_of
+from tests.sampling.exact import (
+    Law,
+    Model,
+    Uniform,
+    add_up,
+    continued,
+    emitted,
+    law_of,
+    probabilities,
+    softer,
+    target_law,
+    total_variation,
+    way,
+)
+
+RULES: dict[str, Rule] = {
+    "traversal": verify_traversal,
+    "recursive": verify_recursive,
+    "deterministic": verify_deterministic,
+}
+WITH_Q = [verify_traversal, verify_recursive]
+PAIRS = [*product(TARGETS, DRAFTS)]
+SHAPES = [(1,), (2,), (3,), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (1, 1, 1)]
+
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+rules_with_q = pytest.mark.parametrize("rule", WITH_Q, ids=["traversal", "recursive"])
+
+
+def is_lossless(law: Law, target: Model, depth: int) -> bool:
+    return continued(law, target, depth + 1) == target_law(target, depth + 1)
+
+
+@rules
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_output_of_any_tree_has_the_law_of_the_target(rule: Rule, shape: tuple[int, ...]) -> None:
+    for target, draft in PAIRS:
+        law = mixed(rule, trees_of(draft, shape), TARGETS[target], DRAFTS[draft])
+        assert is_lossless(law, TARGETS[target], len(shape)), (target, draft)
+
+
+@pytest.mark.slow
+@rules_with_q
+def test_so_has_that_of_a_tree_with_three_children_everywhere(rule: Rule) -> None:
+    target, draft = TARGETS["all possible"], DRAFTS["all possible"]
+    assert is_lossless(mixed(rule, trees_of("all possible", (3, 3)), target, draft), target, 2)
+
+
+@rules_with_q
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1)], ids=str)
+def test_a_draft_with_the_law_of_the_target_is_accepted_to_its_end(
+    rule: Rule, name: str, shape: tuple[int, ...]
+) -> None:
+    target = TARGETS[name]
+    law = mixed(rule, trees_of(target, shape), target, target)
+    assert {len(text) for text in law} == {len(shape) + 1}
+    assert is_lossless(law, target, len(shape))
+
+
+def num_accepted(law: Law) -> Fraction:
+    return sum((chance * (len(text) - 1) for text, chance in law.items()), Fraction(0))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [(verify_recursive, Fraction(10, 9)), (verify_traversal, Fraction(11, 9))]
+)
+def test_the_example_of_block_verification_accepts_as_much_as_its_paper_says(rule: Rule, expected: Fraction) -> None:
+    target, draft = PAPER
+    assert num_accepted(mixed(rule, trees_of(draft, (1, 1)), target, draft)) == expected
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1), (1, 1, 1)], ids=str)
+def test_traversal_never_accepts_less_than_token_by_token(shape: tuple[int, ...]) -> None:
+    gains = []
+    for target, draft in PAIRS:
+        traversal, recursive = (
+            num_accepted(mixed(rule, trees_of(draft, shape), TARGETS[target], DRAFTS[draft])) for rule in WITH_Q
+        )
+        gains.append(traversal - recursive)
+    assert min(gains) >= 0
+    assert max(gains) > 0
+
+
+def test_a_one_hot_draft_is_accepted_as_often_without_its_distribution() -> None:
+    for target in TARGETS.values():
+        laws = [mixed(rule, trees_of("one-hot", (1, 1)), target, DRAFTS["one-hot"]) for rule in RULES.values()]
+        one, two, three = (num_accepted(law) for law in laws)
+        assert one == two == three
+
+
+def grown(seed: int, draft: Model, num_nodes: int, depth: int) -> Callable[[Callable[[], Uniform]], Tree]:
+    """Draws node by node. Where the next goes, or that none does, is decided by all that was drawn before."""
+
+    def grow(uniform: Callable[[], Uniform]) -> Tree:
+        tree = SampledTree()
+        drawable = {-1: draft(())}
+        for _ in range(num_nodes):
+            open_nodes = [node for node, q in drawable.items() if q.sum() > 0 and len(way(tree, node)) < depth]
+            at = Random(f"{seed} {tree.token_ids} {tree.parents}").choice([*open_nodes, None])
+            if at is None:
+                break
+            token = choose(drawable[at], uniform())
+            drawable[at] = without(drawable[at], token)
+            node = tree.add(at, token, draft(way(tree, at)))
+            drawable[node] = draft(way(tree, node))
+        return tuple(tree.token_ids), tuple(tree.parents)
+
+    return grow
+
+
+@rules
+def test_growth_may_depend_on_everything_that_was_drawn_before(rule: Rule) -> None:
+    shapes = set()
+    for seed in range(25):
+        target, draft = PAIRS[seed % len(PAIRS)]
+        trees = law_of(grown(seed, DRAFTS[draft], 4, 2))
+        shapes |= {parents for _, parents in trees}
+        assert is_lossless(mixed(rule, trees, TARGETS[target], DRAFTS[draft]), TARGETS[target], 2), seed
+    assert len(shapes) > 10
+
+
+@rules
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_stochastic_beams_are_drafts_like_others_and_so_are_their_first_nodes(rule: Rule, width: int) -> None:
+    depth, pairs = 2, [("with zeros", "all possible"), ("all possible", "one-hot"), ("all possible", "all possible")]
+    for target, draft in pairs[: 4 - width]:
+        trees = beam_trees(DRAFTS[draft], width, depth)
+        for length in range(1, width * depth + 1):
+            law = mixed(rule, trees, TARGETS[target], DRAFTS[draft], lambda tree, n=length: range(len(tree[0]))[:n])
+            assert is_lossless(law, TARGETS[target], depth), (target, draft, length)
+
+
+def with_replacement(draft: Model, num_children: int) -> dict[Tree, Fraction]:
+    """Trees of depth 2: children of the origin that may be equal, each with one child."""
+
+    def draw(uniform: Callable[[], Uniform]) -> Tree:
+        firsts = [choose(draft(()), uniform()) for _ in range(num_children)]
+        seconds = [choose(draft((first,)), uniform()) for first in firsts]
+        return (*firsts, *seconds), (*[-1] * num_children, *range(num_children))
+
+    return law_of(draw)
+
+
+@rules
+@pytest.mark.parametrize("num_children", [2, 3])
+def test_children_that_are_drawn_twice_are_passed_over(rule: Rule, num_children: int) -> None:
+    for target, draft in PAIRS[:: num_children - 1]:
+        law = mixed(rule, with_replacement(DRAFTS[draft], num_children), TARGETS[target], DRAFTS[draft])
+        assert is_lossless(law, TARGETS[target], 2), (target, draft)
+
+
+@rules
+def test_without_a_draft_the_target_draws_alone(rule: Rule) -> None:
+    for target in TARGETS.values():
+        assert emitted(rule, SampledTree(), target, DRAFTS["one-hot"]) == target_law(target, 1)
+
+
+NINE, FIVE = Model(probabilities(9, 1), {}), Model(probabilities(1, 1), {})
+
+
+def first_token(law: Law) -> Law:
+    return add_up((chance, {text[0]: Fraction(1)}) for text, chance in law.items())
+
+
+def without_token_one(tree: Tree) -> list[int]:
+    return [node for node, token in enumerate(tree[0]) if token != 1]
+
+
+@rules_with_q
+def test_to_drop_a_token_because_of_what_it_is_changes_the_law(rule: Rule) -> None:
+    trees = trees_of(FIVE, (1,))
+    assert first_token(mixed(rule, trees, NINE, FIVE)) == {0: Fraction(9, 10), 1: Fraction(1, 10)}
+    law = mixed(rule, trees, NINE, FIVE, without_token_one)
+    assert first_token(law) == {0: Fraction(95, 100), 1: Fraction(5, 100)}
+
+
+@rules_with_q
+def test_to_drop_nodes_by_their_own_probability_changes_the_law(rule: Rule) -> None:
+    target, draft = TARGETS["all possible"], DRAFTS["all possible"]
+
+    def confident(tree: Tree) -> list[int]:
+        told = [draft(way(rebuilt(tree), parent))[token] for token, parent in zip(*tree, strict=True)]
+        return list(range(next((node for node, q in enumerate(told) if q < Fraction(1, 2)), len(told))))
+
+    law = mixed(rule, trees_of(draft, (1, 1)), target, draft, confident)
+    assert total_variation(continued(law, target, 3), target_law(target, 3)) > Fraction(1, 50)
+
+
+@rules_with_q
+def test_to_cut_a_beam_by_the_shape_below_changes_the_law(rule: Rule) -> None:
+    """Whether a node has several children tells what it is, where shapes are not fixed."""
+    target, draft = TARGETS["all possible"], DRAFTS["with zeros"]
+
+    def cut(tree: Tree) -> list[int]:
+        return [0] if tree[1].count(1) > 1 else list(range(len(tree[0])))
+
+    law = mixed(rule, beam_trees(draft, 3, 2), target, draft, cut)
+    assert not is_lossless(law, target, 2)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 2)], ids=str)
+def test_the_deterministic_rule_allows_any_choice_among_what_was_drawn(shape: tuple[int, ...]) -> None:
+    def unlikely(tree: Tree) -> list[int]:
+        kept = list[int]()
+        for node, (token, parent) in enumerate(zip(*tree, strict=True)):
+            if token != 1 and (parent < 0 or parent in kept):
+                kept.append(node)
+        return kept[:3]
+
+    for target, draft in PAIRS:
+        law = mixed(verify_deterministic, trees_of(draft, shape), TARGETS[target], DRAFTS[draft], unlikely)
+        assert is_lossless(law, TARGETS[target], 2), (target, draft)
+
+
+@rules_with_q
+def test_the_most_probable_tokens_are_no_draw_from_their_distribution(rule: Rule) -> None:
+    target, draft = TARGETS["all possible"], DRAFTS["all possible"]
+    tree = rebuilt(((2, 0), (-1, -1)))
+    law = emitted(rule, tree, target, draft)
+    assert not is_lossless(law, target, 1)
+    assert is_lossless(emitted(verify_deterministic, tree, target, draft), target, 1)
+    one_hot = Model(probabilities(0, 0, 1), {})
+    assert is_lossless(emitted(rule, rebuilt(((2,), (-1,))), target, one_hot), target, 1)
+
+
+@rules
+def test_a_last_token_of_another_temperature_changes_the_law(rule: Rule) -> None:
+    """The rows of the leaves were not processed, and all others were."""
+    raw = TARGETS["all possible"]
+    target = Model(softer(raw.rest), {text: softer(probs) for text, probs in raw.told.items()})
+    forgotten = Model(raw.rest, {**{(t,): raw((t,)) for t in range(3)}, (): target(())})
+    trees, draft = trees_of("all possible", (2,)), DRAFTS["all possible"]
+    assert is_lossless(mixed(rule, trees, target, draft), target, 1)
+    law = mixed(rule, trees, forgotten, draft)
+    assert not is_lossless(continued(law, target, 2), target, 1)
+
+
+def two_steps(rule: Rule, target: Model, draft: Model, fresh: bool) -> Law:
+    """A step of two drafted tokens; if it emits one, a step of one, which may draw with the number of its position."""
+
+    def run(uniform: Callable[[], Uniform]) -> tuple[int, ...]:
+        by_position = [uniform(), uniform()]
+        first = choose(draft(()), by_position[0])
+        text = verified(rule, target, draft, (), [first, choose(draft((first,)), by_position[1])], uniform)
+        if len(text) == 1:
+            token = choose(draft(text), uniform() if fresh else by_position[1])
+            text += verified(rule, target, draft, text, [token], uniform)
+        return text
+
+    return law_of(run)
+
+
+def verified(rule: Rule, target: Model, draft: Model, text: Any, chain: list[int], uniform: Any) -> tuple[int, ...]:
+    places = [(*text, *chain[:length]) for length in range(len(chain) + 1)]
+    rows = [[model(place) for place in places] for model in (target, draft)]
+    verdict = rule(*rows, chain, range(-1, len(chain) - 1), uniform)  # type: ignore[arg-type]
+    return (*chain[: len(verdict.path)], verdict.token)
+
+
+def test_a_step_must_not_draft_with_the_numbers_of_an_earlier_one() -> None:
+    """Traversal rejects the first token because of the second, so that the second's number is no longer any number."""
+    losses = []
+    for target, draft in PAIRS:
+        models = TARGETS[target], DRAFTS[draft]
+        assert is_lossless(two_steps(verify_traversal, *models, fresh=True), TARGETS[target], 2)
+        losses.append(is_lossless(two_steps(verify_traversal, *models, fresh=False), TARGETS[target], 2))
+    assert not all(losses)
