@@ -124,7 +124,7 @@ def _print_results(
         if report is not None and report.differences:
             print_check(console, report, config.check and config.check.value)
         return
-    print_report(console, result.metrics)
+    print_report(console, result.metrics, _plain_label(config))
     if config.prompt is None:  # whose text is printed whole
         print_texts(console, [(work.prompts[row.request_id], row) for row in result.generations])
     if report is not None:
@@ -135,6 +135,11 @@ def _print_results(
     print_failures(console, work.failures.prompts)
     errors = ", errors.jsonl" if work.failures.prompts else ""
     console.print(f"written to {folder}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
+
+
+def _plain_label(config: RunConfig) -> str:
+    """What the run is called that this one is compared with."""
+    return "plain greedy" if config.sampling.temperature == 0 else "plain"
 
 
 @cache
@@ -209,7 +214,7 @@ def _compare_with_plain(
     warm_up(greedy.engine, greedy.requests)
     live = LiveFigures(
         console,
-        "plain greedy" if config.sampling.temperature == 0 else "plain",
+        _plain_label(config),
         len(work.requests),
         show=config.progress,
     )
