@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,21 @@ def pytest_runtest_setup() -> None:
     logger.setLevel(logging.NOTSET)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """The coverage of slow tests is not measured: neither in them and their fixtures, nor in processes they start."""
+    if sys.gettrace() is None or item.get_closest_marker("slow") is None:
+        return (yield)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # by which coverage reaches other processes
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(tracer)
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` without the tracer of coverage, under which Python 3.11 runs all bytecode slowly, also unmeasured."""
 
@@ -53,17 +68,24 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def libraries_are_not_traced() -> Iterator[None]:
-    """What takes long and calls nothing of ours: Hydra composes options, Matplotlib draws."""
-    if sys.gettrace() is None:  # then they need not be here
+def libraries_are_not_traced(pytestconfig: pytest.Config) -> Iterator[None]:
+    """What takes long and calls nothing of ours: Hydra composes options, Matplotlib draws, Transformers builds models.
+
+    The first test may be a slow one, so that a tracer is no sign of coverage here.
+    """
+    if not pytestconfig.getoption("cov_source", None):  # then they need not be here
         yield
         return
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from matplotlib.figure import Figure
+    from transformers import PreTrainedModel
 
     with pytest.MonkeyPatch.context() as patched:
         for owner, name in ((ConfigLoaderImpl, "load_configuration"), (Figure, "savefig"), (Figure, "subplots")):
             patched.setattr(owner, name, untraced(getattr(owner, name)))
+        for name in ("from_pretrained", "_from_config"):
+            made = vars(PreTrainedModel)[name].__func__
+            patched.setattr(PreTrainedModel, name, classmethod(untraced(made)))
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,9 +47,13 @@ class DraftsTheBadToken(ChainDrafter):
 
 
 def decode(
-    model: Any, make: MakeBackend, prompts: Seq[list[int]], drafter: ChainDrafter, max_tokens: int | None = None
+    target: TargetModel,
+    make: MakeBackend,
+    prompts: Seq[list[int]],
+    drafter: ChainDrafter,
+    max_tokens: int | None = None,
 ) -> list[Generation]:
-    target, backend = TargetModel(model), make()
+    backend = make()
     spec = target.kv_cache_spec(3)
     continuous = dataclasses.replace(spec, continuous=True, max_tokens=max_tokens)
     scheduler: Any = ContinuousScheduler(3, 16, headroom=0)
@@ -72,27 +77,34 @@ def with_embedding(architecture: str, bad: Any, dtype: torch.dtype = torch.float
     return model
 
 
-def check_float64(model: Any, make: MakeBackend, max_tokens: int | None = None) -> None:
+@cache
+def target_and_references(architecture: str, bad: str) -> tuple[TargetModel, dict[tuple[int, ...], list[int]]]:
+    model = with_embedding(architecture, float(bad))
     known = {tuple(prompt): greedy_reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS}
+    return TargetModel(model), known
+
+
+def check_float64(architecture: str, bad: str, make: MakeBackend, max_tokens: int | None = None) -> None:
+    target, known = target_and_references(architecture, bad)
     drafter = DraftsTheBadToken(61, 5, known)
-    for generation in decode(model, make, PROMPTS, drafter, max_tokens):
+    for generation in decode(target, make, PROMPTS, drafter, max_tokens):
         assert list(generation.token_ids) == known[generation.prompt_ids], generation.prompt_ids
 
 
-@pytest.mark.parametrize(("architecture", "bad"), [("llama", float("nan")), ("gemma2", float("inf"))])
+@pytest.mark.parametrize(("architecture", "bad"), [("llama", "nan"), ("gemma2", "inf")])
 @each_backend
 def test_rows_beside_before_and_after_a_bad_one_and_drafts_of_it_change_no_token(
-    make: MakeBackend, architecture: str, bad: float
+    make: MakeBackend, architecture: str, bad: str
 ) -> None:
     """The bad rows too give what `generate` gives: the token that `argmax` finds where nothing is a number."""
-    check_float64(with_embedding(architecture, bad), make)
+    check_float64(architecture, bad, make)
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith(("ragged", "paged"))])
 def test_nor_where_rows_are_preempted_and_begin_anew_on_pages_of_others(name: str) -> None:
     # Tokens that fit; where heads are padded, a page takes more.
     room = {"ragged-page-16": 48, "ragged-fused": 80, "paged-page-4": 90, "paged-recorded": 90}
-    check_float64(with_embedding("llama", float("nan")), BACKENDS[name], room.get(name, 40))
+    check_float64("llama", "nan", BACKENDS[name], room.get(name, 40))
 
 
 def with_overflow(dtype: torch.dtype, factor: float) -> Any:
@@ -106,7 +118,7 @@ def with_overflow(dtype: torch.dtype, factor: float) -> Any:
     return model
 
 
-HALF = {
+HALF: dict[str, tuple[torch.dtype, Callable[[bool], Any]]] = {
     "bfloat16 NaN": (torch.bfloat16, lambda bad: with_embedding("llama", float("nan") if bad else 1.0, torch.bfloat16)),
     "bfloat16 1e38": (torch.bfloat16, lambda bad: with_embedding("llama", 1e38 if bad else 1.0, torch.bfloat16)),
     "float16 inf": (torch.float16, lambda bad: with_embedding("gemma2", 1e30 if bad else 1.0, torch.float16)),
@@ -114,15 +126,22 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "model_of"), HALF.values(), ids=HALF)
+@cache
+def half_target(name: str, bad: bool) -> TargetModel:
+    return TargetModel(HALF[name][1](bad))
+
+
+@pytest.mark.slow  # with all backends
+@pytest.mark.parametrize("name", HALF)
 @each_backend
 def test_in_half_precision_a_row_has_the_tokens_beside_a_bad_one_that_it_has_beside_any(
-    make: MakeBackend, dtype: torch.dtype, model_of: Callable[[bool], Any]
+    make: MakeBackend, name: str
 ) -> None:
+    dtype, _ = HALF[name]
     if dtype is torch.float16 and make is BACKENDS["ragged-fused"]:
         pytest.skip("the fused kernel takes no float16")
     drafter = DraftsTheBadToken(61, 5, {tuple(prompt): prompt * 4 for prompt in CLEAN})
-    usual, beside = (decode(model_of(bad), make, PROMPTS, drafter) for bad in (False, True))
+    usual, beside = (decode(half_target(name, bad), make, PROMPTS, drafter) for bad in (False, True))
     for right, got in zip(usual, beside, strict=True):
         if BAD not in right.prompt_ids:
             assert got.token_ids == right.token_ids, right.prompt_ids
@@ -192,4 +211,4 @@ def test_on_other_devices_than_cpus_the_steps_of_these_backends_are_watched(name
         backend.allocate = watched  # type: ignore[method-assign]  # a CPU that makes the host wait
         return backend
 
-    check_float64(with_embedding("llama", float("nan")), make)
+    check_float64("llama", "nan", make)

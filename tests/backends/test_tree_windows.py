@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, StepPlan
@@ -23,6 +23,7 @@ SPEC = KVCacheSpec(LAYERS, torch.float64, torch.device("cpu"), 4, 64, trees=True
 
 
 @pytest.mark.parametrize("make", TREE_BACKENDS.values(), ids=TREE_BACKENDS)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(shapes=st.lists(st.integers(3, 7).flatmap(trees), min_size=1, max_size=3), cached=st.integers(0, 2))
 def test_windows_shorter_than_a_tree_is_deep(make: MakeBackend, shapes: list[tuple[int, ...]], cached: int) -> None:
     """The first nodes of each tree are computed in a step before the others."""

@@ -37,37 +37,40 @@ def cut_down(folder: Path, num_rows: int, rest: str = "") -> None:
 
 @pytest.mark.slow
 def test_killed_twice_and_resumed_nothing_is_lost_or_decoded_twice(
-    start: Callable[..., subprocess.Popen[str]], model: str, work: Path
+    start: Callable[..., subprocess.Popen[str]], emssd: Callable, model: str, work: Path
 ) -> None:
-    num_prompts = 240
+    num_prompts = 160
     (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(num_prompts)))
     options = [f"model.path={model}", "data=text", "data.path=many.txt", "max_new_tokens=24", "batch_size=4"]
 
-    def run(folder: str, *arguments: str, kill_at: int | None = None) -> int:
-        """Rows that are there at the end; `kill_at` is how many there are when it is killed."""
-        path = work / folder / "generations.jsonl"
-        process = start(*options, f"output_dir={folder}", *arguments)
+    path = work / "killed" / "generations.jsonl"
+
+    def killed_at(num_rows: int, *arguments: str) -> int:
+        """Rows that are there at the end of a run that is killed as soon as it has written `num_rows`."""
+        process = start(*options, "output_dir=killed", *arguments)
         deadline = time.monotonic() + 200
-        while kill_at is not None and process.poll() is None and time.monotonic() < deadline:
-            if path.exists() and path.read_bytes().count(b"\n") >= kill_at:
+        while process.poll() is None and time.monotonic() < deadline:
+            if path.exists() and path.read_bytes().count(b"\n") >= num_rows:
                 process.send_signal(signal.SIGKILL)
             time.sleep(0.01)
         _, err = process.communicate(timeout=200)
-        assert process.returncode == (0 if kill_at is None else -signal.SIGKILL), err
+        assert process.returncode == -signal.SIGKILL, err
         return path.read_bytes().count(b"\n")
 
-    assert run("whole") == num_prompts
-    first = run("killed", kill_at=20)
+    first = killed_at(10)
     # Another drafter, backend and batch size: none of them determines the output.
-    before = run("killed", "resume=true", "drafter=none", "backend=padded", "batch_size=3", kill_at=80)
-    assert 20 <= first < before < num_prompts
-    with (work / "killed" / "generations.jsonl").open("ab") as file:
+    before = killed_at(40, "resume=true", "drafter=none", "backend=padded", "batch_size=3")
+    assert 10 <= first < before < num_prompts
+    with path.open("ab") as file:
         file.write(b'{"id": "many.txt:300", "prompt": "pro')  # what a kill within a write leaves
-    assert run("killed", "resume=true") == num_prompts
-    assert rows_by_id(work / "killed" / "generations.jsonl") == rows_by_id(work / "whole" / "generations.jsonl")
+    assert emssd(*options, "output_dir=killed", "resume=true").status == 0
+    assert emssd(*options, "output_dir=whole").status == 0
+    whole = rows_by_id(work / "whole" / "generations.jsonl")
+    assert len(whole) == num_prompts
+    assert rows_by_id(path) == whole
     metrics = json.loads((work / "killed" / "metrics.json").read_text())
     assert (metrics["num_prompts"], metrics["num_resumed_prompts"]) == (num_prompts, before)
-    written = (work / "killed" / "generations.jsonl").read_text().splitlines()[before:]
+    written = path.read_text().splitlines()[before:]
     assert metrics["num_new_tokens"] == sum(len(json.loads(line)["token_ids"]) for line in written)
 
 

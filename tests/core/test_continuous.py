@@ -62,4 +62,4 @@ class PagedMachine(RaggedMachine):
 def test_any_arrivals_chunks_preemptions_and_budgets_give_the_tokens_of_greedy_decoding(
     machine: type[EngineMachine],
 ) -> None:
-    run_with_preemption(machine, share=3, num_steps=16)
+    run_with_preemption(machine, share=6, num_steps=16)

@@ -28,7 +28,8 @@ MakeBackend = Callable[[], AttentionBackend]
 MAX_NEW = 14
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@pytest.mark.slow  # with all backends
+@settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())
 def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(
     data: st.DataObject, oracles: Any, model_names: list[str], make_backend: MakeBackend, build: Any

@@ -113,7 +113,7 @@ def step_on(engine: Engine, faults: Faults) -> dict[str, Sequence]:
     raise AssertionError(f"no end after {faults.calls}")
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     due=st.dictionaries(st.sampled_from(PLACES), st.sets(st.integers(1, 25), min_size=1), min_size=1),
     limits=st.lists(st.integers(1, 9), min_size=5, max_size=5),
