@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
+from emssd.decoding.prefixes import NONE_SHARED, Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
 from emssd.drafting import BudgetPolicy, Drafter, Outcome, StepStats
 from emssd.errors import PromptError
@@ -216,8 +217,10 @@ class _WatchedScheduler(ContinuousScheduler):
         self.rows[sequence.request_id] = sequence
         super().add(sequence)
 
-    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
-        self.schedules.append(super().select(fits, num_speculative_tokens, trees))
+    def select(
+        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
+    ) -> Schedule:
+        self.schedules.append(super().select(fits, num_speculative_tokens, trees, prefixes))
         return self.schedules[-1]
 
 
