@@ -47,6 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_kv_tokens: limits of KV are drawn up to here, and small ones make preemption frequent.
         crowded: every run begins with more prompts than are admitted together, not just some. In the simplest there is
             so little room that prompts are computed in pieces and rows preempted.
+        prefix_caching: whether rows share the KV of what they share.
         num_preempted, num_pieces: rows preempted, and pieces of prompts, in all runs;
             `tests.support.preemption.run_with_preemption` sees to it that they occur.
     """
@@ -55,8 +56,10 @@ class EngineMachine(RuleBasedStateMachine):
     max_new_tokens = 20
     max_kv_tokens = 64
     crowded: ClassVar[bool] = False
+    prefix_caching: ClassVar[bool] = False
     num_preempted: ClassVar[int] = 0
     num_pieces: ClassVar[int] = 0
+    num_adopted: ClassVar[int] = 0
 
     @classmethod
     def make_model(cls) -> PreTrainedModel:
@@ -99,7 +102,11 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens = data.draw(st.sampled_from([*limits, None]), label="max_tokens")
         trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
         spec = dataclasses.replace(
-            target.kv_cache_spec(batch_size), max_tokens=max_tokens, continuous=True, trees=trees
+            target.kv_cache_spec(batch_size),
+            max_tokens=max_tokens,
+            continuous=True,
+            trees=trees,
+            prefix_caching=self.prefix_caching,
         )
         backend = self.make_backend(page_size)
         assert not backend.unsupported(spec), backend.unsupported(spec)
@@ -186,6 +193,8 @@ class EngineMachine(RuleBasedStateMachine):
         schedule, stats = self._scheduler.schedules[-1], self._policy.steps[-1]
         type(self).num_preempted += stats.num_preempted
         type(self).num_pieces += len(schedule.prefills)
+        type(self).num_adopted += stats.num_adopted_tokens
+        assert self.prefix_caching or not stats.num_adopted_tokens, "rows share KV that were not asked to"
         for row in finished:
             request = self._open.pop(row.request_id)  # a KeyError would mean that it finished twice
             expected = self.references().of(request)
@@ -200,7 +209,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert row.request_id not in self._open or row.num_cached == len(row.tokens) - 1, f"after its step: {row}"
         for piece in schedule.prefills:
             row = piece.sequence
-            assert row.num_cached == cached[row.request_id] + piece.num_tokens, f"after a piece of its prompt: {row}"
+            more = row.num_cached - cached[row.request_id] - piece.num_tokens
+            assert 0 <= more <= stats.num_adopted_tokens, f"after a piece of its prompt: {row}"
         for row in schedule.preempted:
             assert row.num_cached == 0, f"preempted: {row}"
 
