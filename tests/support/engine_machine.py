@@ -128,7 +128,8 @@ class EngineMachine(RuleBasedStateMachine):
         self._num_requests = 0
         crowd = st.lists(st.integers(self.max_prompt_tokens // 2, self.max_prompt_tokens), min_size=4, max_size=8)
         first = data.draw(crowd if self.crowded else st.just([]) | crowd, label="prompt tokens of a crowd")
-        self._arrive(data, first, seed=0, eos=frozenset())
+        for number, length in enumerate(first):  # of texts that do not begin alike, so that they share no room
+            self._arrive(data, [length], seed=number % 4, eos=frozenset())
 
     @rule(data=st.data(), seed=st.integers(0, 3), eos=st.frozensets(st.integers(0, 10), max_size=1))
     def arrive(self, data: st.DataObject, seed: int, eos: frozenset[int]) -> None:
