@@ -138,7 +138,7 @@ def build() -> Callable[..., Engine]:
     ) -> Engine:
         trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
         backend = make_backend()
-        spec = dataclasses.replace(oracle.target.kv_cache_spec(batch_size), trees=trees)
+        spec = dataclasses.replace(oracle.target.kv_cache_spec(batch_size), trees=trees, prefix_caching=True)
         continuous = dataclasses.replace(spec, continuous=True)
         if backend.unsupported(continuous):
             options.setdefault("scheduler", StaticScheduler(batch_size))
