@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from emssd.attention.pages import PageTable
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
+from emssd.errors import OutOfMemoryError
 
 Text = tuple[int, ...]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
@@ -198,3 +200,60 @@ TestSharedPages = SharedPagesMachine.TestCase
 TestSharedPages.settings = settings(
     settings.default, max_examples=settings.default.max_examples * 4, stateful_step_count=30
 )
+
+
+def test_a_page_that_is_not_full_is_not_shared() -> None:
+    table = PageTable(2)
+    table.reserve("a", 4)
+    table.publish("a", [7, 8, 9])
+    assert [page in table._known for page in table.pages("a")] == [True, False]
+    assert table.adopt("b", [7, 8, 9, 10, 11]) == 2
+    assert table.pages("b") == table.pages("a")[:1]
+
+
+def test_the_end_of_a_text_is_evicted_before_its_head() -> None:
+    table = PageTable(1, max_pages=3)
+    table.reserve("a", 3)
+    table.publish("a", [7, 8, 9])
+    table.release(["a"])
+    table.reserve("b", 2)
+    assert table.adopt("c", [7, 8, 9]) == 1
+
+
+def test_a_row_that_is_cut_back_into_a_shared_page_gets_a_copy_before_it_writes() -> None:
+    table, rows = PageTable(2, max_pages=4), [Row("a", [7, 8, 9, 1, 1], 4), Row("b", [7, 8, 9, 1, 2])]
+    table.reserve("a", 4)
+    table.publish("a", [7, 8, 9, 1])
+    rows[1].num_cached = table.adopt("b", rows[1].tokens)
+    rows[1].tokens, rows[1].num_cached = [7, 8, 9, 3], 3
+    table.truncate_all([("b", 3)])
+    assert table.fits({"a": 4, "b": 4})
+    assert not table.fits({"a": 6, "b": 6}), "the copy was not counted"
+    table.reserve_step(pack([rows[1]], Draft.empty(1)))
+    (shared, own), (head, end) = table.pages("b"), table.pages("a")
+    assert shared == head
+    assert own != end
+    assert table.copies == [(end, own)]
+
+
+def test_what_a_row_alone_knows_is_unknown_once_it_writes_there() -> None:
+    table, row = PageTable(2), Row("a", [7, 8, 9], 1)
+    table.reserve("a", 2)
+    table.publish("a", [7, 8])
+    table.truncate_all([("a", 1)])
+    table.reserve_step(pack([row], Draft.empty(1)))
+    assert table.copies == []
+    assert table.adopt("b", [7, 8, 9]) == 0
+
+
+def test_an_adopted_page_is_not_evicted_and_the_last_token_is_not_adopted() -> None:
+    table = PageTable(1, max_pages=3)
+    table.reserve("a", 3)
+    table.publish("a", [7, 8, 9])
+    table.release(["a"])
+    assert table.adopt("b", [7, 8, 9]) == 2
+    pages = table.pages("b")
+    table.reserve("c", 1)
+    assert not set(pages) & set(table.pages("c"))
+    with pytest.raises(OutOfMemoryError, match="all of its 3 pages"):
+        table.reserve("d", 1)
