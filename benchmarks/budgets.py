@@ -45,7 +45,7 @@ def requests_of(path: str, template: str, limit: int, new: int, target: TargetMo
 def engines_of(
     target: TargetModel, tokenizer: Any, drafter: str, lengths: list[int], batch_size: int, draft_model: str
 ) -> dict[str, Engine]:
-    registry, options = Registry(), EngineOptions(batch_size=batch_size)
+    registry, options = Registry(), EngineOptions(batch_size=batch_size, prefix_caching=False)
     drafters: dict[str, Any] = {"none": "none", "llma": "llma"}
     plugin = registry.find("drafter", "draft_model")
     drafters["draft_model"] = plugin.config(path=draft_model)

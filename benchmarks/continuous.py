@@ -36,7 +36,7 @@ def mixed(kinds: list[list[Request]]) -> list[Request]:
 
 def engines_of(target: Any, tokenizer: Any, batch_size: int, drafters: list[str], tight: str) -> dict[str, Engine]:
     def engine(drafter: str, **options: Any) -> Engine:
-        chosen = EngineOptions(batch_size=batch_size, **options)
+        chosen = EngineOptions(batch_size=batch_size, prefix_caching=False, **options)
         return Engine.assemble(target, tokenizer, drafter=drafter, backend="ragged", budget="adaptive", options=chosen)
 
     made = {}

@@ -95,7 +95,7 @@ def measure(shape: str, batch_sizes: list[int], repeats: int, context: int, cons
     position_table = model.model.decoder.embed_positions.weight.numel() * 2  # only rows of it are read
     for batch_size in batch_sizes:
         prompts = torch.randint(4, 50000, (batch_size, context)).tolist()
-        options = EngineOptions(batch_size=batch_size)
+        options = EngineOptions(batch_size=batch_size, prefix_caching=False)
         engines = {
             "emssd, model.compile": Engine.assemble(compiled, None, drafter="none", backend="ragged", options=options),
             "emssd": Engine.assemble(eager, None, drafter="none", backend="ragged", options=options),

@@ -52,7 +52,7 @@ def cells_of(arguments: argparse.Namespace) -> dict[str, tuple[Any, Any]]:
 def engines_of(
     cells: dict[str, tuple[Any, Any]], target: TargetModel, tokenizer: Any, batch_size: int, backend: str
 ) -> dict[str, Engine]:
-    registry, options = Registry(), EngineOptions(batch_size=batch_size)
+    registry, options = Registry(), EngineOptions(batch_size=batch_size, prefix_caching=False)
     return {
         name: Engine.assemble(
             target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=options, registry=registry

@@ -135,7 +135,11 @@ def main() -> None:
     for batch_size in arguments.batch_sizes:
         engines = {
             f"emssd {drafter}": Engine.assemble(
-                target, tokenizer, drafter=drafter, backend="ragged", options=EngineOptions(batch_size=batch_size)
+                target,
+                tokenizer,
+                drafter=drafter,
+                backend="ragged",
+                options=EngineOptions(batch_size=batch_size, prefix_caching=False),
             )
             for drafter in arguments.drafters
         }

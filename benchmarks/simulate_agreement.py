@@ -169,7 +169,7 @@ def main() -> None:
                 choice.options = {"draft_model": {"path": arguments.draft_model}}
             trace = None
             for batch_size in arguments.batch_sizes:
-                options = EngineOptions(batch_size=batch_size, batching=Batching.continuous)
+                options = EngineOptions(batch_size=batch_size, batching=Batching.continuous, prefix_caching=False)
                 engine = Engine.assemble(target, tokenizer, drafter=choice, backend="ragged", options=options)
                 trace = trace or record_trace(engine, prompts, max_new_tokens=limits)
                 setting = {"prompts": "demo" if template is None else template.split("\n")[-1], "drafter": drafter}

@@ -120,7 +120,7 @@ def main() -> None:
                     drafter=drafter,
                     backend=arguments.backend,
                     budget=arguments.budget,
-                    options=EngineOptions(batch_size=batch_size, on_drafter_error="fail"),
+                    options=EngineOptions(batch_size=batch_size, on_drafter_error="fail", prefix_caching=False),
                 )
                 for name, drafter in drafters.items()
             }

@@ -53,6 +53,7 @@ def load(arguments: argparse.Namespace) -> Build:
             device=arguments.device,
             batch_size=request.batch_size,
             on_drafter_error="fail",
+            prefix_caching=False,  # repeats would find all of their prompts
             **{name: value for name, value in plain.items() if name not in (*MODES, "backend", "budget")},
         )
         eos = frozenset(request.eos)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ class KVCacheSpec:
         continuous: whether rows come and go at any step, and long prompts are computed in pieces. Otherwise a batch
             begins and ends as a whole.
         trees: whether rows may end with token trees, see `PackedInputs.trees`.
+        prefix_caching: whether sequences that begin alike share the KV of what they share, if the backend can.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -65,6 +67,7 @@ class KVCacheSpec:
     max_tokens: int | None = None
     continuous: bool = False
     trees: bool = False
+    prefix_caching: bool = False
 
     def bytes_per_token(self) -> int:
         """Bytes of KV that one token takes over all layers."""
@@ -151,9 +154,11 @@ class AttentionBackend(ABC):
 
     Attributes:
         takes_trees: whether `plan` takes rows that end with token trees, and `commit` moves KV.
+        prefix_unit: KV is shared by so many tokens; 0 if it is not shared. Of use after `allocate`.
     """
 
     takes_trees: bool = False
+    prefix_unit: int = 0
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
@@ -212,6 +217,30 @@ class AttentionBackend(ABC):
     @abstractmethod
     def release(self, request_ids: Iterable[str]) -> None:
         """Free all KV of these requests. Unknown ids are no error."""
+
+    def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
+        """Give a row the KV of its longest published beginning, if that is longer than what it has.
+
+        That of the last token is never given, as its logits are wanted. A backend that shares nothing changes nothing.
+
+        Args:
+            request_id: of the row, which may be new.
+            tokens: all of its tokens.
+            num_cached: how many of them have their KV.
+
+        Returns:
+            How many of them have it now.
+        """
+        return num_cached
+
+    def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
+        """Let other rows adopt KV of this row: that of `tokens`, with which it begins.
+
+        It is in the cache and committed, and the row is not cut back into it later.
+        """
+
+    def forget_prefixes(self) -> None:
+        """Nothing that was published before is adopted any more. Rows keep what they have."""
 
     @property
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 import torch
 
@@ -68,6 +69,8 @@ class PagedKernels(ABC):
 class PagedBackend(AttentionBackend):
     """Sequences hold whole pages of one pool. To roll back a draft is to give back pages; nothing is copied.
 
+    Sequences that begin alike share pages, if the spec asks for it; see `emssd.attention.pages.PageTable`.
+
     Args:
         kernels: what computes attention; of several, the first that can serve the model.
         page_size: tokens per page.
@@ -98,6 +101,7 @@ class PagedBackend(AttentionBackend):
         self._kernels = self._serving(spec)
         shapes = [self._kernels.page_shapes(layer, spec.dtype, page_size) for layer in spec.layers]
         self._pool = KVPool(shapes, page_size, spec.dtype, spec.device)
+        self.prefix_unit = page_size if spec.prefix_caching else 0
         self._kernels.allocate(spec, self._pool)
         if self._memory_fraction is not None:
             self._table.max_pages = self._fix_pool(spec, self._memory_fraction)
@@ -111,12 +115,11 @@ class PagedBackend(AttentionBackend):
         return page_bytes(shapes, spec.dtype) // page_size
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
-        return self._table.fits(kv_lens.values())
+        return self._table.fits(kv_lens)
 
     def plan(self, packed: PackedInputs) -> StepPlan:
         self._table.reserve_step(packed)
-        if self._pool.num_pages < self._table.num_pages:
-            self._grow_pool()
+        self._follow_table()
         self._peak_held = max(self._peak_held, self._table.num_used * self._pool.page_bytes)
         return self._kernels.plan(packed, self._table)
 
@@ -132,6 +135,16 @@ class PagedBackend(AttentionBackend):
     def release(self, request_ids: Iterable[str]) -> None:
         self._table.release(request_ids)
 
+    def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
+        return self._table.adopt(request_id, tokens, num_cached) if self.prefix_unit else num_cached
+
+    def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
+        if self.prefix_unit:
+            self._table.publish(request_id, tokens)
+
+    def forget_prefixes(self) -> None:
+        self._table.forget()
+
     @property
     def kv_usage(self) -> KVUsage:
         return KVUsage(self._table.num_used * self._pool.page_bytes, self._peak_held, self._pool.num_bytes)
@@ -145,6 +158,9 @@ class PagedBackend(AttentionBackend):
         """Move the KV of accepted tree nodes to where it would be if they had been a chain."""
         sources: list[int] = []
         targets: list[int] = []
+        for request_id, _, after in kept.moves():
+            self._table.make_own(request_id, after[0])
+        self._follow_table()
         for request_id, before, after in kept.moves():
             sources += self._table.slots(request_id, before)
             targets += self._table.slots(request_id, after)
@@ -152,6 +168,15 @@ class PagedBackend(AttentionBackend):
             index = on_device([*sources, *targets], self._pool.keys[0].device)
             for pages in (*self._pool.keys, *self._pool.values):
                 self._kernels.move(pages, index[: len(sources)], index[len(sources) :])
+
+    def _follow_table(self) -> None:
+        """Give new pages their memory, and fill those that take the place of shared ones."""
+        if self._pool.num_pages < self._table.num_pages:
+            self._grow_pool()
+        for source, target in self._table.copies:
+            for pages in (*self._pool.keys, *self._pool.values):
+                pages[target] = pages[source]
+        self._table.copies.clear()
 
     def _grow_pool(self) -> None:
         """Make the pool as large as the page table, with an eighth to spare so that copying stays rare."""

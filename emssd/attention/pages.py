@@ -1,15 +1,18 @@
-"""Which pages of a KV pool belong to which sequence, as integers."""
+"""Which pages of a KV pool belong to which sequences, as integers."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
 
 from emssd.attention.packed import PackedInputs
+from emssd.attention.prefixes import PrefixIndex
 from emssd.errors import OutOfMemoryError
 
 __all__ = ["PageTable"]
@@ -18,27 +21,57 @@ __all__ = ["PageTable"]
 class PageTable:
     """Page lists of sequences over one pool that grows on demand.
 
+    Sequences that begin alike can share whole pages: `publish` makes those of one known, and `adopt` gives them to
+    another. Known pages that nobody holds stay known until their memory is needed; the longest unused go first.
+
+    A shared page is never written to, nor is a known one. A sequence that would write into one gets a copy first.
+
     Args:
         page_size: tokens per page.
         max_pages: the pool grows no further; ``None`` for no limit.
+
+    Attributes:
+        copies: pages to copy before the next forward pass, from and to, in this order. Who copies them clears the list.
     """
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size = page_size
         self.max_pages = max_pages
-        self.num_pages = 0
+        self.copies: list[tuple[int, int]] = []
+        self._holders: list[int] = []  # by page, the number of sequences that hold it
         self._free: list[int] = []
+        self._idle: OrderedDict[int, None] = OrderedDict()  # known, held by nobody, the longest unused first
+        self._known = PrefixIndex(page_size)
         self._pages: dict[str, array[int]] = {}
+        self._shared: dict[str, int] = {}  # of each sequence, the leading tokens whose pages are known or shared
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return len(self._holders)
 
     @property
     def num_used(self) -> int:
-        """Pages that belong to a sequence."""
-        return self.num_pages - len(self._free)
+        """Pages that belong to sequences."""
+        return self.num_pages - len(self._free) - len(self._idle)
 
-    def fits(self, lengths: Iterable[int]) -> bool:
-        """Whether the pool could hold sequences of these lengths, and no others."""
+    def fits(self, lengths: Mapping[str, int]) -> bool:
+        """Whether the pool could hold sequences of these lengths, by request id, and no others.
+
+        Pages that they share count once, apart from those that a sequence was cut back into.
+        """
+        if self.max_pages is None:
+            return True
         size = self.page_size
-        return self.max_pages is None or sum([-(-length // size) for length in lengths]) <= self.max_pages
+        num_pages = sum([-(-length // size) for length in lengths.values()])
+        if num_pages <= self.max_pages or not self._shared:
+            return num_pages <= self.max_pages
+        shared = set[int]()
+        for request_id, length in lengths.items():
+            pages = self._pages.get(request_id, _NONE)[: min(self._shared.get(request_id, 0), length) // size]
+            shared.update(pages)
+            num_pages -= len(pages)
+        return num_pages + len(shared) <= self.max_pages
 
     def pages(self, request_id: str) -> list[int]:
         """The pages of a sequence in token order; empty if it is unknown."""
@@ -57,47 +90,144 @@ class PageTable:
         """
         pages = self._pages.setdefault(request_id, array("i"))
         for _ in range(self._pages_for(num_tokens) - len(pages)):
-            if not self._free:
-                if self.num_pages == self.max_pages:
-                    raise OutOfMemoryError(
-                        f"the KV cache is full: all of its {self.max_pages} pages of {self.page_size} tokens belong "
-                        f"to sequences. Raise kv_memory, or lower batch_size"
-                    )
-                self._free.append(self.num_pages)
-                self.num_pages += 1
-            pages.append(self._free.pop())
+            pages.append(self._take())
 
     def reserve_step(self, packed: PackedInputs) -> None:
         """Give the rows of a step their pages. First take back what a step took that was planned and not committed."""
-        before = map(sub, packed.kv_lens, packed.lengths)
+        before = list(map(sub, packed.kv_lens, packed.lengths))
         self.truncate_all(zip(packed.request_ids, before, strict=True))
-        size, held = self.page_size, self._pages  # a call for each row would take longer than all the rest
-        for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
+        size, held, shared = self.page_size, self._pages, self._shared
+        for request_id, num_cached, kv_len in zip(packed.request_ids, before, packed.kv_lens, strict=True):
+            # A call for each row would take longer than all the rest.
+            if -(-shared.get(request_id, 0) // size) * size > num_cached:
+                self.make_own(request_id, num_cached)
             if request_id not in held or len(held[request_id]) * size < kv_len:
                 self.reserve(request_id, kv_len)
 
     def truncate_all(self, rows: Iterable[tuple[str, int]]) -> None:
         """`truncate` sequences, each to its number of tokens."""
-        size, held = self.page_size, self._pages  # as above
+        size, held, shared = self.page_size, self._pages, self._shared  # as above
         for request_id, num_tokens in rows:
-            if request_id in held and (len(held[request_id]) - 1) * size >= num_tokens:
+            if request_id in held and (
+                (len(held[request_id]) - 1) * size >= num_tokens or shared.get(request_id, 0) > num_tokens
+            ):
                 self.truncate(request_id, num_tokens)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Take back the pages behind the first `num_tokens` tokens."""
         pages = self._pages.get(request_id)
         while pages and (len(pages) - 1) * self.page_size >= num_tokens:  # its last page holds none of them
-            self._free.append(pages.pop())
+            self._drop(pages.pop())
+        if self._shared.get(request_id, 0) > num_tokens:
+            self._shared[request_id] = num_tokens
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Take back all pages of these sequences. Unknown ids are no error."""
         for request_id in request_ids:
-            self._free.extend(reversed(self._pages.pop(request_id, array("i"))))
+            self._shared.pop(request_id, None)
+            for page in reversed(self._pages.pop(request_id, _NONE)):  # the end of a text is given up before its head
+                self._drop(page)
 
     def slots(self, request_id: str, tokens: Iterable[int]) -> list[int]:
         """Pool slots (``page * page_size + offset``) of these tokens of a sequence."""
         pages, size = self._pages[request_id], self.page_size
         return [pages[token // size] * size + token % size for token in tokens]
 
+    def adopt(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
+        """Give a sequence the known pages of its longest known beginning, if that is longer than `num_cached`.
+
+        Those that it had are taken back. The last token is never among them, so that something is left to compute.
+
+        Args:
+            request_id: of the sequence.
+            tokens: all of its tokens.
+            num_cached: leading tokens whose KV it has.
+
+        Returns:
+            How many leading tokens have their KV now.
+        """
+        pages = self._known.find(tokens, (len(tokens) - 1) // self.page_size)
+        if len(pages) * self.page_size <= num_cached:
+            return num_cached
+        for page in pages:
+            self._hold(page)
+        self.release([request_id])
+        self._pages[request_id] = array("i", pages)
+        self._shared[request_id] = len(pages) * self.page_size
+        return self._shared[request_id]
+
+    def publish(self, request_id: str, tokens: Seq[int]) -> None:
+        """Make the whole pages of `tokens` known, with which a sequence begins. Their KV is there, and final.
+
+        Pages that are known already take the place of the sequence's own.
+        """
+        pages = self._pages.get(request_id, _NONE)
+        whole = pages[: len(tokens) // self.page_size]
+        for place, known in enumerate(self._known.add(tokens, whole)):
+            if known != pages[place]:
+                self._hold(known)
+                own, pages[place] = pages[place], known
+                self._drop(own)
+        if whole:
+            self._shared[request_id] = max(self._shared.get(request_id, 0), len(whole) * self.page_size)
+
+    def forget(self) -> None:
+        """No page is known any more. Sequences keep what they hold."""
+        self._known.clear()
+        self._free.extend(self._idle)
+        self._idle.clear()
+
+    def make_own(self, request_id: str, first: int) -> None:
+        """Before a sequence is written to from its token `first` on: replace shared pages there, and note `copies`.
+
+        Raises:
+            OutOfMemoryError: the pool is full.
+        """
+        pages = self._pages[request_id]
+        for place in range(first // self.page_size, len(pages)):
+            page = pages[place]
+            if self._holders[page] > 1:
+                pages[place] = own = self._take()
+                self.copies.append((page, own))
+                self._drop(page)
+            else:
+                self._known.remove(page)
+        whole = first // self.page_size * self.page_size
+        self._shared[request_id] = min(self._shared.get(request_id, 0), whole)
+
+    def _take(self) -> int:
+        """A page for one sequence, which nobody finds: a free one, or else the one that is unused for the longest."""
+        if self._free:
+            page = self._free.pop()
+        elif self._idle:
+            page, _ = self._idle.popitem(last=False)
+            self._known.remove(page)
+        elif self.num_pages == self.max_pages:
+            raise OutOfMemoryError(
+                f"the KV cache is full: all of its {self.max_pages} pages of {self.page_size} tokens belong "
+                f"to sequences. Raise kv_memory, or lower batch_size"
+            )
+        else:
+            page = self.num_pages
+            self._holders.append(0)
+        self._holders[page] = 1
+        return page
+
+    def _hold(self, page: int) -> None:
+        self._idle.pop(page, None)
+        self._holders[page] += 1
+
+    def _drop(self, page: int) -> None:
+        """One sequence holds this page no longer."""
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            if page in self._known:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+
+_NONE: array[int] = array("i")

@@ -196,6 +196,8 @@ class PlannedKernels(PagedKernels):
         num_rows, page_size = self.num_rows(size), self._pool.page_size
         largest = num_rows + (size - num_rows) // page_size  # pages of `largest_metadata`
         max_kv_len = self._spec.max_model_len + self._ladder[-1]
+        if self._spec.prefix_caching:  # a page is listed once for each row that shares it
+            largest = max(largest, num_rows * -(-max_kv_len // page_size))
         return FixedShape(num_rows, size, max(self._pool.num_pages - 1, largest), max_kv_len)
 
     def _recorded_plan(

@@ -49,7 +49,8 @@ class Caches:
     _made: list[tuple[str, AttentionBackend, KVCacheSpec]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.target = dataclasses.replace(self.target, continuous=self._is_continuous())
+        caching = self.options.prefix_caching
+        self.target = dataclasses.replace(self.target, continuous=self._is_continuous(), prefix_caching=caching)
 
     def make(self, other: KVCacheSpec | None = None, *, trees: bool = False) -> AttentionBackend:
         """The target's backend, or that of a drafter's model with the cache `other`; of use after `allocate`.

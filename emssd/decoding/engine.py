@@ -14,6 +14,7 @@ from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
 from emssd.decoding.assembly import Parts, load_parts, make_parts, parts_around
 from emssd.decoding.choosing import choices
 from emssd.decoding.packing import pack
+from emssd.decoding.prefixes import Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
 from emssd.decoding.step_stats import step_stats
 from emssd.decoding.verify import Verification, best_tokens, verify
@@ -113,6 +114,11 @@ class Engine:
         """The model that decodes, where the runner has one in this process."""
         assert isinstance(self.runner, CausalLMRunner), f"a {type(self.runner).__name__} has no model in this process"
         return self.runner.model
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """What rows that begin alike share."""
+        return Prefixes(self.runner)
 
     @property
     def has_work(self) -> bool:
@@ -236,7 +242,7 @@ class Engine:
         self.scheduler.add(self.sequence(request))
 
     def clear(self) -> None:
-        """Drop all requests that wait or run."""
+        """Drop all requests that wait or run. Later ones may still begin with KV of theirs."""
         self._finished.clear()
         self._free(self.scheduler.clear())
 
@@ -279,7 +285,7 @@ class Engine:
     def _schedule(self) -> Schedule:
         """What this step computes; rows that lose their KV to others give it back."""
         schedule = self.scheduler.select(
-            self.runner.fits, self.drafting.num_speculative_tokens, self.drafting.drafts_trees
+            self.runner.fits, self.drafting.num_speculative_tokens, self.drafting.drafts_trees, self.prefixes
         )
         self._free(schedule.preempted)
         return schedule
@@ -287,6 +293,7 @@ class Engine:
     def _advance(self, schedule: Schedule, draft: Draft, verification: Verification) -> None:
         """Advance every row by its own acceptance, or none."""
         batch, pieces = schedule.batch, schedule.prefills
+        prompts = [row for row in batch if row.num_uncached > 1] + [piece.sequence for piece in pieces]
         taken = [row.taken(tokens) for row, tokens in zip(batch, verification.new_tokens, strict=True)]
         num_accepted = [len(nodes) for nodes in verification.accepted]
         kept = [len(row.tokens) + number for row, number in zip(batch, num_accepted, strict=True)]
@@ -304,6 +311,7 @@ class Engine:
         finished = [row for row in batch if row.finish_reason is not None]
         self.scheduler.retire(finished)
         self._finished += finished
+        self.prefixes.publish(prompts)
 
     def _stats(self, schedule: Schedule, packed: PackedInputs, output: ModelOutput, outcome: Outcome) -> StepStats:
         usage, num_waiting = self.runner.usage, self.scheduler.num_waiting
@@ -338,6 +346,7 @@ class Engine:
         """Give back what backend and plugins hold of sequences that ended, or were preempted and will come again."""
         if sequences:
             request_ids = [sequence.request_id for sequence in sequences]
+            self.prefixes.publish(sequences)
             for sequence in sequences:
                 sequence.set_cached(0)
             self.runner.release(request_ids)

@@ -45,6 +45,8 @@ class EngineOptions:
             no limit on a CPU, and 0.9 on a GPU.
         admission: ``preempt`` starts rows as long as there is room, and lets the latest begin anew where room runs
             out; ``worst_case`` starts a row only if all running ones could grow to their limits.
+        prefix_caching: prompts that begin alike share the KV of what they share, in whole pages, so that it is computed
+            once; ``false`` computes every prompt on its own. Backends without pages never share.
         on_drafter_error: ``disable`` goes on without a drafter that fails; ``fail`` ends the run.
     """
 
@@ -53,4 +55,5 @@ class EngineOptions:
     max_step_tokens: int = 512
     kv_memory: str | None = None
     admission: Admission = Admission.preempt
+    prefix_caching: bool = True
     on_drafter_error: OnDrafterError = OnDrafterError.disable

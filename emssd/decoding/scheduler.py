@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from emssd.decoding.prefixes import NONE_SHARED, Prefixes
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Sequence
 
@@ -35,12 +36,14 @@ class Schedule:
         limits: ``[B]`` the most tokens that may be drafted for each row of `batch`.
         prefills: rows that compute a piece of their prompt, and nothing is verified.
         preempted: rows that lose their KV to others and wait to be computed again.
+        num_adopted_tokens: tokens of rows whose KV was there already, so that they need not be computed.
     """
 
     batch: Batch
     limits: tuple[int, ...]
     prefills: tuple[Prefill, ...] = ()
     preempted: tuple[Sequence, ...] = ()
+    num_adopted_tokens: int = 0
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -63,13 +66,16 @@ class Scheduler(ABC):
         self._running: list[Sequence] = []
 
     @abstractmethod
-    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
+    def select(
+        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
+    ) -> Schedule:
         """The next step; it has rows as long as there is work.
 
         Args:
             fits: of the target's KV cache. Every sequence fits if it is alone.
             num_speculative_tokens: the most tokens to draft for a row.
             trees: whether a row may draft more tokens than it may still generate, as they need not follow each other.
+            prefixes: what rows share; nothing by default.
         """
 
     def add(self, sequence: Sequence) -> None:
@@ -103,6 +109,29 @@ class Scheduler(ABC):
         self._running, self._waiting = [], deque()
         return everything
 
+    def _admit(
+        self, running: list[Sequence], length: Callable[[Sequence], int], fits: Fits, prefixes: Prefixes
+    ) -> list[Sequence]:
+        """Which of those that wait come in, in order of arrival, each with the KV of its known beginning.
+
+        They fit beside the `running` rows, each at its `length`.
+        """
+        if not self._waiting or len(running) >= self.batch_size:
+            return []
+        lengths, admitted = {row.request_id: length(row) for row in running}, list[Sequence]()
+        for candidate in islice(self._waiting, self.batch_size - len(running)):
+            lengths[candidate.request_id] = length(candidate)
+            prefixes.adopt(candidate)
+            if (running or admitted) and not fits(lengths):
+                prefixes.give_back([candidate])
+                break
+            admitted.append(candidate)
+        return admitted
+
+    def _recover(self, prefixes: Prefixes) -> None:
+        """Waiting rows hold no KV, not even after a call of `select` that failed."""
+        prefixes.give_back(islice(self._waiting, self.batch_size))
+
 
 class StaticScheduler(Scheduler):
     """Fills a batch from the queue and refills it when all of its rows are done, as in the paper's experiments.
@@ -111,22 +140,23 @@ class StaticScheduler(Scheduler):
         batch_size: rows of a batch, at least one; fewer run if the KV cache may not hold them to their ends.
     """
 
-    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
+    def select(
+        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
+    ) -> Schedule:
+        self._recover(prefixes)
+        num_adopted = 0
         if not self._running:
-            lengths, admitted = dict[str, int](), list[Sequence]()
-            for candidate in islice(self._waiting, self.batch_size):
-                lengths[candidate.request_id] = candidate.max_length
-                if admitted and not fits(lengths):
-                    break
-                admitted.append(candidate)
-            for _ in admitted:  # nothing has changed up to here, where `fits` may fail
+            admitted = self._admit([], lambda row: row.max_length, fits, prefixes)
+            num_adopted = sum(row.num_cached for row in admitted)
+            for _ in admitted:  # nothing but KV has changed up to here, where `fits` may fail
                 self._waiting.popleft()
             self._running = admitted
         rows = self._running
         if trees:  # these may outgrow what a row will hold in the end
             limits = _fitting_limits(rows, _lengths(rows), num_speculative_tokens, trees, fits)
-            return Schedule(Batch(tuple(rows)), limits)
-        return Schedule(Batch(tuple(rows)), _draft_limits(rows, num_speculative_tokens, trees))
+        else:
+            limits = _draft_limits(rows, num_speculative_tokens, trees)
+        return Schedule(Batch(tuple(rows)), limits, num_adopted_tokens=num_adopted)
 
 
 class ContinuousScheduler(Scheduler):
@@ -155,15 +185,22 @@ class ContinuousScheduler(Scheduler):
         self._worst_case = worst_case
         self._headroom = headroom
 
-    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
+    def select(
+        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
+    ) -> Schedule:
+        self._recover(prefixes)
         running, lengths, preempted = self._preempt(fits)
-        admitted = [] if preempted else self._admit(running, fits)
+        admitted = [] if preempted else self._admit(running, self._length_to_come, fits, prefixes)
         running = [*running, *admitted]
-        needs = [row.num_uncached for row in running]
+        prompts = [row for row in running if row.num_uncached > 1]
+        num_adopted = sum(row.num_cached for row in admitted) + sum([prefixes.adopt(row) for row in prompts])
+        waits = prefixes.waits(prompts)
+        rows = [row for row in running if row.request_id not in waits]
+        needs = [row.num_uncached for row in rows]
         budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
         shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
         complete, pieces = [], []
-        for row, need in zip(running, needs, strict=True):
+        for row, need in zip(rows, needs, strict=True):
             share = shares.pop(0) if need > 1 else 1
             if share == need:
                 complete.append(row)
@@ -171,11 +208,11 @@ class ContinuousScheduler(Scheduler):
                 pieces.append(Prefill(row, share))
         lengths |= _lengths(admitted)
         limits = _fitting_limits(complete, lengths, num_speculative_tokens, trees, fits)
-        for _ in admitted:  # nothing has changed up to here, where `fits` may fail
+        for _ in admitted:  # nothing but KV has changed up to here, where `fits` may fail
             self._waiting.popleft()
         self._waiting.extendleft(preempted)
         self._running = running
-        return Schedule(Batch(tuple(complete)), limits, tuple(pieces), preempted)
+        return Schedule(Batch(tuple(complete)), limits, tuple(pieces), preempted, num_adopted)
 
     def _preempt(self, fits: Fits) -> tuple[list[Sequence], dict[str, int], tuple[Sequence, ...]]:
         """The running rows that fit, each with all of its tokens, their lengths, and the latest, which are to go."""
@@ -184,19 +221,6 @@ class ContinuousScheduler(Scheduler):
             preempted.append(kept.pop())
             del lengths[preempted[-1].request_id]
         return kept, lengths, tuple(preempted)
-
-    def _admit(self, running: list[Sequence], fits: Fits) -> list[Sequence]:
-        """Which of those that wait come in, in order of arrival."""
-        if not self._waiting or len(running) >= self.batch_size:
-            return []
-        lengths = {row.request_id: self._length_to_come(row) for row in running}
-        admitted: list[Sequence] = []
-        for candidate in islice(self._waiting, self.batch_size - len(running)):
-            lengths[candidate.request_id] = self._length_to_come(candidate)
-            if (running or admitted) and not fits(lengths):
-                break
-            admitted.append(candidate)
-        return admitted
 
     def _length_to_come(self, row: Sequence) -> int:
         return row.max_length if self._worst_case else min(row.max_length, len(row.tokens) + self._headroom)

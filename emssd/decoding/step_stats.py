@@ -40,6 +40,7 @@ def step_stats(
         input_padding=output.num_padding,
         kv_padding=usage.padding,
         num_preempted=len(schedule.preempted),
+        num_adopted_tokens=schedule.num_adopted_tokens,
         stages=tuple(stages),
         depths=deep,
         drafted_by_depth=by_depth,

@@ -20,7 +20,7 @@ def warm_up(engine: Engine, requests: Seq[Request]) -> None:
     """Run a batch of `requests` for a few tokens, at several lengths of drafts. Leaves an empty report.
 
     A policy that learns is shown a whole range of steps: no drafts, short ones, and the longest. It keeps what it has
-    learnt; drafters are reset, as outputs would tell them what is about to be timed.
+    learnt; drafters are reset and prefixes forgotten, as they would tell of what is about to be timed.
     """
     few = [
         dataclasses.replace(
@@ -35,8 +35,10 @@ def warm_up(engine: Engine, requests: Seq[Request]) -> None:
     try:
         for num_tokens in sorted({0, min(2, longest), longest}):
             engine.drafting.policy = HeldBudget(policy, num_tokens)
+            engine.runner.forget_prefixes()  # steps with prompts are to be seen, too
             for _ in engine.run(few):
                 pass
         engine.drafting.reset()
     finally:
         engine.drafting.policy, engine.report = policy, RunReport()
+        engine.runner.forget_prefixes()

@@ -41,6 +41,7 @@ class StepStats:
         drafted, acceptance: ``[B]`` tokens drafted, and acceptance length τ (accepted + 1), of each row.
         input_padding, kv_padding: padding tokens among the inputs; KV slots lost to padding.
         num_preempted: rows that lost their KV in this step.
+        num_adopted_tokens: tokens of prompts that this step need not compute, as others had left their KV.
         seconds: of each phase in `PHASES`; empty until the step is timed.
         stages: of each drafter that was asked.
         depths: ``[B]`` depth of each row's token tree; of a chain, its length.
@@ -59,6 +60,7 @@ class StepStats:
     input_padding: int
     kv_padding: int
     num_preempted: int
+    num_adopted_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     stages: tuple[StageStats, ...] = ()
     depths: tuple[int, ...] = ()
@@ -93,6 +95,7 @@ class RunReport:
     decode_step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED_STEPS))
     padding_ratio_sum: float = 0.0
     num_preempted: int = 0
+    num_adopted_tokens: int = 0
     queued_steps: int = 0
     queued_fill_sum: float = 0.0
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
@@ -114,6 +117,7 @@ class RunReport:
         self.input_padding += step.input_padding
         self.kv_padding += step.kv_padding
         self.num_preempted += step.num_preempted
+        self.num_adopted_tokens += step.num_adopted_tokens
         if step.num_waiting:
             self.queued_steps += 1
             self.queued_fill_sum += step.num_rows / batch_size
@@ -203,6 +207,7 @@ class RunReport:
             "padding_ratio": self.padding_ratio_sum / max(self.decode_steps, 1),
             "batch_fill": self.batch_fill,
             "num_preempted": self.num_preempted,
+            "num_adopted_tokens": self.num_adopted_tokens,
             "num_steps": self.num_steps,
             "num_row_steps": self.num_row_steps,
             "num_computed_tokens": self.num_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,21 @@ class ModelRunner(ABC):
         """Whether the cache can hold these sequences, each at this many tokens, and no others."""
 
     @property
+    def prefix_unit(self) -> int:
+        """KV of rows that begin alike is shared by so many tokens; 0 if it is not shared."""
+        return 0
+
+    def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
+        """Give a row KV that others published; see `AttentionBackend.adopt_prefix`."""
+        return num_cached
+
+    def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
+        """Let other rows adopt the KV of `tokens`; see `AttentionBackend.publish_prefix`."""
+
+    def forget_prefixes(self) -> None:
+        """Let no row adopt what was published before."""
+
+    @property
     @abstractmethod
     def usage(self) -> KVUsage:
         """KV memory taken now and at most."""
@@ -96,6 +112,19 @@ class CausalLMRunner(ModelRunner):
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self.backend.fits(kv_lens)
+
+    @property
+    def prefix_unit(self) -> int:
+        return self.backend.prefix_unit
+
+    def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
+        return self.backend.adopt_prefix(request_id, tokens, num_cached)
+
+    def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
+        self.backend.publish_prefix(request_id, tokens)
+
+    def forget_prefixes(self) -> None:
+        self.backend.forget_prefixes()
 
     @property
     def usage(self) -> KVUsage:

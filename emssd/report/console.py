@@ -47,6 +47,7 @@ def print_report(console: Console, metrics: dict[str, Any], plain: str = "plain 
     row("padding ratio δ̄/τmax (rows aligned)", "padding_ratio", ".1%")
     row("batch in use while prompts wait", "batch_fill", ".1%")
     row("preempted rows", "num_preempted", ",d")
+    row("prompt tokens not computed (shared)", "num_adopted_tokens", ",d")
     row("steps", "num_steps", ",d")
     row("new tokens", "num_new_tokens", ",d")
     for label, key in (("KV cache, peak held", "kv_peak_bytes"), ("KV cache, peak allocated", "kv_peak_pool_bytes")):

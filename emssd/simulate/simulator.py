@@ -116,7 +116,7 @@ class TraceRunner(ChoiceRunner):
         return [tokens[depth] for depth in deep]
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
-        return self._pages.fits(kv_lens.values())
+        return self._pages.fits(kv_lens)
 
 
 class SimulatedTimer(StepTimer):

@@ -134,11 +134,12 @@ def build() -> Callable[..., Engine]:
         make_backend: Callable[[], AttentionBackend],
         drafter: Drafter | Seq[Drafter],
         batch_size: int = 4,
+        prefix_caching: bool = False,
         **options: Any,
     ) -> Engine:
         trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
         backend = make_backend()
-        spec = dataclasses.replace(oracle.target.kv_cache_spec(batch_size), trees=trees)
+        spec = dataclasses.replace(oracle.target.kv_cache_spec(batch_size), trees=trees, prefix_caching=prefix_caching)
         continuous = dataclasses.replace(spec, continuous=True)
         if backend.unsupported(continuous):
             options.setdefault("scheduler", StaticScheduler(batch_size))

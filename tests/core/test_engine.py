@@ -42,7 +42,8 @@ def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(
     references, with_trees = oracle.references(prompts, MAX_NEW), make_backend().takes_trees
     any_drafter = drafters_with_eos(oracle.vocab_size, references, sorted(eos), with_trees=with_trees)
     drafter = data.draw(any_drafter, label="drafter")
-    engine = build(oracle, make_backend, drafter, data.draw(st.integers(1, 6), label="batch size"))
+    batch_size, caching = data.draw(st.integers(1, 6), label="batch size"), data.draw(st.booleans(), label="caching")
+    engine = build(oracle, make_backend, drafter, batch_size, prefix_caching=caching)
     requests = [
         Request(str(i), tuple(prompt), limit, eos)
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
@@ -73,7 +74,7 @@ def _check_accounting(engine: Engine, done: list[Generation]) -> None:
     assert report.num_drafted == sum(generation.num_drafted for generation in done)
     assert report.num_accepted == sum(generation.num_accepted for generation in done)
     assert report.num_new_tokens == sum(len(generation.token_ids) for generation in done)
-    assert report.num_tokens == sum(
+    assert report.num_tokens + report.num_adopted_tokens == sum(
         len(generation.prompt_ids) + generation.num_steps - 1 + generation.num_drafted for generation in done
     )
     assert sum(report.acceptance_histogram.values()) == report.num_row_steps

@@ -130,7 +130,9 @@ def test_after_any_error_the_next_step_goes_on(
 ) -> None:
     faults = Faults(due)
     drafter, policy = FaultyDrafter(faults, oracle.vocab_size), FaultyPolicy(faults)
-    engine = build(oracle, make_backend, drafter, batch_size=3, budget=policy, on_drafter_error="fail")
+    engine = build(
+        oracle, make_backend, drafter, batch_size=3, prefix_caching=True, budget=policy, on_drafter_error="fail"
+    )
     for name, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
         engine.add(Request(str(name), tuple(ids), limit, frozenset(eos)))
     break_backend(engine, faults)

@@ -22,6 +22,7 @@ PREFILL = StepStats(
     input_padding=10,
     kv_padding=10,
     num_preempted=0,
+    num_adopted_tokens=40,
     seconds={"schedule": 0.0, "draft": 0.0, "plan": 0.5, "forward": 2.0, "verify": 0.25, "other": 0.25},
 )
 DECODE = StepStats(
@@ -53,6 +54,7 @@ LAST = StepStats(  # 5 of 6 tokens count: a limit cut one off
     input_padding=0,
     kv_padding=0,
     num_preempted=2,
+    num_adopted_tokens=7,
     seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
     depths=(5,),
     drafted_by_depth=(1, 1, 1, 1, 1),
@@ -88,6 +90,7 @@ def report_of(*steps: StepStats) -> RunReport:
         ("padding_ratio", ((4 - 2.5) / 4 + 0) / 2),
         ("batch_fill", (2 / 4 + 2 / 4) / 2),  # of steps with a queue
         ("num_preempted", 3),
+        ("num_adopted_tokens", 47),
         ("num_steps", 3),
         ("num_row_steps", 5),
         ("num_computed_tokens", 30 + 9 + 6),

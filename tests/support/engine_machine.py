@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
+from emssd.decoding.prefixes import NONE_SHARED, Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
 from emssd.drafting import BudgetPolicy, Drafter, Outcome, StepStats
 from emssd.errors import PromptError
@@ -46,6 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_kv_tokens: limits of KV are drawn up to here, and small ones make preemption frequent.
         crowded: every run begins with more prompts than are admitted together, not just some. In the simplest there is
             so little room that prompts are computed in pieces and rows preempted.
+        prefix_caching: whether rows share the KV of what they share.
         num_preempted, num_pieces: rows preempted, and pieces of prompts, in all runs;
             `tests.support.preemption.run_with_preemption` sees to it that they occur.
     """
@@ -54,8 +56,10 @@ class EngineMachine(RuleBasedStateMachine):
     max_new_tokens = 20
     max_kv_tokens = 64
     crowded: ClassVar[bool] = False
+    prefix_caching: ClassVar[bool] = False
     num_preempted: ClassVar[int] = 0
     num_pieces: ClassVar[int] = 0
+    num_adopted: ClassVar[int] = 0
 
     @classmethod
     def make_model(cls) -> PreTrainedModel:
@@ -98,7 +102,11 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens = data.draw(st.sampled_from([*limits, None]), label="max_tokens")
         trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
         spec = dataclasses.replace(
-            target.kv_cache_spec(batch_size), max_tokens=max_tokens, continuous=True, trees=trees
+            target.kv_cache_spec(batch_size),
+            max_tokens=max_tokens,
+            continuous=True,
+            trees=trees,
+            prefix_caching=self.prefix_caching,
         )
         backend = self.make_backend(page_size)
         assert not backend.unsupported(spec), backend.unsupported(spec)
@@ -120,7 +128,8 @@ class EngineMachine(RuleBasedStateMachine):
         self._num_requests = 0
         crowd = st.lists(st.integers(self.max_prompt_tokens // 2, self.max_prompt_tokens), min_size=4, max_size=8)
         first = data.draw(crowd if self.crowded else st.just([]) | crowd, label="prompt tokens of a crowd")
-        self._arrive(data, first, seed=0, eos=frozenset())
+        for number, length in enumerate(first):  # of texts that do not begin alike, so that they share no room
+            self._arrive(data, [length], seed=number % 4, eos=frozenset())
 
     @rule(data=st.data(), seed=st.integers(0, 3), eos=st.frozensets(st.integers(0, 10), max_size=1))
     def arrive(self, data: st.DataObject, seed: int, eos: frozenset[int]) -> None:
@@ -185,6 +194,8 @@ class EngineMachine(RuleBasedStateMachine):
         schedule, stats = self._scheduler.schedules[-1], self._policy.steps[-1]
         type(self).num_preempted += stats.num_preempted
         type(self).num_pieces += len(schedule.prefills)
+        type(self).num_adopted += stats.num_adopted_tokens
+        assert self.prefix_caching or not stats.num_adopted_tokens, "rows share KV that were not asked to"
         for row in finished:
             request = self._open.pop(row.request_id)  # a KeyError would mean that it finished twice
             expected = self.references().of(request)
@@ -199,7 +210,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert row.request_id not in self._open or row.num_cached == len(row.tokens) - 1, f"after its step: {row}"
         for piece in schedule.prefills:
             row = piece.sequence
-            assert row.num_cached == cached[row.request_id] + piece.num_tokens, f"after a piece of its prompt: {row}"
+            more = row.num_cached - cached[row.request_id] - piece.num_tokens
+            assert 0 <= more <= stats.num_adopted_tokens, f"after a piece of its prompt: {row}"
         for row in schedule.preempted:
             assert row.num_cached == 0, f"preempted: {row}"
 
@@ -216,8 +228,10 @@ class _WatchedScheduler(ContinuousScheduler):
         self.rows[sequence.request_id] = sequence
         super().add(sequence)
 
-    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
-        self.schedules.append(super().select(fits, num_speculative_tokens, trees))
+    def select(
+        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
+    ) -> Schedule:
+        self.schedules.append(super().select(fits, num_speculative_tokens, trees, prefixes))
         return self.schedules[-1]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from emssd.attention.trees import Parents
 from emssd.decoding.engine import Engine
+from emssd.decoding.prefixes import NONE_SHARED, Prefixes
 from emssd.decoding.scheduler import Fits, Prefill, Schedule, Scheduler
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.metrics.timing import StepTimer
@@ -131,7 +132,9 @@ class _ToldScheduler(Scheduler):
     def has_work(self) -> bool:
         return self.schedule is not None
 
-    def select(self, fits: Fits, num_speculative_tokens: int, trees: bool = False) -> Schedule:
+    def select(
+        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
+    ) -> Schedule:
         assert self.schedule is not None
         return self.schedule
 

@@ -1,0 +1,65 @@
+"""Rows whose texts begin alike: which of them take over KV, which wait for it, and when it becomes known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from emssd.model import ModelRunner
+from emssd.sequences import Sequence
+
+__all__ = ["NONE_SHARED", "Prefixes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """What rows share through `runner`; nothing without one, or if its ``prefix_unit`` is 0.
+
+    Only committed tokens are ever published: those of prompts that are computed, and those of rows that leave.
+    """
+
+    runner: ModelRunner | None = None
+
+    def adopt(self, row: Sequence) -> int:
+        """Give a row the KV of its longest known beginning. Returns how many of its tokens need not be computed now."""
+        if self.runner is None or not self.runner.prefix_unit:
+            return 0
+        before = row.num_cached
+        row.set_cached(self.runner.adopt_prefix(row.request_id, row.tokens, before))
+        return row.num_cached - before
+
+    def give_back(self, rows: Iterable[Sequence]) -> None:
+        """Rows that hold KV and do not run give it back."""
+        for row in rows:
+            if self.runner is not None and row.num_cached:
+                row.set_cached(0)
+                self.runner.release([row.request_id])
+
+    def publish(self, rows: Iterable[Sequence]) -> None:
+        """Let others adopt what is cached of these rows."""
+        if self.runner is None or not (unit := self.runner.prefix_unit):
+            return
+        for row in rows:
+            if row.num_cached >= unit:
+                self.runner.publish_prefix(row.request_id, row.tokens[: row.num_cached])
+
+    def waits(self, rows: Seq[Sequence]) -> set[str]:
+        """Those of `rows`, by request id, that would compute what an earlier one is about to compute.
+
+        They wait until it is committed, and adopt it then. The earliest never waits, so there is always progress.
+        """
+        waiting, coming = set[str](), set[tuple[int, ...]]()
+        if self.runner is None or len(rows) < 2 or not (unit := self.runner.prefix_unit):
+            return waiting
+        for row in rows:
+            end = (row.num_cached // unit + 1) * unit
+            if end <= len(row.tokens):
+                text = tuple(row.tokens[:end])
+                if text in coming and end < len(row.tokens):  # the last token's KV is not adopted
+                    waiting.add(row.request_id)
+                coming.add(text)
+        return waiting
+
+
+NONE_SHARED = Prefixes()
