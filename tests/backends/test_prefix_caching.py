@@ -13,10 +13,11 @@ import pytest
 import torch
 from emssd_none import NoneDrafter
 
-from emssd.attention import AttentionBackend
+from emssd.attention import AttentionBackend, Kept
 from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
-from emssd.drafting import Drafter
+from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request
 from emssd.simulate.recording import logged_steps
@@ -255,3 +256,38 @@ def test_a_step_that_fails_where_rows_are_chosen_leaves_nothing_behind(
     done = {row.request_id: row.output_ids for _ in range(9) for row in engine.step()}
     assert done == {name: list(greedy_reference(target.model, (*HEADER, n), 4)) for name, n in (("a", 2), ("b", 3))}
     assert engine.runner.usage.held == 0
+
+
+@dataclasses.dataclass
+class Row:
+    request_id: str
+    tokens: list[int]
+    num_cached: int = 0
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_who_is_cut_back_into_a_shared_page_writes_into_a_copy(target: TargetModel, name: str) -> None:
+    """No row of an engine is cut back so far, and a backend is right all the same."""
+
+    def runner() -> CausalLMRunner:
+        backend = BACKENDS[name]()
+        backend.allocate(dataclasses.replace(target.kv_cache_spec(2), prefix_caching=True))
+        return CausalLMRunner(target, backend)
+
+    def step(on: CausalLMRunner, *rows: Row) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = on.run(pack(rows, Draft.empty(len(rows)))).logits.clone()
+            on.commit(Kept(tuple(row.request_id for row in rows), tuple(len(row.tokens) for row in rows)))
+        return logits
+
+    own, text = runner(), list(HEADER)
+    step(own, Row("a", text))
+    own.publish_prefix("a", text)
+    adopted = own.adopt_prefix("b", [*text, 7])
+    assert 30 <= adopted <= 32  # whole pages of 1, 3, 4 or 16 tokens
+    other = [*text[: adopted - 1], 10, 2]
+    changed = step(own, Row("b", other, adopted - 1))
+    unchanged = step(own, Row("a", [*text, 6], len(text)))
+    fresh = runner()
+    assert torch.allclose(changed, step(fresh, Row("b", other))[-1:], atol=1e-9)
+    assert torch.allclose(unchanged, step(fresh, Row("a", [*text, 6]))[-1:], atol=1e-9)
