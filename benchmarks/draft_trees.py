@@ -36,7 +36,7 @@ def cells_of(arguments: argparse.Namespace) -> dict[str, tuple[Any, Any]]:
     drafters = {f"chain {k}": DraftModelConfig(path, k) for k in arguments.lengths}
     drafters["static"] = DraftModelConfig(path, tree=TreeKind.static, expansion=arguments.expansion)
     for kind in (TreeKind.dynamic, TreeKind.sequoia):
-        for nodes in arguments.nodes:
+        for nodes in arguments.nodes if kind is TreeKind.dynamic else [max(arguments.nodes)]:
             drafters[f"{kind.value} {nodes}"] = DraftModelConfig(path, tree=kind, num_nodes=nodes, **shape)
     cells: dict[str, tuple[Any, Any]] = {"greedy": ("none", FixedBudgetConfig(0))}
     longest = {f"{kind} {most}" for kind, most in (
@@ -88,12 +88,13 @@ def main() -> None:
     parser.add_argument("--draft-model", required=True)
     parser.add_argument("--data", required=True, help="JSONL file with a field 'question'")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compile", action="store_true", help="with model.compile=true")
     parser.add_argument("--backend", default="ragged")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--prompts", nargs="+", default=list(TEMPLATES), choices=list(TEMPLATES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4], help="of chains")
     parser.add_argument("--expansion", type=int, nargs="+", default=[2, 2, 1, 1], help="of static trees")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16], help="of dynamic and sequoia")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 16], help="of dynamic; of sequoia the most of them")
     parser.add_argument("--depth", type=int, default=5, help="of dynamic and sequoia")
     parser.add_argument("--top-k", type=int, default=4, help="of dynamic and sequoia")
     parser.add_argument("--prompts-per-row", type=int, default=3, help="prompts for each row of the batch, at least 8")
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
-    target, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
+    target, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu", compile=arguments.compile)
     console, rows, cells = Console(width=150), list[dict[str, Any]](), cells_of(arguments)
     with Progress(console=console, transient=True) as progress:
         for kind in arguments.prompts:
@@ -119,7 +120,7 @@ def main() -> None:
                 console.print(table_of(rows[-1:]))
                 if arguments.out:
                     arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
-    console.print(f"{arguments.model}, {target.dtype}, {torch.get_num_threads()} threads")
+    console.print(f"{arguments.model}, {target.dtype}, compile={arguments.compile}, {torch.get_num_threads()} threads")
     console.print(table_of(rows))
 
 

@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--store", help="folder of a store for drafter=rest")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compile", action="store_true", help="with model.compile=true")
     parser.add_argument("--backend", default="ragged", help="one that takes token trees")
     parser.add_argument("--budget", default="adaptive")
     parser.add_argument("--branches", type=int, nargs="+", default=[2, 4, 8])
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
-    target, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
+    target, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu", compile=arguments.compile)
     by_category = requests_of(arguments.data, arguments.prompts, arguments.max_new_tokens, target, tokenizer)
     drafters = {"plain": "none"} | drafters_of(arguments.branches, arguments.store)
     console, rows = Console(width=150), list[dict[str, Any]]()
@@ -130,7 +131,8 @@ def main() -> None:
             if arguments.out:
                 arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
     console.print(
-        f"{arguments.model}, {target.dtype}, backend {arguments.backend}, budget {arguments.budget}, "
+        f"{arguments.model}, {target.dtype}, compile={arguments.compile}, backend {arguments.backend}, "
+        f"budget {arguments.budget}, "
         f"{arguments.prompts} prompts, {torch.get_num_threads()} threads"
     )
     console.print(table(rows))
