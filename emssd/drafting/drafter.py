@@ -16,7 +16,7 @@ class Drafter(ABC):
     """Guesses the next tokens of every sequence of a batch. It can change the speed, never the output.
 
     Attributes:
-        num_speculative_tokens: the most tokens this drafter proposes for one row in one step.
+        num_speculative_tokens: the most tokens this drafter proposes for one row in one step. A tree has at most 4096.
         drafts_trees: whether a row's tokens may be a tree. Then a row may have more of them than it may still generate.
             It is read once, as the KV cache is made for it.
         num_candidates: how many of the target's best tokens it wants to hear of, see `Outcome.candidates`.

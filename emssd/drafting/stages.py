@@ -27,6 +27,7 @@ from emssd.sequences import Batch
 __all__ = ["DraftStages"]
 
 _T = TypeVar("_T")
+_MOST_NODES = 4096  # of a row's tree, whatever a drafter asks for: policies look at each of them
 
 
 class DraftStages:
@@ -151,7 +152,7 @@ def _limits(drafter: CheckedDrafter, batch: Batch, still: Seq[int]) -> tuple[int
     """``[B]`` the most that `drafter` can draft for each row: a chain ends before the row does."""
     most = drafter.num_speculative_tokens
     if drafter.drafts_trees:
-        return tuple(min(limit, most) for limit in still)
+        return tuple(min(limit, most, _MOST_NODES) for limit in still)
     return tuple([min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch, still, strict=True)])
 
 

@@ -19,6 +19,8 @@ from .tree_sins import OF_TREES
 
 __all__ = ["HurtfulDrafter"]
 
+_MOST_NODES = 60
+
 
 class HurtfulDrafter(Drafter):
     """Knows what the target will say, and uses it against the engine.
@@ -85,7 +87,8 @@ class HurtfulDrafter(Drafter):
             if list(row.tokens) != right[: len(row.tokens)]:
                 self.complaints.append(f"was shown {list(row.tokens)} of {row.request_id}, which goes {right}")
             mood = MOODS[self._mood(place, row.request_id)]
-            trees.append(self._tree(mood, right[len(row.tokens) :], max(room, 0), row.num_remaining - 1))
+            room = min(max(room, 0), _MOST_NODES)  # one that wants ever more is given thousands
+            trees.append(self._tree(mood, right[len(row.tokens) :], room, row.num_remaining - 1))
             sure = [self.rng.choice((0.0, 1.0, self.rng.random())) if self.sure else None for _ in trees[-1]]
             self._drafted[row.request_id] = (
                 len(row.tokens),

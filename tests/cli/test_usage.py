@@ -33,7 +33,7 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
     "num_threads=x": ("num_threads: ", "'x'", "Integer"),
     "progress=maybe": ("progress: ", "'maybe' is not a valid bool"),
     "model.compile=2.5": ("model.compile: ", "'2.5' is not a valid bool"),
-    "check=twice": ("check: ", "'twice', expected one of [greedy]"),
+    "check=twice": ("check: ", "'twice', expected one of [greedy, plain]"),
     "task={a:1}": ("these options cannot be", "task", "HYDRA_FULL_ERROR=1"),
     "drafter=[llma,none]": ("drafter/none", "NoneConfig is not a subclass of LLMAConfig"),
     "model=org/name": ("unknown model 'org/name'", "choose one of demo, ", "write model.path=org/name"),

@@ -58,6 +58,14 @@ class Tree(Drafter):
         return Draft.from_trees([self.nodes[:limit] for limit in budget])
 
 
+def test_a_drafter_that_wants_endless_trees_is_given_4096_nodes() -> None:
+    drafter = Tree()
+    drafter.num_speculative_tokens = 10**9
+    stages = DraftStages([CheckedDrafter(drafter, None, 10)], FixedBudget())
+    stages.propose(BATCH, [10**9] * len(BATCH), 0)
+    assert drafter.budget == [4096] * len(BATCH)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "depth", "tokens"),
     [

@@ -127,7 +127,7 @@ def step(num_tokens: int, num_kv_tokens: int, drafted: tuple[int, ...], curve: F
     seconds["draft"] = curve.draft_seconds(0, max(drafted), sum(drafted), num_kv_tokens)
     seconds["forward"] = curve.verify_seconds(num_tokens, num_kv_tokens)
     stages = (StageStats(drafted, drafted, seconds["draft"]),)
-    return StepStats(False, 1, 0, num_tokens, num_kv_tokens, 1, drafted, (1,), 0, 0, 0, seconds, stages)
+    return StepStats(False, 1, 0, num_tokens, num_kv_tokens, 1, drafted, (1,), 0, 0, 0, 0, seconds, stages)
 
 
 @given(st.tuples(*[st.floats(0.1, 10)] * 4), st.tuples(*[st.floats(0.1, 10)] * 3))
