@@ -69,7 +69,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_not_traced(pytestconfig: pytest.Config) -> Iterator[None]:
-    """What takes long and calls nothing of ours: Hydra composes options, Matplotlib draws, Transformers builds models.
+    """What takes long and calls nothing of ours: Hydra composes options, and Matplotlib draws.
 
     The first test may be a slow one, so that a tracer is no sign of coverage here.
     """
@@ -78,14 +78,10 @@ def libraries_are_not_traced(pytestconfig: pytest.Config) -> Iterator[None]:
         return
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from matplotlib.figure import Figure
-    from transformers import PreTrainedModel
 
     with pytest.MonkeyPatch.context() as patched:
         for owner, name in ((ConfigLoaderImpl, "load_configuration"), (Figure, "savefig"), (Figure, "subplots")):
             patched.setattr(owner, name, untraced(getattr(owner, name)))
-        for name in ("from_pretrained", "_from_config"):
-            made = vars(PreTrainedModel)[name].__func__
-            patched.setattr(PreTrainedModel, name, classmethod(untraced(made)))
         yield
 
 

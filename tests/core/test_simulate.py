@@ -144,7 +144,13 @@ def demo_run() -> tuple[Trace, Callable[..., Engine], list[str], list[int]]:
 
     def engine(batch_size: int) -> Engine:
         return Engine.from_pretrained(
-            "demo", drafter="llma", dtype="float32", batch_size=batch_size, batching="continuous", max_step_tokens=64
+            "demo",
+            drafter="llma",
+            dtype="float32",
+            batch_size=batch_size,
+            batching="continuous",
+            max_step_tokens=64,
+            prefix_caching=False,
         )
 
     return record_trace(engine(3), prompts, max_new_tokens=limits), engine, prompts, limits
