@@ -2,8 +2,8 @@
 
     python benchmarks/budgets.py --model TARGET --draft-model DRAFT --data gsm8k.jsonl
 
-Cells of one batch size, drafter and kind of prompts are interleaved in one process; each figure is the median of the
-repeats, end to end (prompts included), as a ratio to plain greedy decoding on the same engine.
+Cells of one batch size, drafter and kind of prompts are interleaved in one process. A figure is a ratio to plain greedy
+decoding on the same engine, end to end (prompts included): the median of the ratios within each repeat.
 """
 
 from __future__ import annotations
@@ -84,11 +84,15 @@ def measure(engines: dict[str, Engine], requests: list[Request], repeats: int, p
             progress.advance(task)
     progress.remove_task(task)
     base = outputs["greedy"]
+    ratios = {
+        name: [greedy / own for greedy, own in zip(seconds["greedy"], values, strict=True)]
+        for name, values in seconds.items()
+    }
     return {
         name: {
             "seconds": values,
-            "ratio": statistics.median(seconds["greedy"]) / statistics.median(values),
-            "ratios": [greedy / own for greedy, own in zip(seconds["greedy"], values, strict=True)],
+            "ratio": statistics.median(ratios[name]),
+            "ratios": ratios[name],
             "equal_rows": sum(outputs[name][row] == tokens for row, tokens in base.items()),
             "tau": engines[name].report.mean_acceptance_length,
             "batch_fill": engines[name].report.batch_fill,

@@ -2,10 +2,10 @@
 
     python benchmarks/draft_trees.py --model TARGET --draft-model DRAFT --data gsm8k.jsonl
 
-Cells of one batch size and kind of prompts are interleaved in one process. A figure is the median of the repeats, end
-to end (prompts included), as a ratio to plain greedy decoding on the same engine; τ is tokens per row and step, nodes
-are drafted tokens per row and step. Under ``fixed`` a row drafts all that its shape gives; a chain's best length is
-among the cells. Under ``adaptive`` the policy cuts what does not pay.
+Cells of one batch size and kind of prompts are interleaved in one process. A figure is a ratio to plain greedy decoding
+on the same engine, end to end (prompts included): the median of the ratios within each repeat; τ is tokens per row and
+step, nodes are drafted tokens per row and step. Under ``fixed`` a row drafts all that its shape gives; a chain's best
+length is among the cells. Under ``adaptive`` the policy cuts what does not pay.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from emssd.model import TargetModel, load_model
 from emssd.plugins.builtin import FixedBudgetConfig
 from emssd.plugins.registry import Registry
 
+_TREES = ["static", "dynamic", "sequoia"]
+
 
 def cells_of(arguments: argparse.Namespace) -> dict[str, tuple[Any, Any]]:
     """By the name of a cell its drafter and its budget policy."""
     path, shape = arguments.draft_model, {"depth": arguments.depth, "top_k": arguments.top_k}
     drafters = {f"chain {k}": DraftModelConfig(path, k) for k in arguments.lengths}
-    drafters["static"] = DraftModelConfig(path, tree=TreeKind.static, expansion=arguments.expansion)
-    for kind in (TreeKind.dynamic, TreeKind.sequoia):
+    if "static" in arguments.trees:
+        drafters["static"] = DraftModelConfig(path, tree=TreeKind.static, expansion=arguments.expansion)
+    for kind in (TreeKind[name] for name in arguments.trees if name != "static"):
         for nodes in arguments.nodes if kind is TreeKind.dynamic else [max(arguments.nodes)]:
             drafters[f"{kind.value} {nodes}"] = DraftModelConfig(path, tree=kind, num_nodes=nodes, **shape)
     cells: dict[str, tuple[Any, Any]] = {"greedy": ("none", FixedBudgetConfig(0))}
@@ -93,6 +96,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--prompts", nargs="+", default=list(TEMPLATES), choices=list(TEMPLATES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4], help="of chains")
+    parser.add_argument("--trees", nargs="*", default=_TREES, choices=_TREES)
     parser.add_argument("--expansion", type=int, nargs="+", default=[2, 2, 1, 1], help="of static trees")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 16], help="of dynamic; of sequoia the most of them")
     parser.add_argument("--depth", type=int, default=5, help="of dynamic and sequoia")

@@ -13,6 +13,7 @@ from math import inf
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.errors import ConfigError
 from emssd_adaptive.choice import best_lengths, best_limits
+from emssd_adaptive.pace import Pace
 from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
 from emssd_adaptive.step_time import StepTime
 
@@ -24,6 +25,7 @@ _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 # Without a warm-up, the first steps draft nothing, little and more in turn, each row so much, and all together at most
 # so many. The last of them drafts all: that shows how deep trees are.
 _TRIALS, _TRIAL_TOKENS = (0, 2, 4) * 2, 64
+_KNOWN = 24  # steps from which on the machine's pace is told from the curve of its step times
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -43,7 +45,7 @@ class AdaptiveBudget(BudgetPolicy):
                 f"at least 1"
             )
         self._memory, self._probe_interval = memory, probe_interval
-        self._time = StepTime()
+        self._time, self._pace = StepTime(), Pace()
         self._stages: list[StageRecord] = []
         self._lengths: dict[str, int] = {}  # tokens of each row before this step
         # Of the earlier stages of this step: drafted tokens, and how many of them are expected to be accepted.
@@ -93,13 +95,18 @@ class AdaptiveBudget(BudgetPolicy):
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         for record, stage in zip(self._stages, stats.stages, strict=False):
-            record.observe(outcome, stage, self._lengths)
+            record.observe(outcome, stage, self._lengths, self._pace.factor)
         if self._is_control:
             for record in self._stages:
                 record.wake()
         self._count_control(any(stats.drafted))
         seconds = sum(stats.seconds.values()) - stats.seconds["draft"]
-        self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds)
+        if self._time.num_observed >= _KNOWN:
+            expected = self._time.seconds(stats.num_tokens, stats.num_kv_tokens)
+            self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds / self._pace.factor)
+            self._pace.observe(max(expected, 1e-9), max(seconds, 1e-9))
+        else:
+            self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds)
 
     def _count_control(self, has_drafts: bool) -> None:
         """The way back from a wrong belief, such as of a machine that was busy during the steps without drafts."""

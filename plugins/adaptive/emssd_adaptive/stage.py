@@ -133,8 +133,8 @@ class StageRecord:
                 return [min(limit, _PROBE_TOKENS) if row in able else 0 for row, limit in enumerate(limits)]
         return budget
 
-    def observe(self, outcome: Outcome, stats: StageStats, lengths: Mapping[str, int]) -> None:
-        """Learn from a step; `lengths` are the tokens that each row had before it."""
+    def observe(self, outcome: Outcome, stats: StageStats, lengths: Mapping[str, int], pace: float = 1.0) -> None:
+        """Learn from a step; `lengths` are the tokens that each row had before it, `pace` the machine's."""
         names = outcome.batch.request_ids
         self.acceptance.siblings.fade()
         self._calibration.fade()
@@ -150,7 +150,9 @@ class StageRecord:
             rows = [row for row, limit in zip(names, stats.budget, strict=True) if limit]
             num_behind = sum([lengths[row] - self._seen.get(row, 0) for row in rows])
             num_levels = self.levels(max(stats.budget))
-            self._seconds.observe([float(num_levels), sum(stats.budget) / _TOKENS, num_behind / _TOKENS], stats.seconds)
+            self._seconds.observe(
+                [float(num_levels), sum(stats.budget) / _TOKENS, num_behind / _TOKENS], stats.seconds / pace
+            )
             self._seen |= {row: lengths[row] for row in rows}
         self._confidences, self._depths = {}, []
 

@@ -10,7 +10,7 @@ from emssd_adaptive.regression import FadingRegression
 __all__ = ["StepTime"]
 
 # Where the cost of one more token may change: flat while weights are what takes time, steep once arithmetic is.
-_KNOTS = (0, 16, 64, 256)
+_KNOTS = (0, 8, 16, 32, 64, 256)
 _TOKENS, _CONTEXT = 32.0, 4096.0  # units of the features
 
 

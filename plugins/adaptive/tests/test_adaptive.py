@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise, product
 
@@ -17,10 +17,10 @@ from emssd_adaptive.step_time import StepTime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.drafting import BudgetStep, Draft, Outcome
+from emssd.drafting import BudgetStep, Draft
 from emssd.errors import ConfigError
-from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Sequence
+from tests.support.budget_world import Curve, World
 
 COEFFICIENTS = st.floats(0, 2, allow_subnormal=False).map(lambda value: round(value, 3))
 
@@ -123,73 +123,6 @@ def test_acceptance_follows_a_row_that_changes() -> None:
     for _ in range(50):
         acceptance.observe("a", 4, 4)
     assert acceptance.gains(["a"], [1])[0][0] > 0.8
-
-
-Curve = Callable[[int], float]
-
-
-class World:
-    """Runs a policy on rows that never end, with a machine and a drafter that are made up.
-
-    Args:
-        policy: the policy.
-        num_rows: of the batch.
-        seconds: of a step without drafting, by its number of tokens.
-        accepts: of so many drafted tokens of a row, how many are accepted.
-        per_token: seconds that drafting a token takes.
-    """
-
-    def __init__(
-        self,
-        policy: AdaptiveBudget,
-        num_rows: int,
-        seconds: Curve,
-        accepts: Callable[[int, int], int],
-        per_token: float = 0.0,
-    ) -> None:
-        self.policy, self.seconds, self.accepts, self.per_token = policy, seconds, accepts, per_token
-        self.rows = [Sequence(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
-
-    def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
-        """One step. Returns what was allotted, and what was verified."""
-        batch = Batch(tuple(self.rows))
-        step = BudgetStep(batch, tuple(limits))
-        budget = list(self.policy.allot(step))
-        assert all(0 <= asked <= limit for asked, limit in zip(budget, limits, strict=True))
-        draft = Draft.from_chains([[1] * asked for asked in budget])
-        kept = list(self.policy.trim(step, draft))
-        assert all(0 <= length <= asked for length, asked in zip(kept, budget, strict=True))
-        accepted = [min(length, self.accepts(row, length)) for row, length in enumerate(kept)]
-        for row, count in zip(self.rows, accepted, strict=True):
-            row.advance([1] * (count + 1), None, num_drafted=count, num_accepted=count)
-        num_tokens, draft_seconds = len(batch) + sum(kept), self.per_token * sum(budget)
-        stats = StepStats(
-            is_prefill=False,
-            num_rows=len(batch),
-            num_waiting=0,
-            num_tokens=num_tokens,
-            num_kv_tokens=100 * len(batch),
-            num_new_tokens=sum(accepted) + len(batch),
-            drafted=tuple(kept),
-            acceptance=tuple(count + 1 for count in accepted),
-            input_padding=0,
-            kv_padding=0,
-            num_preempted=0,
-            seconds=dict.fromkeys(PHASES, 0.0) | {"forward": self.seconds(num_tokens), "draft": draft_seconds},
-            stages=(StageStats(tuple(budget), tuple(kept), draft_seconds),),
-        )
-        self.policy.observe(Outcome(batch, draft.cut(kept), tuple(range(count) for count in accepted), ()), stats)
-        return budget, kept
-
-    def warm(self) -> World:
-        """Show steps of every size, as `emssd.decoding.warmup` does: from steps of one size no curve can be learnt."""
-        for limit in (0, 2, 5):
-            self.run(8, limit)
-        return self
-
-    def run(self, num_steps: int, limit: int) -> list[list[int]]:
-        """Steps of one limit. Returns what was verified in each."""
-        return [self.step([limit] * len(self.rows))[1] for _ in range(num_steps)]
 
 
 def steep(num_tokens: int) -> float:
