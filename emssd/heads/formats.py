@@ -70,7 +70,7 @@ def expect(checkpoint: Checkpoint, wanted: Format) -> None:
 
 
 def _other(path: str, found: Format, wanted: Format) -> ConfigError:
-    return cannot_load(path, f"it is {found.value}, and {wanted.value} is wanted")
+    return cannot_load(path, f"what it holds is {found.value}; what is wanted is {wanted.value}")
 
 
 def _by_names(checkpoint: Checkpoint) -> Format:

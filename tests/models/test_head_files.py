@@ -130,7 +130,7 @@ def test_formats_are_told_apart(config: dict[str, Any], names: set[str], file: s
     assert detect(checkpoint) is found
     expect(checkpoint, found)
     other = Format.medusa if found is not Format.medusa else Format.eagle
-    with pytest.raises(ConfigError, match=f"it is {found.value}, and {other.value} is wanted"):
+    with pytest.raises(ConfigError, match=f"what it holds is {found.value}; what is wanted is {other.value}"):
         expect(checkpoint, other)
 
 

@@ -124,7 +124,7 @@ def without(name: str) -> Callable[[Weights], object]:
         ({"bias": True}, without("fc.bias"), "says that fc has a bias, and fc.bias is missing"),
         ({"hidden_size": 32}, None, "it has a hidden size of 32, and the target's is 16"),
         ({"vocab_size": 41}, None, "its vocabulary has 41 tokens, and the target's has 40"),
-        ({}, lambda w: w.update(d2t=torch.zeros(4)), "it is an EAGLE-3 head, and an EAGLE-1 or EAGLE-2 head is wanted"),
+        ({}, lambda w: w.update(d2t=torch.zeros(4)), "what it holds is an EAGLE-3 head; what is wanted is an EAGLE-1"),
     ],
     ids=str,
 )

@@ -94,7 +94,11 @@ def put(**more: torch.Tensor) -> Callable[[Weights], object]:
         ({"hidden_size": None}, None, "its config.json has no hidden_size"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, None, "reads 3 hidden states of the target, and its config na"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 10]}, None, "hidden states 2, 4, 10, and a target of 9 layers"),
-        ({"speculators_model_type": "peagle"}, None, "it is a P-EAGLE head, which drafts in parallel, and an EAGLE-3"),
+        (
+            {"speculators_model_type": "peagle"},
+            None,
+            "what it holds is a P-EAGLE head, which drafts in parallel; what is wanted is an EAGLE-3",
+        ),
         (
             {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "mamba"}},
             None,
