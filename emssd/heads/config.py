@@ -104,6 +104,8 @@ class DecoderConfig:
 def _rope(values: Mapping[str, Any], longest: int, path: str) -> dict[str, Any]:
     """The rotary parameters in today's form; older configs have ``rope_theta`` and ``rope_scaling``."""
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise cannot_load(path, "its layers have different rotary embeddings, which is not supported")
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope["rope_theta"] = float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0)
     if rope["rope_type"] not in _NEEDED:

@@ -68,7 +68,7 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
     variant = Variant(
         decoder=decoder,
         num_features=_num_features(checkpoint, names, target) if uses_aux else 0,
-        draft_vocab_size=int(flag("draft_vocab_size") or target.vocab_size),
+        draft_vocab_size=int(flag("draft_vocab_size", 32000 if container else None) or target.vocab_size),
         norm_before_residual=bool(flag("norm_before_residual", container)),
         norm_before_fc=bool(flag("norm_before_fc", "input_norm.weight" in names)),
         fc_norm=bool(flag("fc_norm", "fc_norm.0.weight" in names)),
@@ -87,7 +87,7 @@ def _of_container(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     values = dict(config.get("transformer_layer_config") or {})
-    kind = values.pop("model_type", "llama")
+    kind = values.pop("model_type", "qwen3")
     if kind not in ("llama", "qwen3"):
         raise cannot_load(path, f"its layers are those of {kind}; supported are llama and qwen3")
     try:

@@ -172,6 +172,10 @@ def test_rows_with_trees_run_together_as_each_way_alone(flags: dict[str, Any], b
                 way.insert(0, tree[way[0]])
             chain = torch.cat([inputs, nodes[way]])
             assert_same(outputs[node], dense_outputs(weights, *chain.chunk(2, -1), **flags)[-1])
+            assert_same(
+                head.logits(outputs[node : node + 1], pytest.fail)[0],
+                dense_logits(weights, dense_outputs(weights, *chain.chunk(2, -1), **flags), **flags)[-1],
+            )
         longer = torch.cat([chain, nodes[:1]])
         assert_same(again, dense_outputs(weights, *longer.chunk(2, -1), **flags)[-1])
 
@@ -270,3 +274,21 @@ def test_a_container_without_the_flag_norms_before_the_residual(tmp_path: Path) 
     loaded = load(write_head(tmp_path, config, renamed(head_weights(), ("midlayer.", "layers.0."))))
     assert "options norm_before_residual" in loaded.described
     assert any("speculators 0.3.0" in line for line in loaded.described)
+
+
+def test_later_layers_may_call_their_norm_as_the_first(tmp_path: Path) -> None:
+    config = CONFIG | {"num_hidden_layers": 2}
+    weights = head_weights(config)
+    other = renamed(weights, ("layers.1.input_layernorm", "layers.1.hidden_norm"))
+    heads = [load(write_head(tmp_path / name, config, each)).head for name, each in (("a", weights), ("b", other))]
+    for one, two in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_logits_of_the_whole_vocabulary_may_be_the_targets_and_scaled(tmp_path: Path) -> None:
+    weights = head_weights()
+    del weights["lm_head.weight"], weights["d2t"], weights["t2d"]
+    config = CONFIG | {"draft_vocab_size": V, "logit_scale": 0.5}
+    head, table = load(write_head(tmp_path, config, weights)).head, numbers(V, H)
+    normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
+    assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), 0.5 * normed @ table.T)

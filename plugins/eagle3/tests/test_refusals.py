@@ -88,6 +88,11 @@ def put(**more: torch.Tensor) -> Callable[[Weights], object]:
         ({"kv_lora_rank": 512}, None, "of the kind MLA"),
         ({"rope_scaling": {"type": "longrope"}}, None, "rotary embeddings are of type longrope"),
         ({"rope_scaling": {"type": "linear"}}, None, "rotary embeddings of type linear have no factor"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5}}},
+            None,
+            "its layers have different rotary embeddings",
+        ),
         ({"partial_rotary_factor": 0.5}, None, "it rotates a part of each head only"),
         ({"hidden_act": "wavy"}, None, "its hidden_act is 'wavy'"),
         ({"num_attention_heads": "many"}, None, "a value of another type than expected"),
