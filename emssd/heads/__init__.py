@@ -5,11 +5,12 @@ from emssd.heads.files import Checkpoint, read_checkpoint
 from emssd.heads.formats import Format, detect, expect
 from emssd.heads.layers import Attend, HeadLayer, HeadNorm, Rotary
 from emssd.heads.runner import Head, HeadRunner
-from emssd.heads.target import Embed, Project, TargetSizes
+from emssd.heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd.heads.trees import StaticTree, read_trees
 from emssd.heads.weights import fill, made_empty, rename
 
 __all__ = [
+    "LAST_NORMED",
     "Attend",
     "Checkpoint",
     "DecoderConfig",

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Embed", "Project", "TargetSizes"]
+__all__ = ["LAST_NORMED", "Embed", "Project", "TargetSizes"]
+
+LAST_NORMED = -1
+"""Among numbers of hidden states: the last one, behind the final norm. Number k is the residual stream before layer k,
+counted from 0, and the number of layers is the stream behind the last layer, before the norm."""
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """The target's embeddings ``[…, hidden_size]`` of token ids ``[…]``, as its first layer reads them."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from emssd.errors import ConfigError
+from emssd.heads import LAST_NORMED
 
 __all__ = ["AuxLayers", "LayerIds", "aux_layers"]
 
@@ -27,8 +28,7 @@ class AuxLayers:
     """The target's hidden states that a head reads.
 
     Attributes:
-        layers: numbers k of the residual stream before layer k; the number of layers is the stream behind the last
-            layer, before the final norm.
+        layers: their numbers, see `emssd.heads.LAST_NORMED`, in the order in which the head reads them.
         other: those of the other reading, where it is possible and nothing tells which is right. A wrong one changes no
             output, only how much is accepted.
         why: how they were chosen, in words.
@@ -52,15 +52,17 @@ def aux_layers(
 
     Args:
         ids: those of the config; ``None`` without.
-        num_features: hidden states that the head reads.
+        num_features: hidden states that the head reads; 0 for the last one as it is.
         num_layers: of the target.
         container: whether the config is one of ``speculators``.
         nested: whether the numbers stand in ``eagle_config``, as those of SGLang and SpecForge do.
         meaning: of the numbers, if the user knows it.
 
     Raises:
-        ConfigError: they are not as many as the head reads, or the target has no such layers.
+        ConfigError: they are not as many as the head reads, or the target has no such layers, or one comes twice.
     """
+    if not num_features:
+        return AuxLayers((LAST_NORMED,), None, "use_aux_hidden_state is false")
     if ids is None:
         chosen = AuxLayers((2, num_layers // 2, num_layers - 3), None, "the default, as the config names none")
     elif meaning is not LayerIds.auto:
@@ -84,6 +86,10 @@ def aux_layers(
         raise ConfigError(
             f"the head reads the target's hidden states {_listed(chosen.layers)}, and a target of {num_layers} layers "
             f"has 0 to {num_layers}"
+        )
+    if len(set(chosen.layers)) < len(chosen.layers):
+        raise ConfigError(
+            f"the head reads the target's hidden states {_listed(chosen.layers)}, and needs different ones"
         )
     return chosen
 

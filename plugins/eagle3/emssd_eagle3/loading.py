@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.heads import Checkpoint, Format, TargetSizes, expect, fill, made_empty, read_checkpoint, rename
+from emssd.heads import LAST_NORMED, Checkpoint, Format, TargetSizes, expect, fill, made_empty, read_checkpoint, rename
 from emssd.heads.files import cannot_load
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers
@@ -25,12 +25,12 @@ class LoadedEagle3:
 
     Attributes:
         head: with its weights.
-        layers: the target's hidden states that it reads; ``None`` for the last one, behind the final norm.
+        layers: the target's hidden states that it reads.
         described: the conventions that were chosen, a line each.
     """
 
     head: Eagle3Head
-    layers: AuxLayers | None
+    layers: AuxLayers
     described: tuple[str, ...]
 
 
@@ -60,16 +60,14 @@ def load_eagle3(
     if tied := _tied_head(checkpoint, names):
         names["lm_head.weight"] = tied
     variant = variant_of(checkpoint, names, target)
-    layers = None
-    if variant.num_features:
-        layers = aux_layers(
-            variant.layer_ids,
-            variant.num_features,
-            target.num_layers,
-            container=variant.container,
-            nested=variant.nested_ids,
-            meaning=layer_ids,
-        )
+    layers = aux_layers(
+        variant.layer_ids,
+        variant.num_features,
+        target.num_layers,
+        container=variant.container,
+        nested=variant.nested_ids,
+        meaning=layer_ids,
+    )
     unused = ("d2t", "t2d") if variant.num_features else ("d2t", "t2d", "fc.weight", "fc.bias")
     placed = {new: name for new, name in names.items() if new not in unused}
     head = made_empty(lambda: Eagle3Head(variant, names, target))
@@ -116,19 +114,18 @@ def _target_ids(checkpoint: Checkpoint, variant: Variant, target: TargetSizes) -
     return ids
 
 
-def _described(checkpoint: Checkpoint, variant: Variant, layers: AuxLayers | None, head: Eagle3Head) -> tuple[str, ...]:
+def _described(checkpoint: Checkpoint, variant: Variant, layers: AuxLayers, head: Eagle3Head) -> tuple[str, ...]:
     version = checkpoint.config.get("speculators_version", "of an unknown version")
     container = f"in a container of speculators {version}" if variant.container else "in a folder of its own"
     flags = [
         name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(variant, name)
     ]
-    states = "the target's last hidden state, behind its final norm"
-    if layers is not None:
-        listed = ", ".join(map(str, layers.layers))
-        states = f"residual streams before layers {listed} ({layers.why})"
+    states = f"residual streams before layers {', '.join(map(str, layers.layers))}"
+    if layers.layers == (LAST_NORMED,):
+        states = "the target's last hidden state, behind its final norm"
     return (
         f"EAGLE-3 head {container}, read from {checkpoint.source.name}",
-        f"reads {states}",
+        f"reads {states} ({layers.why})",
         f"options {', '.join(flags) or 'none'}",
         variant.decoder.described,
         f"embeddings {'its own' if head.embed_tokens is not None else 'the target’s'}, vocabulary projection "

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emssd_eagle3.loading import LoadedEagle3, load_eagle3
 
-from emssd.heads import TargetSizes
+from emssd.heads import LAST_NORMED, TargetSizes
 from tests.support.heads import (
     CPU,
     Weights,
@@ -138,7 +138,6 @@ def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: t
     assert_same(last, wanted[-1])
     assert_same(loaded.head.logits(wanted, pytest.fail), dense_logits(weights, wanted))
     assert loaded.head.to_target(torch.arange(VD)).tolist() == DRAFTED
-    assert loaded.layers is not None
     assert loaded.layers.layers == (2, L // 2, L - 3)
 
 
@@ -257,7 +256,7 @@ def test_what_the_file_lacks_is_the_targets(tmp_path: Path) -> None:
 def test_a_head_of_the_last_hidden_state_needs_no_fc(tmp_path: Path) -> None:
     config = CONFIG | {"eagle_config": {"use_aux_hidden_state": False}}
     loaded = load(write_head(tmp_path, config, head_weights()))
-    assert loaded.layers is None
+    assert loaded.layers.layers == (LAST_NORMED,)
     assert torch.equal(loaded.head.features(numbers(3, H)), numbers(3, H))
 
 

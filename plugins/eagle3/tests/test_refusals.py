@@ -161,3 +161,5 @@ def test_without_ids_the_target_must_have_the_default_layers() -> None:
         aux_layers(None, 4, 36)
     with pytest.raises(ConfigError, match=r"hidden states 2, 1, -1"):
         aux_layers(None, 3, 2)
+    with pytest.raises(ConfigError, match=r"hidden states 2, 2, 1, and needs different ones"):
+        aux_layers(None, 3, 4)

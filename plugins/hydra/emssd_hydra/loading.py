@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from emssd.heads import Checkpoint, DecoderConfig, Format, TargetSizes, expect, fill, made_empty, read_checkpoint
+from emssd.heads import (
+    LAST_NORMED,
+    Checkpoint,
+    DecoderConfig,
+    Format,
+    TargetSizes,
+    expect,
+    fill,
+    made_empty,
+    read_checkpoint,
+)
 from emssd.heads.files import cannot_load
 from emssd.heads.weights import rename
 from emssd_hydra.heads import HydraHeads, HydraPrefix
@@ -28,14 +38,13 @@ class LoadedHydra:
     Attributes:
         heads: with their weights.
         prefix: what the hidden states go through first; ``None`` if the heads read them as they are.
-        layer: the target's residual stream before this layer is read; ``None``: its last hidden state, behind the final
-            norm.
+        layer: the target's hidden state that is read, see `emssd.heads.LAST_NORMED`.
         described: the conventions that were chosen, a line each.
     """
 
     heads: HydraHeads
     prefix: HydraPrefix | None
-    layer: int | None
+    layer: int
     described: tuple[str, ...]
 
 
@@ -75,7 +84,7 @@ def load_hydra(
         prefix = made_empty(lambda: HydraPrefix(decoder, rest))
         fill(prefix, checkpoint, rest, dtype=dtype, device=device)
         rotary.append(f"rotary base {decoder.rope['rope_theta']:g}, the target's")
-    states = "last hidden state, behind its final norm" if layer is None else f"residual stream before layer {layer}"
+    states = "last hidden state, behind its final norm" if layer < 0 else f"residual stream before layer {layer}"
     described = (
         f"{num_heads} Hydra heads of {num_layers} layers{' behind a prefix layer' if prefix is not None else ''}, "
         f"read from {checkpoint.source.name}",
@@ -85,7 +94,7 @@ def load_hydra(
     return LoadedHydra(heads, prefix, layer, described)
 
 
-def _layer(checkpoint: Checkpoint, target: TargetSizes) -> int | None:
+def _layer(checkpoint: Checkpoint, target: TargetSizes) -> int:
     """Which hidden state is read."""
     config, path = checkpoint.config, checkpoint.path
     kind = config.get("hydra_head_arch", "mlp")
@@ -96,7 +105,7 @@ def _layer(checkpoint: Checkpoint, target: TargetSizes) -> int | None:
     offset = config.get("hidden_state_offset") or 0
     if not isinstance(offset, int) or not 0 <= offset <= target.num_layers:
         raise cannot_load(path, f"its hidden_state_offset is {offset!r}, and the target has {target.num_layers} layers")
-    return target.num_layers - offset if offset else None
+    return target.num_layers - offset if offset else LAST_NORMED
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from emssd_hydra.loading import LoadedHydra, load_hydra
 
 from emssd.errors import ConfigError
-from emssd.heads import TargetSizes, read_trees
+from emssd.heads import LAST_NORMED, TargetSizes, read_trees
 from tests.support.heads import (
     CPU,
     Weights,
@@ -125,7 +125,7 @@ def test_the_prefix_layer_runs_in_batches(backend: str, tmp_path: Path) -> None:
 
 def test_an_offset_counts_layers_from_the_end(tmp_path: Path) -> None:
     weights = head_weights()
-    assert load(write_head(tmp_path / "0", CONFIG, weights, "hydra_lm_head.pt")).layer is None
+    assert load(write_head(tmp_path / "0", CONFIG, weights, "hydra_lm_head.pt")).layer == LAST_NORMED
     path = write_head(tmp_path / "2", CONFIG | {"hidden_state_offset": 2}, weights, "hydra_lm_head.pt")
     assert load(path).layer == LAYERS - 2
     assert "residual stream before layer 7" in load(path).described[1]
