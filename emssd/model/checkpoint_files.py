@@ -10,7 +10,7 @@ import torch
 
 from emssd.errors import ConfigError
 
-__all__ = ["check_json", "has_vocabulary", "tokenizer_fault", "weights_fault"]
+__all__ = ["check_json", "file_fault", "has_vocabulary", "tokenizer_fault", "weights_fault"]
 
 # Transformers passes over some of these without a word if they are damaged, and so would lose the EOS ids.
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -52,7 +52,7 @@ def weights_fault(source: str) -> str | None:
     for pattern, index in _WEIGHTS:
         named = _shards(folder / index) if (folder / index).is_file() else ()
         if files := sorted({*folder.glob(pattern), *(folder / name for name in named)}):
-            return next(filter(None, map(_unreadable, files)), None)
+            return next(filter(None, map(file_fault, files)), None)
     return None
 
 
@@ -88,7 +88,8 @@ def _shards(index: Path) -> set[str]:
     return set(named) if all(isinstance(name, str) for name in named) else set()
 
 
-def _unreadable(file: Path) -> str | None:
+def file_fault(file: Path) -> str | None:
+    """Why a file of weights cannot be read, as a sentence; ``None`` if it can. None of its code is run."""
     try:
         if not file.is_file():
             return f"{file} is no file"
@@ -101,7 +102,7 @@ def _unreadable(file: Path) -> str | None:
     except OSError as error:
         return f"{file} cannot be read: {error.strerror or error}"
     except Exception as error:  # both libraries have errors of their own, and those of what they build on
-        if file.suffix == ".bin":
+        if file.suffix != ".safetensors":
             return (
                 f"{file} is damaged, or holds Python objects that are no tensors, which may run any code; convert it "
                 f"to safetensors where it can be trusted"

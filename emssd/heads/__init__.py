@@ -1,0 +1,34 @@
+"""Trained heads: their published files, the decoder layers that they are made of, and a runner with a KV cache."""
+
+from emssd.heads.config import DecoderConfig
+from emssd.heads.files import Checkpoint, read_checkpoint
+from emssd.heads.formats import Format, detect, expect
+from emssd.heads.layers import Attend, HeadLayer, HeadNorm, Rotary
+from emssd.heads.runner import Head, HeadRunner
+from emssd.heads.target import LAST_NORMED, Embed, Project, TargetSizes
+from emssd.heads.trees import StaticTree, read_trees
+from emssd.heads.weights import fill, made_empty, rename
+
+__all__ = [
+    "LAST_NORMED",
+    "Attend",
+    "Checkpoint",
+    "DecoderConfig",
+    "Embed",
+    "Format",
+    "Head",
+    "HeadLayer",
+    "HeadNorm",
+    "HeadRunner",
+    "Project",
+    "Rotary",
+    "StaticTree",
+    "TargetSizes",
+    "detect",
+    "expect",
+    "fill",
+    "made_empty",
+    "read_checkpoint",
+    "read_trees",
+    "rename",
+]

@@ -1,0 +1,93 @@
+"""`HeadRunner`: a trained head with a KV cache of its own, run on ragged steps as a model is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs
+from emssd.heads.layers import Attend
+from emssd.metrics.timing import phase
+
+__all__ = ["Head", "HeadRunner"]
+
+
+class Head(nn.Module, ABC):
+    """Decoder layers that read one vector for each token, and no token ids.
+
+    Attributes:
+        input_size: elements of that vector.
+        max_len: the longest sequence; ``None`` for any.
+    """
+
+    input_size: int
+    max_len: int | None
+
+    @property
+    @abstractmethod
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """Shape and rules of each attention layer."""
+
+    @abstractmethod
+    def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states ``[b, n, hidden_size]`` of ``inputs [b, n, input_size]`` at ``position_ids [b, n]``."""
+
+    def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
+        """The KV cache that the head needs beside that of the target."""
+        longest = target.max_model_len if self.max_len is None else min(target.max_model_len, self.max_len)
+        return replace(target, layers=self.specs, max_model_len=longest, prefix_caching=False)
+
+
+class HeadRunner:
+    """A head on one device, with its KV in an attention backend. Rows, trees and rollback are those of any model.
+
+    Args:
+        head: with its weights.
+        backend: allocated for the head's `kv_cache_spec`.
+    """
+
+    def __init__(self, head: Head, backend: AttentionBackend) -> None:
+        self.head, self._backend = head, backend
+
+    def run(self, packed: PackedInputs, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute one ragged step. The KV of its tokens stays until `commit` or `release` drops it.
+
+        Args:
+            packed: who computes what; its token ids are not read.
+            inputs: ``[nnz, input_size]`` on the head's device.
+
+        Returns:
+            ``[R, hidden_size]`` hidden states, one row for each of the step's ``logit_rows``.
+        """
+        with phase("plan"):
+            # Token ids are numbers to a backend. So the ids of this step say which input a place of the plan is for.
+            plan = self._backend.plan(replace(packed, input_ids=torch.arange(packed.num_tokens), drafted=None))
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return self._backend.forward(plan, layer, query, key, value)
+
+        with phase("forward"):
+            hidden: torch.Tensor = self.head(inputs[plan.input_ids], plan.position_ids, attend)
+            hidden = hidden[:, plan.logits_to_keep].flatten(0, 1)
+        return hidden if plan.logit_index is None else hidden[plan.logit_index]
+
+    def commit(self, kept: Kept) -> None:
+        """After verification, drop the KV of rejected tokens."""
+        self._backend.commit(kept)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Free all KV of these requests. Unknown ids are no error."""
+        self._backend.release(request_ids)
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        """Whether the cache can hold these sequences, each at this many tokens, and no others."""
+        return self._backend.fits(kv_lens)
+
+    @property
+    def usage(self) -> KVUsage:
+        """KV memory taken now and at most."""
+        return self._backend.kv_usage

@@ -1,0 +1,35 @@
+"""What a trained head must fit, and what it borrows: the target's sizes, embeddings and vocabulary projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["LAST_NORMED", "Embed", "Project", "TargetSizes"]
+
+LAST_NORMED = -1
+"""Among numbers of hidden states: the last one, behind the final norm. Number k is the residual stream before layer k,
+counted from 0, and the number of layers is the stream behind the last layer, before the norm."""
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+"""The target's embeddings ``[…, hidden_size]`` of token ids ``[…]``, as its first layer reads them."""
+
+Project = Callable[[torch.Tensor], torch.Tensor]
+"""The target's logits ``[n, vocab]`` of hidden states ``[n, hidden_size]`` that are normed already."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSizes:
+    """Sizes of the model that a head drafts for.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        hidden_size: of its hidden states.
+        num_layers: decoder layers.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int

@@ -1,0 +1,103 @@
+"""Fills a module with a checkpoint's tensors. Every one of them has its place, and every place its tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import torch
+
+from emssd.errors import OutOfMemoryError
+from emssd.heads.files import Checkpoint, cannot_load
+
+__all__ = ["fill", "made_empty", "rename"]
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+_COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # older versions stored what is computed
+
+
+def rename(checkpoint: Checkpoint, new_name: Callable[[str], str | None]) -> dict[str, str]:
+    """The names of a checkpoint's tensors, by the names of a module's parameters.
+
+    Args:
+        checkpoint: whose tensors are meant.
+        new_name: the module's name for a tensor; ``None`` for one that nobody needs.
+
+    Raises:
+        ConfigError: two tensors have the same place.
+    """
+    names: dict[str, str] = {}
+    for name in checkpoint.tensors:
+        new = None if _COMPUTED.search(name) else new_name(name)
+        if new is None:
+            continue
+        if new in names:
+            raise cannot_load(checkpoint.path, f"its weights {names[new]} and {name} are for the same place")
+        names[new] = name
+    return names
+
+
+def made_empty(make: Callable[[], Module]) -> Module:
+    """A module without memory for its weights, which `fill` gives to it."""
+    with torch.device("meta"):
+        return make()
+
+
+def fill(
+    module: torch.nn.Module,
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Give a module its weights; then it is ready for inference.
+
+    Args:
+        module: from `made_empty`.
+        checkpoint: where the weights are.
+        names: see `rename`.
+        dtype: of floating point weights; others keep theirs.
+        device: of all.
+
+    Raises:
+        ConfigError: weights are missing, left over, or have other shapes than the module.
+        OutOfMemoryError: the device has no room for them.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    given = {name: tuple(checkpoint.tensors[old].shape) for name, old in names.items()}
+    wrong = [
+        f"{names[name]} ({_shape(given[name])} in place of {_shape(shape)})"
+        for name, shape in wanted.items()
+        if given.get(name, shape) != shape
+    ]
+    faults = [
+        ("missing", [name for name in wanted if name not in given]),
+        ("of another shape than its config and the target say", wrong),
+        ("without a place in such a head", [names[name] for name in given if name not in wanted]),
+    ]
+    if told := [f"{_listed(found)} {'is' if len(found) == 1 else 'are'} {what}" for what, found in faults if found]:
+        raise cannot_load(checkpoint.path, f"of its weights, {'; '.join(told)}")
+    try:
+        state = {name: _moved(checkpoint.tensors[old], dtype, device) for name, old in names.items()}
+        module.load_state_dict(state, assign=True)
+        module.to(device)  # buffers that no file holds
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{device} has no room for the trained head {checkpoint.path!r}") from error
+    module.eval().requires_grad_(False)
+
+
+def _moved(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy, so that the file is not read again whenever memory is short."""
+    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes)) or "a single number"

@@ -1,0 +1,126 @@
+"""`Eagle3Head`: one decoder layer, mostly, that reads a token's embedding beside a feature of the token before.
+
+Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+arXiv 2503.01840; and the variants of other trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import cast
+
+import torch
+from torch import nn
+
+from emssd.attention import LayerSpec
+from emssd.heads import DecoderConfig, Embed, Head, HeadLayer, HeadNorm, Project, Rotary, TargetSizes
+from emssd.heads.layers import Angles, Attend
+from emssd_eagle3.variant import Variant
+
+__all__ = ["Eagle3Head"]
+
+
+class _FirstLayer(HeadLayer):
+    """The layer that reads embeddings beside features, and norms them apart."""
+
+    def __init__(self, config: DecoderConfig, names: Container[str], norm_before_residual: bool) -> None:
+        super().__init__(config, 0, names, input_size=2 * config.hidden_size)
+        self.hidden_norm = HeadNorm(config.hidden_size, config.rms_norm_eps)
+        self._norm_before_residual = norm_before_residual
+
+    def combine(self, embeds: torch.Tensor, features: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """Hidden states ``[b, n, hidden_size]`` of embeddings and features of that shape."""
+        normed = self.hidden_norm(features)
+        attended = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        return self.forward(normed if self._norm_before_residual else features, angles, attend, attended)
+
+
+class Eagle3Head(Head):
+    """An EAGLE-3 head.
+
+    Token ``i + 1`` stands with the feature of token ``i`` at position ``i``, and the output there is for token
+    ``i + 2``. In a draft, the feature is the head's own output for the token before.
+
+    Args:
+        variant: what kind it is.
+        names: of the module's tensors that the checkpoint has.
+        target: that it drafts for.
+    """
+
+    def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
+        super().__init__()
+        config = variant.decoder
+        size, eps, num_features = config.hidden_size, config.rms_norm_eps, variant.num_features
+        self.input_size, self.max_len = 2 * size, config.max_len
+        self._variant = variant
+        self.rotary = Rotary(config)
+        if num_features:
+            wide = num_features * target.hidden_size
+            self.fc = nn.Linear(wide, size, bias="fc.bias" in names)
+            if variant.norm_before_fc:
+                self.input_norm = HeadNorm(wide, eps)
+            if variant.fc_norm:
+                self.fc_norm = nn.ModuleList(HeadNorm(target.hidden_size, eps) for _ in range(num_features))
+        first = _FirstLayer(config, names, variant.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(HeadLayer(config, i, names) for i in range(1, config.num_layers))])
+        self.norm = HeadNorm(size, eps)
+        self.embed_tokens = nn.Embedding(target.vocab_size, size) if "embed_tokens.weight" in names else None
+        self.lm_head = None
+        if "lm_head.weight" in names:
+            self.lm_head = nn.Linear(size, variant.draft_vocab_size, bias=False)
+        self.target_ids: torch.Tensor | None  # [draft_vocab_size] the target's ids of the tokens that it drafts
+        self.register_buffer("target_ids", None, persistent=False)
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return tuple(cast("HeadLayer", layer).spec for layer in self.layers)
+
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Features ``[n, hidden_size]`` of the target's hidden states ``[n, num_features * target_hidden_size]``.
+
+        Hidden states of one token stand beside each other, that of the lowest layer first.
+        """
+        if not self._variant.num_features:
+            return hidden
+        if self._variant.norm_before_fc:
+            hidden = self.input_norm(hidden)
+        if self._variant.fc_norm:
+            chunks = hidden.chunk(len(self.fc_norm), dim=-1)
+            hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return cast("torch.Tensor", self.fc(hidden))
+
+    def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:
+        """Embeddings ``[…, hidden_size]`` of token ids, from the head's own table or the target's."""
+        return embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+
+    def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The feature behind each token, which is also what is fed back.
+
+        Args:
+            inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
+            position_ids: ``[b, n]``.
+            attend: computes attention.
+        """
+        embeds, features = inputs.chunk(2, dim=-1)
+        angles = self.rotary(position_ids, inputs.dtype)
+        first, *others = self.layers
+        hidden = cast("_FirstLayer", first).combine(embeds, features, angles, attend)
+        for layer in others:
+            hidden = layer(hidden, angles, attend)
+        return cast("torch.Tensor", self.norm(hidden) if self._variant.norm_output else hidden)
+
+    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
+        """Logits ``[n, draft_vocab_size]`` behind tokens whose features ``[n, hidden_size]`` `forward` gave."""
+        if not self._variant.norm_output:
+            hidden = self.norm(hidden)
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden)
+        else:
+            logits = project(hidden)
+            if self.target_ids is not None:
+                logits = logits[:, self.target_ids]
+        return cast("torch.Tensor", logits * self._variant.logit_scale if self._variant.logit_scale != 1 else logits)
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids of columns of `logits`, of any shape."""
+        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]

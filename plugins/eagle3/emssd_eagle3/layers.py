@@ -1,0 +1,102 @@
+"""Which hidden states of the target an EAGLE-3 head reads. Trainers number layers in two ways, and files do not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from emssd.errors import ConfigError
+from emssd.heads import LAST_NORMED
+
+__all__ = ["AuxLayers", "LayerIds", "aux_layers"]
+
+
+class LayerIds(str, Enum):
+    """What the numbers of a config mean.
+
+    ``hs`` k is the residual stream before layer k, counted from 0 (vLLM, speculators). ``output`` k is the output of
+    layer k, so the stream before layer k + 1 (SGLang, SpecForge).
+    """
+
+    auto = "auto"
+    hs = "hs"
+    output = "output"
+
+
+@dataclass(frozen=True, slots=True)
+class AuxLayers:
+    """The target's hidden states that a head reads.
+
+    Attributes:
+        layers: their numbers, see `emssd.heads.LAST_NORMED`, in the order in which the head reads them.
+        other: those of the other reading, where it is possible and nothing tells which is right. A wrong one changes no
+            output, only how much is accepted.
+        why: how they were chosen, in words.
+    """
+
+    layers: tuple[int, ...]
+    other: tuple[int, ...] | None
+    why: str
+
+
+def aux_layers(
+    ids: tuple[int, ...] | None,
+    num_features: int,
+    num_layers: int,
+    *,
+    container: bool = False,
+    nested: bool = False,
+    meaning: LayerIds = LayerIds.auto,
+) -> AuxLayers:
+    """Choose.
+
+    Args:
+        ids: those of the config; ``None`` without.
+        num_features: hidden states that the head reads; 0 for the last one as it is.
+        num_layers: of the target.
+        container: whether the config is one of ``speculators``.
+        nested: whether the numbers stand in ``eagle_config``, as those of SGLang and SpecForge do.
+        meaning: of the numbers, if the user knows it.
+
+    Raises:
+        ConfigError: they are not as many as the head reads, or the target has no such layers, or one comes twice.
+    """
+    if not num_features:
+        return AuxLayers((LAST_NORMED,), None, "use_aux_hidden_state is false")
+    if ids is None:
+        chosen = AuxLayers((2, num_layers // 2, num_layers - 3), None, "the default, as the config names none")
+    elif meaning is not LayerIds.auto:
+        chosen = AuxLayers(_streams(ids, meaning), None, f"layer_ids={meaning.value}")
+    elif container:
+        chosen = AuxLayers(ids, None, "as speculators numbers them")
+    elif max(ids) == num_layers:
+        chosen = AuxLayers(ids, None, "as the last one is the number of the target's layers")
+    elif ids[0] == 1:
+        chosen = AuxLayers(_streams(ids, LayerIds.output), None, "outputs of layers, as the first is 1")
+    else:
+        likely, other = (LayerIds.output, LayerIds.hs) if nested else (LayerIds.hs, LayerIds.output)
+        why = f"a guess from where the config has them: layer_ids={likely.value}, and {other.value} may be right"
+        chosen = AuxLayers(_streams(ids, likely), _streams(ids, other), why)
+    if len(chosen.layers) != num_features:
+        raise ConfigError(
+            f"the head reads {num_features} hidden states of the target, and its config names {len(chosen.layers)}"
+            + ("" if ids else " by default")
+        )
+    if not all(0 <= layer <= num_layers for layer in chosen.layers):
+        raise ConfigError(
+            f"the head reads the target's hidden states {_listed(chosen.layers)}, and a target of {num_layers} layers "
+            f"has 0 to {num_layers}"
+        )
+    if len(set(chosen.layers)) < len(chosen.layers):
+        raise ConfigError(
+            f"the head reads the target's hidden states {_listed(chosen.layers)}, and needs different ones"
+        )
+    return chosen
+
+
+def _streams(ids: tuple[int, ...], meaning: LayerIds) -> tuple[int, ...]:
+    return tuple(each + 1 for each in ids) if meaning is LayerIds.output else ids
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers))

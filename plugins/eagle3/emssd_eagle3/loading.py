@@ -1,0 +1,134 @@
+"""Loads EAGLE-3 heads of the original repository, of SpecForge and SGLang, and of the container of ``speculators``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from emssd.heads import LAST_NORMED, Checkpoint, Format, TargetSizes, expect, fill, made_empty, read_checkpoint, rename
+from emssd.heads.files import cannot_load
+from emssd_eagle3.head import Eagle3Head
+from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers
+from emssd_eagle3.variant import Variant, variant_of
+
+__all__ = ["LoadedEagle3", "load_eagle3"]
+
+_OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{place}.weight" for place, name in enumerate(("low", "mid", "high"))}
+_LATER_NORM = re.compile(r"(layers\.[1-9]\d*\.)hidden_norm\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEagle3:
+    """A head, and how it is to be used.
+
+    Attributes:
+        head: with its weights.
+        layers: the target's hidden states that it reads.
+        described: the conventions that were chosen, a line each.
+    """
+
+    head: Eagle3Head
+    layers: AuxLayers
+    described: tuple[str, ...]
+
+
+def load_eagle3(
+    path: str,
+    target: TargetSizes,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layer_ids: LayerIds = LayerIds.auto,
+) -> LoadedEagle3:
+    """Load a head.
+
+    Args:
+        path: folder, file of weights or hub id.
+        target: that it is to draft for.
+        dtype, device: of the weights.
+        layer_ids: what the numbers of layers in its config mean.
+
+    Raises:
+        ConfigError: it is no EAGLE-3 head, or none for this target, or not whole.
+        OutOfMemoryError: the device has no room for it.
+    """
+    checkpoint = read_checkpoint(path)
+    expect(checkpoint, Format.eagle3)
+    names = rename(checkpoint, _new_name)
+    if tied := _tied_head(checkpoint, names):
+        names["lm_head.weight"] = tied
+    variant = variant_of(checkpoint, names, target)
+    layers = aux_layers(
+        variant.layer_ids,
+        variant.num_features,
+        target.num_layers,
+        container=variant.container,
+        nested=variant.nested_ids,
+        meaning=layer_ids,
+    )
+    unused = ("d2t", "t2d") if variant.num_features else ("d2t", "t2d", "fc.weight", "fc.bias")
+    placed = {new: name for new, name in names.items() if new not in unused}
+    head = made_empty(lambda: Eagle3Head(variant, names, target))
+    fill(head, checkpoint, placed, dtype=dtype, device=device)
+    if "d2t" in names:
+        head.target_ids = _target_ids(checkpoint, variant, target).to(device)
+    return LoadedEagle3(head, layers, _described(checkpoint, variant, layers, head))
+
+
+def _new_name(name: str) -> str:
+    """One name for what trainers call by several: that of ``speculators``."""
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        name = "layers.0." + name.removeprefix("midlayer.")
+    if later := _LATER_NORM.match(name):
+        return f"{later[1]}input_layernorm.weight"
+    return _OLD_NORMS.get(name, name)
+
+
+def _tied_head(checkpoint: Checkpoint, names: dict[str, str]) -> str | None:
+    """The embeddings, if they are the head's own and its vocabulary projection too."""
+    is_tied = checkpoint.config.get("tie_word_embeddings") and "lm_head.weight" not in names
+    return names.get("embed_tokens.weight") if is_tied and "d2t" not in names else None
+
+
+def _target_ids(checkpoint: Checkpoint, variant: Variant, target: TargetSizes) -> torch.Tensor:
+    """``[draft_vocab_size]`` the target's ids; `d2t` holds what is to be added to each draft id."""
+    offsets = checkpoint.tensors["d2t"]
+    if tuple(offsets.shape) != (variant.draft_vocab_size,):
+        raise cannot_load(
+            checkpoint.path, f"its d2t has {offsets.numel()} entries, and it drafts {variant.draft_vocab_size} tokens"
+        )
+    ids = torch.arange(len(offsets)) + offsets.long()
+    if not ((ids >= 0) & (ids < target.vocab_size)).all() or len(set(ids.tolist())) < len(ids):
+        raise cannot_load(
+            checkpoint.path, f"its d2t gives no {len(ids)} different tokens of the target's {target.vocab_size}"
+        )
+    draftable = checkpoint.tensors.get("t2d")
+    if draftable is not None:
+        known = torch.zeros(target.vocab_size, dtype=torch.bool)
+        known[ids] = True
+        if not torch.equal(draftable.bool(), known):
+            raise cannot_load(checkpoint.path, "its d2t and t2d name different tokens")
+    return ids
+
+
+def _described(checkpoint: Checkpoint, variant: Variant, layers: AuxLayers, head: Eagle3Head) -> tuple[str, ...]:
+    version = checkpoint.config.get("speculators_version", "of an unknown version")
+    container = f"in a container of speculators {version}" if variant.container else "in a folder of its own"
+    flags = [
+        name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(variant, name)
+    ]
+    states = f"residual streams before layers {', '.join(map(str, layers.layers))}"
+    if layers.layers == (LAST_NORMED,):
+        states = "the target's last hidden state, behind its final norm"
+    return (
+        f"EAGLE-3 head {container}, read from {checkpoint.source.name}",
+        f"reads {states} ({layers.why})",
+        f"options {', '.join(flags) or 'none'}",
+        variant.decoder.described,
+        f"embeddings {'its own' if head.embed_tokens is not None else 'the target’s'}, vocabulary projection "
+        f"{'its own' if head.lm_head is not None else 'the target’s'}, "
+        f"{variant.draft_vocab_size} tokens can be drafted",
+    )

@@ -1,0 +1,139 @@
+"""What differs between EAGLE-3 heads: the flags of their configs, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from emssd.heads import Checkpoint, DecoderConfig, TargetSizes
+from emssd.heads.files import cannot_load
+
+__all__ = ["Variant", "variant_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kind of EAGLE-3 head.
+
+    Attributes:
+        decoder: sizes and rules of its layers.
+        num_features: hidden states of the target that make one feature; 0 for its last one as it is.
+        draft_vocab_size: tokens that it can draft.
+        norm_before_residual: the first layer adds to the normed feature, not to the feature.
+        norm_before_fc: one norm over all hidden states before `fc`.
+        fc_norm: a norm for each hidden state before `fc`.
+        norm_output: the feature that is fed back is normed, once for itself and the logits.
+        logit_scale: factor of the logits.
+        layer_ids: the config's numbers of the target's layers, whose meaning differs; ``None`` without.
+        nested_ids: they stand in ``eagle_config``, where SGLang and SpecForge have them.
+        container: of the library ``speculators``.
+    """
+
+    decoder: DecoderConfig
+    num_features: int
+    draft_vocab_size: int
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    logit_scale: float
+    layer_ids: tuple[int, ...] | None
+    nested_ids: bool
+    container: bool
+
+
+def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetSizes) -> Variant:
+    """Read the flags, at the top of the config or in its ``eagle_config``, and check the sizes against the target.
+
+    Args:
+        checkpoint: an EAGLE-3 head.
+        names: of its tensors, by those of the module.
+        target: that it is to draft for.
+
+    Raises:
+        ConfigError: it was trained for another target, or is of a kind that is not supported.
+    """
+    path, config = checkpoint.path, checkpoint.config
+    container = config.get("speculators_model_type") is not None
+    inner = config.get("eagle_config") or {}
+    values = _of_container(path, config) if container else config
+
+    def flag(name: str, default: Any = None) -> Any:
+        return next((each[name] for each in (config, inner) if each.get(name) is not None), default)
+
+    uses_aux = bool(flag("use_aux_hidden_state", True))
+    decoder = DecoderConfig.read(values, path)
+    ids = flag("eagle_aux_hidden_state_layer_ids")
+    variant = Variant(
+        decoder=decoder,
+        num_features=_num_features(checkpoint, names, target) if uses_aux else 0,
+        draft_vocab_size=int(flag("draft_vocab_size", 32000 if container else None) or target.vocab_size),
+        norm_before_residual=bool(flag("norm_before_residual", container)),
+        norm_before_fc=bool(flag("norm_before_fc", "input_norm.weight" in names)),
+        fc_norm=bool(flag("fc_norm", "fc_norm.0.weight" in names)),
+        norm_output=bool(flag("norm_output", False)),
+        logit_scale=float(flag("logit_scale", 1.0)),
+        layer_ids=tuple(map(int, ids)) if ids else None,
+        nested_ids=not config.get("eagle_aux_hidden_state_layer_ids"),
+        container=container,
+    )
+    _check(checkpoint, variant, values, names, target, flag("num_aux_hidden_states"))
+    return variant
+
+
+def _of_container(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers' config in a ``speculators`` container, which leaves out what is the default of its class."""
+    from transformers import AutoConfig
+
+    values = dict(config.get("transformer_layer_config") or {})
+    kind = values.pop("model_type", "qwen3")
+    if kind not in ("llama", "qwen3"):
+        raise cannot_load(path, f"its layers are those of {kind}; supported are llama and qwen3")
+    try:
+        return AutoConfig.for_model(kind, **values).to_dict()
+    except Exception as error:  # Transformers checks values with errors of several libraries
+        said = " ".join(str(error).split())[:200].rstrip(" .")
+        raise cannot_load(path, f"Transformers does not take its transformer_layer_config ({said})") from error
+
+
+def _num_features(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetSizes) -> int:
+    if "fc.weight" not in names:
+        return 3  # that fc is missing is said with all that is
+    width = checkpoint.tensors[names["fc.weight"]].shape[-1]
+    if width % target.hidden_size:
+        raise cannot_load(
+            checkpoint.path,
+            f"its fc reads {width} numbers, which is no multiple of the target's hidden size {target.hidden_size}; it "
+            f"was trained for another target",
+        )
+    return width // target.hidden_size
+
+
+def _check(
+    checkpoint: Checkpoint,
+    variant: Variant,
+    values: Mapping[str, Any],
+    names: Mapping[str, str],
+    target: TargetSizes,
+    num_states: int | None,
+) -> None:
+    size, vocab_size = variant.decoder.hidden_size, values.get("vocab_size")
+    borrowed = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in names]
+    others = checkpoint.config.get("target_hidden_size")
+    if vocab_size is not None and vocab_size != target.vocab_size:
+        why = f"its vocabulary has {vocab_size} tokens, and the target's has {target.vocab_size}"
+    elif others is not None and others != target.hidden_size:
+        why = f"it was trained for a hidden size of {others}, and the target's is {target.hidden_size}"
+    elif size != target.hidden_size and (borrowed or not variant.num_features):
+        what = "last hidden state" if not borrowed else " and ".join(borrowed)
+        why = f"it has a hidden size of {size}, and would use the target's {what}, of size {target.hidden_size}"
+    elif variant.norm_before_fc and variant.fc_norm:
+        why = "its config sets both norm_before_fc and fc_norm, and a head has one of them at most"
+    elif variant.num_features and num_states is not None and num_states != variant.num_features:
+        why = f"its config has num_aux_hidden_states {num_states}, and its fc reads {variant.num_features}"
+    elif variant.draft_vocab_size != target.vocab_size and "d2t" not in names:
+        why = f"it drafts {variant.draft_vocab_size} tokens of {target.vocab_size}, and no d2t says which"
+    else:
+        return
+    raise cannot_load(checkpoint.path, why)

@@ -1,0 +1,293 @@
+"""EAGLE-3 heads in each published layout give what their formulas say, dense and in batches with trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emssd_eagle3.loading import LoadedEagle3, load_eagle3
+
+from emssd.heads import LAST_NORMED, TargetSizes
+from tests.support.heads import (
+    CPU,
+    Weights,
+    dense_layer,
+    dense_rms,
+    layer_weights,
+    random_weights,
+    run_ragged,
+    write_head,
+)
+
+H, WIDE, V, VD, L = 16, 24, 40, 12, 9
+TARGET = TargetSizes(V, H, L)
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": H,
+    "intermediate_size": WIDE,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": V,
+    "draft_vocab_size": VD,
+    "max_position_embeddings": 8,  # shorter than the sequences, as in published heads
+}
+DRAFTED = sorted(torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD].tolist())
+
+
+def head_weights(config: dict[str, Any] = CONFIG, first: str = "midlayer.", num_states: int = 3) -> Weights:
+    shapes = {
+        "fc.weight": (H, num_states * H),
+        f"{first}input_layernorm.weight": (H,),
+        f"{first}hidden_norm.weight": (H,),
+        **layer_weights(first, config, 2 * H),
+        "norm.weight": (H,),
+        "lm_head.weight": (VD, H),
+    }
+    for layer in range(1, config.get("num_hidden_layers", 1)):
+        shapes |= {f"layers.{layer}.input_layernorm.weight": (H,), **layer_weights(f"layers.{layer}.", config, H)}
+    vocabulary = {
+        "d2t": torch.tensor(DRAFTED) - torch.arange(VD),
+        "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, torch.tensor(DRAFTED), True),
+    }
+    return random_weights(shapes) | vocabulary
+
+
+def load(path: str, target: TargetSizes = TARGET, **options: Any) -> LoadedEagle3:
+    return load_eagle3(path, target, dtype=torch.float64, device=CPU, **options)
+
+
+def dense_outputs(
+    w: Weights, embeds: torch.Tensor, features: torch.Tensor, first: str = "midlayer.", **flags: Any
+) -> torch.Tensor:
+    """Outputs ``[n, H]`` of one sequence, as the format's description says it."""
+    config = CONFIG | flags
+    eps = config["rms_norm_eps"]
+    normed = dense_rms(features, w[f"{first}hidden_norm.weight"].double(), eps)
+    attended = torch.cat([dense_rms(embeds, w[f"{first}input_layernorm.weight"].double(), eps), normed], -1)
+    residual = normed if flags.get("norm_before_residual") else features
+    positions = range(len(embeds))
+    h = dense_layer(w, first, config, residual, attended, positions)
+    for layer in range(1, config["num_hidden_layers"]):
+        normed = dense_rms(h, w[f"layers.{layer}.input_layernorm.weight"].double(), eps)
+        h = dense_layer(w, f"layers.{layer}.", config, h, normed, positions)
+    return dense_rms(h, w["norm.weight"].double(), eps) if flags.get("norm_output") else h
+
+
+def dense_logits(w: Weights, out: torch.Tensor, **flags: Any) -> torch.Tensor:
+    normed = out if flags.get("norm_output") else dense_rms(out, w["norm.weight"].double(), CONFIG["rms_norm_eps"])
+    return normed @ w["lm_head.weight"].double().T
+
+
+def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same(is_: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(is_, wanted, rtol=1e-9, atol=1e-9)
+
+
+def renamed(weights: Weights, *pairs: tuple[str, str]) -> Weights:
+    for old, new in pairs:
+        weights = {name.replace(old, new, 1) if name.startswith(old) else name: each for name, each in weights.items()}
+    return weights
+
+
+def speculators_config(**more: Any) -> dict[str, Any]:
+    layers = {name: value for name, value in CONFIG.items() if name not in ("architectures", "draft_vocab_size")}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "x", "architectures": ["y"]}},
+        "transformer_layer_config": layers,
+        "draft_vocab_size": VD,
+        "norm_before_residual": False,
+    } | more
+
+
+LAYOUTS = {
+    "original": (CONFIG | {"architectures": ["LlamaForCausalLM"]}, (), "pytorch_model.bin"),
+    "SpecForge": (CONFIG, (), "model.safetensors"),
+    "with prefix": (
+        CONFIG,
+        (("midlayer.", "model.layers.0."), ("fc.", "model.fc."), ("norm.", "model.norm.")),
+        "model.safetensors",
+    ),
+    "speculators": (speculators_config(), (("midlayer.", "layers.0."),), "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config, names, file = LAYOUTS[layout]
+    weights = {name: each.to(dtype) if each.is_floating_point() else each for name, each in head_weights().items()}
+    loaded = load(write_head(tmp_path, config, renamed(weights, *names), file))
+    states, embeds = numbers(11, 3 * H), numbers(11, H, seed=2)
+    features = states @ weights["fc.weight"].double().T
+    assert_same(loaded.head.features(states), features)
+    wanted = dense_outputs(weights, embeds, features)
+    ((last, _, _),) = run_ragged(
+        loaded.head, [(torch.cat([embeds, features], -1), 4, torch.cat([embeds, features], -1)[:1], (-1,))]
+    )
+    assert_same(last, wanted[-1])
+    assert_same(loaded.head.logits(wanted, pytest.fail), dense_logits(weights, wanted))
+    assert loaded.head.to_target(torch.arange(VD)).tolist() == DRAFTED
+    assert loaded.layers.layers == (2, L // 2, L - 3)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"norm_before_residual": True},
+        {"norm_output": True},
+        {"num_hidden_layers": 3},
+        {"rope_theta": 500000.0},
+        {"head_dim": 10},
+        {"num_key_value_heads": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+def test_rows_with_trees_run_together_as_each_way_alone(flags: dict[str, Any], backend: str, tmp_path: Path) -> None:
+    config = CONFIG | flags
+    weights = head_weights(config)
+    head = load(write_head(tmp_path, config, weights)).head
+    trees = [(-1, -1, 0, 0, 1, 3), (-1, 0, 1), (-1, -1, -1, 2, 2)]
+    rows = []
+    for row, (length, first) in enumerate([(9, 2), (3, 1), (6, 5)]):
+        tree = trees[row]
+        rows.append((numbers(length, 2 * H, seed=row), first, numbers(len(tree), 2 * H, seed=10 + row), tree))
+    for (inputs, _, nodes, tree), (last, outputs, again) in zip(rows, run_ragged(head, rows, backend), strict=True):
+        assert_same(last, dense_outputs(weights, *inputs.chunk(2, -1), **flags)[-1])
+        for node in range(len(tree)):
+            way = [node]
+            while tree[way[0]] >= 0:
+                way.insert(0, tree[way[0]])
+            chain = torch.cat([inputs, nodes[way]])
+            assert_same(outputs[node], dense_outputs(weights, *chain.chunk(2, -1), **flags)[-1])
+            assert_same(
+                head.logits(outputs[node : node + 1], pytest.fail)[0],
+                dense_logits(weights, dense_outputs(weights, *chain.chunk(2, -1), **flags), **flags)[-1],
+            )
+        longer = torch.cat([chain, nodes[:1]])
+        assert_same(again, dense_outputs(weights, *longer.chunk(2, -1), **flags)[-1])
+
+
+def test_a_draft_grows_from_the_heads_own_features(tmp_path: Path) -> None:
+    weights = head_weights()
+    head = load(write_head(tmp_path, CONFIG, weights)).head
+    table, features = numbers(V, H), numbers(5, H, seed=3)
+    text, fed = [3, 4, 5, 6, 7, 8], features
+    for _ in range(4):  # all is computed again for each token
+        out = dense_outputs(weights, table[text[1:]], fed)
+        text.append(DRAFTED[int(dense_logits(weights, out)[-1].argmax())])
+        fed = torch.cat([fed, out[-1:]])
+    drafted = text[6:]
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        return table[ids]
+
+    inputs = torch.cat([head.embed(torch.tensor(text[1:-1]), embed), fed[:-1]], -1)
+    ((last, nodes, _),) = run_ragged(head, [(inputs[:5], 2, inputs[5:], (-1, 0, 1))])
+    outputs = torch.cat([last[None], nodes])
+    assert head.to_target(head.logits(outputs, pytest.fail).argmax(-1)).tolist() == drafted
+    assert_same(outputs[:-1], fed[5:-1])
+
+
+def test_norms_before_fc(tmp_path: Path) -> None:
+    states, eps = numbers(4, 3 * H), CONFIG["rms_norm_eps"]
+    weights = head_weights()
+    fc = weights["fc.weight"].double()
+    one = random_weights({"input_norm.weight": (3 * H,)})
+    head = load(write_head(tmp_path / "one", CONFIG | {"norm_before_fc": True}, weights | one)).head
+    assert_same(head.features(states), dense_rms(states, one["input_norm.weight"].double(), eps) @ fc.T)
+    each = random_weights({f"fc_norm.{place}.weight": (H,) for place in range(3)})
+    chunks = [
+        dense_rms(chunk, norm.double(), eps) for chunk, norm in zip(states.chunk(3, -1), each.values(), strict=True)
+    ]
+    old = dict(zip((f"aux_norm_{name}.weight" for name in ("low", "mid", "high")), each.values(), strict=True))
+    for folder, norms, flags in (("new", each, {"fc_norm": True}), ("old", old, {})):
+        head = load(write_head(tmp_path / folder, CONFIG | {"eagle_config": flags}, weights | norms)).head
+        assert_same(head.features(states), torch.cat(chunks, -1) @ fc.T)
+
+
+def test_biases_and_norms_of_heads_as_in_qwen(tmp_path: Path) -> None:
+    more = random_weights(
+        {
+            "midlayer.self_attn.q_norm.weight": (4,),
+            "midlayer.self_attn.k_norm.weight": (4,),
+            "midlayer.self_attn.q_proj.bias": (16,),
+            "midlayer.self_attn.k_proj.bias": (8,),
+            "midlayer.self_attn.v_proj.bias": (8,),
+        },
+        seed=4,
+    )
+    weights = head_weights() | more
+    head = load(write_head(tmp_path, CONFIG | {"attention_bias": True}, weights)).head
+    inputs = numbers(6, 2 * H)
+    ((last, _, _),) = run_ragged(head, [(inputs, 3, inputs[:1], (-1,))])
+    assert_same(last, dense_outputs(weights, *inputs.chunk(2, -1))[-1])
+
+
+def test_what_the_file_lacks_is_the_targets(tmp_path: Path) -> None:
+    weights = head_weights()
+    del weights["lm_head.weight"], weights["t2d"]
+    path = write_head(tmp_path / "a", CONFIG, weights)
+    head, table = load(path).head, numbers(V, H)
+    normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
+    assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), (normed @ table.T)[:, DRAFTED])
+    assert_same(head.embed(torch.tensor([7, 3]), lambda ids: table[ids]), table[[7, 3]])
+    own = weights | random_weights({"embed_tokens.weight": (V, H)})
+    del own["d2t"]
+    whole = CONFIG | {"draft_vocab_size": None, "tie_word_embeddings": True}
+    head = load(write_head(tmp_path / "b", whole, own)).head
+    table = own["embed_tokens.weight"].double()
+    assert_same(head.embed(torch.tensor([7, 3]), pytest.fail), table[[7, 3]])
+    assert_same(head.logits(numbers(3, H), pytest.fail), normed @ table.T)
+    assert head.to_target(torch.tensor([5, 6])).tolist() == [5, 6]
+
+
+def test_a_head_of_the_last_hidden_state_needs_no_fc(tmp_path: Path) -> None:
+    config = CONFIG | {"eagle_config": {"use_aux_hidden_state": False}}
+    loaded = load(write_head(tmp_path, config, head_weights()))
+    assert loaded.layers.layers == (LAST_NORMED,)
+    assert torch.equal(loaded.head.features(numbers(3, H)), numbers(3, H))
+
+
+def test_a_head_may_be_narrower_than_its_target(tmp_path: Path) -> None:
+    weights = head_weights() | random_weights({"fc.weight": (H, 3 * 20), "embed_tokens.weight": (V, H)})
+    config = CONFIG | {"target_hidden_size": 20}
+    head = load(write_head(tmp_path, config, weights), TargetSizes(V, 20, L)).head
+    assert_same(head.features(numbers(2, 60)), numbers(2, 60) @ weights["fc.weight"].double().T)
+
+
+def test_a_container_without_the_flag_norms_before_the_residual(tmp_path: Path) -> None:
+    config = speculators_config()
+    del config["norm_before_residual"]
+    loaded = load(write_head(tmp_path, config, renamed(head_weights(), ("midlayer.", "layers.0."))))
+    assert "options norm_before_residual" in loaded.described
+    assert any("speculators 0.3.0" in line for line in loaded.described)
+
+
+def test_later_layers_may_call_their_norm_as_the_first(tmp_path: Path) -> None:
+    config = CONFIG | {"num_hidden_layers": 2}
+    weights = head_weights(config)
+    other = renamed(weights, ("layers.1.input_layernorm", "layers.1.hidden_norm"))
+    heads = [load(write_head(tmp_path / name, config, each)).head for name, each in (("a", weights), ("b", other))]
+    for one, two in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_logits_of_the_whole_vocabulary_may_be_the_targets_and_scaled(tmp_path: Path) -> None:
+    weights = head_weights()
+    del weights["lm_head.weight"], weights["d2t"], weights["t2d"]
+    config = CONFIG | {"draft_vocab_size": V, "logit_scale": 0.5}
+    head, table = load(write_head(tmp_path, config, weights)).head, numbers(V, H)
+    normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
+    assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), 0.5 * normed @ table.T)

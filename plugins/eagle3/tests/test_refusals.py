@@ -1,0 +1,165 @@
+"""A file that is not the head for this target is refused in one sentence, and layers are chosen by stated rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emssd_eagle3.layers import LayerIds, aux_layers
+from emssd_eagle3.loading import load_eagle3
+
+from emssd.errors import ConfigError
+from emssd.heads import TargetSizes
+from tests.support.heads import CPU, Weights, layer_weights, random_weights, write_head
+
+H, V, VD = 16, 40, 12
+TARGET = TargetSizes(V, H, 9)
+CONFIG: dict[str, Any] = {
+    "hidden_size": H,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": V,
+    "draft_vocab_size": VD,
+}
+
+
+def head_weights() -> Weights:
+    shapes = {
+        "fc.weight": (H, 3 * H),
+        "midlayer.input_layernorm.weight": (H,),
+        "midlayer.hidden_norm.weight": (H,),
+        **layer_weights("midlayer.", CONFIG, 2 * H),
+        "norm.weight": (H,),
+        "lm_head.weight": (VD, H),
+    }
+    d2t = torch.arange(VD)  # draft id i is the target's 2 i
+    t2d = (torch.arange(V) % 2 == 0) & (torch.arange(V) < 2 * VD)
+    return random_weights(shapes) | {"d2t": d2t, "t2d": t2d}
+
+
+def load(path: str, target: TargetSizes = TARGET) -> Any:
+    return load_eagle3(path, target, dtype=torch.float64, device=CPU)
+
+
+def test_the_head_that_the_others_are_made_of_is_taken(tmp_path: Path) -> None:
+    rotary = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(2)}  # older versions stored it
+    head = load(write_head(tmp_path, CONFIG, head_weights() | rotary)).head
+    assert head.to_target(torch.tensor([0, 5])).tolist() == [0, 10]
+    assert not any(parameter.requires_grad for parameter in head.parameters())
+
+
+def without(name: str) -> Callable[[Weights], object]:
+    return lambda weights: weights.pop(name)
+
+
+def put(**more: torch.Tensor) -> Callable[[Weights], object]:
+    return lambda weights: weights.update({name.replace("__", "."): each for name, each in more.items()})
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "words"),
+    [
+        ({}, without("norm.weight"), "of its weights, norm.weight is missing"),
+        ({}, without("midlayer.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight is missing"),
+        ({}, put(extra=torch.ones(2)), "extra is without a place in such a head"),
+        (
+            {},
+            put(norm__weight=torch.ones(3), fc__weight=torch.ones(5, 3 * H)),
+            "fc.weight (5x48 in place of 16x48), norm.weight (3 in place of 16) are of another shape",
+        ),
+        ({}, put(layers__0__hidden_norm__weight=torch.ones(H)), "are for the same place"),
+        ({}, put(fc__weight=torch.ones(H, 50)), "its fc reads 50 numbers, which is no multiple of the target's hidden"),
+        ({}, without("fc.weight"), "fc.weight is missing"),
+        ({"vocab_size": 41}, None, "its vocabulary has 41 tokens, and the target's has 40"),
+        ({"draft_vocab_size": 13}, None, "lm_head.weight (12x16 in place of 13x16)"),
+        ({"target_hidden_size": 32}, None, "it was trained for a hidden size of 32, and the target's is 16"),
+        ({}, without("d2t"), "no d2t says which"),
+        ({}, put(d2t=torch.arange(VD - 1)), "its d2t has 11 entries, and it drafts 12 tokens"),
+        ({}, put(d2t=torch.arange(VD) * 3), "its d2t gives no 12 different tokens of the target's 40"),
+        ({}, put(d2t=torch.zeros(VD, dtype=torch.int64)), "its d2t and t2d name different tokens"),
+        ({"num_aux_hidden_states": 4}, None, "num_aux_hidden_states 4, and its fc reads 3"),
+        ({"norm_before_fc": True, "fc_norm": True}, None, "sets both norm_before_fc and fc_norm"),
+        ({"fc_norm": True}, None, "fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight are missing"),
+        ({"kv_lora_rank": 512}, None, "of the kind MLA"),
+        ({"rope_scaling": {"type": "longrope"}}, None, "rotary embeddings are of type longrope"),
+        ({"rope_scaling": {"type": "linear"}}, None, "rotary embeddings of type linear have no factor"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5}}},
+            None,
+            "its layers have different rotary embeddings",
+        ),
+        ({"partial_rotary_factor": 0.5}, None, "it rotates a part of each head only"),
+        ({"hidden_act": "wavy"}, None, "its hidden_act is 'wavy'"),
+        ({"num_attention_heads": "many"}, None, "a value of another type than expected"),
+        ({"hidden_size": None}, None, "its config.json has no hidden_size"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, None, "reads 3 hidden states of the target, and its config na"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 10]}, None, "hidden states 2, 4, 10, and a target of 9 layers"),
+        (
+            {"speculators_model_type": "peagle"},
+            None,
+            "what it holds is a P-EAGLE head, which drafts in parallel; what is wanted is an EAGLE-3",
+        ),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "mamba"}},
+            None,
+            "its layers are those of mamba",
+        ),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": "wide"}},
+            None,
+            "Transformers does not take its transformer_layer_config",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_one_sentence(
+    config: dict[str, Any], change: Callable[[Weights], object] | None, words: str, tmp_path: Path
+) -> None:
+    weights = head_weights()
+    if change is not None:
+        change(weights)
+    with pytest.raises(ConfigError) as raised:
+        load(write_head(tmp_path, CONFIG | config, weights))
+    message = str(raised.value)
+    assert words in message
+    assert "\n" not in message
+    assert len(message) < 500
+
+
+def test_a_head_without_what_it_would_borrow_must_be_as_wide_as_its_target(tmp_path: Path) -> None:
+    weights = head_weights() | {"fc.weight": torch.ones(H, 60)}
+    path = write_head(tmp_path, CONFIG, weights)
+    with pytest.raises(ConfigError, match="would use the target's embed_tokens, of size 20"):
+        load(path, TargetSizes(V, 20, 9))
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "layers", "other"),
+    [
+        (None, {}, (2, 18, 33), None),
+        ((1, 17, 33), {}, (2, 18, 34), None),
+        ((24, 30, 36), {"nested": True}, (24, 30, 36), None),
+        ((1, 17, 33), {"container": True}, (1, 17, 33), None),
+        ((3, 17, 33), {}, (3, 17, 33), (4, 18, 34)),
+        ((3, 17, 33), {"nested": True}, (4, 18, 34), (3, 17, 33)),
+        ((3, 17, 33), {"meaning": LayerIds.output}, (4, 18, 34), None),
+        ((1, 17, 33), {"meaning": LayerIds.hs}, (1, 17, 33), None),
+    ],
+)
+def test_layers_are_chosen_by_rule(ids: Any, options: Any, layers: Any, other: Any) -> None:
+    chosen = aux_layers(ids, 3, 36, **options)
+    assert (chosen.layers, chosen.other) == (layers, other)
+
+
+def test_without_ids_the_target_must_have_the_default_layers() -> None:
+    with pytest.raises(ConfigError, match=r"and its config names 3 by default"):
+        aux_layers(None, 4, 36)
+    with pytest.raises(ConfigError, match=r"hidden states 2, 1, -1"):
+        aux_layers(None, 3, 2)
+    with pytest.raises(ConfigError, match=r"hidden states 2, 2, 1, and needs different ones"):
+        aux_layers(None, 3, 4)

@@ -1,0 +1,98 @@
+"""`HydraHeads`: heads that also read the tokens drafted before theirs; `HydraPrefix`, what Hydra++ has before them.
+
+Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding", arXiv 2402.05109.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from emssd.attention import LayerSpec
+from emssd.heads import DecoderConfig, Head, HeadLayer, HeadNorm, Rotary
+from emssd.heads.layers import Attend
+
+__all__ = ["HydraHeads", "HydraPrefix"]
+
+
+class HydraHeads(nn.Module):
+    """Heads of multi-layer perceptrons. A head runs once for each node of a tree that gets children.
+
+    Args:
+        num_heads: how many levels can be drafted.
+        num_layers: of each head, before its vocabulary projection.
+        hidden_size, vocab_size: the target's.
+        names: of the module's tensors that the checkpoint has.
+    """
+
+    def __init__(
+        self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int, names: Container[str]
+    ) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleList(
+            nn.Sequential(
+                *(
+                    _Residual(f"mlp.{h}.{layer}.", hidden_size * (1 if layer else h + 2), hidden_size, names)
+                    for layer in range(num_layers)
+                )
+            )
+            for h in range(num_heads)
+        )
+        self.projections = nn.ModuleList(
+            nn.Linear(hidden_size, vocab_size, bias=f"projections.{h}.bias" in names) for h in range(num_heads)
+        )
+
+    def forward(self, hidden: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, vocab]`` of the children of n nodes of one level.
+
+        Args:
+            hidden: ``[n, hidden_size]``, of the token that the root was chosen from: the target's hidden state, or what
+                `HydraPrefix` made of it.
+            embeds: ``[n, h + 1, hidden_size]`` the target's embeddings of the tokens from the root to the node. Head
+                `h` gives the logits, so that 0 is asked for the children of the root.
+        """
+        depth = embeds.shape[1] - 1
+        inputs = torch.cat([hidden, embeds.flatten(1)], dim=-1)
+        return cast("torch.Tensor", self.projections[depth](self.mlp[depth](inputs)))
+
+
+class _Residual(nn.Module):
+    """A layer that adds its input; where sizes differ, the input goes through a layer of its own."""
+
+    def __init__(self, prefix: str, size: int, out: int, names: Container[str]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, out, bias=f"{prefix}linear.bias" in names)
+        self.res_connection: nn.Module = nn.Identity()
+        if size != out:
+            self.res_connection = nn.Linear(size, out, bias=f"{prefix}res_connection.bias" in names)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", self.res_connection(x) + F.silu(self.linear(x)))
+
+
+class HydraPrefix(Head):
+    """A decoder layer over the target's hidden states. Each stands at its token's own position, without shift.
+
+    Args:
+        config: the target's, and one layer.
+        names: of the module's tensors that the checkpoint has.
+    """
+
+    def __init__(self, config: DecoderConfig, names: Container[str]) -> None:
+        super().__init__()
+        self.input_size, self.max_len = config.hidden_size, config.max_len
+        self.rotary = Rotary(config)
+        self.layers = nn.ModuleList([HeadLayer(config, 0, names)])
+        self.norm = HeadNorm(config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return (cast("HeadLayer", self.layers[0]).spec,)
+
+    def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        angles = self.rotary(position_ids, inputs.dtype)
+        return cast("torch.Tensor", self.norm(self.layers[0](inputs, angles, attend)))

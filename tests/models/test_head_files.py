@@ -1,0 +1,142 @@
+"""The files of trained heads: formats are told apart, and nothing but tensors and JSON is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from emssd.errors import ConfigError
+from emssd.heads import Checkpoint, Format, StaticTree, detect, expect, read_checkpoint
+from tests.support.heads import write_head
+
+ONE = {"fc.weight": torch.arange(6.0).view(2, 3)}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt"])
+def test_folders_and_files_are_read(file: str, tmp_path: Path) -> None:
+    write_head(tmp_path, {"a": 1}, ONE, file)
+    for path in (tmp_path, tmp_path / file):
+        found = read_checkpoint(str(path))
+        assert found.config == {"a": 1}
+        assert found.source.name == file
+        assert torch.equal(found.tensors["fc.weight"], ONE["fc.weight"])
+
+
+def test_shards_are_read_together(tmp_path: Path) -> None:
+    write_head(tmp_path, {}, ONE, "pytorch_model-1.bin")
+    write_head(tmp_path, {}, {"b": torch.ones(2)}, "pytorch_model-2.bin")
+    index = {"weight_map": {"fc.weight": "pytorch_model-1.bin", "b": "pytorch_model-2.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert set(read_checkpoint(str(tmp_path)).tensors) == {"fc.weight", "b"}
+    (tmp_path / "pytorch_model-2.bin").unlink()
+    with pytest.raises(ConfigError, match=r"pytorch_model-2.bin is no file"):
+        read_checkpoint(str(tmp_path))
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has no weight_map"):
+        read_checkpoint(str(tmp_path))
+
+
+def test_old_files_of_pytorch_are_read(tmp_path: Path) -> None:
+    write_head(tmp_path, {}, {})
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(ONE, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(read_checkpoint(str(tmp_path)).tensors["fc.weight"], ONE["fc.weight"])
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "medusa_lm_head.pt"])
+def test_code_in_a_pickle_is_not_run(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_head(tmp_path, {}, ONE | {"x": Harmful()}, file)  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="may run any code") as raised:
+        read_checkpoint(str(tmp_path))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_what_is_missing_or_damaged_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(path: Path | str = tmp_path) -> str:
+        with pytest.raises(ConfigError) as raised:
+            read_checkpoint(str(path))
+        return str(raised.value)
+
+    assert "has no file of weights" in refusal()
+    save_file(ONE, tmp_path / "model.safetensors")
+    assert "config.json is missing" in refusal()
+    (tmp_path / "config.json").write_text("[]")
+    assert "holds no JSON object" in refusal()
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot be read as JSON" in refusal()
+    (tmp_path / "config.json").write_text("{}")
+    assert "it is no file of weights" in refusal(tmp_path / "config.json")
+    (tmp_path / "model.safetensors").write_bytes(b"half a file")
+    assert "is damaged or not complete" in refusal()
+    (tmp_path / "model.safetensors").unlink()
+    torch.save([torch.ones(1)], tmp_path / "pytorch_model.bin")
+    assert "is no dictionary of tensors" in refusal()
+    assert "there is no such folder or file" in refusal(tmp_path / "nowhere")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "the Hugging Face hub does not give it" in refusal("nobody/nothing-of-this-name")
+
+
+def test_heads_of_the_hub_are_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--head"
+    write_head(repository / "snapshots" / ("0" * 40), {"a": 1}, ONE)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    assert read_checkpoint("some/head").config == {"a": 1}
+
+
+LAYER = {"layers.0.self_attn.q_proj.weight": torch.ones(1), "layers.0.mlp.up_proj.weight": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "file", "found"),
+    [
+        ({"speculators_model_type": "eagle3"}, {}, "model.safetensors", Format.eagle3),
+        ({"speculators_model_type": "dspark"}, {}, "model.safetensors", Format.dflash),
+        ({"speculators_model_type": "xpress"}, {}, "model.safetensors", Format.speculators),
+        ({}, {"0.0.linear.weight"}, "medusa_lm_head.pt", Format.medusa),
+        ({}, {"medusa_head.0.0.linear.weight", *LAYER}, "model.safetensors", Format.medusa),
+        ({}, {"blocks.0.layers.0.weight", "lm_heads.0.weight"}, "model.safetensors", Format.medusa),
+        ({}, {"hydra_mlp.0.0.linear.weight"}, "hydra_lm_head.pt", Format.hydra),
+        ({"dflash_config": {}}, {"fc.weight", "hidden_norm.weight", *LAYER}, "model.safetensors", Format.dflash),
+        ({"architectures": ["DFlashDraftModel"]}, {"fc.weight", *LAYER}, "model.safetensors", Format.dflash),
+        ({"pard_token": 3}, {"mask_hidden", "fc.weight"}, "model.safetensors", Format.peagle),
+        ({"pard_token": 3}, {*LAYER}, "model.safetensors", Format.pard),
+        ({}, {"midlayer.hidden_norm.weight", "fc.weight"}, "pytorch_model.bin", Format.eagle3),
+        ({}, {"model.layers.0.hidden_norm.weight", "model.fc.weight"}, "model.safetensors", Format.eagle3),
+        ({}, {"d2t", "fc.weight", *LAYER}, "model.safetensors", Format.eagle3),
+        ({}, {"fc.weight", *LAYER}, "pytorch_model.bin", Format.eagle),
+        ({}, {"layers.0.self_attn.q_proj.weight", "norm.weight"}, "pytorch_model.bin", Format.kangaroo),
+        ({}, {"mtp.fc.weight", "embed_tokens.weight", "norm.weight", *LAYER}, "model.safetensors", Format.mtp),
+        ({}, {"model.embed_tokens.weight", "model.norm.weight", *LAYER}, "model.safetensors", Format.causal_lm),
+    ],
+)
+def test_formats_are_told_apart(config: dict[str, Any], names: set[str], file: str, found: Format) -> None:
+    checkpoint = Checkpoint("x", Path(file), config, dict.fromkeys(names, torch.ones(1)))
+    assert detect(checkpoint) is found
+    expect(checkpoint, found)
+    other = Format.medusa if found is not Format.medusa else Format.eagle
+    with pytest.raises(ConfigError, match=f"what it holds is {found.value}; what is wanted is {other.value}"):
+        expect(checkpoint, other)
+
+
+def test_trees_are_read_from_paths() -> None:
+    tree = StaticTree.of_paths([[0], [1], [0, 2], [0, 2, 0]])
+    assert (tree.parents, tree.ranks, tree.depths) == ((-1, -1, 0, 2), (0, 1, 2, 0), [1, 1, 2, 3])
+    for paths in ([[0], [0]], [[0, 1], [0]]):
+        with pytest.raises(ValueError, match="comes twice, or before its parent"):
+            StaticTree.of_paths(paths)

@@ -1,0 +1,190 @@
+"""What tests of trained heads share: files in published layouts, and decoder layers written anew, dense and naive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from emssd.attention import Kept, KVCacheSpec
+from emssd.attention.trees import Parents, depths
+from emssd.decoding.caches import make_backend
+from emssd.decoding.packing import pack, pack_nodes
+from emssd.drafting import Draft
+from emssd.heads import Head, HeadRunner
+from emssd.plugins.registry import Registry
+
+__all__ = ["CPU", "Weights", "dense_layer", "dense_rms", "layer_weights", "random_weights", "run_ragged", "write_head"]
+
+CPU = torch.device("cpu")
+Weights = dict[str, torch.Tensor]
+
+
+def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Weights:
+    """Random float32 weights, large enough that each matters; those of norms lie around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * (0.2 if len(shape) == 1 else 0.3)
+        + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def layer_weights(prefix: str, config: Mapping[str, Any], input_size: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a decoder layer of Llama's kind, without its input norm."""
+    hidden, wide, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    dim = config.get("head_dim", hidden // heads)
+    return {
+        f"{prefix}self_attn.q_proj.weight": (heads * dim, input_size),
+        f"{prefix}self_attn.k_proj.weight": (kv_heads * dim, input_size),
+        f"{prefix}self_attn.v_proj.weight": (kv_heads * dim, input_size),
+        f"{prefix}self_attn.o_proj.weight": (hidden, heads * dim),
+        f"{prefix}mlp.gate_proj.weight": (wide, hidden),
+        f"{prefix}mlp.up_proj.weight": (wide, hidden),
+        f"{prefix}mlp.down_proj.weight": (hidden, wide),
+        f"{prefix}post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def write_head(folder: Path, config: Mapping[str, Any], weights: Weights, file: str = "model.safetensors") -> str:
+    """Write a checkpoint with its weights in `file`. Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(weights, folder / file)
+    else:
+        torch.save(weights, folder / file)
+    return str(folder)
+
+
+def dense_rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def dense_layer(
+    weights: Weights,
+    prefix: str,
+    config: Mapping[str, Any],
+    residual: torch.Tensor,
+    attended: torch.Tensor,
+    positions: Seq[int],
+) -> torch.Tensor:
+    """A layer for one sequence: ``residual [n, H]`` plus attention over ``attended [n, D]``, plus the MLP."""
+    w = {name.removeprefix(prefix): each.double() for name, each in weights.items() if name.startswith(prefix)}
+    heads = config["num_attention_heads"]
+    kv_heads, eps = config.get("num_key_value_heads", heads), config["rms_norm_eps"]
+
+    def by_head(name: str, count: int) -> torch.Tensor:
+        out = attended @ w[f"self_attn.{name}_proj.weight"].T
+        if f"self_attn.{name}_proj.bias" in w:
+            out = out + w[f"self_attn.{name}_proj.bias"]
+        out = out.reshape(len(attended), count, -1)
+        norm = w.get(f"self_attn.{name}_norm.weight")
+        return out if norm is None else dense_rms(out, norm, eps)
+
+    theta = config.get("rope_theta", 10000.0)
+    q, k = (_turned(by_head(name, count), positions, theta) for name, count in (("q", heads), ("k", kv_heads)))
+    v = by_head("v", kv_heads)
+    rows = []
+    for i in range(len(attended)):
+        out = []
+        for head in range(heads):
+            group = head // (heads // kv_heads)
+            scores = torch.stack([q[i, head] @ k[j, group] for j in range(i + 1)]) / q.shape[-1] ** 0.5
+            out.append(torch.softmax(scores, 0) @ v[: i + 1, group])
+        rows.append(torch.cat(out))
+    hidden = residual + torch.stack(rows) @ w["self_attn.o_proj.weight"].T
+    x = dense_rms(hidden, w["post_attention_layernorm.weight"], eps)
+    gate, up = x @ w["mlp.gate_proj.weight"].T, x @ w["mlp.up_proj.weight"].T
+    return hidden + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
+
+
+def _turned(x: torch.Tensor, positions: Seq[int], theta: float) -> torch.Tensor:
+    """Rotary positions: element ``j`` and element ``j + dim / 2`` of a head are a pair. Frequencies are float32."""
+    dim = x.shape[-1]
+    frequencies = (1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)).double()
+    angles = torch.tensor(positions).double()[:, None, None] * frequencies
+    a, b = x[..., : dim // 2], x[..., dim // 2 :]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+
+
+@dataclass
+class _Row:
+    request_id: str
+    tokens: Seq[int]
+    num_cached: int
+
+
+def run_ragged(
+    head: Head,
+    rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]],
+    backend: Any = "ragged",
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Run sequences of different lengths together: a first piece, the rest, a tree level by level; commit; the rest.
+
+    Args:
+        head: to run.
+        rows: for each its inputs ``[n, input_size]``, how many of them are in the first piece, inputs of tree nodes
+            ``[m, input_size]``, and their parents. The way to the last node is committed.
+        backend: by name.
+
+    Returns:
+        For each row the output behind its last input, those of the tree nodes, and the output of the first tree input
+        given once more behind the committed way.
+    """
+    spec = KVCacheSpec((), torch.float64, CPU, len(rows), 64, continuous=backend == "ragged", trees=True)
+    runner = HeadRunner(head, make_backend(head.kv_cache_spec(spec), backend, Registry()))
+    names = [f"row {i}" for i in range(len(rows))]
+
+    def step(starts: Seq[int], inputs: Seq[torch.Tensor]) -> torch.Tensor:
+        members = [
+            _Row(name, [0] * (start + len(each)), start)
+            for name, start, each in zip(names, starts, inputs, strict=True)
+        ]
+        return runner.run(pack(members, Draft.empty(len(rows))), torch.cat(list(inputs)))
+
+    step([0] * len(rows), [each[:first] for each, first, _, _ in rows])
+    last = step([first for _, first, _, _ in rows], [each[first:] for each, first, _, _ in rows])
+    nodes = _grow(runner, names, rows)
+    kept, sources = [], []
+    for inputs, _, _, parents in rows:
+        way, node = [], len(parents) - 1
+        while node >= 0:
+            way.insert(0, len(inputs) + node)
+            node = parents[node]
+        kept.append(len(inputs) + len(way))
+        sources.append(tuple(way))
+    runner.commit(Kept(tuple(names), tuple(kept), tuple(sources)))
+    again = step(kept, [each[:1] for _, _, each, _ in rows])
+    runner.release(names)
+    assert runner.usage.held == 0
+    return list(zip(last, nodes, again, strict=True))
+
+
+def _grow(
+    runner: HeadRunner, names: Seq[str], rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
+) -> list[torch.Tensor]:
+    """The outputs of each row's tree; all rows level by level, and nodes are in the order of their levels."""
+    found: list[list[torch.Tensor]] = [[] for _ in rows]
+    for level in range(1, 1 + max(max(depths(parents)) for *_, parents in rows)):
+        active = [row for row, (*_, parents) in enumerate(rows) if level in depths(parents)]
+        counts = [depths(rows[row][3]).count(level) for row in active]
+        reach = [len(found[row]) + count for row, count in zip(active, counts, strict=True)]
+        packed = pack_nodes(
+            [names[row] for row in active],
+            torch.zeros(sum(counts), dtype=torch.int64),
+            counts,
+            [len(rows[row][0]) + end for row, end in zip(active, reach, strict=True)],
+            [rows[row][3][:end] for row, end in zip(active, reach, strict=True)],
+        )
+        inputs = [rows[row][2][len(found[row]) : end] for row, end in zip(active, reach, strict=True)]
+        for row, outputs in zip(active, runner.run(packed, torch.cat(inputs)).split(counts), strict=True):
+            found[row].extend(outputs)
+    return [torch.stack(outputs) for outputs in found]
