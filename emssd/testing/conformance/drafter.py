@@ -202,7 +202,7 @@ class DrafterConformance(Suite):
     def test_report_of_the_cost(self, record_property: Callable[[str, object], None]) -> None:
         """Time per drafted token; reported, and never judged."""
         watched = self._watched(self._context())
-        world, step = World(watched, VOCAB_SIZE), Decision(16, 16, 3, 1)
+        world, step = self._world(watched), Decision(16, 16, 3, 1)
         rows = [
             Sequence(Request(str(row), tuple((row + i % 3) % VOCAB_SIZE for i in range(24)), 30))
             for row in range(BATCH_SIZE)
@@ -233,8 +233,9 @@ class DrafterConformance(Suite):
     def _probes(self) -> Probes:
         return Probes(self._world, learns=self.learns_across_requests, draws=self.decides_at_random)
 
-    def _world(self) -> World:
-        return World(self._watched(self._context()), VOCAB_SIZE)
+    def _world(self, watched: list[WatchedDrafter] | None = None) -> World:
+        context = self._context()
+        return World(watched or self._watched(context), VOCAB_SIZE, context.target)
 
     def _watched(self, context: DrafterContext) -> list[WatchedDrafter]:
         return [WatchedDrafter(drafter, context.vocab_size) for drafter in self._drafters(context)]

@@ -39,6 +39,7 @@ class UnionDrafter(Drafter):
     def __init__(self, drafters: Seq[CheckedDrafter]) -> None:
         self.drafters = tuple(drafters)
         self.replays = "; ".join(said for each in drafters if (said := each.drafter.replays)) or None
+        self.hidden_layers = tuple(sorted({layer for each in drafters for layer in each.hidden_layers}))
         self._names: tuple[str, ...] = ()  # of the rows that were drafted for last
         self._proposed: list[_Proposed] = []  # by drafter
 
@@ -118,4 +119,4 @@ def _own(outcome: Outcome, proposed: _Proposed, trees: Seq[dict[tuple[int, int],
         lengths.append(len(found))
         accepted.append(range(len(path)) if proposed.draft.parents is None else path)
         targets.append([*chosen[:1], *(chosen[place + 1] for place in found)])
-    return Outcome(outcome.batch, proposed.draft.cut(lengths), tuple(accepted), tuple(targets))
+    return Outcome(outcome.batch, proposed.draft.cut(lengths), tuple(accepted), tuple(targets), hidden=outcome.hidden)
