@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -75,13 +75,7 @@ class KVCacheSpec:
         return elements * self.dtype.itemsize
 
 
-_T = TypeVar("_T")
-
-
-class Replay(Protocol):
-    """See `StepPlan.replay`."""
-
-    def __call__(self, compute: Callable[[], _T], /) -> _T: ...
+_Replay = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(slots=True)
@@ -107,7 +101,7 @@ class StepPlan:
     logits_to_keep: torch.Tensor
     logit_index: torch.Tensor | slice | None
     attention: Any = None
-    replay: Replay | None = None
+    replay: _Replay | None = None
     token_index: torch.Tensor | None = None
 
     def packed(self, fed: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -115,7 +109,7 @@ class StepPlan:
         return fed[:num_tokens] if self.token_index is None else fed[self.token_index]
 
     @classmethod
-    def ragged(cls, inputs: StepInputs, attention: Any, replay: Replay | None = None) -> StepPlan:
+    def ragged(cls, inputs: StepInputs, attention: Any, replay: _Replay | None = None) -> StepPlan:
         """Feed the model the tokens as they are packed, ``[1, nnz]``, without padding."""
         ids, positions = inputs.input_ids.unsqueeze(0), inputs.position_ids.unsqueeze(0)
         return cls(ids, positions, inputs.logit_rows, None, attention, replay)

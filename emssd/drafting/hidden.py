@@ -63,8 +63,8 @@ def checked_layers(layers: object) -> tuple[int, ...]:
     """
     if not isinstance(layers, (tuple, list)) or not all(type(layer) is int and layer >= -1 for layer in layers):
         raise DraftError(
-            f"its hidden_layers are {layers!r}; give a tuple of integers: 0 for what the target's first layer gets, n for "
-            f"what its n-th layer gives, -1 for what its LM head is given"
+            f"its hidden_layers are {layers!r}; give a tuple of integers: 0 for what the target's first layer gets, "
+            f"n for what its n-th layer gives, -1 for what its LM head is given"
         )
     if len(set(layers)) < len(layers):
         raise DraftError(f"its hidden_layers are {layers!r}; give each once")

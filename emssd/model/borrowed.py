@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from emssd.errors import UnsupportedModelError
-from emssd.model.hooked import HookedModel
 from emssd.model.streams import Streams
+from emssd.model.target import TargetModel
 
 __all__ = ["BorrowedTarget"]
 
@@ -29,7 +29,7 @@ class BorrowedTarget:
         vocab_size, device, dtype: of the model.
     """
 
-    def __init__(self, target: HookedModel) -> None:
+    def __init__(self, target: TargetModel) -> None:
         self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype
         self._target, self._model = target, target.model
 
@@ -64,7 +64,7 @@ class BorrowedTarget:
         """
         if self._streams.tail is None:
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} lends drafters no final norm: it does more than that behind its last layer"
+                f"{type(self._model).__name__} lends drafters no final norm: it does more than that behind its layers"
             )
         for module in self._streams.tail:
             hidden = module(hidden)

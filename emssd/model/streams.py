@@ -29,8 +29,8 @@ class Streams:
     """The places of a model where hidden states are taken, by forward hooks that are there for one pass only.
 
     Index ``k`` is the residual stream in front of decoder layer ``k``: 0 is what the first layer gets, and ``n`` of
-    ``n`` layers is what the last one gives, before the final norm. `NORMED` is what the decoder as a whole gives, behind
-    that norm. ``hidden_states`` of Transformers has that in the place of index ``n``.
+    ``n`` layers is what the last one gives, before the final norm. `NORMED` is what the decoder gives, behind that norm.
+    ``hidden_states`` of Transformers has it in the place of index ``n``.
 
     Args:
         target: the model. One short pass of it proves that its layers hand one residual stream on to each other.
@@ -65,9 +65,9 @@ class Streams:
         """
         if beyond := [index for index in indices if not NORMED <= index <= self.num_layers]:
             raise UnsupportedModelError(
-                f"a drafter asks for hidden states {beyond[0]}, and {self._name} has {self.num_layers} layers; choose 0 "
-                f"(what the first layer gets) to {self.num_layers} (what the last one gives), or {NORMED} (what the LM "
-                f"head is given)"
+                f"a drafter asks for hidden states {beyond[0]}, and {self._name} has {self.num_layers} layers; choose "
+                f"0 (what the first layer gets) to {self.num_layers} (what the last one gives), or {NORMED} (what the "
+                f"LM head is given)"
             )
 
     @contextmanager
@@ -138,7 +138,7 @@ _Call = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 
 
 def _found(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
-    """The module that owns the decoder layers, and these: in a list, the ``k``-th holds the attention of layer ``k``."""
+    """The module that owns the decoder layers, and these: the ``k``-th of a list holds the attention of layer ``k``."""
     config: Any = model.config
     expected, found = config.get_text_config().num_hidden_layers, list[tuple[torch.nn.Module, list[torch.nn.Module]]]()
     for owner in model.modules():
