@@ -29,7 +29,7 @@ class Streams:
     """The places of a model where hidden states are taken, by forward hooks that are there for one pass only.
 
     Index ``k`` is the residual stream in front of decoder layer ``k``: 0 is what the first layer gets, and ``n`` of
-    ``n`` layers is what the last one gives, before the final norm. `NORMED` is what the decoder gives, behind that norm.
+    ``n`` layers is what the last one gives, before the final norm. `NORMED` is what comes out behind that norm.
     ``hidden_states`` of Transformers has it in the place of index ``n``.
 
     Args:
