@@ -312,3 +312,11 @@ def test_memory_that_runs_out_while_states_are_picked_is_the_drafters_failure(mo
     failing.runner.backend.allocate(target.kv_cache_spec(8))
     with pytest.raises(PluginError, match="failed in observe"):
         failing.generate(PROMPTS[:1], 3)
+
+
+def test_a_union_hears_of_pieces_before_it_ever_drafted() -> None:
+    inner = Listener(RandomDrafter(VOCAB_SIZE, 3, references()))
+    union = UnionDrafter([CheckedDrafter(inner, None, VOCAB_SIZE, on_error="fail")])
+    decode(BACKENDS["ragged-page-3"](), union, prompts=[tuple(range(10)) * 3], max_step_tokens=7)
+    assert inner.num_without_batch >= 3
+    hold_all(inner, 1)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.drafting.hidden import checked_layers
 from emssd.sequences import Request, Sequence
 from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
@@ -254,6 +255,8 @@ class DrafterConformance(Suite):
                 most = drafter.num_speculative_tokens
             if not isinstance(most, int) or isinstance(most, bool) or most < 0:
                 broken("drafter.build", f"its num_speculative_tokens is {most!r}; give a whole number, 0 or more")
+            with named("drafter.build", "hidden_layers"):
+                checked_layers(drafter.hidden_layers)
             if any(drafter is other for other in self._latest):
                 broken("drafter.build", f"a second build gave the same {type(drafter).__name__} again; make a new one")
         if not drafters:

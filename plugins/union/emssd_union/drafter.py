@@ -58,7 +58,7 @@ class UnionDrafter(Drafter):
     def observe(self, outcome: Outcome) -> None:
         draft = outcome.draft
         rows = _rows(draft, to_host(draft.token_ids))
-        if tuple(outcome.batch.request_ids) != self._names:  # nothing was drafted for these
+        if not self._proposed or tuple(outcome.batch.request_ids) != self._names:  # nothing was drafted for these
             self._proposed = [_Proposed(Draft.empty(len(rows)), [RowDraft((), ())] * len(rows)) for _ in self.drafters]
         trees = [children_of(row) for row in rows]
         with ExitStack() as everybody:
