@@ -26,7 +26,7 @@ MODULES = (
 )
 CLASSES: dict[str, list[type]] = {
     "Offering": [plugins.DrafterSpec, plugins.BackendSpec, plugins.BudgetSpec, plugins.PromptSourceSpec],
-    "Drafting": [drafting.Drafter, drafting.Draft, drafting.Outcome, drafting.DrafterContext],
+    "Drafting": [drafting.Drafter, drafting.Draft, drafting.Outcome, drafting.HiddenStates, drafting.DrafterContext],
     "What is being generated": [sequences.Batch, sequences.Sequence, sequences.Request],
     "Attention": [
         attention.AttentionBackend,
@@ -39,7 +39,7 @@ CLASSES: dict[str, list[type]] = {
         attention.PagedBackend,
         attention.PagedKernels,
     ],
-    "Models": [model.ModelRunner, model.ModelOutput],
+    "Models": [model.ModelRunner, model.ModelOutput, model.BorrowedTarget],
     "Budgets": [drafting.BudgetPolicy, drafting.BudgetStep, drafting.StepStats, drafting.StageStats],
     "Prompts": [data.Prompt, data.FailedPrompt],
 }

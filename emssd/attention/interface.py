@@ -75,6 +75,9 @@ class KVCacheSpec:
         return elements * self.dtype.itemsize
 
 
+_Replay = Callable[[Callable[[], Any]], Any]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What the model is fed in one step, and what the backend prepared for its attention.
@@ -87,8 +90,10 @@ class StepPlan:
             ``None`` if all of them are.
         attention: what the backend's own `forward` reads. Nobody else does.
         replay: runs the model's forward pass in the backend's way, for example from a CUDA graph. It is given the
-            pass, a function of this plan's tensors, and returns the logits ``[b * m, vocab]``. A recorded pass reads
-            the same tensors in every step. ``None`` runs the pass as it is.
+            pass, a function of this plan's tensors, and returns what that does: tensors, which a recorded pass writes
+            anew in every step, as it reads the same ones. ``None`` runs the pass as it is.
+        token_index: ``[nnz]`` int64, where each packed token is in the flattened ``[b * n]`` fed ones; ``None`` if they
+            are the first of them, in order.
     """
 
     input_ids: torch.Tensor
@@ -96,15 +101,15 @@ class StepPlan:
     logits_to_keep: torch.Tensor
     logit_index: torch.Tensor | slice | None
     attention: Any = None
-    replay: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
+    replay: _Replay | None = None
+    token_index: torch.Tensor | None = None
+
+    def packed(self, fed: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Of values ``[b * n, ...]`` for the fed tokens those of the `num_tokens` packed ones, ``[nnz, ...]``."""
+        return fed[:num_tokens] if self.token_index is None else fed[self.token_index]
 
     @classmethod
-    def ragged(
-        cls,
-        inputs: StepInputs,
-        attention: Any,
-        replay: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None,
-    ) -> StepPlan:
+    def ragged(cls, inputs: StepInputs, attention: Any, replay: _Replay | None = None) -> StepPlan:
         """Feed the model the tokens as they are packed, ``[1, nnz]``, without padding."""
         ids, positions = inputs.input_ids.unsqueeze(0), inputs.position_ids.unsqueeze(0)
         return cls(ids, positions, inputs.logit_rows, None, attention, replay)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -221,7 +221,7 @@ class PlannedKernels(PagedKernels):
         """``[count]`` slots of the last page, which belongs to no sequence."""
         return (self._pool.num_pages - 1) * self._pool.page_size + np.arange(count) % self._pool.page_size
 
-    def _replay(self, key: tuple[int, bool], compute: Compute) -> torch.Tensor:
+    def _replay(self, key: tuple[int, bool], compute: Compute) -> Any:
         assert self._capture is not None
         if key not in self._recordings:
             self._recordings[key] = self._capture(compute)

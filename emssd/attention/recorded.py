@@ -16,7 +16,9 @@ from emssd.attention.transfer import Staging
 
 __all__ = ["Capture", "Compute", "StaticInputs", "StepTables", "ladder", "rung"]
 
-Compute = Callable[[], torch.Tensor]
+Compute = Callable[[], Any]
+"""A pass, which returns tensors."""
+
 T = TypeVar("T")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepWatch", "mended"]
 
+_T = TypeVar("_T")
 _QUERIES_AT_ONCE = 64  # bounds the memory of scores
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "LayerSpec"], torch.Tensor]
@@ -92,7 +93,7 @@ class StepWatch:
         if self.trusts:
             self._sums.append(out.sum(dtype=torch.promote_types(out.dtype, torch.float32)))
 
-    def run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run(self, compute: Callable[[], _T]) -> _T:
         """The result of `compute`; for `StepPlan.replay`."""
         self.trusts = True
         try:

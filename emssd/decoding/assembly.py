@@ -13,7 +13,7 @@ from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineO
 from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
+from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.model.loading import LoadModel
 from emssd.plugins.registry import Registry
 
@@ -163,6 +163,7 @@ def _context(
         load_runner=load_runner,
         make_drafter=make_drafter,
         on_drafter_error=options.on_drafter_error,
+        target=BorrowedTarget(target),
     )
     return context
 

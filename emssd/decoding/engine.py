@@ -13,6 +13,7 @@ from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
 from emssd.decoding.assembly import Parts, load_parts, make_parts, parts_around
 from emssd.decoding.choosing import choices
+from emssd.decoding.kept import with_hidden
 from emssd.decoding.packing import pack
 from emssd.decoding.prefixes import Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
@@ -72,6 +73,7 @@ class Engine:
             CheckedDrafter(each, drafter_name, runner.vocab_size, on_error=on_drafter_error) for each in drafters
         ]
         self.drafting = DraftStages(checked, budget or FixedBudget(), budget_name)
+        runner.take_hidden(self.drafting.hidden_layers)
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = scheduler or ContinuousScheduler(batch_size)
@@ -117,8 +119,8 @@ class Engine:
 
     @property
     def prefixes(self) -> Prefixes:
-        """What rows that begin alike share."""
-        return Prefixes(self.runner)
+        """What rows that begin alike share: nothing if a drafter wants hidden states, as adopted tokens have none."""
+        return Prefixes(None if self.drafting.hidden_layers else self.runner)
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +146,7 @@ class Engine:
             verification = verify(chosen, draft, best_tokens(output.logits, self.drafting.num_candidates))
             self.drafting.check_ids(draft, verification.drafted)
             self._advance(schedule, draft, verification)
-            outcome = verification.outcome(schedule.batch, draft)
+            outcome = with_hidden(verification.outcome(schedule.batch, draft), packed, output)
             self._conclude(outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 

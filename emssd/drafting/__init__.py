@@ -4,6 +4,7 @@ from emssd.drafting.budget import BudgetPolicy, BudgetStep
 from emssd.drafting.context import DrafterContext, LoadRunner
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
+from emssd.drafting.hidden import HiddenStates
 from emssd.drafting.lookup import LookupDrafter, Occurrence
 from emssd.metrics.stats import StageStats, StepStats
 
@@ -13,6 +14,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "DrafterContext",
+    "HiddenStates",
     "LoadRunner",
     "LookupDrafter",
     "Occurrence",

@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
+from emssd.drafting.hidden import checked_layers
 from emssd.drafting.rules import check_ids, own_draft
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
 from emssd.sequences import Batch
@@ -27,6 +29,10 @@ class CheckedDrafter(Drafter):
 
     Attributes:
         drafts_trees: whether it may draft trees, as it said at first: the KV cache is made for that.
+        hidden_layers: which hidden states it wants, as it said at first: the target is made ready for that.
+
+    Raises:
+        DraftError: its `hidden_layers` cannot be.
     """
 
     def __init__(self, drafter: Drafter, name: str | None, vocab_size: int, *, on_error: str = "disable") -> None:
@@ -35,6 +41,10 @@ class CheckedDrafter(Drafter):
         self.drafter = drafter
         self.name = type(drafter).__name__ if name is None else f"{name}"
         self.drafts_trees = bool(drafter.drafts_trees)
+        try:
+            self.hidden_layers = checked_layers(drafter.hidden_layers)
+        except DraftError as error:
+            raise DraftError(f"drafter {self.name} broke its interface: {error}") from error
         self.failure: PluginError | None = None
         self._vocab_size = vocab_size
         self._on_error = on_error
@@ -80,10 +90,12 @@ class CheckedDrafter(Drafter):
             self._fail("propose", error)
 
     def observe(self, outcome: Outcome) -> None:
-        """Pass on what became of a draft."""
-        if outcome.batch and not self.failure:
-            with self._batch_kept(outcome.batch), self._guarded("observe"):
-                self.drafter.observe(outcome)
+        """Pass on what became of a draft, with the hidden states that the drafter wants."""
+        if self.failure or not (outcome.batch or (self.hidden_layers and outcome.hidden is not None)):
+            return
+        with self._batch_kept(outcome.batch), self._guarded("observe"):
+            hidden = outcome.hidden.of(self.hidden_layers) if outcome.hidden and self.hidden_layers else None
+            self.drafter.observe(outcome if hidden is outcome.hidden else replace(outcome, hidden=hidden))
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Pass it on, also to a drafter that failed, which may still hold something of these requests."""

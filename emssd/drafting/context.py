@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from emssd.drafting.drafter import Drafter
-from emssd.model import ModelRunner
+from emssd.model import BorrowedTarget, ModelRunner
 
 __all__ = ["DrafterContext", "LoadRunner"]
 
@@ -29,6 +29,7 @@ class DrafterContext:
             tokenizer (or ``None``); `trees` says whether its steps hold token trees. The memory of all caches is
             divided once all drafters are built: run it from `propose` on.
         make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
+        target: embeddings, final norm and LM head of the target, to be borrowed; ``None`` where there is no model.
         on_drafter_error: ``"disable"`` or ``"fail"``: what becomes of one that fails, for drafters that combine others.
     """
 
@@ -37,3 +38,4 @@ class DrafterContext:
     load_runner: LoadRunner
     make_drafter: Callable[[str, Mapping[str, Any]], Drafter]
     on_drafter_error: str = "disable"
+    target: BorrowedTarget | None = None

@@ -12,6 +12,7 @@ import torch
 
 from emssd.attention.transfer import on_device
 from emssd.attention.trees import Parents, depths, is_chain
+from emssd.drafting.hidden import HiddenStates
 
 if TYPE_CHECKING:
     from emssd.sequences import Batch
@@ -141,6 +142,8 @@ class Outcome:
             ``1 + nodes``. Behind a node that was not accepted it is what the target would have said there.
         candidates: per row, at the same places, the target's best tokens, the best first; as many as the drafter that
             wants most asked for in `Drafter.num_candidates`. ``None`` if none did.
+        hidden: hidden states of the tokens that the step kept, if the drafter asked for them in
+            `Drafter.hidden_layers`, also of rows that are not in `batch`, as they compute a piece of their prompt.
     """
 
     batch: Batch
@@ -148,6 +151,7 @@ class Outcome:
     accepted: tuple[Seq[int], ...]
     target_ids: tuple[Seq[int], ...]
     candidates: tuple[Seq[Seq[int]], ...] | None = None
+    hidden: HiddenStates | None = None
 
 
 def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:

@@ -20,6 +20,11 @@ class Drafter(ABC):
         drafts_trees: whether a row's tokens may be a tree. Then a row may have more of them than it may still generate.
             It is read once, as the KV cache is made for it.
         num_candidates: how many of the target's best tokens it wants to hear of, see `Outcome.candidates`.
+        hidden_layers: which hidden states of the target it wants to hear of, see `Outcome.hidden`. Index ``k`` is the
+            residual stream in front of decoder layer ``k``: 0 is what the first layer gets, ``n`` of ``n`` layers what
+            the last one gives, before the final norm. -1 is behind that norm: what the LM head is given. (In
+            ``hidden_states`` of Transformers, that takes the place of ``n``.) It is read once. Rows whose prompts begin
+            alike share no KV then, since nothing is computed for shared tokens.
         replays: what is replayed, in words, by a drafter that knows the output beforehand. Its figures are called a
             replay wherever they are shown. ``None``: it drafts in earnest.
     """
@@ -27,6 +32,7 @@ class Drafter(ABC):
     num_speculative_tokens: int = 0
     drafts_trees: bool = False
     num_candidates: int = 0
+    hidden_layers: tuple[int, ...] = ()
     replays: str | None = None
 
     @abstractmethod
@@ -45,7 +51,8 @@ class Drafter(ABC):
     def observe(self, outcome: Outcome) -> None:
         """Learn what was accepted: roll back an own cache, adapt.
 
-        Called once after every step. A step that fails has none: its rows are proposed for again, as they were.
+        Called once after every step. A step that fails has none: its rows are proposed for again, as they were. A
+        drafter with `hidden_layers` is also called after steps of nothing but pieces of prompts, with an empty batch.
         """
 
     def release(self, request_ids: Iterable[str]) -> None:

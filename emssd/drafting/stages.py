@@ -60,6 +60,11 @@ class DraftStages:
         """The most candidates that any of the drafters wants to hear of."""
         return max(drafter.num_candidates for drafter in self.drafters)
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """All hidden states that any of the drafters wants to hear of."""
+        return tuple(sorted({layer for drafter in self.drafters for layer in drafter.hidden_layers}))
+
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
         """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
@@ -163,7 +168,7 @@ def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
     candidates = outcome.candidates
     if candidates is not None:
         candidates = tuple(ids[: length + 1] for ids, length in zip(candidates, drafted, strict=True))
-    return Outcome(outcome.batch, outcome.draft.cut(drafted), accepted, targets, candidates)
+    return Outcome(outcome.batch, outcome.draft.cut(drafted), accepted, targets, candidates, outcome.hidden)
 
 
 def _joined(parts: list[Draft], num_rows: int) -> Draft:

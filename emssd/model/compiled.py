@@ -29,6 +29,7 @@ from emssd.native import CacheError, Entry, NativeError, entry, free_weights, lo
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
     from emssd.model.interface import Attend
+    from emssd.model.streams import Hidden
 
 __all__ = ["CompileError", "CompiledForward"]
 
@@ -41,6 +42,7 @@ class CompiledForward:
     Args:
         target: the model, on a CPU. It is left as it was; its linear weights are copied in the layout of their kernel.
             Where the model has changed when a sequence begins, it runs as it is from then on, with a warning.
+        hidden: indices of the hidden states that the program gives beside logits, see `emssd.model.streams.Streams`.
 
     Attributes:
         folder: where the program is kept.
@@ -50,7 +52,8 @@ class CompiledForward:
             that a later run could not recognise, or a program that computes something else.
     """
 
-    def __init__(self, target: HookedModel) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...] = ()) -> None:
+        self.hidden = hidden
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         try:
@@ -59,7 +62,7 @@ class CompiledForward:
             self._layers, self._target = target.layers, weakref.ref(target)
             self._attend: Attend | None = None
             self._failure: BaseException | None = None  # of attention; PyTorch's runner may raise its own instead
-            self._open(target, *_fingerprint(target))
+            self._open(target, *_fingerprint(target, hidden))
         except (NativeError, CacheError) as error:
             raise CompileError(str(error)) from error
         except EmssdError:
@@ -74,11 +77,13 @@ class CompiledForward:
         position_ids: torch.Tensor,
         attend: Attend,
         logits_to_keep: torch.Tensor,
+        *,
+        hidden: Hidden | None = None,
     ) -> torch.Tensor:
-        """Like `HookedModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out."""
+        """Like `HookedModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out, `hidden` filled."""
         # Now, and not in every step: beside a sequence's first tokens, looking costs nothing.
         if int(position_ids.min()) == 0 and (change := self._changes.first()) is not None:
-            return self._without(change)(input_ids, position_ids, attend, logits_to_keep)
+            return self._without(change)(input_ids, position_ids, attend, logits_to_keep, hidden=hidden)
         batch, num_tokens = input_ids.shape
         if batch > 1:  # the program takes one row of tokens, and only `attend` knows where rows begin
             starts = torch.arange(0, batch * num_tokens, num_tokens).unsqueeze(1)
@@ -89,13 +94,16 @@ class CompiledForward:
             inputs = [_filled(each) for each in inputs]
         self._attend = attend
         try:
-            (logits,) = self._run([*inputs, self._weights])
+            logits, *states = self._run([*inputs, self._weights])
         except Exception:
             if self._failure is not None:
                 raise self._failure from None
             raise
         finally:
             self._attend = self._failure = None
+        for index, each in zip(self.hidden, states, strict=True):
+            if hidden is not None and index in hidden:
+                hidden[index] = each[:, : batch * num_tokens].view(batch, num_tokens, -1)
         return logits[:, :num_logits].view(batch, -1, logits.shape[-1])
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -125,11 +133,11 @@ class CompiledForward:
         target.compiled = None
         return target.run
 
-    def _open(self, target: HookedModel, key: str, right: torch.Tensor) -> None:
+    def _open(self, target: HookedModel, key: str, right: list[torch.Tensor]) -> None:
         """Load the program of that key, once more compiled if what is there is not the model's."""
 
         def write(folder: Path) -> None:
-            tracing.compile_program(target, folder)
+            tracing.compile_program(target, folder, self.hidden)
 
         found = entry("models", key, write)
         wrong = self._why_wrong(target, found, right)
@@ -141,18 +149,19 @@ class CompiledForward:
         if wrong is not None:
             raise CompileError(f"{found.folder} is not the program of this model, though it was just compiled: {wrong}")
 
-    def _why_wrong(self, target: HookedModel, found: Entry, right: torch.Tensor) -> str | None:
-        """Load what was found, and compare its logits with the model's, `right`."""
+    def _why_wrong(self, target: HookedModel, found: Entry, right: list[torch.Tensor]) -> str | None:
+        """Load what was found, and compare its logits and hidden states with the model's, `right`."""
         try:
             self._load(target.model, found)
             self._changes = Changes(target.model)
-            got, right = short_pass(target, self).double(), right.double()
+            pairs = list(zip(short_pass(target, self, self.hidden), right, strict=True))
+            differences = [_difference(got.double(), wanted.double()) for got, wanted in pairs]
         except Exception as error:  # reading something else raises almost anything
             return f"{type(error).__name__}: {tracing.first_line(error)}"
-        difference = float((got - right).abs().max() / right.std().clamp_min(1e-12))
-        if difference <= PROBE_TOLERANCE[target.dtype]:
-            return None
-        return f"its logits differ by {difference:.3g} standard deviations"
+        for name, difference in zip(["logits", *(f"hidden states {k}" for k in self.hidden)], differences, strict=True):
+            if not difference <= PROBE_TOLERANCE[target.dtype]:
+                return f"its {name} differ by {difference:.3g} standard deviations"
+        return None
 
     def _load(self, model: torch.nn.Module, found: Entry) -> None:
         """The program, with the weights of `model`."""
@@ -177,8 +186,13 @@ class CompiledForward:
         self._run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = program.loader.boxed_run
 
 
-def _fingerprint(target: HookedModel) -> tuple[str, torch.Tensor]:
-    return fingerprint(target, [Path(file).read_text() for file in (__file__, tracing.__file__)])
+def _fingerprint(target: HookedModel, hidden: tuple[int, ...]) -> tuple[str, list[torch.Tensor]]:
+    return fingerprint(target, [Path(file).read_text() for file in (__file__, tracing.__file__)], hidden)
+
+
+def _difference(got: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest, in standard deviations of what is right."""
+    return float((got - right).abs().max() / right.std().clamp_min(1e-12))
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:

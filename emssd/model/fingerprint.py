@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,14 @@ __all__ = ["fingerprint", "short_pass"]
 _LENGTHS = (5, 3)  # of the sequences of a short pass
 
 
-def fingerprint(target: HookedModel, sources: Iterable[str]) -> tuple[str, torch.Tensor]:
-    """A name for what the program of `target` depends on, and the model's logits of a `short_pass`.
+def fingerprint(target: HookedModel, sources: Iterable[str], hidden: Seq[int] = ()) -> tuple[str, list[torch.Tensor]]:
+    """A name for what the program of `target` depends on, and what the model gives in a `short_pass`.
 
     That is the model's code and state, not its weights; versions, machine and threads.
 
     Args:
         sources: of what makes the program.
+        hidden: indices of the hidden states that it gives beside logits.
 
     Raises:
         CompileError: a program would not run part of the model, or a later run could not recognise it.
@@ -45,7 +47,7 @@ def fingerprint(target: HookedModel, sources: Iterable[str]) -> tuple[str, torch
     tensors = named_tensors(model)
     trace = _Trace(tensors)
     with trace:
-        logits = short_pass(target, target.run)
+        given = short_pass(target, target.run, hidden)
     parts = chain(
         [transformers.__version__, sys.version, str(torch.get_num_threads()), kernels_key(), str(target.layers)],
         sources,
@@ -53,15 +55,20 @@ def fingerprint(target: HookedModel, sources: Iterable[str]) -> tuple[str, torch
         describe_modules(model),
         describe_classes(model),
         trace.lines,
+        (f"hidden states {index}" for index in hidden),
     )
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:32], logits
+    return digest.hexdigest()[:32], given
 
 
-def short_pass(target: HookedModel, run: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Logits ``[8, vocab]`` that `run`, like `HookedModel.run`, gives for two short sequences packed into one row."""
+def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
+    """What `run`, like `HookedModel.run`, gives for two short sequences packed into one row.
+
+    Returns:
+        Logits ``[8, vocab]``, and for each of `hidden` the hidden states of that index ``[8, width]``.
+    """
     lengths = [min(length, target.max_model_len) for length in _LENGTHS]
     rows = torch.tensor([row for row, length in enumerate(lengths) for _ in range(length)])
     mask = (rows[:, None] == rows[None, :]).tril()
@@ -75,8 +82,10 @@ def short_pass(target: HookedModel, run: Callable[..., torch.Tensor]) -> torch.T
 
     tokens = (torch.arange(len(rows)) * 11 + 3) % target.vocab_size
     positions = torch.cat([torch.arange(length) for length in lengths])
+    states = dict.fromkeys(hidden, tokens)
     with torch.inference_mode():
-        return run(tokens[None], positions[None], attend, torch.arange(len(rows)))[0]
+        logits = run(tokens[None], positions[None], attend, torch.arange(len(rows)), hidden=states)
+    return [logits[0], *(states[index][0] for index in hidden)]
 
 
 class _Trace(TorchDispatchMode):

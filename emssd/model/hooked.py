@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,8 @@ from emssd.model.support import check_config, resolve_max_model_len
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from emssd.model.streams import Hidden, Streams
 
 __all__ = ["HookedModel"]
 
@@ -26,6 +29,7 @@ class HookedModel:
     Attributes:
         layers: shape and rules of each attention layer, once they are known.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
+        streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
 
     Raises:
         UnsupportedModelError: its config says that it cannot be served.
@@ -44,6 +48,7 @@ class HookedModel:
         self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
         self.layers: tuple[LayerSpec, ...] = ()
         self.compiled: Any = None
+        self.streams: Streams | None = None
 
     def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
         """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
@@ -57,15 +62,18 @@ class HookedModel:
         logits_to_keep: torch.Tensor | int = 0,
         *,
         masks: dict[int, Visible] | None = None,
+        hidden: Hidden | None = None,
     ) -> torch.Tensor:
         """Call the model with `attend` in the place of its attention. Returns logits ``[b, m, vocab]``.
 
-        Given `masks`, the model makes its masks too, and it is filled with the function behind that of each layer.
+        Given `masks`, the model makes its masks too, and it is filled with the function behind that of each layer. The
+        keys of `hidden` say which hidden states are wanted, see `Streams`; it is filled with these, ``[b, n, width]``.
         """
         keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
-        with implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME):
+        taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
+        with implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME), taking:
             output = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,

@@ -16,7 +16,7 @@ from emssd.model.interface import Attend, implementation
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["PROBE_TOLERANCE", "probe_layers", "running"]
+__all__ = ["PROBE_TOLERANCE", "ProbeRows", "probe_layers", "running"]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
@@ -38,7 +38,7 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
         UnsupportedModelError: with the reason.
     """
     model, name = target.model, type(target.model).__name__
-    rows = _Rows(target)
+    rows = ProbeRows(target)
     layers: dict[int, LayerSpec] = {}
 
     def attend(
@@ -66,7 +66,7 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     return tuple(layers[layer] for layer in range(expected))
 
 
-def _refuse_counted_positions(target: HookedModel, rows: _Rows, packed: torch.Tensor) -> None:
+def _refuse_counted_positions(target: HookedModel, rows: ProbeRows, packed: torch.Tensor) -> None:
     """Refuse a model whose logits change where `torch.arange` gives it the positions that its tokens really have.
 
     Such a model counts the tokens of a call. What it does with the numbers may only show far beyond a short probe.
@@ -100,7 +100,7 @@ def running(target: HookedModel) -> Iterator[None]:
         ) from error
 
 
-class _Rows:
+class ProbeRows:
     """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the last."""
 
     def __init__(self, target: HookedModel) -> None:

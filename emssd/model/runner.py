@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs
+from emssd.errors import UnsupportedModelError
 from emssd.metrics.timing import phase
 from emssd.model.target import TargetModel
 
@@ -23,10 +24,13 @@ class ModelOutput:
     Attributes:
         logits: ``[R, vocab]``, one row for each of the step's `PackedInputs.logit_rows`.
         num_padding: padding tokens that were computed beside the ``nnz`` real ones.
+        hidden: by index, ``[nnz, width]``, the hidden states that `ModelRunner.take_hidden` asked for; good until the
+            next step.
     """
 
     logits: torch.Tensor
     num_padding: int = 0
+    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 class ModelRunner(ABC):
@@ -49,6 +53,17 @@ class ModelRunner(ABC):
 
         A step may fail, and the same or other rows be run next, without a commit between.
         """
+
+    def take_hidden(self, indices: Seq[int]) -> None:
+        """From now on, give these hidden states in each `ModelOutput`; see `Drafter.hidden_layers` for the indices.
+
+        Asked once, before the first step. Whatever is not asked for costs nothing.
+
+        Raises:
+            UnsupportedModelError: it has none, or not these.
+        """
+        if indices:
+            raise UnsupportedModelError(f"a {type(self).__name__} has no hidden states to give to drafters")
 
     @abstractmethod
     def commit(self, kept: Kept) -> None:
@@ -91,6 +106,8 @@ class CausalLMRunner(ModelRunner):
         backend: for `model`; it is allocated before the first step.
     """
 
+    _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
+
     def __init__(self, model: TargetModel, backend: AttentionBackend) -> None:
         self.model = model
         self.backend = backend
@@ -101,8 +118,14 @@ class CausalLMRunner(ModelRunner):
         with phase("plan"):
             plan = self.backend.plan(packed)
         with phase("forward"):
-            logits = self.model(plan, self.backend)
-        return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens)
+            logits, computed = self.model(plan, self.backend, self._hidden)
+        hidden = {index: plan.packed(computed[index], packed.num_tokens) for index in self._hidden}
+        return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens, hidden)
+
+    def take_hidden(self, indices: Seq[int]) -> None:
+        if indices:
+            self.model.prepare_hidden(indices)
+        self._hidden = tuple(indices)
 
     def commit(self, kept: Kept) -> None:
         self.backend.commit(kept)

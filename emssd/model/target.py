@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,13 +13,26 @@ from emssd.errors import CompileError, UnsupportedModelError
 from emssd.model.hooked import HookedModel
 from emssd.model.masks import learn_windows
 from emssd.model.probe import probe_layers
+from emssd.model.streams import Hidden, Streams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.model.compiled import CompiledForward
 
-__all__ = ["TargetModel"]
+__all__ = ["Computed", "TargetModel"]
+
+
+class Computed(NamedTuple):
+    """What a pass gives.
+
+    Attributes:
+        logits: ``[b * m, vocab]`` of a whole plan, ``[R, vocab]`` of the wanted rows.
+        hidden: by index, see `emssd.model.streams.Streams`, ``[b * n, width]``.
+    """
+
+    logits: torch.Tensor
+    hidden: Hidden
 
 
 class TargetModel(HookedModel):
@@ -44,8 +58,23 @@ class TargetModel(HookedModel):
         self.layers = probe_layers(self)
         self.compiled = self._compile() if compile else None
 
-    def __call__(self, plan: StepPlan, backend: AttentionBackend) -> torch.Tensor:
-        """Run one step. Returns logits ``[R, vocab]`` of the wanted rows only."""
+    def prepare_hidden(self, indices: Seq[int]) -> None:
+        """From now on, these hidden states can be asked for; see `emssd.model.streams.Streams` for the indices.
+
+        A compiled program that does not give them is compiled again.
+
+        Raises:
+            UnsupportedModelError: with the reason.
+        """
+        if self.streams is None:
+            self.streams = Streams(self)
+        self.streams.check(indices)
+        if self.compiled is not None and not {*indices} <= {*(given := self.compiled.hidden)}:
+            self.compiled = None  # first, as a program holds weights of its own
+            self.compiled = self._compile(tuple(sorted({*given, *indices})))
+
+    def __call__(self, plan: StepPlan, backend: AttentionBackend, indices: Seq[int] = ()) -> Computed:
+        """Run one step. Gives logits of the wanted rows only, and the hidden states `indices` of all fed tokens."""
 
         def attend(
             layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -57,18 +86,23 @@ class TargetModel(HookedModel):
                 )
             return backend.forward(plan, layer, query, key, value)
 
-        def forward() -> torch.Tensor:
-            run = self.compiled or self.run
-            return run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep).flatten(0, 1)
+        def forward() -> Computed:
+            run, hidden = self.compiled or self.run, dict.fromkeys(indices, _NOTHING)
+            logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
+            return Computed(logits.flatten(0, 1), {index: each.flatten(0, 1) for index, each in hidden.items()})
 
-        logits = forward() if plan.replay is None else plan.replay(forward)
-        return logits if plan.logit_index is None else logits[plan.logit_index]
+        logits, hidden = forward() if plan.replay is None else plan.replay(forward)
+        assert hidden.keys() >= {*indices}, "this step was recorded before these hidden states were asked for"
+        return Computed(logits if plan.logit_index is None else logits[plan.logit_index], hidden)
 
-    def _compile(self) -> CompiledForward | None:
+    def _compile(self, hidden: tuple[int, ...] = ()) -> CompiledForward | None:
         from emssd.model.compiled import CompiledForward
 
         try:
-            return CompiledForward(self)
+            return CompiledForward(self, hidden)
         except CompileError as error:
             warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
             return None
+
+
+_NOTHING = torch.empty(0)  # in the place of hidden states that are not computed yet

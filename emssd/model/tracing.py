@@ -28,16 +28,16 @@ logger = logging.getLogger("emssd")
 
 
 class _Traced(torch.nn.Module):
-    """What is exported: one step, with attention as an operator."""
+    """What is exported: one step, with attention as an operator. It gives logits, and the hidden states asked for."""
 
-    def __init__(self, target: HookedModel) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...]) -> None:
         super().__init__()
         self.model = target.model
-        self._target = target
+        self._target, self._hidden = target, hidden
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, handle: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
         def attend(
             layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
@@ -46,10 +46,12 @@ class _Traced(torch.nn.Module):
             out: torch.Tensor = torch.ops.emssd.attend(query, key, value, handle, layer)
             return out
 
-        return self._target.run(input_ids, position_ids, attend, logits_to_keep)
+        states = dict.fromkeys(self._hidden, input_ids)
+        logits = self._target.run(input_ids, position_ids, attend, logits_to_keep, hidden=states)
+        return logits, *states.values()
 
 
-def compile_program(target: HookedModel, folder: Path) -> None:
+def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
     """Trace and compile `target`; `folder` gets the program, what its linear layers consist of, and its constants.
 
     Raises:
@@ -65,7 +67,7 @@ def compile_program(target: HookedModel, folder: Path) -> None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PyTorch about its own code
             shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_kept}, None)
-            program = torch.export.export(_Traced(target), inputs, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(_Traced(target, hidden), inputs, dynamic_shapes=shapes, strict=False)
             linears = _replace_linears(program) if _has_kernel(target.dtype) else []
             (folder / LINEARS).write_text(json.dumps(linears, indent=1))
             torch.save(dict(program.constants), folder / CONSTANTS)

@@ -264,11 +264,7 @@ def moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
 
 
 def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
-    """Check what the model is fed. Returns for each packed token its possible places in the flattened input.
-
-    Tokens whose logits are wanted have exactly one, as the plan tells; other tokens of a prompt may have been
-    repeated as padding, and nothing in the interface says which copy is the real one.
-    """
+    """Check what the model is fed. Returns for each packed token its place, as a list, in the flattened input."""
     assert plan.input_ids.shape == plan.position_ids.shape
     rows, columns = plan.input_ids.shape
     pairs = list(zip(packed.input_ids.tolist(), packed.position_ids.tolist(), strict=True))
@@ -285,4 +281,8 @@ def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
     for token, place in zip(wanted_rows, index, strict=True):
         assert projected[place] in places[token], f"the logits of token {token} are taken from {fed[projected[place]]}"
         places[token] = [projected[place]]
+    numbered = torch.arange(len(fed), device=plan.input_ids.device)
+    for token, place in enumerate(plan.packed(numbered, packed.num_tokens).tolist()):
+        assert place in places[token], f"token_index finds token {token} at {fed[place]}, and it is {pairs[token]}"
+        places[token] = [place]
     return places

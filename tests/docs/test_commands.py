@@ -44,6 +44,7 @@ MODULES = {"python -m build", "python -m pip"}
 QUOTED = {  # files that a test runs, or nox -s docs
     "examples/library.py",
     "examples/two_ways.py",
+    "examples/similar_places.py",
     "examples/hf_generate.py",
     "examples/plugins/bigram/emssd_bigram/__init__.py",
     "examples/plugins/bigram/emssd_bigram/drafter.py",

@@ -26,14 +26,16 @@ from emssd.attention import LayerSpec
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions
+from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter
 from emssd.model import CausalLMRunner, TargetModel, tracing
 from emssd.model.fingerprint import fingerprint
 from emssd.native import cache_dir, load_kernels
 from emssd.plugins.registry import Registry
+from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.hidden import Listener, right_states
 
 VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
 MODELS: dict[str, dict[str, Any]] = {
@@ -140,6 +142,64 @@ def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, Target
     monkeypatch.setattr(targets[name], "run", lambda *arguments: pytest.fail("the model itself runs"))
     engine = engine_of(targets[name], "none", BACKENDS["fused"])
     assert len(engine.generate(PROMPTS, 2)) == len(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def with_hidden(targets: dict[str, TargetModel]) -> TargetModel:
+    """A model whose program gives hidden states, too."""
+    target = TargetModel(make("opt-float32"), compile=True)
+    with FileLock(cache_dir() / "hidden.lock"):
+        target.prepare_hidden([1, -1, 0])
+    return target
+
+
+@torch.inference_mode()
+def test_hidden_states_are_those_of_the_model_for_any_number_of_tokens(with_hidden: TargetModel) -> None:
+    target = with_hidden
+    for num_rows, num_tokens in [(1, 1), (1, 9), (1, 24), (1, 50), (3, 7), (4, 1), (2, 33)]:
+        ids = torch.randint(0, VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+        arguments = ids, torch.arange(num_tokens).expand(num_rows, -1).contiguous(), attend_apart(num_rows)
+        got, right = (dict.fromkeys((-1, 0, 1), ids) for _ in range(2))
+        assert target.compiled is not None
+        logits = target.compiled(*arguments, torch.tensor([0]), hidden=got)
+        assert_close(logits, target.run(*arguments, torch.tensor([0]), hidden=right))
+        for index, states in right.items():
+            assert_close(got[index], states)
+            assert states.shape == (num_rows, num_tokens, 32)
+        assert not torch.allclose(right[0], right[1], atol=0.1)
+        assert not torch.allclose(right[1], right[-1], atol=0.1)
+
+
+def test_another_program_gives_them_than_where_nobody_asks(
+    with_hidden: TargetModel, targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = targets["opt-float32"].compiled
+    assert plain is not None
+    assert plain.hidden == ()
+    assert with_hidden.compiled is not None
+    assert with_hidden.compiled.hidden == (-1, 0, 1)
+    assert with_hidden.compiled.folder != plain.folder
+    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles again"))
+    before = with_hidden.compiled
+    with_hidden.prepare_hidden([0])
+    assert with_hidden.compiled is before
+    again = TargetModel(make("opt-float32"), compile=True)
+    assert again.compiled is not None
+    assert again.compiled.folder == plain.folder
+    again.prepare_hidden([-1, 0, 1])
+    assert again.compiled.folder == before.folder
+
+
+def test_the_program_gives_hidden_states_in_a_run(with_hidden: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(with_hidden, "run", lambda *arguments, **options: pytest.fail("the model itself runs"))
+    listener = Listener(RandomDrafter(VOCAB_SIZE, 4), (-1, 0))
+    options = EngineOptions(batch_size=2, max_step_tokens=8, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(with_hidden, None, drafter=listener, backend="ragged", options=options, eos=())
+    engine.generate(PROMPTS, 12)
+    assert len(listener.finished) == len(PROMPTS)
+    for tokens, got in listener.finished.values():
+        for mine, right in zip(got, right_states(make("opt-float32"), tokens[:-1], (-1, 0)), strict=True):
+            assert_close(mine, right)
 
 
 def same_weights_drafter(target: TargetModel, backend: Any) -> Drafter:

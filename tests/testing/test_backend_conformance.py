@@ -54,6 +54,11 @@ class WrongPositions(Fault):
         return replace(plan, position_ids=plan.position_ids + 1)
 
 
+class WrongTokens(Fault):
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        return replace(super().plan(packed), token_index=torch.full((packed.num_tokens,), packed.num_tokens - 1))
+
+
 class WrongLogits(Fault):
     def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
@@ -216,6 +221,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "forgets its reasons": ("backend.unsupported", ForgetsItsReasons),
     "counts positions from one": ("backend.plan", WrongPositions),
     "points at the first logits": ("backend.plan", WrongLogits),
+    "takes the last token for every one": ("backend.plan", WrongTokens),
     "divides by zero": ("backend.output", NotFinite),
     "flattens heads": ("backend.output", WrongShape),
     "ignores windows": ("backend.attention", NoWindow),

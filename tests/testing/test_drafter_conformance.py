@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import runpy
 from functools import cache
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
+from emssd_union.drafter import UnionDrafter
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.drafting.checked import CheckedDrafter
 from emssd.testing import DrafterConformance
 
 pytestmark = pytest.mark.slow  # together
@@ -117,9 +121,27 @@ class TestUnion(DrafterConformance):
     }
 
 
+class TestHiddenStates(DrafterConformance):
+    """The drafter on the page about hidden states."""
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return similar_places()
+
+
+class TestHiddenStatesWithinAUnion(DrafterConformance):
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        found = context.make_drafter("llma", {"match_length": 1, "copy_length": 3})
+        both = [CheckedDrafter(each, None, context.vocab_size, on_error="fail") for each in (similar_places(), found)]
+        return UnionDrafter(both)
+
+
 class TestUnionWithADraftModel(DrafterConformance):
     plugin = "union"
     num_examples = 2
+
+
+def similar_places() -> Any:
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "similar_places.py"))["SimilarPlaces"]()
 
 
 @cache

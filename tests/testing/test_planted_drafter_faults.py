@@ -304,6 +304,18 @@ def shared(context: DrafterContext) -> Drafter:
     return SHARED[0]
 
 
+class WritesToStates(Good):
+    hidden_layers = (0, -1)
+
+    def observe(self, outcome: Outcome) -> None:
+        assert outcome.hidden is not None
+        outcome.hidden.states[1].mul_(0.5)
+
+
+class AsksByName(Good):
+    hidden_layers = ("last",)  # type: ignore[assignment]  # that is the fault
+
+
 FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
     "builds the same again": ("drafter.build", shared),
     "builds nothing": ("drafter.build", lambda context: []),
@@ -332,6 +344,8 @@ FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
     "crashes on one token": ("drafter.limits", CrashesOnOneToken),
     "crashes when a row ends": ("drafter.limits", CrashesWhenARowEnds),
     "crashes sometimes": ("drafter.raises", CrashesSometimes),
+    "writes to hidden states": ("drafter.accounting", WritesToStates),
+    "asks for a layer by name": ("drafter.build", AsksByName),
     "crashes always": ("drafter.raises", CrashesAlways),
     "is random": ("drafter.deterministic", IsRandom),
     "has one memory for all": ("drafter.isolation", OneMemoryForAll),

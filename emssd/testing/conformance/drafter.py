@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.drafting.hidden import checked_layers
 from emssd.sequences import Request, Sequence
 from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
@@ -202,7 +203,7 @@ class DrafterConformance(Suite):
     def test_report_of_the_cost(self, record_property: Callable[[str, object], None]) -> None:
         """Time per drafted token; reported, and never judged."""
         watched = self._watched(self._context())
-        world, step = World(watched, VOCAB_SIZE), Decision(16, 16, 3, 1)
+        world, step = self._world(watched), Decision(16, 16, 3, 1)
         rows = [
             Sequence(Request(str(row), tuple((row + i % 3) % VOCAB_SIZE for i in range(24)), 30))
             for row in range(BATCH_SIZE)
@@ -233,8 +234,9 @@ class DrafterConformance(Suite):
     def _probes(self) -> Probes:
         return Probes(self._world, learns=self.learns_across_requests, draws=self.decides_at_random)
 
-    def _world(self) -> World:
-        return World(self._watched(self._context()), VOCAB_SIZE)
+    def _world(self, watched: list[WatchedDrafter] | None = None) -> World:
+        context = self._context()
+        return World(watched or self._watched(context), VOCAB_SIZE, context.target)
 
     def _watched(self, context: DrafterContext) -> list[WatchedDrafter]:
         return [WatchedDrafter(drafter, context.vocab_size) for drafter in self._drafters(context)]
@@ -253,6 +255,8 @@ class DrafterConformance(Suite):
                 most = drafter.num_speculative_tokens
             if not isinstance(most, int) or isinstance(most, bool) or most < 0:
                 broken("drafter.build", f"its num_speculative_tokens is {most!r}; give a whole number, 0 or more")
+            with named("drafter.build", "hidden_layers"):
+                checked_layers(drafter.hidden_layers)
             if any(drafter is other for other in self._latest):
                 broken("drafter.build", f"a second build gave the same {type(drafter).__name__} again; make a new one")
         if not drafters:

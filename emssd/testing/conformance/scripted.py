@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from emssd.attention import PackedInputs
 from emssd.attention.trees import Parents
 from emssd.decoding.engine import Engine
 from emssd.decoding.prefixes import NONE_SHARED, Prefixes
 from emssd.decoding.scheduler import Fits, Prefill, Schedule, Scheduler
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.metrics.timing import StepTimer
+from emssd.model import BorrowedTarget, ModelOutput
 from emssd.model.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request, Sequence
 
@@ -82,6 +86,7 @@ class ScriptedEngine(Engine):
     Args:
         drafters, policy: as of an engine; whatever they do wrong raises.
         vocab_size: of the target.
+        target: what hidden states are made of, if a drafter wants any.
     """
 
     def __init__(
@@ -90,8 +95,9 @@ class ScriptedEngine(Engine):
         policy: BudgetPolicy,
         vocab_size: int,
         make_timer: Callable[[], StepTimer] = StepTimer,
+        target: BorrowedTarget | None = None,
     ) -> None:
-        self._told, self._choices = _ToldScheduler(), _ToldRunner(vocab_size)
+        self._told, self._choices = _ToldScheduler(), _ToldRunner(vocab_size, target)
         super().__init__(
             self._choices,
             drafters,
@@ -140,9 +146,25 @@ class _ToldScheduler(Scheduler):
 
 
 class _ToldRunner(ChoiceRunner):
-    """Accepts as much as it is told."""
+    """Accepts as much as it is told. Hidden states are made up from token, position and index."""
 
     told: dict[str, Decision]
+
+    def __init__(self, vocab_size: int, target: BorrowedTarget | None) -> None:
+        super().__init__(vocab_size)
+        self._target, self._hidden = target, tuple[int, ...]()
+
+    def take_hidden(self, indices: Seq[int]) -> None:
+        if self._target is None:
+            super().take_hidden(indices)
+        self._hidden = tuple(indices)
+
+    def run(self, packed: PackedInputs) -> ModelOutput:
+        output = super().run(packed)
+        if self._target is None or not self._hidden:
+            return output
+        embedded, positions = self._target.embed(packed.input_ids), packed.position_ids.unsqueeze(1)
+        return replace(output, hidden={index: torch.sin(embedded * (index + 2) + positions) for index in self._hidden})
 
     def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> list[int]:
         decision, texts, children = self.told[request_id], list[_Text]([()]), dict[_Text, list[int]]()

@@ -13,7 +13,7 @@ import torch
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, ModelRunner, TargetModel
+from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import DenseBackend, References
@@ -58,7 +58,7 @@ def setting(architecture: str, vocab_size: int) -> Setting:
 
     Its context gives drafters a tokenizer of one word per token. ``load_runner`` gives, whatever the path, a copy of
     the target with noise in its weights, on the dense reference: it is right often and not always. ``make_drafter``
-    gives the installed drafters.
+    gives the installed drafters, and ``target`` lends the target's embeddings and LM head.
 
     Raises:
         ConfigError: no such architecture.
@@ -93,6 +93,7 @@ def setting(architecture: str, vocab_size: int) -> Setting:
         load_runner=load_runner,
         make_drafter=make_drafter,
         on_drafter_error="fail",
+        target=BorrowedTarget(target),
     )
     return Setting(f"{architecture}, {vocab_size} tokens", References(target, NEW_TOKENS), context)
 

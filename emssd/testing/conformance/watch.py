@@ -64,6 +64,11 @@ class WatchedDrafter(Drafter):
         """How many of the target's best tokens it wants to hear of."""
         return self.drafter.num_candidates
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # as above
+        """Which hidden states of the target it wants to hear of."""
+        return self.drafter.hidden_layers
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._rows = {row.request_id: row for row in batch}
         limits, before = list(budget), state_of(batch)
@@ -84,10 +89,13 @@ class WatchedDrafter(Drafter):
         for name, accepted in zip(outcome.batch.request_ids, outcome.accepted, strict=True):
             self.num_drafted[name] += len(verified[name])
             self.num_accepted[name] += len(accepted)
-        before = state_of(outcome.batch)
+        before, states = state_of(outcome.batch), outcome.hidden.states if outcome.hidden is not None else ()
+        copies = [each.clone() for each in states]
         with named("drafter.raises", f"observe of {[len(accepted) for accepted in outcome.accepted]} accepted tokens"):
             self.drafter.observe(outcome)
         unchanged(before, outcome.batch, "observe")
+        if not all(map(torch.equal, states, copies)):
+            broken("drafter.accounting", "observe wrote to hidden states of the target, which others read too")
         if (after := nodes_of(outcome.batch, outcome.draft)) != verified:
             one, other = ({name: shown(nodes) for name, nodes in rows.items()} for rows in (verified, after))
             broken("drafter.accounting", f"observe changed the draft that was verified from {one} to {other}")

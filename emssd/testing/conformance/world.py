@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft
+from emssd.model import BorrowedTarget
 from emssd.sequences import Batch, Sequence
 from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.scripted import Decision, Life, ScriptedEngine, in_turn
@@ -20,15 +21,16 @@ class World:
     Args:
         watched: the drafters.
         vocab_size: of the target.
+        target: what hidden states are made of, if a drafter wants any.
 
     Attributes:
         drafts: by request id, what was drafted for it, step by step and drafter by drafter, before it was trimmed.
     """
 
-    def __init__(self, watched: list[WatchedDrafter], vocab_size: int) -> None:
+    def __init__(self, watched: list[WatchedDrafter], vocab_size: int, target: BorrowedTarget | None = None) -> None:
         self.watched = watched
         self._policy = _KeepAsTold()
-        self._engine = ScriptedEngine(watched, self._policy, vocab_size)
+        self._engine = ScriptedEngine(watched, self._policy, vocab_size, target=target)
         self.drafts = self._policy.drafts
 
     def propose(self, rows: Seq[Sequence], decisions: Seq[Decision]) -> Draft:

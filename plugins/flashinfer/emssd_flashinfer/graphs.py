@@ -50,7 +50,7 @@ class CudaGraphCapture:
             ) from error
         self._pool = graph.pool()
 
-        def replay() -> torch.Tensor:
+        def replay() -> Any:
             graph.replay()
             return result
 

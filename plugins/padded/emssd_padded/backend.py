@@ -151,6 +151,7 @@ class PaddedBackend(AttentionBackend):
             logit_index=wanted // longest * len(keep) + column_index,
             attention=step,
             replay=replay,
+            token_index=real,
         )
 
     def forward(

@@ -39,6 +39,7 @@ class UnionDrafter(Drafter):
     def __init__(self, drafters: Seq[CheckedDrafter]) -> None:
         self.drafters = tuple(drafters)
         self.replays = "; ".join(said for each in drafters if (said := each.drafter.replays)) or None
+        self.hidden_layers = tuple(sorted({layer for each in drafters for layer in each.hidden_layers}))
         self._names: tuple[str, ...] = ()  # of the rows that were drafted for last
         self._proposed: list[_Proposed] = []  # by drafter
 
@@ -57,7 +58,7 @@ class UnionDrafter(Drafter):
     def observe(self, outcome: Outcome) -> None:
         draft = outcome.draft
         rows = _rows(draft, to_host(draft.token_ids))
-        if tuple(outcome.batch.request_ids) != self._names:  # nothing was drafted for these
+        if not self._proposed or tuple(outcome.batch.request_ids) != self._names:  # nothing was drafted for these
             self._proposed = [_Proposed(Draft.empty(len(rows)), [RowDraft((), ())] * len(rows)) for _ in self.drafters]
         trees = [children_of(row) for row in rows]
         with ExitStack() as everybody:
@@ -118,4 +119,4 @@ def _own(outcome: Outcome, proposed: _Proposed, trees: Seq[dict[tuple[int, int],
         lengths.append(len(found))
         accepted.append(range(len(path)) if proposed.draft.parents is None else path)
         targets.append([*chosen[:1], *(chosen[place + 1] for place in found)])
-    return Outcome(outcome.batch, proposed.draft.cut(lengths), tuple(accepted), tuple(targets))
+    return Outcome(outcome.batch, proposed.draft.cut(lengths), tuple(accepted), tuple(targets), hidden=outcome.hidden)

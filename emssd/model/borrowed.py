@@ -1,0 +1,115 @@
+"""`BorrowedTarget`: the target's embeddings, final norm and LM head, for drafters that have none of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from emssd.errors import UnsupportedModelError
+from emssd.model.streams import Streams
+from emssd.model.target import TargetModel
+
+__all__ = ["BorrowedTarget"]
+
+_PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multiple of others, in bfloat16
+
+
+class BorrowedTarget:
+    """What a drafter may use of the target. Nothing is copied: the weights are the target's own.
+
+    Args:
+        target: the model, which is left as it was.
+
+    Attributes:
+        vocab_size, device, dtype: of the model.
+    """
+
+    def __init__(self, target: TargetModel) -> None:
+        self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype
+        self._target, self._model = target, target.model
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers ``n``: hidden states have indices 0 to ``n``, and -1."""
+        return len(self._target.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return int(self._model.config.get_text_config().hidden_size)
+
+    def embed(self, token_ids: torch.Tensor, *, raw: bool = False) -> torch.Tensor:
+        """``[n, width]`` embeddings of ``token_ids [n]`` as the model makes them, without positions.
+
+        Args:
+            token_ids: on the target's device.
+            raw: the rows of the table as they are, where the model multiplies them by a number (Gemma, Granite).
+        """
+        table = self._model.get_input_embeddings()
+        if raw:
+            return F.embedding(token_ids, table.weight)
+        embedded: torch.Tensor = table(token_ids)
+        return embedded if self._scale == 1.0 else embedded * self._scale
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[n, width]`` what the model makes of a residual stream ``hidden [n, hidden_size]`` behind its last layer.
+
+        Raises:
+            UnsupportedModelError: that is more than a chain of modules.
+        """
+        if self._streams.tail is None:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} lends drafters no final norm: it does more than that behind its layers"
+            )
+        for module in self._streams.tail:
+            hidden = module(hidden)
+        return hidden
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[n, vocab]`` the logits that the model's own code makes of ``hidden [n, width]``, which is behind `norm`.
+
+        Scales, soft-caps and biases of logits are the model's.
+        """
+        fed = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        with self._giving(hidden.unsqueeze(0)):
+            logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
+        return logits[0]
+
+    @contextmanager
+    def _giving(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Within, the model's decoder computes nothing and gives ``hidden [1, n, width]``."""
+        decoder, output_type = self._streams.decoder, self._streams.output_type
+
+        def give(*arguments: Any, **keywords: Any) -> Any:
+            return output_type(last_hidden_state=hidden)
+
+        own = vars(decoder).get("forward")
+        decoder.forward = give
+        try:
+            yield
+        finally:
+            if own is None:
+                del decoder.forward
+            else:
+                decoder.forward = own
+
+    @cached_property
+    def _streams(self) -> Streams:
+        return self._target.streams or Streams(self._target)
+
+    @cached_property
+    def _scale(self) -> float:
+        """By what the model multiplies its embeddings, if they go to the first layer as multiples of themselves."""
+        with torch.inference_mode():
+            given = self._model.get_input_embeddings()(self._streams.ids).double()
+            first = self._streams.first[0].double()
+            if given.shape != first.shape or torch.equal(given, first):
+                return 1.0
+            scale = float((given * first).sum() / (given * given).sum())
+            left = float((first - scale * given).norm() / first.norm())
+        return scale if left < _PROPORTIONAL else 1.0

@@ -1,0 +1,190 @@
+"""Hidden states, embeddings, norm and LM head of a target: what drafters get is what the model itself computes.
+
+Oracle: Transformers' own forward with `output_hidden_states=True`, float64, the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from emssd_padded import PaddedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+
+from emssd import Engine
+from emssd.errors import UnsupportedModelError
+from emssd.model import BorrowedTarget, TargetModel
+from emssd.testing.drafters import RandomDrafter
+from emssd.testing.models import ARCHITECTURES, tiny_model
+from tests.support.hidden import Listener, right_states
+
+VOCAB_SIZE = 61
+IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def made(kind: str, **values: Any) -> Any:
+    """A random model of an architecture beside those of `emssd.testing.models`."""
+    config = AutoConfig.for_model(kind, **(_SIZES | values))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, 0.3)
+    return model.eval()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    **{name: lambda name=name: tiny_model(name) for name in ARCHITECTURES},  # type: ignore[misc]
+    "opt-projected": lambda: tiny_model("opt", word_embed_proj_dim=16),
+    "opt-without-norm": lambda: tiny_model("opt", do_layer_norm_before=False),
+    "gemma2-capped": lambda: tiny_model("gemma2", final_logit_softcapping=3.0),
+    "gemma3": lambda: made("gemma3_text", final_logit_softcapping=3.0),
+    "granite": lambda: made(
+        "granite", embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.3, attention_multiplier=0.1
+    ),
+    "cohere": lambda: made("cohere", logit_scale=0.07),
+    "mixtral-float32": lambda: made("mixtral").float(),
+    "gemma3-bfloat16": lambda: made("gemma3_text").bfloat16(),
+}
+ADDS_POSITIONS = {"opt", "opt-projected", "opt-without-norm", "gpt2"}
+
+
+@cache
+def target(name: str) -> TargetModel:
+    return TargetModel(MODELS[name]())
+
+
+@torch.inference_mode()
+def states_of(name: str) -> dict[int, torch.Tensor]:
+    """All hidden states of the tokens, taken beside the model's own call."""
+    there = target(name)
+    there.prepare_hidden([0])
+    assert there.streams is not None
+    into = dict.fromkeys([*range(there.streams.num_layers + 1), -1], IDS)
+    with there.streams.taken(into):
+        there.model(IDS[None], use_cache=False)
+    return {index: states[0] for index, states in into.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_are_those_of_transformers(name: str) -> None:
+    states, last = states_of(name), len(target(name).layers)
+    with torch.inference_mode():
+        theirs = target(name).model(IDS[None], output_hidden_states=True, use_cache=False).hidden_states
+    assert len(theirs) == last + 1
+    for index, right in enumerate(theirs[:-1]):
+        assert torch.equal(states[index], right[0]), index
+    assert torch.equal(states[-1], theirs[-1][0])
+    assert states[0].dtype is target(name).dtype
+    for one, other in zip([*range(last)], [*range(1, last + 1)], strict=True):  # each index is another stream
+        assert float((states[one] - states[other]).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_what_is_borrowed_gives_the_models_own_logits(name: str) -> None:
+    borrowed, states = BorrowedTarget(target(name)), states_of(name)
+    logits = target(name).model(IDS[None], use_cache=False).logits[0]
+    assert torch.equal(borrowed.norm(states[borrowed.num_layers]), states[-1])
+    assert torch.equal(borrowed.project(states[-1]), logits)
+    torch.testing.assert_close(borrowed.project(states[-1][2:3]), logits[2:3])
+    assert not torch.allclose(borrowed.project(states[-1] * 2), logits, atol=0.1)
+    assert (borrowed.vocab_size, borrowed.hidden_size, borrowed.num_layers) == (VOCAB_SIZE, 32, 2)
+    assert (borrowed.dtype, borrowed.device) == (logits.dtype, logits.device)
+    assert torch.equal(target(name).model(IDS[None], use_cache=False).logits[0], logits)  # left as it was
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_embeddings_are_those_of_the_first_layer_without_positions(name: str) -> None:
+    borrowed, table = BorrowedTarget(target(name)), target(name).model.get_input_embeddings().weight
+    embedded = borrowed.embed(IDS)
+    assert torch.equal(borrowed.embed(IDS, raw=True), table[IDS])
+    if name in ADDS_POSITIONS:
+        assert torch.equal(embedded, table[IDS])
+    else:
+        torch.testing.assert_close(embedded, states_of(name)[0])
+    scaled = name.startswith(("gemma", "granite"))
+    assert torch.equal(embedded, table[IDS]) != scaled
+
+
+def test_a_draft_that_was_asked_to_reach_all_layers_gets_them_in_a_run() -> None:
+    """Every index, on packed and on padded inputs; the index that Transformers does not tell, by the norm behind it."""
+    for backend in ("ragged", PaddedConfig()):
+        model = tiny_model("gemma2", vocab_size=11, max_model_len=64)
+        listener = Listener(RandomDrafter(11, 4), (0, 1, 2, -1))
+        engine = Engine.from_model(model, drafter=listener, backend=backend, budget="fixed", on_drafter_error="fail")
+        engine.generate([(1, 2, 3, 1, 2), (4,), tuple(range(10)) * 2], 12, ignore_eos=True)
+        borrowed = BorrowedTarget(engine.target)
+        for tokens, (first, second, third, normed) in listener.finished.values():
+            right = right_states(model, tokens[:-1], (0, 1, -1), "eager")
+            for mine, true in zip((first, second, normed), right, strict=True):
+                torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-5)  # Gemma takes norms in float32
+            with torch.inference_mode():
+                assert torch.equal(borrowed.norm(third), normed)
+
+
+class TwoTowers(LlamaForCausalLM):
+    """A second list of layers with attention of the same numbers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.others = torch.nn.ModuleList(self.model.layers)
+
+
+class Skips(GPT2LMHeadModel):
+    """Its second layer is not given what the first one gave."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.transformer.h[1].register_forward_pre_hook(lambda module, given: (given[0] * 2, *given[1:]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "reason"),
+    [
+        ("llama", TwoTowers, "it has 2 lists of 2 modules that could be its decoder layers"),
+        ("gpt2", Skips, "layer 1 is not given what layer 0 gave"),
+    ],
+)
+def test_a_model_whose_streams_are_not_found_is_refused_in_words(kind: str, model: Any, reason: str) -> None:
+    there = TargetModel(model(tiny_model(kind).config).double())
+    with pytest.raises(UnsupportedModelError, match=f"^{model.__name__} gives drafters no hidden states: {reason}$"):
+        there.prepare_hidden([1])
+
+
+def test_a_stream_that_the_model_writes_to_later_is_copied_in_time() -> None:
+    class InPlace(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.norm.register_forward_pre_hook(lambda module, given: (given[0].add_(1.0),))
+
+    model = InPlace(tiny_model("llama").config).double().eval()
+    there = TargetModel(model)
+    there.prepare_hidden([2])
+    assert there.streams is not None
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[1].register_forward_hook(lambda module, given, out: seen.append(out.clone()))
+    into = {2: IDS}
+    with torch.inference_mode(), there.streams.taken(into):
+        model(IDS[None], use_cache=False)
+    hook.remove()
+    assert torch.equal(into[2], seen[0])
