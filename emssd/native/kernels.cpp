@@ -1221,8 +1221,9 @@ class Sampler {
       float above[kChunk];
       int any = 0;
       for (int64_t lane = 0; lane < kChunk; ++lane) {
-        above[lane] = static_cast<float>((values[lane] - high_) * by_) + reach;
-        any |= above[lane] > static_cast<float>(-kMostNoise);
+        const float exponent = static_cast<float>((values[lane] - high_) * by_) + reach;
+        above[lane] = exponent > kLowest ? exponent : kLowest;
+        any |= exponent > static_cast<float>(-kMostNoise);
       }
       if (any == 0) return;
       uint32_t tokens[kChunk], bits[kChunk];
@@ -1234,9 +1235,7 @@ class Sampler {
       int open[kChunk];
       any = 0;
       for (int64_t lane = 0; lane < kChunk; ++lane) {
-        float exponent = above[lane] > -80.0f ? above[lane] : -80.0f;
-        exponent = exponent < 1.0f ? exponent : 1.0f;
-        const int32_t whole = static_cast<int32_t>((exponent * 1.44269504f + 127.0f) * 0x1p23f);
+        const int32_t whole = static_cast<int32_t>((above[lane] * 1.44269504f + 127.0f) * 0x1p23f);
         float most;
         std::memcpy(&most, &whole, sizeof(most));
         open[lane] = static_cast<float>(static_cast<int32_t>(~bits[lane] >> 8)) * 0x1p-24f < most;
