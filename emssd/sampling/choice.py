@@ -68,8 +68,11 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     """
     chosen = torch.full((len(nodes),), -1, dtype=torch.int64, device=logits.device)
     left: Seq[int] = range(len(nodes))
-    if _kernels(logits) is not None and (quick := [place for place in left if _is_quick(nodes[place].params)]):
-        chosen[quick] = _drawn(logits, quick, [nodes[place] for place in quick])
+    if _kernels(logits) is not None and (quick := [place for place, node in enumerate(nodes) if _is_quick(node.params)]):
+        if len(quick) == len(nodes):
+            chosen = _drawn(logits, quick, nodes)
+        else:
+            chosen[quick] = _drawn(logits, quick, [nodes[place] for place in quick])
         left = [place for place, token in enumerate(chosen.tolist()) if token < 0]
     groups: dict[Hashable, list[int]] = {}
     for place in left:
@@ -126,12 +129,13 @@ def _drawn(logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node]) -> torch.Tens
         nodes: ``[n]``, whose params are quick.
     """
     num_tokens = logits.shape[1]
-    warps = [(p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p) for p in (node.params for node in nodes)]
+    each = [node.params for node in nodes]
+    warps = [value for p in each for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]
     arrays = (
         np.array(rows, dtype=np.int64),
         np.array([node.key for node in nodes], dtype=np.uint64).view(np.int64),
         np.array([node.position for node in nodes], dtype=np.int64),
-        np.array(warps, dtype=np.float64),
+        np.array(warps, dtype=np.float64).reshape(-1, 4),
     )
     found: torch.Tensor = loaded_kernels().sample(logits, *map(torch.from_numpy, arrays))
     return found
