@@ -3,9 +3,9 @@
     python benchmarks/sampling_choice.py --compile --out docs/results/sampling_choice.json
 
 The model has some 134M random weights and a vocabulary of 32,000, unless `--model` names another one. Its logits are
-those of a step after prompts of `--context` tokens. Random weights give flat logits, for which noise is hashed for every
+those of a step after prompts of `--context` tokens. Random weights give flat logits, so that noise is hashed for every
 token. A step packs one token for each row, runs the model, chooses by the kernel, verifies, and commits. Choosing
-includes the host's work for each row. All ways take turns; the table has medians.
+includes the host's work for each row. All ways take turns; the table has medians. With one thread, times are CPU time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -84,14 +86,17 @@ class Steps:
         verify(torch.zeros(len(self.batch), dtype=torch.int64), self.draft)
         self.runner.commit(self.kept)
 
-    def choose(self, batch: Batch, *, by_kernel: bool) -> torch.Tensor:
-        if by_kernel:
-            return choices(self.logits, batch, self.draft)
+    def choose(self, batch: Batch) -> torch.Tensor:
+        """The tokens of the last step, by the kernel."""
+        return choices(self.logits, batch, self.draft)
+
+    def choose_in_pytorch(self, batch: Batch) -> torch.Tensor:
+        """The same without kernels."""
         with patch("emssd.sampling.choice.loaded_kernels", lambda: None):
-            return choices(self.logits, batch, self.draft)
+            return self.choose(batch)
 
 
-def milliseconds(run: Any, times: int) -> float:
+def milliseconds(run: Callable[[], object], times: int) -> float:
     """Of one run, the least of several. With one thread it is CPU time: other programs take none of it."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds = []
@@ -113,13 +118,13 @@ def measure(model: TargetModel, options: argparse.Namespace, console: Console) -
         for repeat in track(range(options.repeats + 1), f"batch {batch_size}", console=console):
             turn = {"forward": milliseconds(steps.forward, 3)}
             for name, batch in batches.items():
-                turn[name] = milliseconds(lambda batch=batch: steps.choose(batch, by_kernel=True), 5)
-                turn[f"{name}, PyTorch"] = milliseconds(lambda batch=batch: steps.choose(batch, by_kernel=False), 2)
+                turn[name] = milliseconds(partial(steps.choose, batch), 5)
+                turn[f"{name}, PyTorch"] = milliseconds(partial(steps.choose_in_pytorch, batch), 2)
             for name, value in turn.items() if repeat else ():  # the first one warms up
                 times.setdefault(name, []).append(value)
         middle = {name: statistics.median(each) for name, each in times.items()}
         for name, batch in batches.items():
-            same = steps.choose(batch, by_kernel=True).tolist() == steps.choose(batch, by_kernel=False).tolist()
+            same = torch.equal(steps.choose(batch), steps.choose_in_pytorch(batch))
             step = middle["forward"] + middle[name]
             found.append(
                 {"batch_size": batch_size, "way": name, "kernel_ms": middle[name],

@@ -1058,12 +1058,15 @@ struct Warp {
   double temperature, top_k, top_p, min_p;
 };
 
-// Draws tokens: the one with the largest total of score and noise, the score being the logit by the temperature, among those
-// that top-k, top-p and min-p leave.
+// Draws tokens. A token's score is its logit divided by the temperature, and its total is score and noise. The largest total
+// wins, among the tokens that top-k, top-p and min-p leave.
 //
-// Totals are computed in double, and only for tokens whose bound in float reaches the best total so far. A bound says less
-// than a total, so it is taken with kSlack; a share of the probability is a sum of floats, and known to kShareError. Where
-// rounding could decide, here or in PyTorch, nothing is drawn: then PyTorch decides.
+// Totals are computed in double, and only for tokens whose upper bound, a float, reaches the best total so far. The bound
+// gets kSlack on top, for what floats may be wrong by. Shares of the probability are known to kShareError.
+// Where rounding could decide, here or in PyTorch, nothing is drawn: then PyTorch decides.
+//
+// All three limits leave the tokens above some score. So top-p need not sort: the best token of all is left if those with
+// higher scores have less than top_p. If it is not left, no token with its score or a lower one is, and the rest races again.
 template <class T>
 class Sampler {
   using L = Lane<T>;
@@ -1077,8 +1080,7 @@ class Sampler {
   static constexpr double kShareError = 2e-5;  // 1.8e-7 times at most 14, the mean logarithm of a weight, for both sums
   static constexpr double kLogError = 1e-12;   // of a logarithm in double, of any libm
   static constexpr double kLargest = 0x1p32;   // score whose last bit is far below kSlack
-  static constexpr double kHottest = 1e6;      // temperature whose reciprocal is an ordinary float; so is that of kColdest
-  static constexpr double kColdest = 1e-7;
+  static constexpr double kColdest = 1e-7, kHottest = 1e6;  // temperatures whose reciprocals are ordinary floats
 
  public:
   // The token of a row [size]; -1 for none: rounding could decide, or a logit is NaN, or the largest not finite.

@@ -1,18 +1,18 @@
 """`choose`: the target's next token behind every node of a draft.
 
-The choice is defined by `scores_of`, in float64 by PyTorch. On CPUs a kernel finds the same token in a small part of the
-time: it takes logarithms only for tokens that may win. Where two totals, or a share and its limit, are so near that
-rounding may order them, it says so, and PyTorch decides. So a choice does not depend on whether there are kernels.
+The choice is defined by `scores_of`, which PyTorch computes in float64. On a CPU, a kernel finds the same token in less
+time: it takes logarithms only for tokens that may win. Where rounding could decide, between two totals or between a
+share and its limit, the kernel leaves the choice to PyTorch. So the tokens are the same with kernels and without.
 
-CPUs and GPUs hash to the same bits, but each has a logarithm of its own. From the same logits they choose the same token,
-unless the two best totals are within some 1e-13 of each other.
+CPUs and GPUs hash to the same bits, but their logarithms and sums may differ in the last ones. From equal logits they
+choose the same token, unless rounding decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,11 +68,13 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     """
     chosen = torch.full((len(nodes),), -1, dtype=torch.int64, device=logits.device)
     left: Seq[int] = range(len(nodes))
-    if _kernels(logits) is not None and (quick := [place for place, node in enumerate(nodes) if _is_quick(node.params)]):
+    if (kernels := _kernels(logits)) is not None:
+        quick = [place for place, node in enumerate(nodes) if _is_quick(node.params)]
+        found = _drawn(kernels, logits, quick, [nodes[place] for place in quick])
         if len(quick) == len(nodes):
-            chosen = _drawn(logits, quick, nodes)
+            chosen = found
         else:
-            chosen[quick] = _drawn(logits, quick, [nodes[place] for place in quick])
+            chosen[quick] = found
         left = [place for place, token in enumerate(chosen.tolist()) if token < 0]
     groups: dict[Hashable, list[int]] = {}
     for place in left:
@@ -113,17 +115,19 @@ def _chosen(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     scores = _processed(logits, nodes)
     if nodes[0].params.temperature == 0:
         return greedy_tokens(scores)
-    if _kernels(scores) is not None:
-        found = _drawn(scores, range(len(nodes)), [replace(node, params=_AS_IT_IS) for node in nodes])
+    if (kernels := _kernels(scores)) is not None:
+        as_they_are = [Node(_AS_IT_IS, node.key, node.position) for node in nodes]
+        found = _drawn(kernels, scores, range(len(nodes)), as_they_are)
         if bool((found >= 0).all()):
             return found
     return greedy_tokens(scores + _noise(scores, nodes))
 
 
-def _drawn(logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node]) -> torch.Tensor:
+def _drawn(kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node]) -> torch.Tensor:
     """``[n]`` int64, what the kernel draws of ``logits[rows]``; -1 where PyTorch must decide.
 
     Args:
+        kernels: the operators.
         logits: ``[R, vocab]`` on the CPU.
         rows: ``[n]``.
         nodes: ``[n]``, whose params are quick.
@@ -137,7 +141,7 @@ def _drawn(logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node]) -> torch.Tens
         np.array([node.position for node in nodes], dtype=np.int64),
         np.array(warps, dtype=np.float64).reshape(-1, 4),
     )
-    found: torch.Tensor = loaded_kernels().sample(logits, *map(torch.from_numpy, arrays))
+    found: torch.Tensor = kernels.sample(logits, *map(torch.from_numpy, arrays))
     return found
 
 
