@@ -81,6 +81,17 @@ def test_steps_with_trees_are_measured_beside_chains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_choosing_is_measured_and_the_kernels_tokens_are_pytorchs(kernels: None, tmp_path: Path) -> None:
+    out = tmp_path / "choice.json"
+    sizes = ["--batch-sizes", "1", "3", "--context", "9", "--repeats", "1", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "sampling_choice.py"), "--model", "demo", *sizes]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["batch_size"] for row in rows] == [1] * 4 + [3] * 4
+    assert all(row["same_tokens"] for row in rows)
+
+
+@pytest.mark.slow
 def test_the_hosts_part_of_a_step_is_measured() -> None:
     """The script itself asserts that drafts are accepted as planned, and steps recorded."""
     command = [sys.executable, str(ROOT / "benchmarks" / "host_time.py"), "--batch-sizes", "1", "3", "--repeats", "1"]

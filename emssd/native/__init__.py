@@ -1,7 +1,8 @@
 """Kernels for CPUs in C++: built on first use for the machine at hand, kept for later runs.
 
-They make two things fast: attention over a ragged, paged KV cache in one call per layer (`backend=ragged`), and linear
-layers whose weights are laid out once (`model.compile`). Where there is no C++ compiler, both run in PyTorch alone.
+They make three things fast: attention over a ragged, paged KV cache in one call per layer (`backend=ragged`), linear
+layers whose weights are laid out once (`model.compile`), and the choice of tokens. Where there is no C++ compiler, all
+of it runs in PyTorch.
 """
 
 from emssd.native.build import (

@@ -31,7 +31,7 @@ __all__ = [
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _LIBRARY = "emssd_native.so"
-_OPERATORS = ("argmax", "attend", "move", "linear", "new_weights", "add_weight", "free_weights_address")
+_OPERATORS = ("argmax", "sample", "attend", "move", "linear", "new_weights", "add_weight", "free_weights_address")
 _FLAGS = ("-O3", "-march=native", "-fopenmp")
 
 logger = logging.getLogger("emssd")

@@ -1,4 +1,5 @@
-// Kernels for CPUs: ragged attention over a paged KV cache, and linear layers whose weights are laid out once.
+// Kernels for CPUs: ragged attention over a paged KV cache, linear layers whose weights are laid out once, and the choice of
+// a token, greedy or sampled.
 //
 // Every query's result depends on its own row alone: neither the other rows of a batch, nor how many tokens are
 // verified beside it, nor the number of threads change the order of its sums. A draft cannot change the output.
@@ -16,10 +17,12 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <optional>
 #include <string_view>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -123,10 +126,10 @@ struct Lane<BFloat16> {
   }
 };
 
-// e^x for x <= 0, to one unit in the last place of a float or so.
-inline Floats exponential(Floats x) {
-  constexpr float kLowest = -87.3f;
-  x = x < kLowest ? Floats{} + kLowest : x;
+constexpr float kLowest = -87.3f;  // e^x is still an ordinary float
+
+// e^x for kLowest <= x <= 0, to one unit in the last place of a float or so.
+inline Floats exponential_within(Floats x) {
   const Floats scaled = x * 1.44269504088896341f - 0.5f;
   const Ints whole = __builtin_convertvector(scaled, Ints);  // towards zero: the nearest, as x <= 0
   const Floats power = __builtin_convertvector(whole, Floats);
@@ -140,6 +143,9 @@ inline Floats exponential(Floats x) {
   result = result * (rest * rest) + rest + 1.0f;
   return result * (Floats)((whole + 127) << 23);
 }
+
+// The same for x <= 0; e^kLowest below that.
+inline Floats exponential(Floats x) { return exponential_within(x < kLowest ? Floats{} + kLowest : x); }
 
 inline Doubles exponential(Doubles x) {
   for (int lane = 0; lane < kPage; ++lane) x[lane] = std::exp(x[lane]);
@@ -1018,11 +1024,343 @@ Tensor top(const Tensor& logits, int64_t k, double scale) {
   return best;
 }
 
+inline uint64_t splitmix64(uint64_t value) {
+  value += 0x9E3779B97F4A7C15u;
+  value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9u;
+  value = (value ^ value >> 27) * 0x94D049BB133111EBu;
+  return value ^ value >> 31;
+}
+
+inline uint32_t fmix32(uint32_t bits) {
+  bits ^= bits >> 16;
+  bits *= 0x85EBCA6Bu;
+  bits ^= bits >> 13;
+  bits *= 0xC2B2AE35u;
+  return bits ^ bits >> 16;
+}
+
+// The noise of one position: emssd/sampling/noise.py in the same words.
+struct Noise {
+  uint32_t low, high;
+
+  Noise(int64_t key, int64_t position) {
+    const uint64_t state = splitmix64(static_cast<uint64_t>(key) ^ splitmix64(static_cast<uint64_t>(position)));
+    low = static_cast<uint32_t>(state), high = static_cast<uint32_t>(state >> 32);
+  }
+
+  uint32_t bits(uint32_t token) const { return fmix32(fmix32(token * 0x9E3779B9u + low) ^ high); }
+};
+
+inline double gumbel(uint32_t bits) { return -std::log(-std::log((bits + 0.5) * 0x1p-32)); }
+
+// What is done to a row of logits before a token is drawn, as in emssd/sampling/params.py.
+struct Warp {
+  double temperature, top_k, top_p, min_p;
+};
+
+// Draws tokens. A token's score is its logit divided by the temperature, and its total is score and noise. The largest total
+// wins, among the tokens that top-k, top-p and min-p leave.
+//
+// Totals are computed in double, and only for tokens whose upper bound, a float, reaches the best total so far. The bound
+// gets kSlack on top, for what floats may be wrong by. Shares of the probability are known to kShareError.
+// Where rounding could decide, here or in PyTorch, nothing is drawn: then PyTorch decides.
+//
+// All three limits leave the tokens above some score. So top-p need not sort: the best token of all is left if those with
+// higher scores have less than top_p. If it is not left, no token with its score or a lower one is, and the rest races again.
+template <class T>
+class Sampler {
+  using L = Lane<T>;
+  using Sum = typename L::Sum;
+  using Vector = typename L::Vector;
+
+  static constexpr int64_t kChunk = 64;
+  static constexpr Sum kNone = -std::numeric_limits<Sum>::infinity();
+  static constexpr double kLeastNoise = -3.13, kMostNoise = 22.88;  // of 32 bits
+  static constexpr double kSlack = 1e-3;       // ten times what floats of the size of a bound are wrong by
+  static constexpr double kShareError = 2e-5;  // 1.8e-7 times at most 14, the mean logarithm of a weight, for both sums
+  static constexpr double kLogError = 1e-12;   // of a logarithm in double, of any libm
+  static constexpr double kLargest = 0x1p32;   // score whose last bit is far below kSlack
+  static constexpr double kColdest = 1e-7, kHottest = 1e6;  // temperatures whose reciprocals are ordinary floats
+
+ public:
+  // The token of a row [size]; -1 for none: rounding could decide, or a logit is NaN, or the largest not finite.
+  int64_t draw(const T* row, int64_t size, Noise noise, const Warp& warp) {
+    values_ = row, tokens_ = nullptr, size_ = size, temperature_ = warp.temperature;
+    if (!(temperature_ >= kColdest && temperature_ <= kHottest)) return -1;
+    if constexpr (std::is_same_v<T, double>) {  // different logits may have equal scores
+      if (temperature_ != 1) divide();
+    }
+    by_ = static_cast<Sum>(1 / temperature_);
+    if (!find_high() || !(std::fabs(score(high_)) < kLargest)) return -1;
+    if (warp.top_k > 0 && warp.top_k < size) keep_top(static_cast<int64_t>(warp.top_k));
+    const double limit = std::log(warp.min_p);  // -inf for none
+    Sum floor = kNone;
+    if (warp.min_p > 0) {  // surely not too high
+      const double high = static_cast<double>(high_);
+      floor = static_cast<Sum>(high + (limit - kSlack) * temperature_ - std::fabs(high) * 0x1p-20);
+    }
+    for (;;) {  // until the best is one that is left; each turn raises the floor
+      const Best best = race(noise, floor);
+      if (best.token < 0 || !(best.total - best.second > kLogError + (std::fabs(best.total) + 32) * 0x1p-50)) return -1;
+      if (best.value == high_) return best.token;
+      const double below = score(best.value) - score(high_);
+      if (below < limit - kLogError) {
+        floor = best.value;
+        continue;
+      }
+      if (below < limit + kLogError) return -1;
+      if (warp.top_p >= 1) return best.token;
+      const double share = share_above(best.value);
+      if (share < warp.top_p - kShareError) return best.token;
+      if (share <= warp.top_p + kShareError) return -1;
+      floor = best.value;
+    }
+  }
+
+ private:
+  struct Best {
+    int64_t token = -1;
+    Sum value = kNone;
+    double total = -std::numeric_limits<double>::infinity(), second = total;
+  };
+
+  double score(Sum value) const { return static_cast<double>(value) / temperature_; }
+
+  // Calls use(values, place of the first) with kChunk at a time; behind the last are some of -inf. What is done with them
+  // stands in plain loops: GCC compares vectors that are wider than a register one number at a time.
+  template <class Use>
+  void each_chunk(const Use& use) const {
+    Sum values[kChunk];
+    for (int64_t at = 0; at < size_; at += kChunk) {
+      const T* from = values_ + at;
+      T rest[kChunk];
+      if (size_ - at < kChunk) {
+        std::fill_n(rest, kChunk, static_cast<T>(kNone));
+        from = std::copy_n(from, size_ - at, rest) - (size_ - at);
+      }
+      for (int64_t page = 0; page < kChunk; page += kPage) {
+        const Vector widened = L::widen(from + page);
+        std::memcpy(values + page, &widened, sizeof(widened));
+      }
+      use(values, at);
+    }
+  }
+
+  void divide() {
+    scores_.resize(size_);
+    for (int64_t at = 0; at < size_; ++at) scores_[at] = values_[at] / temperature_;
+    values_ = scores_.data(), temperature_ = 1;
+  }
+
+  // Finds the largest value. Returns whether it is finite, and none is NaN.
+  bool find_high() {
+    Sum most[kChunk];
+    std::fill_n(most, kChunk, kNone);
+    int strange = 0;
+    each_chunk([&](const Sum* values, int64_t) {
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        strange |= values[lane] != values[lane];
+        most[lane] = values[lane] > most[lane] ? values[lane] : most[lane];
+      }
+    });
+    high_ = *std::max_element(most, most + kChunk);
+    return strange == 0 && std::isfinite(high_);
+  }
+
+  // Leaves the k largest values, and those equal to the last of them. At least k are no smaller than the k-th largest of
+  // many maxima, each of values of its own.
+  void keep_top(int64_t k) {
+    Sum bound = kNone;
+    if (size_ >= 2 * k + kChunk) {
+      const int64_t strip = std::max<int64_t>(1, size_ / (8 * k + kChunk));  // chunks that one maximum in each lane is of
+      maxima_.clear();
+      int64_t num = 0;
+      each_chunk([&](const Sum* values, int64_t) {
+        if (num++ % strip == 0) {
+          maxima_.insert(maxima_.end(), values, values + kChunk);
+          return;
+        }
+        Sum* most = maxima_.data() + maxima_.size() - kChunk;
+        for (int64_t lane = 0; lane < kChunk; ++lane) most[lane] = values[lane] > most[lane] ? values[lane] : most[lane];
+      });
+      bound = kth_largest(k);
+    }
+    kept_.clear(), kept_tokens_.clear(), maxima_.clear();
+    each_chunk([&](const Sum* values, int64_t at) {
+      int found = 0;
+      for (int64_t lane = 0; lane < kChunk; ++lane) found |= values[lane] >= bound;
+      if (found == 0) return;
+      for (int64_t lane = 0; lane < std::min(kChunk, size_ - at); ++lane) {
+        if (!(values[lane] >= bound)) continue;
+        kept_.push_back(values_[at + lane]), kept_tokens_.push_back(static_cast<uint32_t>(at + lane));
+        maxima_.push_back(values[lane]);
+      }
+    });
+    bound = kth_largest(k);
+    int64_t left = 0;
+    for (size_t place = 0; place < kept_.size(); ++place) {
+      if (static_cast<Sum>(kept_[place]) >= bound) kept_[left] = kept_[place], kept_tokens_[left++] = kept_tokens_[place];
+    }
+    kept_tokens_.resize(left + kChunk);  // also for a last chunk that is not full
+    values_ = kept_.data(), tokens_ = kept_tokens_.data(), size_ = left;
+  }
+
+  Sum kth_largest(int64_t k) {
+    std::nth_element(maxima_.begin(), maxima_.begin() + (k - 1), maxima_.end(), std::greater<Sum>());
+    return maxima_[k - 1];
+  }
+
+  // The largest total of values above a floor, which is below the largest value, and the next one if it is near.
+  //
+  // A total is above another one only if -log(u) < e^(score - other). There 1 - u stands for -log(u), from below, and what
+  // is linear between powers of 2 for the exponential function, from above.
+  Best race(Noise noise, Sum floor) const {
+    Best best;
+    const double high = score(high_);
+    double known = high + kLeastNoise - kSlack;  // a total that is reached
+    float reach = static_cast<float>(high - known + kSlack);
+    each_chunk([&](const Sum* values, int64_t at) {
+      float above[kChunk];
+      int any = 0;
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        const float exponent = static_cast<float>((values[lane] - high_) * by_) + reach;
+        above[lane] = exponent > kLowest ? exponent : kLowest;
+        any |= exponent > static_cast<float>(-kMostNoise);
+      }
+      if (any == 0) return;
+      uint32_t tokens[kChunk], bits[kChunk];
+      if (tokens_ != nullptr) std::copy_n(tokens_ + at, kChunk, tokens);
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        if (tokens_ == nullptr) tokens[lane] = static_cast<uint32_t>(at + lane);
+        bits[lane] = noise.bits(tokens[lane]);
+      }
+      int open[kChunk];
+      any = 0;
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        const int32_t whole = static_cast<int32_t>((above[lane] * 1.44269504f + 127.0f) * 0x1p23f);
+        float most;
+        std::memcpy(&most, &whole, sizeof(most));
+        open[lane] = static_cast<float>(static_cast<int32_t>(~bits[lane] >> 8)) * 0x1p-24f < most;
+        any |= open[lane];
+      }
+      if (any == 0) return;
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        if (!open[lane] || !(values[lane] > floor)) continue;
+        const double total = score(values[lane]) + gumbel(bits[lane]);
+        if (total > best.total) {
+          best = {static_cast<int64_t>(tokens[lane]), values[lane], total, best.total};
+          known = std::max(known, total), reach = static_cast<float>(high - known + kSlack);
+        } else {
+          best.second = std::max(best.second, total);
+        }
+      }
+    });
+    return best;
+  }
+
+  // What the values above one have of the probability.
+  double share_above(Sum value) const {
+    Doubles all = {}, above = {};
+    each_chunk([&](const Sum* values, int64_t) {
+      float below[kChunk];
+      int32_t mask[kChunk];
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        const float exponent = static_cast<float>((values[lane] - high_) * by_);
+        below[lane] = exponent > kLowest ? exponent : kLowest;
+        mask[lane] = values[lane] > value ? -1 : 0;
+      }
+      for (int64_t page = 0; page < kChunk; page += kPage) {
+        const Floats weights = exponential_within(load<Floats>(below + page));
+        all += __builtin_convertvector(weights, Doubles);
+        above += __builtin_convertvector((Floats)((Ints)weights & load<Ints>(mask + page)), Doubles);
+      }
+    });
+    return total(above) / total(all);
+  }
+
+  const T* values_;         // [size_] logits
+  const uint32_t* tokens_;  // [size_] whose; null if they are all from 0 on
+  int64_t size_;
+  double temperature_;
+  Sum high_, by_;  // the largest value; the reciprocal of the temperature
+  std::vector<double> scores_;
+  std::vector<Sum> maxima_;
+  std::vector<T> kept_;
+  std::vector<uint32_t> kept_tokens_;
+};
+
+template <class T>
+void sample_rows(const Tensor& logits, const int64_t* rows, const int64_t* keys, const int64_t* positions,
+                 const double* warps, Tensor& chosen) {
+  const T* all = logits.const_data_ptr<T>();
+  const int64_t size = logits.size(1), stride = logits.stride(0);
+  int64_t* to = chosen.mutable_data_ptr<int64_t>();
+  at::parallel_for(0, chosen.size(0), 1, [&](int64_t begin, int64_t end) {
+    Sampler<T> sampler;
+    for (int64_t place = begin; place < end; ++place) {
+      const double* warp = warps + place * 4;
+      to[place] = sampler.draw(all + rows[place] * stride, size, Noise(keys[place], positions[place]),
+                               {warp[0], warp[1], warp[2], warp[3]});
+    }
+  });
+}
+
+void check_places(const Tensor& keys, const Tensor& positions) {
+  for (const Tensor* each : {&keys, &positions}) {
+    TORCH_CHECK(each->dim() == 1 && each->is_contiguous() && each->scalar_type() == at::kLong, "places must be int64");
+  }
+  TORCH_CHECK(keys.size(0) == positions.size(0), "each key has a position");
+}
+
+// The tokens [n] int64 that are drawn: of row rows[i] of logits [R, vocab], contiguous rows, with the noise of keys[i] and
+// positions[i], after warps[i]: temperature, top_k, top_p and min_p as in emssd/sampling/params.py, double. -1 where
+// rounding could decide, and in rows with NaN or without a finite largest logit.
+Tensor sample(const Tensor& logits, const Tensor& rows, const Tensor& keys, const Tensor& positions, const Tensor& warps) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "rows must be contiguous");
+  TORCH_CHECK(logits.size(1) < int64_t{1} << 31, "the vocabulary is too large");
+  check_places(rows, keys), check_places(keys, positions);
+  const int64_t num = rows.size(0);
+  TORCH_CHECK(warps.dim() == 2 && warps.size(0) == num && warps.size(1) == 4 && warps.is_contiguous() &&
+              warps.scalar_type() == at::kDouble, "each row has a temperature, top_k, top_p and min_p in float64");
+  const int64_t* from = rows.const_data_ptr<int64_t>();
+  for (int64_t place = 0; place < num; ++place) {
+    TORCH_CHECK(0 <= from[place] && from[place] < logits.size(0), "there is no row ", from[place]);
+  }
+  Tensor chosen = at::empty({num}, rows.options());
+  const auto draw = [&](auto run) {
+    run(logits, from, keys.const_data_ptr<int64_t>(), positions.const_data_ptr<int64_t>(), warps.const_data_ptr<double>(),
+        chosen);
+  };
+  switch (logits.scalar_type()) {
+    case at::kBFloat16: draw(sample_rows<BFloat16>); break;
+    case at::kFloat: draw(sample_rows<float>); break;
+    case at::kDouble: draw(sample_rows<double>); break;
+    default: TORCH_CHECK(false, "no kernel for ", logits.scalar_type());
+  }
+  return chosen;
+}
+
+// The random bits [n, vocab_size] int64 of each token's noise, for keys [n] and positions [n].
+Tensor noise_bits(const Tensor& keys, const Tensor& positions, int64_t vocab_size) {
+  check_places(keys, positions);
+  Tensor bits = at::empty({keys.size(0), vocab_size}, keys.options());
+  int64_t* to = bits.mutable_data_ptr<int64_t>();
+  for (int64_t place = 0; place < keys.size(0); ++place) {
+    const Noise noise(keys.const_data_ptr<int64_t>()[place], positions.const_data_ptr<int64_t>()[place]);
+    for (int64_t token = 0; token < vocab_size; ++token) *to++ = noise.bits(static_cast<uint32_t>(token));
+  }
+  return bits;
+}
+
 TORCH_LIBRARY(emssd_native, library) {
   library.def("argmax(Tensor logits) -> Tensor");
   library.impl("argmax", c10::DispatchKey::CPU, TORCH_FN(argmax));
   library.def("top(Tensor logits, int k, float scale) -> Tensor");
   library.impl("top", c10::DispatchKey::CPU, TORCH_FN(top));
+  library.def("sample(Tensor logits, Tensor rows, Tensor keys, Tensor positions, Tensor warps) -> Tensor");
+  library.impl("sample", c10::DispatchKey::CPU, TORCH_FN(sample));
+  library.def("noise_bits(Tensor keys, Tensor positions, int vocab_size) -> Tensor");
+  library.impl("noise_bits", c10::DispatchKey::CPU, TORCH_FN(noise_bits));
   library.def("new_weights() -> Tensor", TORCH_FN(new_weights));
   library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias) -> bool");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));

@@ -1,11 +1,21 @@
-"""`choose`: the target's next token behind every node of a draft."""
+"""`choose`: the target's next token behind every node of a draft.
+
+The choice is defined by `scores_of`, which PyTorch computes in float64. On a CPU, a kernel finds the same token in less
+time: it takes logarithms only for tokens that may win. Where rounding could decide, between two totals or between a
+share and its limit, the kernel leaves the choice to PyTorch. So the tokens are the same with kernels and without.
+
+CPUs and GPUs hash to the same bits, but their logarithms and sums may differ in the last ones. From equal logits they
+choose the same token, unless rounding decides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from emssd.attention.transfer import on_device
@@ -17,6 +27,7 @@ from emssd.sampling.processing import processed
 __all__ = ["Node", "choose", "greedy_tokens", "scores_of"]
 
 _BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
+_AS_IT_IS = SamplingParams()  # scores that are processed already
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ class Node:
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     """``[R]`` int64: the largest entry of each row of ``logits [R, vocab]``; the first wins a tie."""
-    if logits.device.type == "cpu" and logits.dtype is not torch.float16 and (kernels := loaded_kernels()) is not None:
+    if (kernels := _kernels(logits)) is not None:
         best: torch.Tensor = kernels.argmax(logits)  # PyTorch's own takes several times as long on two cores
         return best
     return logits.argmax(dim=-1)
@@ -55,10 +66,20 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
         logits: ``[R, vocab]`` of the model.
         nodes: ``[R]``.
     """
+    chosen = torch.full((len(nodes),), -1, dtype=torch.int64, device=logits.device)
+    left: Seq[int] = range(len(nodes))
+    if (kernels := _kernels(logits)) is not None:
+        quick = [place for place, node in enumerate(nodes) if _is_quick(node.params)]
+        found = _drawn(kernels, logits, quick, [nodes[place] for place in quick])
+        if len(quick) == len(nodes):
+            chosen = found
+        else:
+            chosen[quick] = found
+        left = [place for place, token in enumerate(chosen.tolist()) if token < 0]
     groups: dict[Hashable, list[int]] = {}
-    for place, node in enumerate(nodes):
-        groups.setdefault(None if node.params.is_greedy else node.params.processing, []).append(place)
-    chosen = torch.empty(len(nodes), dtype=torch.int64, device=logits.device)
+    for place in left:
+        params = nodes[place].params
+        groups.setdefault(None if params.is_greedy else params.processing, []).append(place)
     num_together = max(1, _BLOCK // logits.shape[1])
     for processing, places in groups.items():
         for start in range(0, len(places), num_together):
@@ -66,7 +87,7 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
             index = on_device(block, logits.device)
             own = logits if len(block) == len(nodes) else logits[index]
             is_greedy = processing is None
-            chosen[index] = greedy_tokens(own if is_greedy else scores_of(own, [nodes[place] for place in block]))
+            chosen[index] = greedy_tokens(own) if is_greedy else _chosen(own, [nodes[place] for place in block])
     return chosen
 
 
@@ -77,9 +98,58 @@ def scores_of(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
         logits: ``[r, vocab]`` of the model.
         nodes: ``[r]``, at least one, all with the same `SamplingParams.processing`.
     """
-    params = nodes[0].params
-    scores = processed(logits, params, [node.prefix for node in nodes], [node.num_prompt for node in nodes])
-    if params.temperature == 0:
-        return scores
-    states = [noise_state(node.key, node.position) for node in nodes]
-    return scores + gumbel(states, logits.shape[1], logits.device)
+    scores = _processed(logits, nodes)
+    return scores + _noise(scores, nodes) if nodes[0].params.temperature else scores
+
+
+def _processed(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
+    return processed(logits, nodes[0].params, [node.prefix for node in nodes], [node.num_prompt for node in nodes])
+
+
+def _noise(scores: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
+    return gumbel([noise_state(node.key, node.position) for node in nodes], scores.shape[1], scores.device)
+
+
+def _chosen(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
+    """``[r]`` int64, the largest entry of each row of `scores_of`."""
+    scores = _processed(logits, nodes)
+    if nodes[0].params.temperature == 0:
+        return greedy_tokens(scores)
+    if (kernels := _kernels(scores)) is not None:
+        as_they_are = [Node(_AS_IT_IS, node.key, node.position) for node in nodes]
+        found = _drawn(kernels, scores, range(len(nodes)), as_they_are)
+        if bool((found >= 0).all()):
+            return found
+    return greedy_tokens(scores + _noise(scores, nodes))
+
+
+def _drawn(kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node]) -> torch.Tensor:
+    """``[n]`` int64, what the kernel draws of ``logits[rows]``; -1 where PyTorch must decide.
+
+    Args:
+        kernels: the operators.
+        logits: ``[R, vocab]`` on the CPU.
+        rows: ``[n]``.
+        nodes: ``[n]``, whose params are quick.
+    """
+    num_tokens = logits.shape[1]
+    each = [node.params for node in nodes]
+    warps = [value for p in each for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]
+    arrays = (
+        np.array(rows, dtype=np.int64),
+        np.array([node.key for node in nodes], dtype=np.uint64).view(np.int64),
+        np.array([node.position for node in nodes], dtype=np.int64),
+        np.array(warps, dtype=np.float64).reshape(-1, 4),
+    )
+    found: torch.Tensor = kernels.sample(logits, *map(torch.from_numpy, arrays))
+    return found
+
+
+def _is_quick(params: SamplingParams) -> bool:
+    """Whether the kernel does all that they ask for: at most temperature, top-k, top-p and min-p."""
+    return params.temperature > 0 and params.typical_p == 1 and not params.logit_bias and not params.reads_prefix
+
+
+def _kernels(logits: torch.Tensor) -> Any | None:
+    """The operators, if they are loaded and take such logits."""
+    return loaded_kernels() if logits.device.type == "cpu" and logits.dtype is not torch.float16 else None

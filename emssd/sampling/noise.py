@@ -7,6 +7,7 @@ draw does not depend on what was drafted, on the other rows of a batch, or on wh
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from hashlib import blake2b
 
 import torch
@@ -23,6 +24,7 @@ _FMIX_1 = 0x85EBCA6B - 2**32
 _FMIX_2 = 0xC2B2AE35 - 2**32
 
 
+@lru_cache(maxsize=2**14)  # rows ask for it in every step
 def noise_key(seed: int, request_id: str, sample: int = 0) -> int:
     """64 bits for one sample of one request, from BLAKE2b of their text. The seed and the id may be any."""
     text = f"{seed}/{sample}/{request_id}".encode(errors="surrogatepass")
