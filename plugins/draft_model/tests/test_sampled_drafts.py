@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from emssd_adaptive.policy import AdaptiveBudget
 from emssd_draft_model.base import ModelDrafter
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape
@@ -22,7 +23,7 @@ from emssd_union.drafter import UnionDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafting import Drafter
+from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.checked import CheckedDrafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
@@ -64,12 +65,18 @@ def sure_shapes() -> dict[str, Shape]:
     }
 
 
-def make_engine(drafter: Drafter | Seq[Drafter], batch_size: int = 3, max_tokens: int | None = None) -> Engine:
+def make_engine(
+    drafter: Drafter | Seq[Drafter],
+    batch_size: int = 3,
+    max_tokens: int | None = None,
+    budget: BudgetPolicy | None = None,
+) -> Engine:
     backend = TREE_BACKENDS["ragged-page-3"]()
     spec = target().kv_cache_spec(batch_size)
     backend.allocate(replace(spec, continuous=True, trees=True, max_tokens=max_tokens))
     scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
-    return Engine(CausalLMRunner(target(), backend), drafter, scheduler=scheduler, on_drafter_error="fail")
+    runner = CausalLMRunner(target(), backend)
+    return Engine(runner, drafter, scheduler=scheduler, budget=budget, on_drafter_error="fail")
 
 
 def requests_of(kinds: Seq[SamplingParams | None], num_new: int) -> list[Request]:
@@ -202,6 +209,14 @@ def test_merged_with_others_or_behind_them_it_is_right_too(tree: str) -> None:
         done = decode(engine, asked)
         assert set(ranks) <= {0}
         assert sum(each.num_accepted for each in done) >= 3 * 8
+
+
+@pytest.mark.parametrize("tree", DRAFT_MODEL_OPTIONS)
+def test_what_a_policy_cuts_changes_nothing(tree: str) -> None:
+    drafter = draft_model_drafter(target(), tree, VOCAB)
+    engine = make_engine(drafter, budget=AdaptiveBudget(probe_interval=4))
+    done = decode(engine, requests_of([KINDS["warm"], KINDS["top-k"], KINDS["penalties"], None, KINDS["hot"]], 30))
+    assert sum(each.num_accepted for each in done) > 0
 
 
 def test_biases_of_ids_that_only_the_target_has_are_left_out() -> None:
