@@ -14,7 +14,7 @@ from emssd.sampling.choice import Node, choose, greedy_tokens
 from emssd.sampling.noise import noise_key
 from emssd.sequences import Batch, Sequence
 
-__all__ = ["choices", "nodes_of"]
+__all__ = ["choices", "first_node", "nodes_of"]
 
 _GREEDY = Node(SamplingParams(temperature=0.0))
 
@@ -53,6 +53,11 @@ def nodes_of(sequence: Sequence, draft: Draft, row: int) -> Iterator[Node]:
         prefixes.append([*prefixes[parent + 1], token])
     for position, prefix in zip(positions, prefixes, strict=True):
         yield Node(params, key, position, prefix, num_prompt)
+
+
+def first_node(sequence: Sequence) -> Node:
+    """Where the token behind the newest one of `sequence` is chosen: there a draft model begins to draw."""
+    return next(nodes_of(sequence, Draft.empty(1), 0))
 
 
 def _is_greedy(sequence: Sequence) -> bool:

@@ -1,15 +1,18 @@
-"""The most probable tokens behind each node, and how probable they are: what a drafter needs to grow a tree."""
+"""The likeliest tokens behind each node, and how likely they are: what a drafter needs to grow a tree."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.transfer import to_host
+from emssd.attention.transfer import on_device, to_host
 from emssd.native import loaded_kernels
+from emssd.sampling.choice import Node
+from emssd.sampling.draws import top_draws
 
-__all__ = ["top_tokens"]
+__all__ = ["top_choices", "top_tokens"]
 
 
 def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
@@ -34,3 +37,35 @@ def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tu
     tokens = [[int(token) for token in host[start : start + width]] for start in starts]
     shares = [host[start + num_rows * width : start + (num_rows + 1) * width] for start in starts]
     return tokens, [[-math.inf if math.isnan(share) else min(share, 0.0) for share in row] for row in shares]
+
+
+def top_choices(
+    logits: torch.Tensor, nodes: Seq[Node], width: int, temperature: float = 1.0
+) -> tuple[list[list[int]], list[list[float]]]:
+    """For each node the `width` tokens that the target most likely chooses, and the logarithms of how likely.
+
+    At greedy nodes they are the `top_tokens`, at others the `top_draws`, where there may be fewer. A GPU's host waits
+    once for each of the two.
+
+    Args:
+        logits: ``[n, vocab]`` of a draft model.
+        nodes: ``[n]``.
+        width: at least 1; cut to the vocabulary.
+        temperature: that logits are divided by; of `top_draws` the ``error``.
+    """
+    greedy = [place for place, node in enumerate(nodes) if node.params.is_greedy]
+    if len(greedy) == len(nodes):
+        return top_tokens(logits, width, temperature)
+    drawn = [place for place, node in enumerate(nodes) if not node.params.is_greedy]
+    if not greedy:
+        return top_draws(logits, nodes, width, temperature)
+    tokens: list[list[int]] = [[]] * len(nodes)
+    log_probs: list[list[float]] = [[]] * len(nodes)
+    found = (
+        (greedy, top_tokens(logits[on_device(greedy, logits.device)], width, temperature)),
+        (drawn, top_draws(logits[on_device(drawn, logits.device)], [nodes[at] for at in drawn], width, temperature)),
+    )
+    for places, (own_tokens, own_log_probs) in found:
+        for place, some_tokens, some_log_probs in zip(places, own_tokens, own_log_probs, strict=True):
+            tokens[place], log_probs[place] = some_tokens, some_log_probs
+    return tokens, log_probs

@@ -26,6 +26,7 @@ from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.strategies import drafters, policies
 from tests.support import sampling as reference
+from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
 from tests.support.sampling_strategies import params_of_any_kind
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter
 
@@ -36,6 +37,15 @@ HOT = SamplingParams(temperature=1.5, seed=7)
 @cache
 def target() -> TargetModel:
     return TargetModel(tiny_model("llama", vocab_size=VOCAB, max_model_len=64, std=0.15))
+
+
+@cache
+def other_model() -> TargetModel:
+    """A draft model that is right at times."""
+    model = tiny_model("llama", vocab_size=VOCAB, max_model_len=64, std=0.15)
+    with torch.no_grad():
+        model.lm_head.weight.add_(tiny_model("llama", seed=1, vocab_size=VOCAB, std=0.05).lm_head.weight)
+    return TargetModel(model)
 
 
 @cache
@@ -137,7 +147,9 @@ def test_tokens_are_those_of_sampling_one_row_at_a_time_without_a_draft_or_a_cac
     budget: BudgetPolicy,
 ) -> None:
     expected = Expected(asked)
-    one = drafters(VOCAB, expected, with_trees=True)
+    kinds, models = sorted(DRAFT_MODEL_OPTIONS), [target(), other_model()]
+    of_model = st.builds(draft_model_drafter, st.sampled_from(models), st.sampled_from(kinds), st.just(VOCAB))
+    one = drafters(VOCAB, expected, with_trees=True) | of_model
     drafter = data.draw(one | st.lists(one, min_size=2, max_size=2), label="drafter")
     engine = make_engine(
         drafter,

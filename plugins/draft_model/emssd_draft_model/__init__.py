@@ -1,4 +1,7 @@
-"""Plugin `drafter=draft_model`: a smaller causal LM with the same tokenizer drafts chains or token trees."""
+"""Plugin `drafter=draft_model`: a smaller causal LM with the same tokenizer drafts chains or token trees.
+
+For rows that are sampled it draws with the noise of the target, and with the same temperature, penalties and the like.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,18 @@ class DraftModelConfig:
         path: folder or hub id of the draft model. ``demo-draft`` is the one that goes with ``model.path=demo``.
         num_speculative_tokens: tokens drafted per row and step with ``tree=chain`` (the paper's k).
         tree: chain follows the draft model's first choices. static gives every node of a level equally many children
-            (SpecInfer, arXiv 2305.09781). dynamic follows the most probable ways, and keeps the most probable nodes
-            (EAGLE-2, arXiv 2406.16858). sequoia drafts the tree that is best for the acceptance measured so far by
-            depth and rank (arXiv 2402.12374).
+            (SpecInfer, arXiv 2305.09781), or as many as top-k and the like leave in sampling. dynamic follows the most
+            probable ways, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858). sequoia drafts the tree that
+            is best for the acceptance measured so far by depth and rank (arXiv 2402.12374).
         expansion: of static, the number of children of each node, level by level.
         num_nodes: of dynamic and sequoia, the most nodes of a row's tree.
         depth: of dynamic and sequoia, the most levels of a tree.
         top_k: of dynamic, the nodes of a level that are expanded, and the children of each; of sequoia, the most
             children of a node.
-        temperature: of dynamic, what the draft model's logits are divided by before its nodes are ranked. A target
-            that decodes greedily takes the first choice more often than the draft model's own probabilities say.
+        temperature: of dynamic, what the draft model's logits are divided by before its nodes are ranked. It stands for
+            how far they are from the target's, see `emssd.sampling.draws.top_draws`, and so is no temperature of the
+            sampling. A target that decodes greedily takes the first choice more often than the draft model's own
+            probabilities say.
         acceptance: of sequoia, a JSON file with the acceptance to plan for, in the place of what is measured: a list of
             the levels, each a list of probabilities, that of the draft model's first choice first. Levels below the
             last are like the last.

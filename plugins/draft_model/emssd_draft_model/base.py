@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from emssd.attention import Kept
+from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
+from emssd.sampling import SamplingParams
+from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Sequence
 
 __all__ = ["CachedRow", "ModelDrafter", "load_draft_model"]
 
+_GREEDY = Node(SamplingParams(temperature=0.0))
+
 
 @dataclass(slots=True)
 class CachedRow:
-    """A sequence as the draft model sees it: the same tokens, but its own count of cached ones."""
+    """A sequence as the draft model sees it: the same tokens, but its own count of cached ones.
+
+    Attributes:
+        node: where the token behind the newest one is chosen, by the target and so by the draft model.
+    """
 
     request_id: str
     tokens: Seq[int]
     num_cached: int = 0
+    node: Node = _GREEDY
 
 
 class ModelDrafter(Drafter):
@@ -50,6 +60,22 @@ class ModelDrafter(Drafter):
         self._runner.release(request_ids)
         for request_id in request_ids:
             self._num_cached.pop(request_id, None)
+
+    def _row(self, row: Sequence) -> CachedRow:
+        """`row` as it begins to be drafted for."""
+        return CachedRow(row.request_id, row.tokens, self._cached(row), self.node_of(row))
+
+    def node_of(self, row: Sequence) -> Node:
+        """Where the token behind the newest one of `row` is chosen.
+
+        Ids beyond the draft model's vocabulary cannot be drawn, whatever is added to their logits.
+        """
+        node, size = first_node(row), self._runner.vocab_size
+        bias = node.params.logit_bias
+        if all(token < size for token in bias):
+            return node
+        known = {token: value for token, value in bias.items() if token < size}
+        return replace(node, params=replace(node.params, logit_bias=known))
 
     def _reach(self, row: Sequence) -> int:
         """How far to draft: nothing beyond the draft model's length, nor after ids that only the target knows."""

@@ -1,7 +1,7 @@
 """Drafts chains with a smaller model for the whole batch at once, through a runner like the target's.
 
-Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", greedy; batched as in the EMS-SD
-paper, §4.3.
+Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; batched as in the EMS-SD paper,
+§4.3. Sampled with the noise of the target, as in Daliri et al. 2024, arXiv 2408.07978, §4.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack_nodes
-from emssd.decoding.verify import greedy_tokens
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
+from emssd.sampling.choice import Node, choose, greedy_tokens
+from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.base import CachedRow, ModelDrafter, load_draft_model
@@ -25,9 +26,10 @@ __all__ = ["DraftModelDrafter"]
 
 
 class DraftModelDrafter(ModelDrafter):
-    """Greedy drafting of chains. The drafted ids stay on the device, so that the host waits for none of the passes.
+    """Drafts chains: at each node the token that the draft model would choose if it were the target.
 
-    For the same reason a chain has no confidence.
+    The drafted ids stay on the device, so that the host waits for none of the passes, unless a row has penalties, which
+    read them. For the same reason a chain has no confidence.
 
     Args:
         runner: the draft model with its KV cache.
@@ -55,18 +57,14 @@ class DraftModelDrafter(ModelDrafter):
         limits = [min(limit, self._reach(row)) if limit > 0 else 0 for row, limit in zip(batch, budget, strict=True)]
         kv_lens = [len(row.tokens) + limit - 1 if limit else 0 for row, limit in zip(batch, limits, strict=True)]
         limits = [limit if fits else 0 for limit, fits in zip(limits, self._with_room(batch, kv_lens), strict=True)]
-        rows = [
-            CachedRow(row.request_id, row.tokens, self._cached(row))
-            for row, limit in zip(batch, limits, strict=True)
-            if limit > 0
-        ]
+        rows = [self._row(row) for row, limit in zip(batch, limits, strict=True) if limit > 0]
         if not rows:
             return Draft.empty(len(batch))
         wanted = [limit for limit in limits if limit > 0]
         self._num_drafted = {row.request_id: limit for row, limit in zip(rows, wanted, strict=True)}
-        columns = [greedy_tokens(self._catch_up(rows))]
-        for depth in range(1, max(wanted)):
-            columns.append(self._next(rows, wanted, columns[-1], depth))
+        columns = [_chosen(self._catch_up(rows), [row.node for row in rows])]
+        while len(columns) < max(wanted):
+            columns.append(self._next(rows, wanted, columns))
         return _ragged(limits, torch.stack(columns, dim=1))
 
     def observe(self, outcome: Outcome) -> None:
@@ -84,19 +82,31 @@ class DraftModelDrafter(ModelDrafter):
         for request_id in request_ids:
             self._num_drafted.pop(request_id, None)
 
-    def _next(self, rows: list[CachedRow], wanted: list[int], tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        """One token further for the rows that want more than `depth`. Returns ``[r]``; other rows hold their old."""
-        active = [i for i, limit in enumerate(wanted) if limit > depth]
-        names = [rows[i].request_id for i in active]
-        kv_lens = [len(rows[i].tokens) + depth for i in active]
+    def _next(self, rows: list[CachedRow], wanted: list[int], columns: list[torch.Tensor]) -> torch.Tensor:
+        """One token behind `columns`, for the rows that want more. Returns ``[r]``; other rows hold their old."""
+        tokens, active = columns[-1], [i for i, limit in enumerate(wanted) if limit > len(columns)]
         if len(active) == len(rows):
-            return self._best_behind(names, tokens, kv_lens)
+            return self._chosen_behind(rows, columns)
         index = on_device(active, tokens.device)
-        return tokens.index_copy(0, index, self._best_behind(names, tokens[index], kv_lens))
+        chosen = self._chosen_behind([rows[i] for i in active], [column[index] for column in columns])
+        return tokens.index_copy(0, index, chosen)
 
-    def _best_behind(self, names: list[str], tokens: torch.Tensor, kv_lens: list[int]) -> torch.Tensor:
-        packed = pack_nodes(names, tokens, [1] * len(names), kv_lens)
-        return greedy_tokens(self._known(self._runner.run(packed).logits))
+    def _chosen_behind(self, rows: list[CachedRow], columns: list[torch.Tensor]) -> torch.Tensor:
+        """Compute the newest of the drafted ``columns [depth, r]``. Returns ``[r]``, what is chosen behind them."""
+        depth, nodes = len(columns), [row.node for row in rows]
+        paths: list[list[int]] = [[]] * len(rows)
+        if any(node.params.reads_prefix for node in nodes):
+            drafted = to_host(torch.stack(columns, dim=1).flatten())
+            paths = [drafted[start : start + depth] for start in range(0, len(drafted), depth)]
+        kv_lens = [len(row.tokens) + depth for row in rows]
+        packed = pack_nodes([row.request_id for row in rows], columns[-1], [1] * len(rows), kv_lens)
+        logits = self._known(self._runner.run(packed).logits)
+        return _chosen(logits, [behind(node, depth, path) for node, path in zip(nodes, paths, strict=True)])
+
+
+def _chosen(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
+    """``[r]`` what would be chosen at `nodes` if the target's logits were these ``[r, vocab]``."""
+    return greedy_tokens(logits) if all(node.params.is_greedy for node in nodes) else choose(logits, nodes)
 
 
 def _ragged(lengths: list[int], tokens: torch.Tensor) -> Draft:

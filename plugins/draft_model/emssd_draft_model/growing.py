@@ -20,12 +20,12 @@ class GrowingTree:
 
     Attributes:
         token_ids, parents: of each node.
-        log_probs: of each node, how probable the draft model finds it behind its parent.
+        log_probs: of each node, how likely the target chooses it behind its parent, as the draft model sees it.
         scores: the sum of these along the way to each node. It never rises from a parent to its child.
-        ways: the way to each node: at each level, which of its parent's most probable tokens it is, counted from 0.
+        ways: the way to each node: at each level, which of its parent's likeliest tokens it is, counted from 0.
         level: the nodes of the deepest level.
         cached: the nodes whose KV the draft model has, in the order in which it lies there.
-        choices: the most probable tokens behind each node that was computed, and behind node -1.
+        choices: the likeliest tokens behind each node that was computed, and behind node -1.
     """
 
     num_tokens: int
@@ -44,6 +44,14 @@ class GrowingTree:
     def way(self, node: int) -> tuple[int, ...]:
         """`ways` of a node, also of -1, where it is empty."""
         return self.ways[node] if node >= 0 else ()
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the newest one on to `node`, without the former."""
+        found = list[int]()
+        while node >= 0:
+            found.append(self.token_ids[node])
+            node = self.parents[node]
+        return found[::-1]
 
     def grow(self, node: int, ranks: Seq[int], tokens: list[int], log_probs: list[float]) -> None:
         """Give `node` children: those of its most probable `tokens` that have the `ranks`."""

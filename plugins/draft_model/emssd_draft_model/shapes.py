@@ -15,7 +15,7 @@ from emssd_draft_model.growing import GrowingTree
 __all__ = ["DynamicShape", "Expansion", "Shape", "StaticShape", "shape_of"]
 
 Expansion = tuple[int, Seq[int]]
-"""A node to expand, and which of its most probable tokens become its children, counted from 0."""
+"""A node to expand, and which of its likeliest tokens become its children, counted from 0."""
 
 
 class Shape(ABC):
@@ -25,7 +25,8 @@ class Shape(ABC):
         num_nodes: the most nodes of a tree.
         depth: the most levels.
         width: how many of a node's most probable tokens it looks at.
-        temperature: that the draft model's logits are divided by before they are probabilities.
+        temperature: that the draft model's logits are divided by before they are probabilities. Where the target
+            samples, its noise is in them.
     """
 
     num_nodes: int

@@ -12,9 +12,10 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.decoding.packing import pack_nodes
-from emssd.decoding.top_tokens import top_tokens
+from emssd.decoding.top_tokens import top_choices
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.model import ModelRunner
+from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.base import CachedRow, ModelDrafter, load_draft_model
@@ -30,8 +31,8 @@ Level = list[tuple[CachedRow, GrowingTree, list[Expansion]]]
 class TreeDrafter(ModelDrafter):
     """Drafts trees. Only nodes that get children are computed; the KV of those on the accepted way is kept.
 
-    Each level is one pass of the draft model for all rows. On a GPU the host waits once a level, for the most probable
-    tokens behind each node.
+    Each level is one pass of the draft model for all rows. On a GPU the host waits once a level, for the likeliest
+    tokens behind each node; twice in a batch of greedy and sampled rows.
 
     Args:
         runner: the draft model, with a KV cache that takes trees.
@@ -106,7 +107,7 @@ class TreeDrafter(ModelDrafter):
             trees.append(GrowingTree(len(row.tokens), num_nodes, depth, most_cached) if drafts else None)
         room = self._with_room(batch, [0 if tree is None else tree.num_tokens + tree.max_cached for tree in trees])
         level = [
-            (CachedRow(row.request_id, row.tokens, self._cached(row)), tree, self.shape.expand(tree, tree.level))
+            (self._row(row), tree, self.shape.expand(tree, tree.level))
             for row, tree, fits in zip(batch, trees, room, strict=True)
             if tree is not None and fits
         ]
@@ -136,7 +137,12 @@ class TreeDrafter(ModelDrafter):
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
         """Give each node of a level its children, from ``logits [n, vocab]``."""
-        tokens, log_probs = top_tokens(logits, self.shape.width, self.shape.temperature)
+        nodes = [
+            behind(row.node, len(path := tree.path(node)), path)
+            for row, tree, expansions in level
+            for node, _ in expansions
+        ]
+        tokens, log_probs = top_choices(logits, nodes, self.shape.width, self.shape.temperature)
         place = 0
         for _, tree, expansions in level:
             tree.level = []

@@ -1,0 +1,226 @@
+"""A draft model draws with the target's noise: one that *is* the target is always right, at every level of its drafts.
+
+Oracle of tokens: sampling written out by hand, without a cache. float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from emssd_adaptive.policy import AdaptiveBudget
+from emssd_draft_model.base import ModelDrafter
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_draft_model.sequoia import SequoiaShape
+from emssd_draft_model.shapes import DynamicShape, Shape, StaticShape
+from emssd_draft_model.trees import TreeDrafter
+from emssd_llma import LLMAConfig
+from emssd_llma.drafter import LLMADrafter
+from emssd_union.drafter import UnionDrafter
+
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting import BudgetPolicy, Drafter
+from emssd.drafting.checked import CheckedDrafter
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sampling import SamplingParams
+from emssd.sampling.choice import Node
+from emssd.sequences import Generation, Request, Sequence
+from emssd.testing.models import tiny_model
+from tests.support import sampling as reference
+from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
+from tests.support.trees import TREE_BACKENDS
+
+VOCAB, MOST_NEW = 11, 31
+KINDS = {
+    "cool": SamplingParams(temperature=0.5, seed=1),
+    "warm": SamplingParams(temperature=1.0, seed=2),
+    "hot": SamplingParams(temperature=1.7, seed=3),
+    "top-k": SamplingParams(temperature=1.3, top_k=3, seed=4),
+    "top-p": SamplingParams(temperature=1.3, top_p=0.6, seed=5),
+    "bias": SamplingParams(temperature=1.0, logit_bias={3: 1.5, 4: -1.0}, seed=6),
+    "penalties": SamplingParams(repetition_penalty=1.6, frequency_penalty=0.5, no_repeat_ngram_size=3, seed=7),
+    "greedy": SamplingParams(temperature=0.0),
+    "greedy with a penalty": SamplingParams(temperature=0.0, repetition_penalty=1.6),
+}
+PROMPTS = [[3, 4, 5, 3], [6], [7, 8]]
+
+
+@cache
+def target(vocab_size: int = VOCAB) -> TargetModel:
+    """Of whose text little can be guessed without its noise."""
+    return TargetModel(tiny_model("llama", vocab_size=vocab_size, max_model_len=64, std=0.15))
+
+
+def sure_shapes() -> dict[str, Shape]:
+    """Shapes that draft the likeliest token of every level down to the last, whatever it is."""
+    return {
+        "static": StaticShape([2, 1, 2]),
+        "static chain": StaticShape([1, 1, 1, 1]),
+        "dynamic": DynamicShape(12, 4, 3, temperature=0.01),
+        "sequoia": SequoiaShape(12, 4, 3, [[0.9, 0.05, 0.03]]),
+    }
+
+
+def make_engine(
+    drafter: Drafter | Seq[Drafter],
+    batch_size: int = 3,
+    max_tokens: int | None = None,
+    budget: BudgetPolicy | None = None,
+) -> Engine:
+    backend = TREE_BACKENDS["ragged-page-3"]()
+    spec = target().kv_cache_spec(batch_size)
+    backend.allocate(replace(spec, continuous=True, trees=True, max_tokens=max_tokens))
+    scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
+    runner = CausalLMRunner(target(), backend)
+    return Engine(runner, drafter, scheduler=scheduler, budget=budget, on_drafter_error="fail")
+
+
+def requests_of(kinds: Seq[SamplingParams | None], num_new: int) -> list[Request]:
+    prompts = [tuple(PROMPTS[row % len(PROMPTS)]) for row in range(len(kinds))]
+    pairs = enumerate(zip(prompts, kinds, strict=True))
+    return [Request(str(row), prompt, num_new, sampling=kind) for row, (prompt, kind) in pairs]
+
+
+@cache
+def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None) -> tuple[int, ...]:
+    return reference.sampled(target().model, prompt, MOST_NEW, params, name)
+
+
+def decode(engine: Engine, requests: Seq[Request]) -> list[Generation]:
+    """In order; every token is that of sampling by hand."""
+    done = {generation.request_id: generation for generation in engine.run(requests)}
+    for request in requests:
+        expected = text(request.request_id, request.prompt_ids, request.sampling)
+        assert done[request.request_id].token_ids == expected[: request.max_new_tokens]
+    return [done[request.request_id] for request in requests]
+
+
+def watched(shape: Shape) -> list[int | None]:
+    """From now on the rank of every choice of the target that the draft model foresaw, or did not."""
+    learn, told = shape.learn, list[int | None]()
+
+    def listen(ranks: Seq[int | None]) -> None:
+        told.extend(ranks)
+        learn(ranks)
+
+    shape.learn = listen  # type: ignore[method-assign]
+    return told
+
+
+BATCHES: dict[str, list[SamplingParams | None]] = {name: [kind] * 3 for name, kind in KINDS.items()}
+BATCHES["all kinds"] = [*KINDS.values(), None]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_all_of_its_chains_are_accepted(batch: str) -> None:
+    drafter = draft_model_drafter(target(), "chain", VOCAB)
+    kinds = BATCHES[batch]
+    for generation in decode(make_engine(drafter, len(kinds)), requests_of(kinds, MOST_NEW)):
+        assert generation.num_accepted == generation.num_drafted == 6 * 4
+        assert generation.num_steps == 7  # six full ones, and one token that was left
+
+
+@pytest.mark.parametrize("kind", sure_shapes())
+@pytest.mark.parametrize("batch", BATCHES)
+def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str, kind: str) -> None:
+    shape, kinds = sure_shapes()[kind], BATCHES[batch]
+    ranks = watched(shape)
+    engine = make_engine(draft_model_drafter(target(), shape, VOCAB), len(kinds))
+    decode(engine, requests_of(kinds, 4 * (shape.depth + 1)))
+    assert engine.report.acceptance_histogram == {shape.depth + 1: 4 * len(kinds)}
+    assert set(ranks) == {0}
+
+
+@pytest.mark.parametrize("kind", ["chain", *sure_shapes()])
+def test_it_stays_right_where_rows_are_preempted_and_end_in_the_midst_of_drafts(kind: str) -> None:
+    shape: str | Shape = "chain" if kind == "chain" else sure_shapes()[kind]
+    ranks = [] if isinstance(shape, str) else watched(shape)
+    engine = make_engine(draft_model_drafter(target(), shape, VOCAB), 5, max_tokens=80)
+    done = decode(engine, requests_of([KINDS[name] for name in ("warm", "hot", "top-k", "penalties", "top-p")], 24))
+    assert engine.report.num_preempted > 0
+    assert set(ranks) <= {0}
+    if kind in ("chain", "static chain"):
+        assert [each.num_accepted for each in done] == [each.num_drafted for each in done]
+    assert sum(each.num_accepted for each in done) > 5 * 12
+
+
+def other_seed(node: Node, row: Sequence) -> Node:
+    return replace(node, key=node.key ^ 1)
+
+
+def other_position(node: Node, row: Sequence) -> Node:
+    return replace(node, position=node.position - 1)
+
+
+def no_noise(node: Node, row: Sequence) -> Node:
+    return Node(SamplingParams(temperature=0.0))
+
+
+def no_processing(node: Node, row: Sequence) -> Node:
+    return replace(node, params=SamplingParams())
+
+
+def prompt_of_nothing(node: Node, row: Sequence) -> Node:
+    return replace(node, num_prompt=0)
+
+
+MUTATIONS = [
+    *((kind, change) for kind in ("warm", "top-k") for change in (other_seed, other_position, no_noise)),
+    *((kind, no_processing) for kind in ("cool", "top-k", "top-p", "bias", "penalties", "greedy with a penalty")),
+    ("penalties", prompt_of_nothing),
+]
+
+
+@pytest.mark.parametrize("tree", ["chain", "static"])
+@pytest.mark.parametrize(("kind", "change"), MUTATIONS, ids=lambda each: getattr(each, "__name__", each))
+def test_with_anything_else_it_is_wrong_at_times(kind: str, change: Any, tree: str) -> None:
+    """So the tests above can fail; tokens are right all the same."""
+
+    class Changed(ModelDrafter):
+        def node_of(self, row: Sequence) -> Node:
+            return change(super().node_of(row), row)  # type: ignore[no-any-return]
+
+    chains: Any = type("ChangedChains", (Changed, DraftModelDrafter), {})
+    trees: Any = type("ChangedTrees", (Changed, TreeDrafter), {})
+    shape = StaticShape([2, 1, 2])
+    ranks, chosen = watched(shape), "chain" if tree == "chain" else shape
+    engine = make_engine(draft_model_drafter(target(), chosen, VOCAB, of_chains=chains, of_trees=trees))
+    done = decode(engine, requests_of([KINDS[kind]] * 3, MOST_NEW))
+    if tree == "chain":
+        assert sum(each.num_accepted for each in done) < sum(each.num_drafted for each in done)
+    else:
+        assert set(ranks) > {0}
+
+
+@pytest.mark.parametrize("tree", DRAFT_MODEL_OPTIONS)
+def test_merged_with_others_or_behind_them_it_is_right_too(tree: str) -> None:
+    """In a union, and as the second drafter in turn, as cascade asks it."""
+    asked = requests_of([KINDS["warm"], KINDS["top-p"], None], 20)
+    for together in (True, False):
+        drafter = draft_model_drafter(target(), StaticShape([2, 1, 2]) if tree == "static" else tree, VOCAB)
+        ranks = watched(drafter.shape) if isinstance(drafter, TreeDrafter) else list[int | None]()
+        llma = LLMADrafter(LLMAConfig())
+        pair = [CheckedDrafter(each, None, VOCAB, on_error="fail") for each in (llma, drafter)]
+        engine = make_engine(UnionDrafter(pair) if together else [llma, drafter])
+        done = decode(engine, asked)
+        assert set(ranks) <= {0}
+        assert sum(each.num_accepted for each in done) >= 3 * 8
+
+
+@pytest.mark.parametrize("tree", DRAFT_MODEL_OPTIONS)
+def test_what_a_policy_cuts_changes_nothing(tree: str) -> None:
+    drafter = draft_model_drafter(target(), tree, VOCAB)
+    engine = make_engine(drafter, budget=AdaptiveBudget(probe_interval=4))
+    done = decode(engine, requests_of([KINDS["warm"], KINDS["top-k"], KINDS["penalties"], None, KINDS["hot"]], 30))
+    assert sum(each.num_accepted for each in done) > 0
+
+
+def test_biases_of_ids_that_only_the_target_has_are_left_out() -> None:
+    small = target(VOCAB - 2)
+    params = SamplingParams(logit_bias={VOCAB - 1: 5.0, 3: 1.0})
+    engine = make_engine(draft_model_drafter(small, "static", VOCAB))
+    assert sum(each.num_drafted for each in decode(engine, requests_of([params] * 3, 12))) > 0

@@ -1,0 +1,109 @@
+"""What a draft model draws with the target's noise: by hand, and how likely it is right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+
+from emssd.decoding.choosing import first_node
+from emssd.decoding.top_tokens import top_choices, top_tokens
+from emssd.sampling import SamplingParams
+from emssd.sampling.choice import Node, choose
+from emssd.sampling.draws import behind, top_draws
+from emssd.sequences import Request, Sequence
+from tests.support import sampling as reference
+
+VOCAB = 12
+KINDS = [
+    SamplingParams(temperature=0.7, seed=3),
+    SamplingParams(temperature=0.7, seed=4),
+    SamplingParams(temperature=1.5, top_k=3),
+    SamplingParams(top_p=0.5, logit_bias={2: 3.0}),
+    SamplingParams(temperature=0.0, repetition_penalty=1.7),
+    SamplingParams(presence_penalty=1.0, no_repeat_ngram_size=2),
+    None,
+]
+TEXT = [3, 4, 5, 3, 4]
+
+
+def rows(count: int) -> list[Sequence]:
+    """One of each kind, whose prompts are three tokens."""
+    found = []
+    for row in range(count):
+        found.append(Sequence(Request(f"r{row}", tuple(TEXT[:3]), 20, sampling=KINDS[row % len(KINDS)])))
+        found[-1].extend(TEXT[3:])
+    return found
+
+
+def logits(count: int) -> torch.Tensor:
+    return 2 * torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def by_hand(row: Sequence, values: Seq[float], path: Seq[int], error: float) -> list[tuple[int, float]]:
+    """Tokens that can be drawn, with the logarithm of how likely, the likeliest first."""
+    params, prefix = row.request.sampling or SamplingParams(temperature=0.0), [*row.tokens, *path]
+    found = reference.scores(values, params, prefix, 3)
+    if params.temperature:
+        name, seed = row.request_id, params.seed
+        noise = [reference.gumbel(reference.hashed(seed, name, len(prefix), token)) for token in range(VOCAB)]
+        found = [params.temperature * (score + each) for score, each in zip(found, noise, strict=True)]
+    shares = reference.probabilities([score / error for score in found])
+    pairs = [(token, math.log(share)) for token, share in enumerate(shares) if share]
+    return sorted(pairs, key=lambda pair: -pair[1])
+
+
+@pytest.mark.parametrize("path", [[], [7, 3], [4]], ids=str)
+@pytest.mark.parametrize("width", [1, 4, 30])
+@pytest.mark.parametrize("error", [0.6, 1.0, 3.0])
+@pytest.mark.parametrize("block", [2**22, 2 * VOCAB])
+def test_the_likeliest_come_first_at_nodes_of_any_kind(
+    path: list[int], width: int, error: float, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emssd.sampling.draws._BLOCK", block)
+    sequences, values = rows(3 * len(KINDS)), logits(3 * len(KINDS))
+    nodes = [behind(first_node(row), len(path), path) for row in sequences]
+    tokens, log_probs = top_choices(values, nodes, width, error)
+    for row, own, shares, given in zip(sequences, tokens, log_probs, values.tolist(), strict=True):
+        expected = by_hand(row, given, path, error)[:width]
+        assert own == [token for token, _ in expected]
+        assert shares == pytest.approx([share for _, share in expected], rel=1e-9, abs=1e-12)
+    assert {len(own) for own in tokens} >= {min(width, 3), min(width, VOCAB)}, "what is excluded is not drawn"
+
+
+def test_greedy_nodes_alone_are_as_they_were() -> None:
+    values = logits(4).float()
+    assert top_choices(values, [first_node(rows(7)[6])] * 4, 5, 0.6) == top_tokens(values, 5, 0.6)
+
+
+def test_with_errors_as_they_are_assumed_the_shares_are_those_of_being_right() -> None:
+    """Targets whose logits are the draft model's and Gumbel errors of the scale 2; a G-test over their choices."""
+    num, error, node, values = 20_000, 2.0, first_node(rows(1)[0]), logits(1)
+    tokens, log_probs = top_draws(values, [node], VOCAB, error)
+    uniform = torch.rand(num, VOCAB, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    chosen = choose(values - error * uniform.log().neg().log(), [node] * num)
+    found = torch.bincount(chosen, minlength=VOCAB)[tokens[0]].double()
+    expected = num * torch.tensor(log_probs[0], dtype=torch.float64).exp()
+    assert float(expected.min()) > 5
+    statistic = float(2 * torch.special.xlogy(found, found / expected).sum())
+    limit = torch.distributions.Chi2(torch.tensor(VOCAB - 1.0))
+    assert float(limit.cdf(torch.tensor(statistic))) < 0.999
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", KINDS[:4], ids=lambda kind: repr(kind)[:40])
+def test_behind_a_model_that_overflowed_nothing_is_drawn(bad: float, kind: SamplingParams) -> None:
+    values = logits(2)
+    values[0] = bad
+    nodes = [first_node(Sequence(Request(name, (3,), 9, sampling=kind))) for name in "ab"]
+    tokens, log_probs = top_draws(values, nodes, 3)
+    assert tokens[0] == log_probs[0] == []
+    assert tokens[1] == top_draws(values[1:], nodes[1:], 3)[0][0] != []
+
+
+def test_a_node_behind_others_has_their_tokens_only_where_they_are_read() -> None:
+    params = SamplingParams(presence_penalty=1.0)
+    assert behind(Node(params, 7, 5, [1, 2], 1), 2, [8, 9]) == Node(params, 7, 7, [1, 2, 8, 9], 1)
+    assert behind(Node(SamplingParams(), 7, 5), 2, [8, 9]) == Node(SamplingParams(), 7, 7)

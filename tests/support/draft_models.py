@@ -1,0 +1,45 @@
+"""Drafters of `draft_model` around a tiny model, on paged kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from emssd_draft_model import DraftModelConfig
+from emssd_draft_model.base import ModelDrafter
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_draft_model.shapes import Shape, shape_of
+from emssd_draft_model.trees import TreeDrafter
+
+from emssd.model import CausalLMRunner, TargetModel
+from tests.support.trees import TREE_BACKENDS
+
+__all__ = ["DRAFT_MODEL_OPTIONS", "draft_model_drafter"]
+
+DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
+    "chain": {"num_speculative_tokens": 4},
+    "static": {"expansion": [2, 3, 1]},
+    "dynamic": {"num_nodes": 9, "depth": 4, "top_k": 3},
+    "sequoia": {"num_nodes": 9, "depth": 4, "top_k": 3},
+}
+
+
+def draft_model_drafter(
+    model: TargetModel,
+    tree: str | Shape,
+    vocab_size: int,
+    *,
+    of_chains: type[DraftModelDrafter] = DraftModelDrafter,
+    of_trees: type[TreeDrafter] = TreeDrafter,
+) -> ModelDrafter:
+    """A drafter whose draft model is `model`; its trees have the options of their kind, or a shape that is given."""
+    backend = TREE_BACKENDS["paged-page-4"]()
+    backend.allocate(replace(model.kv_cache_spec(5), trees=True))
+    runner = CausalLMRunner(model, backend)
+    if tree == "chain":
+        return of_chains(runner, vocab_size, DRAFT_MODEL_OPTIONS["chain"]["num_speculative_tokens"])
+    if isinstance(tree, str):
+        shape = shape_of(DraftModelConfig(tree=tree, **DRAFT_MODEL_OPTIONS[tree]))  # type: ignore[arg-type]
+        assert shape is not None
+        return of_trees(runner, vocab_size, shape)
+    return of_trees(runner, vocab_size, tree)
