@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TypeVar
 
-from emssd.drafting.shapes import DynamicShape
+from emssd.drafting.shapes import DynamicShape, check_at_least_one
 from emssd.errors import ConfigError, did_you_mean
 from emssd_eagle3 import Eagle3Config, TreeKind
 
@@ -21,6 +21,7 @@ def shape_of(config: Eagle3Config) -> DynamicShape:
         ConfigError: an option cannot work.
     """
     if chosen(TreeKind, "tree", config.tree) is TreeKind.chain:
+        check_at_least_one(depth=config.depth)
         return DynamicShape(config.depth, config.depth, 1)
     return DynamicShape(config.num_nodes, config.depth, config.top_k)
 
