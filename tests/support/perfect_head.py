@@ -16,7 +16,7 @@ import torch
 from emssd.testing.models import tiny_model
 from tests.support.heads import Weights, write_head
 
-__all__ = ["VOCAB", "perfect_target", "write_perfect_head"]
+__all__ = ["SIZE", "VOCAB", "perfect_target", "write_perfect_head"]
 
 VOCAB = 9
 UNDRAFTED = (2, 5)  # which the target never says, and the head cannot draft

@@ -19,6 +19,8 @@ import torch
 from emssd_eagle3 import Eagle3Config, LayerIds, TreeKind
 from emssd_eagle3.drafter import Eagle3Drafter
 from emssd_eagle3.pairs import KnownPairs
+from hypothesis import given
+from hypothesis import strategies as st
 
 from emssd.attention import PackedInputs
 from emssd.decoding.caches import make_backend
@@ -33,7 +35,8 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from emssd.testing.oracle import References, greedy_reference
 from tests.support import sampling as reference
-from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_head
+from tests.support.heads import layer_weights, random_weights, write_head
+from tests.support.perfect_head import SIZE, VOCAB, perfect_target, write_perfect_head
 
 MODEL_LEN, NUM_NEW, DEPTH = 144, 31, 4
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6], [7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1, 4, 4, 0, 6, 7]]
@@ -276,6 +279,42 @@ def test_a_head_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
     decode(engine)
     assert not is_full(engine)
     assert engine.report.num_drafted > 0
+
+
+@cache
+def random_head(seed: int) -> str:
+    """A head that knows nothing: it reads two streams of the target, and drafts five tokens of nine."""
+    config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"vocab_size": VOCAB, "draft_vocab_size": 5, "eagle_aux_hidden_state_layer_ids": [0, 3]}
+    norms = {f"midlayer.{name}.weight": (SIZE,) for name in ("input_layernorm", "hidden_norm")}
+    sizes = {"fc.weight": (SIZE, 2 * SIZE), "norm.weight": (SIZE,), "lm_head.weight": (5, SIZE)}
+    weights = random_weights(norms | sizes | layer_weights("midlayer.", config, 2 * SIZE), seed)
+    weights["d2t"] = torch.tensor([0, 0, 1, 1, 4])
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights)
+
+
+PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12).map(tuple)
+SAMPLING = st.sampled_from([None, None, *KINDS["sampled"], *KINDS["mixed"]])
+
+
+@given(
+    rows=st.lists(st.tuples(PROMPT, st.integers(1, NUM_NEW), SAMPLING), min_size=1, max_size=6),
+    seed=st.integers(0, 2),
+    shape=st.sampled_from(sorted(SHAPES)),
+    backend=st.sampled_from(["ragged", "padded"]),
+    batch_size=st.integers(1, 4),
+    max_step_tokens=st.sampled_from([64, 6]),
+)
+def test_no_token_depends_on_the_head(
+    rows: Any, seed: int, shape: str, backend: str, batch_size: int, max_step_tokens: int
+) -> None:
+    options = SHAPES[shape] | {"path": random_head(seed)}
+    steps = {"max_step_tokens": max_step_tokens} if backend == "ragged" else {}
+    engine = make_engine(backend, options=options, batch_size=batch_size, **steps)
+    requests = [Request(str(row), prompt, num_new, sampling=kind) for row, (prompt, num_new, kind) in enumerate(rows)]
+    for generation in engine.run(requests):
+        prompt, num_new, kind = rows[int(generation.request_id)]
+        assert generation.token_ids == text(generation.request_id, prompt, kind)[:num_new]
 
 
 def test_a_step_that_failed_is_drafted_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
