@@ -83,8 +83,15 @@ def check_options(config: RunConfig) -> None:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
 
 
-def sampling_of(config: RunConfig, prompt: Prompt | None = None) -> SamplingParams | None:
+def sampling_of(
+    config: RunConfig, prompt: Prompt | None = None, vocab_size: int | None = None
+) -> SamplingParams | None:
     """How the run chooses tokens, or `prompt` in it; ``None`` is greedily.
+
+    Args:
+        config: of the run.
+        prompt: with options of its own, or none.
+        vocab_size: of the model, if it is known by now.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -97,10 +104,12 @@ def sampling_of(config: RunConfig, prompt: Prompt | None = None) -> SamplingPara
         for name in own:
             if name not in options:
                 known = ", ".join(options)
-                raise ConfigError(f"{name} is no option{did_you_mean(name, options)} The options are {known}")
+                raise ConfigError(f"{name} is no option{did_you_mean(name, options) or '.'} The options are {known}")
         if isinstance(bias := own.get("logit_bias"), dict):
             own["logit_bias"] = {int(token) if token.isdecimal() else token: value for token, value in bias.items()}
         params = SamplingParams(**options | own)
+        if vocab_size is not None:
+            params.check_vocabulary(vocab_size)
     except ConfigError as error:
         if own and prompt is not None:
             raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
@@ -184,7 +193,8 @@ def to_requests(
         limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
         try:
             ids = _encoded(config, engine, prompt, limit)
-            request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling_of(config, prompt))
+            sampling = sampling_of(config, prompt, engine.runner.vocab_size)
+            request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
             engine.sequence(request)  # can the model go on from it, and is there room for it alone?
         except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
