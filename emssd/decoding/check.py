@@ -28,6 +28,7 @@ class Difference:
     """The first place where a row departs from plain decoding.
 
     Attributes:
+        request_id, sample: as in `Generation`.
         position: index among the new tokens.
         token, greedy_token: what the run and what plain decoding have there (``None`` if it has ended).
         margin: by how much the target's logits of the two differ after the common prefix; of a sampled row, by how much
@@ -41,6 +42,7 @@ class Difference:
     greedy_token: int | None
     margin: float
     tolerance: float
+    sample: int = 0
 
     @property
     def is_tie(self) -> bool:
@@ -103,7 +105,7 @@ def _first_difference(
     logits = _logits_after(prefix, runner)
     tolerance = TIE_TOLERANCE[runner.dtype] * float(logits.abs().max())
     if params is not None:
-        key, num_prompt = noise_key(params.seed, ours.request_id), len(ours.prompt_ids)
+        key, num_prompt = noise_key(params.seed, ours.request_id, ours.sample), len(ours.prompt_ids)
         logits = scores_of(logits[None], [Node(params, key, len(prefix), prefix, num_prompt)])[0]
         tolerance /= params.temperature or 1.0
     if token is None or greedy_token is None:
@@ -112,7 +114,7 @@ def _first_difference(
         margin = float(
             abs(logits[token] - logits[greedy_token]) + (logits.max() - max(logits[token], logits[greedy_token]))
         )
-    return Difference(ours.request_id, position, token, greedy_token, margin, tolerance)
+    return Difference(ours.request_id, position, token, greedy_token, margin, tolerance, ours.sample)
 
 
 @torch.inference_mode()

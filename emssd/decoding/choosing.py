@@ -42,7 +42,8 @@ def nodes_of(sequence: Sequence, draft: Draft, row: int) -> Iterator[Node]:
     if params is None or _is_greedy(sequence):
         yield from [_GREEDY] * (1 + len(tree))
         return
-    key, num_prompt = noise_key(params.seed, sequence.request_id), len(sequence.request.prompt_ids)
+    request = sequence.request
+    key, num_prompt = noise_key(params.seed, request.prompt_id, request.sample), len(request.prompt_ids)
     positions = [len(tokens), *(len(tokens) + depth for depth in depths(tree))]
     if not params.reads_prefix:
         yield from (Node(params, key, position) for position in positions)

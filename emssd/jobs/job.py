@@ -21,7 +21,7 @@ from emssd.errors import PromptError
 from emssd.jobs.closing import print_texts, remarks
 from emssd.jobs.config import RunConfig
 from emssd.jobs.experiment import label_of, setting_of
-from emssd.jobs.intake import Failures, check_options, prompts_of, to_requests, unfinished
+from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests, unfinished
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
 from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
@@ -52,7 +52,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a run has to do: `requests`, which come from `prompts` (by id); some prompts may be among `failures`."""
+    """What a run has to do: `requests`, samples of `prompts` (by id); some prompts may be among `failures`."""
 
     engine: Engine
     requests: list[Request]
@@ -110,7 +110,7 @@ def run_job(
             report, greedy = _compare_with_plain(config, work, done, console, registry, models)
             metrics |= _check_metrics(report, metrics, greedy)
             output.write_metrics(metrics)
-    result = JobResult(metrics, [done[request.request_id] for request in work.requests], work.engine)
+    result = JobResult(metrics, [done[_place(request)] for request in work.requests], work.engine)
     _print_results(config, work, result, report, output.path, brief=brief)
     return result
 
@@ -157,10 +157,10 @@ def _prepare(
     failures = Failures(config.on_error)
     prompts = failures.passed(prompts_of(config, registry))
     registry.find("backend", config.backend.name)
-    left = unfinished(prompts, output, config_text)
+    left = unfinished(prompts, output, config, config_text)
     if config.resume:
-        num_done = len(output.finished)
-        there = f"{num_done} of {len(prompts)} rows" if num_done else "no rows, so this is a fresh start"
+        num_done, num_rows = len(output.finished), sum(num_samples(config, prompt) for prompt in prompts)
+        there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
         console.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
     if output.finished and not left:
         console.print("nothing is left to do")
@@ -169,7 +169,7 @@ def _prepare(
     engine = _engine(config, registry, models)
     if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
         console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
-    requests = to_requests(config, engine, left, failures)
+    requests = to_requests(config, engine, left, failures, output.finished)
     if requests:
         return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures)
     output.write_errors(failures.prompts)
@@ -203,7 +203,7 @@ def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseli
 def _compare_with_plain(
     config: RunConfig,
     work: _Work,
-    done: dict[str, Generation],
+    done: dict[tuple[str, int], Generation],
     console: Console,
     registry: Registry,
     models: ModelCache,
@@ -220,23 +220,29 @@ def _compare_with_plain(
     )
     expected, figures = _decode(greedy, live)
     judge = CausalLMRunner(target, make_backend(target.kv_cache_spec(1), config.backend, registry))
-    sampling = {request.request_id: request.sampling for request in work.requests}
-    report = compare([done[name] for name in sampling], [expected[name] for name in sampling], judge, sampling)
+    sampling = {request.prompt_id: request.sampling for request in work.requests}
+    places = [_place(request) for request in work.requests]
+    report = compare([done[place] for place in places], [expected[place] for place in places], judge, sampling)
     return report, figures
 
 
 def _decode(
     work: _Work, live: LiveFigures, output: OutputFolder | None = None
-) -> tuple[dict[str, Generation], dict[str, Any]]:
-    """Decode all requests under live figures; rows are written as they finish. Returns them, and the metrics."""
-    done: dict[str, Generation] = {}
+) -> tuple[dict[tuple[str, int], Generation], dict[str, Any]]:
+    """Decode all requests under live figures; rows are written as they finish. Gives all by `_place`, and metrics."""
+    done: dict[tuple[str, int], Generation] = {}
     with live, OtherProcesses() as others:
         for generation in work.engine.run(work.requests):
-            done[generation.request_id] = generation
+            done[generation.request_id, generation.sample] = generation
             if output is not None:
                 output.write_generation(work.prompts[generation.request_id], generation)
             live.row_done(work.engine.report)
     return done, work.engine.report.metrics() | {"other_cpu_share": others.share}
+
+
+def _place(request: Request) -> tuple[str, int]:
+    """By which a request and its generation are found: the id of the prompt, and the sample."""
+    return request.prompt_id, request.sample
 
 
 def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def print_failures(console: Console, failed: Sequence[FailedPrompt]) -> None:
 
 def _describe(difference: Difference) -> str:
     kind = "tie" if difference.is_tie else "DIFFERENCE"
+    sample = f", sample {difference.sample}," if difference.sample else ""
     return (
-        f"{kind} in {difference.request_id} at new token {difference.position}: {difference.token} instead of "
+        f"{kind} in {difference.request_id}{sample} at new token {difference.position}: {difference.token} instead of "
         f"{difference.greedy_token}, logits {difference.margin:.3g} apart (tie up to {difference.tolerance:.3g})"
     )

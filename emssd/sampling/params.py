@@ -10,6 +10,7 @@ from emssd.errors import ConfigError
 
 __all__ = ["SamplingParams"]
 
+_NOT_PROCESSING = ("logit_bias", "seed", "n", "logprobs")  # the first is added apart, as a value that can be hashed
 _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range of their numbers
 
 
@@ -31,7 +32,10 @@ class SamplingParams:
         frequency_penalty: is subtracted once for each time that the token is in the output.
         no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and output; 0 allows all.
         logit_bias: by token id, what is added to its logit; ``-inf`` forbids the token.
-        seed: of the noise. The same seed, request id, prompt and model give the same text.
+        seed: of the noise. The same seed, request id, sample, prompt and model give the same text.
+        n: how many texts are drawn for a prompt. Each is what it would be if it were drawn alone.
+        logprobs: give each new token's log-probability, and those of so many of the most probable tokens. They are the
+            model's own: of its logits as it gives them, before anything on this list. ``None`` gives none.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -48,6 +52,8 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int = 0
+    n: int = 1
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._check_number("temperature", lambda t: t == 0 or t >= _COLDEST, f"it must be 0 or at least {_COLDEST}")
@@ -60,6 +66,14 @@ class SamplingParams:
         for name in ("top_k", "no_repeat_ngram_size"):
             self._check_whole(name, "it must be a whole number of at least 0, which is off", smallest=0)
         self._check_whole("seed", "it must be a whole number")
+        self._check_whole("n", "it must be a whole number of at least 1", smallest=1)
+        if self.logprobs is not None:
+            self._check_whole("logprobs", "it must be a whole number of at least 0, or None, which is off", smallest=0)
+        if self.temperature == 0 and self.n > 1:
+            raise ConfigError(
+                f"n is {self.n} at temperature 0, which would give {self.n} equal texts; raise temperature, or leave n "
+                f"out"
+            )
         if self.temperature == 0 and self.typical_p < 1:
             raise ConfigError(
                 f"typical_p is {self.typical_p} at temperature 0, which takes the most probable token, typical or not; "
@@ -87,7 +101,7 @@ class SamplingParams:
     @property
     def processing(self) -> Hashable:
         """All that is done to logits: params with the same can be processed together."""
-        every = [getattr(self, each.name) for each in fields(self) if each.name not in ("logit_bias", "seed")]
+        every = [getattr(self, each.name) for each in fields(self) if each.name not in _NOT_PROCESSING]
         return (*every, *self.logit_bias.items())
 
     @property
@@ -96,13 +110,15 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Make sure that `logit_bias` speaks of tokens below `vocab_size`.
+        """Make sure that `logit_bias` speaks of tokens below `vocab_size`, and `logprobs` of no more than there are.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: one of them does not.
         """
         if unknown := [token for token in self.logit_bias if token >= vocab_size]:
             raise ConfigError(f"logit_bias has token {unknown[0]}, but the model's vocabulary has {vocab_size} tokens")
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise ConfigError(f"logprobs is {self.logprobs}, but the model's vocabulary has {vocab_size} tokens")
 
     def _check_number(self, name: str, is_possible: Callable[[float], bool], possible: str) -> None:
         value = getattr(self, name)

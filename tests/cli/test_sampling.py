@@ -79,7 +79,10 @@ def test_prompts_have_options_of_their_own(emssd: Callable, model: str, records:
     ("how", "message"),
     [
         ({"temperature": -1}, "prompt prompts.jsonl:1: sampling.temperature is -1; it must be 0 or at least 1e-06"),
-        ({"top_q": 0.5}, "prompt prompts.jsonl:1: sampling.top_q is no option; did you mean 'top_p'? It has temp"),
+        (
+            {"top_q": 0.5},
+            "prompt prompts.jsonl:1: sampling.top_q is no option; did you mean 'top_p'? The options are",
+        ),
         ({"logit_bias": {"a": 1}}, "prompt prompts.jsonl:1: sampling.logit_bias has a token id 'a'; it must be"),
         ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000, but the model's vocabulary has"),
         (0.5, "prompts.jsonl:1: field 'how' holds a value of type float; options of sampling are an object, such as"),
