@@ -62,6 +62,9 @@ class ChildrenShape(StaticShape, SampledShape):
     2019, arXiv 1903.06059, §2).
     """
 
+    def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
+        return [] if _is_full(tree) else super().expand(tree, frontier)
+
     def draw(self, drawn: _Drawn, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor) -> None:
         for (node, children), row, arrivals in zip(expansions, q, noise, strict=True):
             extend_beam(drawn.tree, _beam_at(node, q.device), [row], len(children), arrivals.unsqueeze(0))
@@ -77,7 +80,7 @@ class BeamShape(SampledShape):
         self.width, self.depth, self.num_nodes = width, depth, width * depth
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
-        return [(node, range(self.width)) for node in frontier]
+        return [] if _is_full(tree) else [(node, range(self.width)) for node in frontier]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return min(self.width, num_nodes - 1) * max(0, depth - 1)
@@ -137,9 +140,7 @@ class SampledDrafter(TreeDrafter):
             drawn = self._drawn.setdefault(row.request_id, _Drawn())
             noise = self._noise(row.node, [node for node, _ in expansions], q)
             self.shape.draw(drawn, expansions, q[place:stop], noise)
-            tree.level = []
-            for node in range(len(tree.token_ids), len(drawn.tree.token_ids)):  # alike, so that they stay in this order
-                tree.grow(drawn.tree.parents[node], [0], [drawn.tree.token_ids[node]], [0.0])
+            _take_over(tree, drawn.tree)
             place = stop
 
     def _noise(self, origin: Node, nodes: Seq[int], q: torch.Tensor) -> torch.Tensor:
@@ -161,6 +162,20 @@ class SampledDrafter(TreeDrafter):
             known = probabilities(rows, own) if own[0].params.is_residual else scores_of(rows, own).softmax(dim=-1)
             found[index, : logits.shape[1]] = known
         return found
+
+
+def _take_over(tree: GrowingTree, drawn: SampledTree) -> None:
+    """Give `tree` the level that was drawn. All nodes are scored alike, so that they stay in their order."""
+    tree.level = []
+    for node in range(len(tree.token_ids), len(drawn.token_ids)):
+        parent = drawn.parents[node]
+        siblings = [*tree.choices.get(parent, ()), drawn.token_ids[node]]
+        tree.grow(parent, [len(siblings) - 1], siblings, [0.0] * len(siblings))
+
+
+def _is_full(tree: GrowingTree) -> bool:
+    """Whether further nodes would be left out: what is drawn later stands later."""
+    return len(tree.token_ids) >= tree.num_nodes
 
 
 def _is_residual(row: Sequence) -> bool:
