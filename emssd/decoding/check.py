@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from emssd.decoding.distribution_check import DistributionReport
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import ModelRunner
@@ -52,10 +53,15 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Result of a comparison: rows that are equal, and the first difference of each row that is not."""
+    """Result of a comparison: rows that are equal, and the first difference of each row that is not.
+
+    Attributes:
+        law: of rows with `residual` sampling, which are not compared but tested.
+    """
 
     num_exact: int
     differences: tuple[Difference, ...]
+    law: DistributionReport | None = None
 
     @property
     def ties(self) -> list[Difference]:

@@ -20,6 +20,7 @@ from emssd.decoding.packing import pack
 from emssd.decoding.prefixes import Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
 from emssd.decoding.step_stats import step_stats
+from emssd.decoding.verdicts import verdicts
 from emssd.decoding.verify import Verification, best_tokens, verify
 from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
@@ -145,7 +146,8 @@ class Engine:
             packed = pack(schedule.batch, known, schedule.prefills)
             output = self.runner.run(packed)
             chosen = choices(output.logits, schedule.batch, known)
-            verification = verify(chosen, draft, best_tokens(output.logits, self.drafting.num_candidates))
+            drawn = verdicts(output.logits, schedule.batch, known)
+            verification = verify(chosen, draft, best_tokens(output.logits, self.drafting.num_candidates), drawn)
             self.drafting.check_ids(draft, verification.drafted)
             logprobs = token_logprobs(output.logits, schedule.batch, draft, verification)
             self._advance(schedule, draft, verification, logprobs)

@@ -15,6 +15,7 @@ from emssd.console.terminal import plain_console
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
+from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
 from emssd.errors import PromptError
@@ -121,7 +122,7 @@ def _print_results(
     """Print to stdout what came out; if `brief`, only what is wrong."""
     console = plain_console()
     if brief:
-        if report is not None and report.differences:
+        if report is not None and (report.differences or not (report.law is None or report.law.is_right)):
             print_check(console, report, config.check and config.check.value)
         return
     print_report(console, result.metrics, _plain_label(config))
@@ -208,7 +209,10 @@ def _compare_with_plain(
     registry: Registry,
     models: ModelCache,
 ) -> tuple[CheckReport, dict[str, Any]]:
-    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's metrics."""
+    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's metrics.
+
+    The tokens of rows with `residual` sampling are not those of the plain run; these are tested for their law.
+    """
     target = work.engine.target
     greedy = dataclasses.replace(work, engine=_engine(config, registry, models, baseline=work.engine))
     warm_up(greedy.engine, greedy.requests)
@@ -221,9 +225,13 @@ def _compare_with_plain(
     expected, figures = _decode(greedy, live)
     judge = CausalLMRunner(target, make_backend(target.kv_cache_spec(1), config.backend, registry))
     sampling = {request.prompt_id: request.sampling for request in work.requests}
+    drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
     places = [_place(request) for request in work.requests]
-    report = compare([done[place] for place in places], [expected[place] for place in places], judge, sampling)
-    return report, figures
+    same = [place for place in places if place[0] not in drawn]
+    report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling)
+    tested = [done[place] for place in places if place[0] in drawn]
+    law = check_distribution(tested, judge, drawn) if tested else None
+    return dataclasses.replace(report, law=law), figures
 
 
 def _decode(
@@ -265,6 +273,11 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
 
 
 def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[str, Any]) -> dict[str, Any]:
+    law = (
+        {}
+        if (found := report.law) is None
+        else {"law": {**dataclasses.asdict(found), "p_value": found.p_value, "right": found.is_right}}
+    )
     return {
         "greedy": greedy,
         "check": {
@@ -275,6 +288,7 @@ def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[st
                 {name.replace("request_id", "id"): value for name, value in dataclasses.asdict(difference).items()}
                 for difference in report.differences
             ],
+            **law,
         },
         "speedup": metrics["decode_tokens_per_second"] / max(greedy["decode_tokens_per_second"], 1e-9),
         "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy["tokens_per_second"], 1e-9),

@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, did_you_mean
 
-__all__ = ["SamplingParams"]
+__all__ = ["SamplingMethod", "SamplingParams"]
 
 _NOT_PROCESSING = ("logit_bias", "seed", "n", "logprobs")  # the first is added apart, as a value that can be hashed
 _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range of their numbers
+
+
+class SamplingMethod(str, Enum):
+    """How a drafted token is held against what is drawn."""
+
+    coupled = "coupled"
+    residual = "residual"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,10 @@ class SamplingParams:
         frequency_penalty: is subtracted once for each time that the token is in the output.
         no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and output; 0 allows all.
         logit_bias: by token id, what is added to its logit; ``-inf`` forbids the token.
+        method: ``coupled`` draws each token with noise that is a hash of its place, so that the text is the same
+            whatever drafts. ``residual`` holds drafts against the distributions that they were drawn from (block and
+            traversal verification): the law is the same, but the text depends on the drafts. At temperature 0 both are
+            one.
         seed: of the noise. The same seed, request id, sample, prompt and model give the same text.
         n: how many texts are drawn for a prompt. Each is what it would be if it were drawn alone.
         logprobs: give each new token's log-probability, and those of so many of the most probable tokens. They are the
@@ -51,6 +63,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    method: SamplingMethod = SamplingMethod.coupled
     seed: int = 0
     n: int = 1
     logprobs: int | None = None
@@ -79,6 +92,11 @@ class SamplingParams:
                 f"typical_p is {self.typical_p} at temperature 0, which takes the most probable token, typical or not; "
                 f"raise temperature, or leave typical_p out"
             )
+        try:
+            object.__setattr__(self, "method", SamplingMethod(self.method))
+        except ValueError:
+            guess = did_you_mean(f"{self.method}", names := [each.value for each in SamplingMethod])
+            raise ConfigError(f"method is {self.method!r}{guess or ';'} choose {' or '.join(names)}") from None
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
         for token, bias in self.logit_bias.items():
@@ -92,6 +110,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the token is that of the largest logit as the model gives it."""
         return self.temperature == 0 and not self.logit_bias and not self.reads_prefix
+
+    @property
+    def is_residual(self) -> bool:
+        """Whether drafts are held against the distributions that they were drawn from."""
+        return self.method is SamplingMethod.residual and self.temperature > 0
 
     @property
     def reads_prefix(self) -> bool:
