@@ -24,6 +24,7 @@ from emssd_none import NoneConfig
 from emssd_padded import PaddedConfig
 from emssd_pld import PLDConfig
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_ragged.backend import ragged_backend
 from emssd_replay import ReplayConfig
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
@@ -36,12 +37,13 @@ from hypothesis import strategies as st
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import Batching, EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafting import BudgetPolicy
+from emssd.drafting import BudgetPolicy, Draft
 from emssd.drafting.budget import FixedBudget
-from emssd.model import TargetModel
-from emssd.plugins.registry import Registry
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.plugins.registry import PluginWarning, Registry
 from emssd.sampling import SamplingParams
-from emssd.sequences import Request
+from emssd.sequences import Request, Sequence
+from emssd.testing.drafters import PerfectDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.strategies import policies
 from tests.sampling.test_engine import NUM_NEW, VOCAB, Expected, decode, requests, target
@@ -259,6 +261,41 @@ def test_preempted_rows_go_on_with_the_same_text(drafter: str, backend: str, fol
     engine = make_engine(config_of(drafter, folder, expected), backend, batch_size=6, longest=longest_of(asked))
     assert decode(engine, asked) == right(asked, expected)
     assert engine.report.num_preempted > 0
+
+
+class BeyondDrafter(PerfectDrafter):
+    """Right tokens, and behind them an id that is no token's.
+
+    Args:
+        beyond: that id.
+        vocab_size, num_speculative_tokens, references: see `PerfectDrafter`.
+    """
+
+    def __init__(self, beyond: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.beyond = beyond
+
+    def chain(self, row: Sequence, limit: int) -> list[int]:
+        return [*super().chain(row, limit)[:2], self.beyond, 1]
+
+
+@pytest.mark.parametrize("beyond", [VOCAB, -1, 2**40])
+def test_ids_of_no_token_are_not_believed_where_penalties_read_them(
+    beyond: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie on a device, so that nobody can have looked at them before the step."""
+    params = SamplingParams(temperature=0.8, repetition_penalty=1.5, frequency_penalty=0.3, seed=5)
+    asked = [Request(str(number), (1, 2, 3, 4), 12, sampling=params) for number in range(3)]
+    expected = Expected(asked)
+    texts = right(asked, expected)
+    backend = ragged_backend(page_size=3)
+    backend.allocate(target().kv_cache_spec(3))
+    engine = Engine(CausalLMRunner(target(), backend), BeyondDrafter(beyond, VOCAB, 4, expected), batch_size=3)
+    monkeypatch.setattr(Draft, "on_host", property(lambda self: False))
+    with pytest.warns(PluginWarning, match="outside the target's vocabulary of 11"):
+        assert decode(engine, asked) == texts
+    assert engine.drafting.drafters[0].failure
+    assert engine.report.num_accepted == 6, "of the only step in which it drafted"
 
 
 def test_plain_sampling_is_what_is_written_out_by_hand() -> None:
