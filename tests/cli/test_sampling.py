@@ -60,6 +60,24 @@ def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, mo
     assert "tokens DO NOT have the law of plain decoding" in result.out
 
 
+@pytest.mark.slow
+def test_the_demos_text_is_the_same_bytes_in_any_setting(emssd: Callable) -> None:
+    """The embedded models in float32, with the settings that differ most."""
+    options = (*SAMPLED, "data.limit=5", "output_dir=out", "overwrite=true", "progress=false", "check=plain")
+    files = []
+    for setting in (
+        ("drafter=none", "batch_size=1", "backend.kernels=torch"),
+        ("drafter=draft_model_dynamic", "batch_size=4"),
+        ("drafter=union", "backend=unpad_kv", "batch_size=3"),
+        ("drafter=lookahead", "backend=padded", "batch_size=8", "batching=static"),
+    ):
+        result = emssd(*options, *setting)
+        assert result.metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}, setting
+        fields = [{name: row[name] for name in ("id", "text", "token_ids", "seed")} for row in result.rows]
+        files.append(json.dumps(sorted(fields, key=lambda row: row["id"])).encode())
+    assert set(files) == {files[0]}
+
+
 @pytest.mark.parametrize("name", ["greedy", "plain"])
 def test_both_names_of_the_check_compare_greedy_rows(name: str, decode: Callable) -> None:
     result = decode("max_new_tokens=8", f"check={name}")
@@ -151,3 +169,19 @@ def test_a_job_goes_on_with_the_same_text_and_not_with_another_seed(
     again = (f"model.path={model}", "data=text", f"data.path={prompts}", *SAMPLED, "output_dir=out", "resume=true")
     assert "were made with another value of sampling.seed" in emssd(*again, "sampling.seed=8").sentence
     assert texts(emssd(*again, "drafter=none").rows) == expected
+
+
+def test_a_job_that_was_interrupted_goes_on_with_the_same_text(
+    decode: Callable, emssd: Callable, model: str, prompts: Path
+) -> None:
+    """Rows behind the interruption are decoded by another drafter in other batches, and no seed has moved on."""
+    first = decode(*SAMPLED, "batch_size=2")
+    expected, path = texts(first.rows), first.folder / "generations.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:30])
+    (first.folder / "metrics.json").unlink()
+    options = (f"model.path={model}", "data=text", f"data.path={prompts}", *SAMPLED, "output_dir=out", "resume=true")
+    resumed = emssd(*options, "drafter=lookahead", "backend=padded", "batch_size=3")
+    assert resumed.metrics["num_resumed_prompts"] == 2
+    assert texts(resumed.rows) == expected
+    assert path.read_bytes().splitlines()[:2] == [line.rstrip() for line in lines[:2]]
