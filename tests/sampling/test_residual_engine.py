@@ -261,11 +261,15 @@ class Deep(ByToken):
         return draft.lengths
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [ByToken([(9, 9)]), Deep([(9, 9)]), FixedBudget(3, 1), FixedBudget(2)],
-    ids=["by token", "deep", "fixed 3", "fixed 2"],
-)
+POLICIES = {
+    "by token": ByToken([(9, 9)]),
+    "deep": Deep([(9, 9)]),
+    "fixed 3": FixedBudget(3, 1),
+    "fixed 2": FixedBudget(2),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_policies_that_look_at_tokens_cannot(policy: BudgetPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     law, most = law_with(policy, DRAFTS["all possible"], monkeypatch)
     assert differs(law) < TIE_TOLERANCE[torch.float64]
