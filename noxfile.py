@@ -89,8 +89,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def attack(session: nox.Session) -> None:
-    """Attacks exactness at random for 10 minutes, with an oracle of its own; `-- --minutes 3 --seed 1`."""
+    """Attacks exactness at random for 10 minutes, with an oracle of its own; `-- --minutes 3 --seed 1`.
+
+    Without options it then draws many sampled runs, of every drafter on every backend.
+    """
     session.run(sys.executable, "-m", "tests.attack", *(session.posargs or ["--minutes", "10", "--kills", "4"]))
+    if not session.posargs:
+        sampled = ["-k", "plain_sampling", "tests/sampling/test_drafters.py"]
+        session.run(BIN / "pytest", "-q", *sampled, env={"HYPOTHESIS_PROFILE": "thorough"})
 
 
 @nox.session(venv_backend="none")

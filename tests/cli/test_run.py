@@ -107,8 +107,8 @@ def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.Monkey
 
     right = engine.verify
 
-    def wrong(chosen, draft, candidates):
-        verification = right(chosen, draft, candidates)
+    def wrong(chosen, draft, *others):
+        verification = right(chosen, draft, *others)
         if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
             verification.new_tokens[0][-1] = 5
         return verification

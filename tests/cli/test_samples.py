@@ -48,8 +48,8 @@ def test_a_difference_says_which_sample_it_is_in(decode: Callable, monkeypatch: 
 
     right = engine.verify
 
-    def wrong(chosen, draft, candidates):
-        verification = right(chosen, draft, candidates)
+    def wrong(chosen, draft, *others):
+        verification = right(chosen, draft, *others)
         for tokens in verification.new_tokens if draft.indptr[-1] else ():  # so that the plain run stays right
             tokens[-1] = 5
         return verification

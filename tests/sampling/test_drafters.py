@@ -31,7 +31,7 @@ from emssd_rest.build import build_store
 from emssd_suffix import SuffixConfig
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
@@ -214,7 +214,7 @@ def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str, 
 
 
 @pytest.mark.slow
-@settings(max_examples=80, phases=PHASES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=5 * settings().max_examples // 2, phases=PHASES)
 @given(
     asked=requests(),
     drafter=st.sampled_from([*DRAFTERS]),
