@@ -207,8 +207,8 @@ def test_a_program_that_is_wrong_even_when_just_compiled_is_refused(
 ) -> None:
     right = tracing.compile_program
 
-    def compile_wrongly(target: TargetModel, folder: Path) -> None:
-        right(target, folder)
+    def compile_wrongly(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
+        right(target, folder, hidden)
         swap_linears(folder)
         (folder / "manifest.json").unlink()
 
