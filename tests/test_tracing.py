@@ -1,8 +1,7 @@
-"""What the suite's conftest.py leaves out of coverage, and what it does not."""
+"""What the suite's conftest.py leaves out of coverage."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import FrameType
@@ -50,15 +49,3 @@ def test_a_library_is_not_traced_and_its_caller_is_before_and_after(fails: bool,
     assert "inside" not in named
     assert named.index("caller") < named.index("after")
     assert ("caller", "return") in seen
-
-
-@pytest.mark.slow
-def test_a_slow_test_is_not_traced_and_neither_are_the_processes_that_it_starts() -> None:
-    assert sys.gettrace() is None
-    assert "COVERAGE_PROCESS_CONFIG" not in os.environ
-
-
-def test_the_one_after_it_is_where_coverage_is_measured(pytestconfig: pytest.Config) -> None:
-    is_measured = bool(pytestconfig.getoption("cov_source", None))
-    assert (sys.gettrace() is not None) == is_measured
-    assert ("COVERAGE_PROCESS_CONFIG" in os.environ) == is_measured

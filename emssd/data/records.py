@@ -41,8 +41,8 @@ class RecordsConfig(SourceConfig):
             backslash.
         id_field: names each prompt; its place in the file or dataset by default.
         max_new_tokens_field: holds a prompt's own limit of new tokens; where it is ``null``, the run's holds.
-        sampling_field: holds a prompt's own options of `sampling`, as in ``{"temperature": 0.7, "seed": 1}``; for those
-            that it leaves out, and where it is ``null``, the run's hold.
+        sampling_field: holds a prompt's own options of `sampling`, as in ``{"temperature": 0.7, "n": 4}``; for those
+            that it leaves out or that are ``null``, and where it is ``null`` itself, the run's hold.
         where: keep only records with these values, as in ``data.where.category=math``.
     """
 

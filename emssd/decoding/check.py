@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 import torch
 
+from emssd.decoding.distribution_check import DistributionReport
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import ModelRunner
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, scores_of
 from emssd.sampling.noise import noise_key
+from emssd.sampling.processing import processed
 from emssd.sequences import Generation, Request, Sequence
 
 __all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "compare"]
@@ -28,10 +31,12 @@ class Difference:
     """The first place where a row departs from plain decoding.
 
     Attributes:
+        request_id, sample: as in `Generation`.
         position: index among the new tokens.
         token, greedy_token: what the run and what plain decoding have there (``None`` if it has ended).
         margin: by how much the target's logits of the two differ after the common prefix; of a sampled row, by how much
-            what is compared to choose the token differs: processed logits with noise.
+            what is compared to choose the token differs: processed logits with noise. A token that a cut-off such as
+            top-p may have kept or not, as rounding has it, is compared as either.
         tolerance: up to which margin that is a numerical tie.
     """
 
@@ -41,6 +46,7 @@ class Difference:
     greedy_token: int | None
     margin: float
     tolerance: float
+    sample: int = 0
 
     @property
     def is_tie(self) -> bool:
@@ -50,10 +56,15 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Result of a comparison: rows that are equal, and the first difference of each row that is not."""
+    """Result of a comparison: rows that are equal, and the first difference of each row that is not.
+
+    Attributes:
+        law: of rows with `residual` sampling, which are not compared but tested.
+    """
 
     num_exact: int
     differences: tuple[Difference, ...]
+    law: DistributionReport | None = None
 
     @property
     def ties(self) -> list[Difference]:
@@ -102,17 +113,34 @@ def _first_difference(
     prefix = (*ours.prompt_ids, *ours.token_ids[:position])
     logits = _logits_after(prefix, runner)
     tolerance = TIE_TOLERANCE[runner.dtype] * float(logits.abs().max())
+    compared, tokens = [logits], [each for each in (token, greedy_token) if each is not None]
     if params is not None:
-        key, num_prompt = noise_key(params.seed, ours.request_id), len(ours.prompt_ids)
-        logits = scores_of(logits[None], [Node(params, key, len(prefix), prefix, num_prompt)])[0]
+        key, num_prompt = noise_key(params.seed, ours.request_id, ours.sample), len(ours.prompt_ids)
+        compared = _scores(logits, Node(params, key, len(prefix), prefix, num_prompt), tokens, tolerance)
         tolerance /= params.temperature or 1.0
-    if token is None or greedy_token is None:
-        margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
-    else:
-        margin = float(
-            abs(logits[token] - logits[greedy_token]) + (logits.max() - max(logits[token], logits[greedy_token]))
-        )
-    return Difference(ours.request_id, position, token, greedy_token, margin, tolerance)
+    margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
+    if len(tokens) == 2:
+        margin = max(min(float(scores.max() - scores[each]) for scores in compared) for each in tokens)
+    return Difference(ours.request_id, position, token, greedy_token, margin, tolerance, ours.sample)
+
+
+def _scores(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
+    """What may have been compared at `node`, ``[vocab]`` each: scores, and those behind cut-offs that rounding moved.
+
+    Top-k and the like cut sharply, so that a token at the edge is in or out by the last bits of logits.
+    """
+    whole = replace(node, params=replace(node.params, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0))
+    every = scores_of(logits[None], [whole])[0]
+    order = processed(logits[None], whole.params, [node.prefix], [node.num_prompt])[0]
+    compared = [scores_of(logits[None], [node])[0]]
+    itself = {token: (torch.arange(len(order), device=order.device) == token).double() for token in tokens}
+    for token, other in permutations(tokens, 2):
+        raised = (order <= order[token]).double() * 2 - 1
+        # It is kept, with the other or without; or it is cut off, by those above it or by those below it.
+        for moves in (raised, itself[token] - itself[other], -raised, -itself[token]):
+            kept = scores_of((logits + tolerance * moves)[None], [node])[0].isfinite()
+            compared.append(every.masked_fill(~kept, -float("inf")))
+    return compared
 
 
 @torch.inference_mode()

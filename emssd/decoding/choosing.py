@@ -14,7 +14,7 @@ from emssd.sampling.choice import Node, choose, greedy_tokens
 from emssd.sampling.noise import noise_key
 from emssd.sequences import Batch, Sequence
 
-__all__ = ["choices", "first_node", "nodes_of"]
+__all__ = ["choices", "drawn_nodes", "first_node", "nodes_of"]
 
 _GREEDY = Node(SamplingParams(temperature=0.0))
 
@@ -37,12 +37,22 @@ def choices(logits: torch.Tensor, batch: Batch, draft: Draft) -> torch.Tensor:
 
 
 def nodes_of(sequence: Sequence, draft: Draft, row: int) -> Iterator[Node]:
-    """Where tokens are chosen for `sequence`, row `row` of `draft`: behind its newest token, and each drafted one."""
+    """Where tokens are chosen for `sequence`, row `row` of `draft`: behind its newest token, and each drafted one.
+
+    Those of a row with `residual` sampling are greedy: nobody knows beforehand what `verdicts` will draw there.
+    """
+    if _is_greedy(sequence):
+        yield from [_GREEDY] * (1 + len(draft.tree(row)))
+    else:
+        yield from drawn_nodes(sequence, draft, row)
+
+
+def drawn_nodes(sequence: Sequence, draft: Draft, row: int) -> Iterator[Node]:
+    """As `nodes_of`, with the params of the request, of a row that is sampled; also by the `residual` method."""
     params, tokens, tree = sequence.request.sampling, sequence.tokens, draft.tree(row)
-    if params is None or _is_greedy(sequence):
-        yield from [_GREEDY] * (1 + len(tree))
-        return
-    key, num_prompt = noise_key(params.seed, sequence.request_id), len(sequence.request.prompt_ids)
+    assert params is not None
+    request = sequence.request
+    key, num_prompt = noise_key(params.seed, request.prompt_id, request.sample), len(request.prompt_ids)
     positions = [len(tokens), *(len(tokens) + depth for depth in depths(tree))]
     if not params.reads_prefix:
         yield from (Node(params, key, position) for position in positions)
@@ -61,4 +71,6 @@ def first_node(sequence: Sequence) -> Node:
 
 
 def _is_greedy(sequence: Sequence) -> bool:
-    return sequence.request.sampling is None or sequence.request.sampling.is_greedy
+    """Whether the model's own logits alone decide what `choices` makes of them."""
+    params = sequence.request.sampling
+    return params is None or params.is_greedy or params.is_residual

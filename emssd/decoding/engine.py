@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
@@ -14,10 +15,12 @@ from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
 from emssd.decoding.assembly import Parts, load_parts, make_parts, parts_around
 from emssd.decoding.choosing import choices
 from emssd.decoding.kept import with_hidden
+from emssd.decoding.logprobs import token_logprobs
 from emssd.decoding.packing import pack
 from emssd.decoding.prefixes import Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
 from emssd.decoding.step_stats import step_stats
+from emssd.decoding.verdicts import verdicts
 from emssd.decoding.verify import Verification, best_tokens, verify
 from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
@@ -28,7 +31,7 @@ from emssd.metrics.stats import RunReport, StepStats
 from emssd.metrics.timing import StepTimer, phase
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
 from emssd.sampling import SamplingParams
-from emssd.sequences import Generation, Request, Sequence, StopStrings
+from emssd.sequences import Generation, Request, Sequence, StopStrings, TokenLogprob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,9 +146,11 @@ class Engine:
             packed = pack(schedule.batch, known, schedule.prefills)
             output = self.runner.run(packed)
             chosen = choices(output.logits, schedule.batch, known)
-            verification = verify(chosen, draft, best_tokens(output.logits, self.drafting.num_candidates))
+            drawn = verdicts(output.logits, schedule.batch, known)
+            verification = verify(chosen, draft, best_tokens(output.logits, self.drafting.num_candidates), drawn)
             self.drafting.check_ids(draft, verification.drafted)
-            self._advance(schedule, draft, verification)
+            logprobs = token_logprobs(output.logits, schedule.batch, draft, verification)
+            self._advance(schedule, draft, verification, logprobs)
             outcome = with_hidden(verification.outcome(schedule.batch, draft), packed, output)
             self._conclude(outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
@@ -167,7 +172,7 @@ class Engine:
             stop: texts that end a sequence with the token that completes one; see `emssd.sequences.StopStrings`.
             ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
             sampling: how tokens are chosen; greedily by default. The text of a prompt is a function of the model, the
-                prompt, its place among `prompts`, and `sampling`.
+                prompt, its place among `prompts`, and `sampling`; if ``n`` is above 1, also of the sample.
 
         Raises:
             ConfigError: a limit below one, not one limit per prompt, or stop strings that cannot be.
@@ -189,29 +194,33 @@ class Engine:
         ignore_eos: bool = False,
         sampling: SamplingParams | None = None,
     ) -> list[Generation]:
-        """Like `stream`, but returns all generations in the order of the prompts.
+        """Like `stream`, but returns all generations in one list, in the order of the prompts.
+
+        With ``sampling.n`` above 1, the samples of a prompt follow one another: sample ``s`` of prompt ``i`` stands at
+        ``i * n + s``.
 
         An `EmssdError` raised on the way carries what was finished before it in its attribute ``finished``.
         """
-        done: dict[str, Generation] = {}
+        done: dict[tuple[int, int], Generation] = {}
         try:
             for generation in self.stream(prompts, max_new_tokens, stop=stop, ignore_eos=ignore_eos, sampling=sampling):
-                done[generation.request_id] = generation
+                done[int(generation.request_id), generation.sample] = generation
         except EmssdError as error:
             error.finished = list(done.values())
             raise
-        return [done[str(i)] for i in range(len(done))]
+        return [done[place] for place in sorted(done)]
 
     def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
-        """Decode requests; yields in finish order. Closing the iterator early frees what still runs.
+        """Decode requests, each for all of its samples; yields in finish order. Closing the iterator frees what runs.
 
         Raises:
             ConfigError: two requests have the same id, or the engine is still busy with other requests.
             PromptError: a request that the KV cache could not hold even alone, before anything runs.
         """
-        requests = list(requests)
-        if len({request.request_id for request in requests}) < len(requests):
-            raise ConfigError("two requests have the same request_id; make them unique")
+        requests = [sample for request in requests for sample in request.samples()]
+        counts = Counter(request.request_id for request in requests)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ConfigError(f"two requests have the same request_id {twice[0]!r}; make them unique")
         return self._decode([self.sequence(request) for request in requests])
 
     def _decode(self, sequences: Seq[Sequence]) -> Iterator[Generation]:
@@ -233,15 +242,18 @@ class Engine:
                 self.clear()
 
     def add(self, request: Request) -> None:
-        """Queue one more request, also between two calls of `step`; for those who drive the loop themselves.
+        """Queue all samples of one more request, also between two calls of `step`; for those who drive the loop.
 
         Raises:
             ConfigError: a request of the same id waits or runs.
             PromptError: see `sequence`.
         """
-        if self.scheduler.knows(request.request_id):
-            raise ConfigError(f"request {request.request_id!r} is there already; make request ids unique")
-        self.scheduler.add(self.sequence(request))
+        samples = request.samples()
+        for each in samples:
+            if self.scheduler.knows(each.request_id):
+                raise ConfigError(f"request {each.request_id!r} is there already; make request ids unique")
+        for sequence in [self.sequence(each) for each in samples]:
+            self.scheduler.add(sequence)
 
     def clear(self) -> None:
         """Drop all requests that wait or run. Later ones may still begin with KV of theirs."""
@@ -292,7 +304,9 @@ class Engine:
         self._free(schedule.preempted)
         return schedule
 
-    def _advance(self, schedule: Schedule, draft: Draft, verification: Verification) -> None:
+    def _advance(
+        self, schedule: Schedule, draft: Draft, verification: Verification, logprobs: Seq[Seq[TokenLogprob]]
+    ) -> None:
         """Advance every row by its own acceptance, or none."""
         batch, pieces = schedule.batch, schedule.prefills
         prompts = [row for row in batch if row.num_uncached > 1] + [piece.sequence for piece in pieces]
@@ -306,8 +320,10 @@ class Engine:
             moved = [_moved(len(row.tokens), nodes) for row, nodes in zip(batch, verification.accepted, strict=True)]
             sources = (*moved, *((),) * len(pieces)) if any(moved) else ()
         self.runner.commit(Kept(names, tuple(kept), sources))
-        for row, drafted, accepted, ending in zip(batch, draft.lengths, num_accepted, taken, strict=True):
-            row.advance(*ending, num_drafted=drafted, num_accepted=accepted)
+        for row, drafted, accepted, ending, own in zip(
+            batch, draft.lengths, num_accepted, taken, logprobs, strict=True
+        ):
+            row.advance(*ending, num_drafted=drafted, num_accepted=accepted, logprobs=own)
         for piece in pieces:
             piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
         finished = [row for row in batch if row.finish_reason is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +14,7 @@ from emssd.attention.trees import Parents
 from emssd.drafting import Draft, Outcome
 from emssd.metrics.timing import phase
 from emssd.sampling.choice import greedy_tokens
+from emssd.sampling.residual import Verdict
 from emssd.sequences import Batch
 
 __all__ = ["Verification", "best_tokens", "greedy_tokens", "verify"]
@@ -53,7 +55,12 @@ def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
 
 
 @phase("verify")
-def verify(choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None = None) -> Verification:
+def verify(
+    choices: torch.Tensor,
+    draft: Draft,
+    candidates: torch.Tensor | None = None,
+    verdicts: Mapping[int, Verdict] | None = None,
+) -> Verification:
     """Accept each row's longest way through its tree that equals the target's own choices (Equations 4 and 5).
 
     It does not matter how these were made: with noise that is a function of the position, what is accepted is what
@@ -64,6 +71,7 @@ def verify(choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None 
             behind each of its drafted tokens.
         draft: the trees that were verified.
         candidates: ``[R, num_candidates]`` int64, the target's best tokens at every node, if a drafter wants to know.
+        verdicts: by row, what was decided already; in such rows `choices` are only told to drafters.
     """
     targets, drafted, best = _on_host(choices, draft, candidates)
     accepted: list[Seq[int]] = []
@@ -71,7 +79,12 @@ def verify(choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None 
     target_ids: list[list[int]] = []
     for row, (start, stop) in enumerate(zip(draft.indptr, draft.indptr[1:], strict=False)):
         chosen, tokens = targets[start + row : stop + row + 1], drafted[start:stop]
-        path = _chain_path(tokens, chosen) if draft.parents is None else _path(tokens, draft.tree(row), chosen)
+        path: Seq[int]
+        if verdicts and row in verdicts:
+            path = verdicts[row].path
+            _tell(chosen, tokens, verdicts[row])
+        else:
+            path = _chain_path(tokens, chosen) if draft.parents is None else _path(tokens, draft.tree(row), chosen)
         accepted.append(path)
         new_tokens.append([*(tokens[node] for node in path), chosen[path[-1] + 1 if path else 0]])
         target_ids.append(chosen)
@@ -100,6 +113,13 @@ def _on_host(
     drafted = draft.token_ids.tolist() if draft.on_host else host[end:]
     best = [host[at : at + number] for at in range(num_rows, end, number or 1)]
     return host[:num_rows], drafted, best
+
+
+def _tell(choices: list[int], tokens: list[int], verdict: Verdict) -> None:
+    """On the accepted way, the target's choices become what the row emits."""
+    emitted = [*(tokens[node] for node in verdict.path), verdict.token]
+    for place, token in zip([0, *(node + 1 for node in verdict.path)], emitted, strict=True):
+        choices[place] = token
 
 
 def _chain_path(tokens: list[int], choices: list[int]) -> range:

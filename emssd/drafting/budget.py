@@ -51,7 +51,11 @@ class BudgetPolicy(ABC):
         """Before a drafter is asked: the most tokens to draft for each row, ``[B]``, each at most its limit."""
 
     def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        """After it has drafted: how many of the first nodes of each row to verify, ``[B]``; all of them by default."""
+        """After it has drafted: how many of the first nodes of each row to verify, ``[B]``; all of them by default.
+
+        Rows with a `Draft.q` are verified whole, whatever is said of them: to drop tokens by what they are would change
+        the law of `residual` sampling. Only `allot` and `max_depth`, as it is before drafting, limit these.
+        """
         return draft.lengths
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:

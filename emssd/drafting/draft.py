@@ -34,12 +34,18 @@ class Draft:
             a child of the sequence's newest token. ``None``: every row is a chain.
         confidence: ``[num_draft]`` host numbers from 0 to 1: how sure the drafter is that a node follows its parent.
             ``None``: it does not say.
+        q: ``[B]`` for each row whose tokens were drawn as `emssd.sampling.residual` says, ``[1 + n]`` distributions:
+            behind its newest token and behind each node, the ``q [vocab]`` that its children were drawn from, or any
+            tensor if it has none. ``None`` for other rows, or for all. `residual` sampling relies on it: a wrong ``q``
+            changes the output's law. Nodes stand in the order in which they were drawn, and nobody drops one for what
+            it is.
     """
 
     token_ids: torch.Tensor
     indptr: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     confidence: tuple[float, ...] | None = None
+    q: tuple[Seq[torch.Tensor] | None, ...] | None = None
 
     @classmethod
     def from_chains(cls, chains: Iterable[Seq[int]]) -> Draft:
@@ -107,6 +113,7 @@ class Draft:
             (0, *accumulate(map(len, rows))),
             parents,
             None if self.confidence is None else tuple(self.confidence[place] for place in places),
+            None if self.q is None else tuple(map(_picked, self.q, rows)),
         )
 
     @property
@@ -139,7 +146,8 @@ class Outcome:
         accepted: per row the accepted nodes of its draft, as indices within the row, in order; for a chain
             ``range(n)``. What an EOS or a length limit later cut off the sequence is not taken out here.
         target_ids: per row the target's own choice behind its newest token, and then behind each node of its draft,
-            ``1 + nodes``. Behind a node that was not accepted it is what the target would have said there.
+            ``1 + nodes``. Behind a node that was not accepted it is what the target would have said there; in a row
+            with `residual` sampling, where that was not drawn, what it finds most probable.
         candidates: per row, at the same places, the target's best tokens, the best first; as many as the drafter that
             wants most asked for in `Drafter.num_candidates`. ``None`` if none did.
         hidden: hidden states of the tokens that the step kept, if the drafter asked for them in
@@ -152,6 +160,11 @@ class Outcome:
     target_ids: tuple[Seq[int], ...]
     candidates: tuple[Seq[Seq[int]], ...] | None = None
     hidden: HiddenStates | None = None
+
+
+def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] | None:
+    """Of a row's `q`, that of its newest token and of `nodes`."""
+    return None if q is None else tuple(q[place] for place in (0, *(node + 1 for node in nodes)))
 
 
 def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:

@@ -26,7 +26,8 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
 
     Raises:
         DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
-            that is too deep or was not announced, or, where they lie on the host, ids outside the vocabulary.
+            that is too deep or was not announced, distributions of the wrong number or shape, or, where they lie on the
+            host, ids outside the vocabulary.
     """
     if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
         raise DraftError(
@@ -53,6 +54,8 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
         raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
     for row, sequence in enumerate(batch):
         _check_tree(draft.tree(row), sequence, trees)
+    if draft.q is not None:
+        _check_q(draft, vocab_size)
     if draft.on_host:
         check_ids(draft.token_ids.tolist(), vocab_size)
 
@@ -77,8 +80,30 @@ def _check_tree(tree: Parents, sequence: Sequence, trees: bool) -> None:
         )
 
 
+def _check_q(draft: Draft, vocab_size: int) -> None:
+    assert draft.q is not None
+    if len(draft.q) != draft.num_rows:
+        raise DraftError(f"its draft has q for {len(draft.q)} rows of {draft.num_rows}; give None where there is none")
+    for row, (q, length) in enumerate(zip(draft.q, draft.lengths, strict=True)):
+        if q is None:
+            continue
+        if len(q) != 1 + length:
+            raise DraftError(
+                f"its q has {len(q)} distributions for a row of {length} tokens; give one behind the newest token, and "
+                f"one behind each of its own"
+            )
+        for place in {parent + 1 for parent in draft.tree(row)}:
+            if q[place].shape != (vocab_size,) or not q[place].is_floating_point():
+                raise DraftError(
+                    f"its q has a tensor of shape {list(q[place].shape)} and {q[place].dtype} behind a token with "
+                    f"children; give {vocab_size} probabilities"
+                )
+
+
 def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
     """A copy of `draft` that nobody else can write to, held to the interface; see `check_draft`.
+
+    The distributions of its `q` are not copied, as they are large. Who writes to them says something else about them.
 
     Raises:
         DraftError: it is no `Draft`, or breaks a rule.
@@ -94,6 +119,7 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, 
         indptr=tuple(map(index, draft.indptr)),
         parents=None if draft.parents is None else tuple(map(index, draft.parents)),
         confidence=None if draft.confidence is None else tuple(map(float, draft.confidence)),
+        q=None if draft.q is None else tuple(None if row is None else tuple(row) for row in draft.q),
     )
     check_draft(own, batch, budget, vocab_size, trees=trees)
     return own

@@ -71,15 +71,16 @@ class DraftStages:
         for stage, drafter in enumerate(self.drafters):
             with phase("schedule"):
                 step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
-                budget = self._asked(self.policy.allot, step.limits, step)
+                budget, depth = self._asked(self.policy.allot, step.limits, step), self.policy.max_depth
             with phase("draft"):
                 start = time.perf_counter()
                 proposed = drafter.propose(batch, budget)
                 seconds = time.perf_counter() - start
             with phase("schedule"):
-                if (depth := self.policy.max_depth) is not None:
+                if depth is not None:
                     proposed = proposed.shallow([depth] * len(batch))
-                part = proposed.cut(self._asked(self.policy.trim, proposed.lengths, step, proposed))
+                lengths = self._asked(self.policy.trim, proposed.lengths, step, proposed)
+                part = proposed.cut(_untrimmed(proposed, lengths))
             parts.append(part)
             stats.append(StageStats(tuple(budget), tuple(part.lengths), seconds))
             num_other += part.indptr[-1]
@@ -161,6 +162,17 @@ def _limits(drafter: CheckedDrafter, batch: Batch, still: Seq[int]) -> tuple[int
     return tuple([min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch, still, strict=True)])
 
 
+def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
+    """What of each row to verify if the policy wants ``lengths [B]``: rows with a `q` are left whole.
+
+    Otherwise tokens would be dropped by what they are, or by what followed them; see `emssd.sampling.residual`.
+    """
+    if draft.q is None:
+        return lengths
+    rows = zip(draft.q, draft.lengths, lengths, strict=True)
+    return [length if q is None else whole for q, whole, length in rows]
+
+
 def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
     """What became of the drafts of one drafter, which drafted ``drafted [B]``: nothing for rows of others."""
     accepted = tuple(nodes if length else () for nodes, length in zip(outcome.accepted, drafted, strict=True))
@@ -179,11 +191,14 @@ def _joined(parts: list[Draft], num_rows: int) -> Draft:
     device = next((part.token_ids.device for part in filled if part.token_ids.device.type != "cpu"), None)
     offsets = [0, *accumulate(part.token_ids.numel() for part in filled)]
     nodes, indptr, parents, confidence = list[int](), [0], list[int](), list[float]()
+    q: list[Seq[torch.Tensor] | None] = [None] * num_rows
     for row in range(num_rows):
         for part, offset in zip(filled, offsets, strict=False):
             start, stop = part.indptr[row], part.indptr[row + 1]
             nodes.extend(range(offset + start, offset + stop))
             parents.extend(part.tree(row))
+            if start < stop and part.q is not None:
+                q[row] = part.q[row]
             confidence.extend(part.confidence[start:stop] if part.confidence is not None else ())
         indptr.append(len(nodes))
     together = torch.cat([part.token_ids.to(device or "cpu", non_blocking=True) for part in filled])
@@ -192,4 +207,5 @@ def _joined(parts: list[Draft], num_rows: int) -> Draft:
         tuple(indptr),
         None if all(part.parents is None for part in filled) else tuple(parents),
         tuple(confidence) if len(confidence) == len(nodes) else None,
+        tuple(q) if any(each is not None for each in q) else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,30 +12,16 @@ import torch
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
 from emssd.integrations.hf_criteria import Criteria, limits, of_strings
+from emssd.integrations.hf_options import check_config, check_processors, sampling_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
     from emssd.decoding.engine import Engine
-    from emssd.sequences import Request
+    from emssd.sequences import Generation, Request
 
 __all__ = ["custom_generate"]
 
-# Features of `generate` that change the tokens or the kind of result, with the values that leave plain greedy decoding.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "do_sample": (False, None),
-    "num_beams": (1, None),
-    "num_return_sequences": (1, None),
-    "penalty_alpha": (None, 0.0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "return_dict_in_generate": (False, None),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "use_mtp": (False, None),
-    "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
-}
 # What `generate` itself hands on; each is checked or without influence on the tokens.
 _MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 _MODEL_KWARGS |= {"output_attentions", "output_hidden_states"}  # those are parts of a dict, which is refused
@@ -52,41 +38,54 @@ def custom_generate(
     budget: Any = "adaptive",
     draft_tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
+    seed: int | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Speculative decoding at any batch size through ``model.generate``, with the output of ``do_sample=False``.
+    """Speculative decoding at any batch size through ``model.generate``, with the output of the model alone.
+
+    With ``do_sample=False``, this is what ``generate`` gives without emssd. With ``do_sample=True``, it follows the
+    same distribution, and is a function of the seed: the same whatever drafts.
 
     Transformers keeps ``streamer`` and ``assistant_model`` from custom functions: they have no effect here.
 
     Args:
         model: filled in by ``generate``, as are the next four.
         input_ids: ``[B, n]``, may be padded on the left, as its attention mask tells.
-        logits_processor: none that has an effect.
+        logits_processor: those that ``generate`` makes of the fields below, and none else that has an effect.
         stopping_criteria: at EOS, at a maximum length, at stop strings, and at a time: then each row ends with the next
             token that it gets.
-        generation_config: must ask for greedy decoding.
+        generation_config: ``do_sample``, ``temperature``, ``top_k`` (Transformers' default is 50), ``top_p``,
+            ``min_p``, ``typical_p``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``num_return_sequences``,
+            ``suppress_tokens``, and ``sequence_bias`` and ``bad_words_ids`` of single tokens are followed, as are
+            lengths and ends. All others must leave the tokens alone. Padding is no part of a row.
         drafter: as in `Engine.from_model`; pass it to ``generate`` beside ``custom_generate``.
         backend, budget: as `drafter`.
         draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies, and for `stop_strings`.
         stop_strings: texts that end a row. They need `draft_tokenizer`, as Transformers keeps its own ``tokenizer``
             from custom functions; and it refuses those of a generation config.
+        seed: of what is drawn; by default PyTorch's global generator gives one, which ``torch.manual_seed`` sets.
         model_kwargs: of these, ``attention_mask [B, n]`` tells which tokens are padding.
 
     Returns:
-        ``[B, n + new]`` int64: inputs and new tokens, padded on the right with ``pad_token_id``. Without any EOS token
-        rows go on until all have come to an end, as those of Transformers.
+        ``[B, n + new]`` int64: inputs and new tokens, padded on the right with ``pad_token_id``. `B` counts each prompt
+        ``num_return_sequences`` times. Without any EOS token rows go on until all have come to an end, as those of
+        Transformers.
 
     Raises:
-        ConfigError: an option that would make the output other than greedy decoding's.
+        ConfigError: an option that cannot be honoured.
     """
     from emssd.decoding.engine import Engine
     from emssd.sequences import Request
 
     assert generation_config is not None
-    _refuse_other_than_greedy(generation_config, logits_processor, model_kwargs, input_ids.shape[1])
+    check_config(generation_config)
+    _check_inputs(model_kwargs)
     max_length, eos, others = limits(generation_config, stopping_criteria)
     others += of_strings(stop_strings, draft_tokenizer)
     prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    padding = [row[: input_ids.shape[1] - len(ids)].tolist() for row, ids in zip(input_ids, prompts, strict=True)]
+    check_processors(generation_config, logits_processor, [len(left) for left in padding], input_ids.shape[1])
+    sampling, num_samples = sampling_of(generation_config, seed), generation_config.num_return_sequences or 1
     max_new_tokens = max_length - input_ids.shape[1]
     if max_new_tokens < 1:
         raise ConfigError(f"max_length leaves no room for new tokens beside inputs of {input_ids.shape[1]} tokens")
@@ -100,15 +99,23 @@ def custom_generate(
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the "
                 f"{engine.target.max_model_len} that this model takes; lower max_new_tokens or shorten the prompt"
             )
-        padding = [row[: input_ids.shape[1] - len(ids)].tolist() for row, ids in zip(input_ids, prompts, strict=True)]
         stops = [Criteria(others, left) if others else None for left in padding]
         requests = [
-            Request(str(row), ids, max_new_tokens, frozenset(eos), stop)
+            Request(
+                request_id=str(row),
+                prompt_ids=ids,
+                max_new_tokens=max_new_tokens,
+                eos_token_ids=frozenset(eos),
+                stop=stop,
+                sampling=sampling,
+                sample_of=str(row // num_samples),
+                sample=row % num_samples,
+            )
             for row, (ids, stop) in enumerate(zip(prompts, stops, strict=True))
         ]
-        done = {int(generation.request_id): generation.token_ids for generation in engine.run(requests)}
+        done = _by_row(engine.run(requests), num_samples)
         if not eos:
-            done = _all_of_one_length(engine, requests, done, stops)
+            done = _all_of_one_length(engine, requests, done, stops, num_samples)
     width = max(len(tokens) for tokens in done.values())
     pad = generation_config.pad_token_id
     fill = pad if pad is not None else next(iter(eos), 0)
@@ -119,7 +126,11 @@ def custom_generate(
 
 
 def _all_of_one_length(
-    engine: Engine, requests: list[Request], done: dict[int, tuple[int, ...]], stops: list[Criteria | None]
+    engine: Engine,
+    requests: list[Request],
+    done: dict[int, tuple[int, ...]],
+    stops: list[Criteria | None],
+    num_samples: int,
 ) -> dict[int, tuple[int, ...]]:
     """The new tokens of all rows where no EOS marks an end: up to the last one that a row needs, or to when time ended.
 
@@ -132,30 +143,21 @@ def _all_of_one_length(
         for row, request in enumerate(requests)
         if len(done[row]) < width
     ]
-    rest = {int(generation.request_id): generation.token_ids for generation in engine.run(more)}
+    rest = _by_row(engine.run(more), num_samples)
     return {row: (tokens + rest.get(row, ()))[:width] for row, tokens in done.items()}
 
 
-def _refuse_other_than_greedy(
-    config: GenerationConfig, processors: Any, model_kwargs: dict[str, Any], num_inputs: int
-) -> None:
-    from transformers.generation.logits_process import MinLengthLogitsProcessor
+def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tuple[int, ...]]:
+    """The new tokens of each row; the samples of a prompt follow one another."""
+    return {int(each.request_id) * num_samples + each.sample: each.token_ids for each in generations}
 
-    for name, neutral in _NEUTRAL.items():
-        if getattr(config, name, None) not in neutral:
-            raise ConfigError(
-                f"custom_generate=emssd.custom_generate decodes greedily; {name}={getattr(config, name)} is not "
-                f"supported. Leave it out, or call generate without custom_generate"
-            )
-    effective = [
-        type(each).__name__
-        for each in processors or ()
-        if type(each) is not MinLengthLogitsProcessor or each.min_length > num_inputs
-    ]
-    if effective:
-        raise ConfigError(
-            f"emssd.custom_generate applies no logits processors; these were asked for: {', '.join(effective)}"
-        )
+
+def _check_inputs(model_kwargs: dict[str, Any]) -> None:
+    """Refuse what `generate` hands to a model and an engine would not.
+
+    Raises:
+        ConfigError: names it.
+    """
     given = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):

@@ -24,9 +24,10 @@ _SHOWN_PROMPT, _SHOWN_TEXT = 120, 400  # characters
 
 def print_texts(console: Console, rows: Iterable[tuple[Prompt, Generation]]) -> None:
     """The first texts, shortened, each behind the end of its prompt; nothing of rows without text."""
-    with_text = ((prompt, row.text) for prompt, row in rows if row.text is not None)
-    for prompt, text in islice(with_text, _SHOWN_TEXTS):
-        console.print(Text(prompt.prompt_id, style="bold"))
+    with_text = ((prompt, row.sample, row.text) for prompt, row in rows if row.text is not None)
+    for prompt, number, text in islice(with_text, _SHOWN_TEXTS):
+        sample = f", sample {number}" if number else ""
+        console.print(Text(prompt.prompt_id + sample, style="bold"))
         for label, words in (("prompt", _asked(prompt)), ("text", short_start(text))):
             console.print(Padding(Text.assemble((f"{label}: ", "dim"), words), (0, 0, 0, 2), expand=False))
 

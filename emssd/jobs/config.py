@@ -195,8 +195,8 @@ class RunConfig(EngineOptions):
 def changed_options(before: str, now: str) -> list[str]:
     """Names of the options that determine a row's tokens and differ between two ``config.yaml``.
 
-    Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor is
-    ``data.limit``, as it only says how many rows there are.
+    Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor are
+    ``data.limit`` and ``sampling.n``, as they only say how many rows there are.
 
     Raises:
         ConfigError: the first is no such text.
@@ -216,7 +216,7 @@ def _row_options(text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in groups.items():
         options |= {f"{name}.{key!s}": value[key] for key in value} if isinstance(value, DictConfig) else {name: value}
-    return {name: value for name, value in options.items() if name != "data.limit"}
+    return {name: value for name, value in options.items() if name not in ("data.limit", "sampling.n")}
 
 
 def no_size(size: str) -> str:

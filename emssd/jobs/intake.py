@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from emssd.data.chat import encode_chat, require_template
 from emssd.data.prompts import (
@@ -22,7 +22,7 @@ from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request, StopStrings
 
-__all__ = ["Failures", "check_options", "prompts_of", "sampling_of", "to_requests", "unfinished"]
+__all__ = ["Failures", "check_options", "num_samples", "prompts_of", "sampling_of", "to_requests", "unfinished"]
 
 
 class Failures:
@@ -83,27 +83,38 @@ def check_options(config: RunConfig) -> None:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
 
 
-def sampling_of(config: RunConfig, prompt: Prompt | None = None) -> SamplingParams | None:
+def sampling_of(
+    config: RunConfig, prompt: Prompt | None = None, vocab_size: int | None = None
+) -> SamplingParams | None:
     """How the run chooses tokens, or `prompt` in it; ``None`` is greedily.
+
+    Args:
+        config: of the run.
+        prompt: with options of its own, or none.
+        vocab_size: of the model, if it is known by now.
 
     Raises:
         ConfigError: a value that cannot be.
         PromptError: the same, of the prompt's own; or a name that is no option.
     """
     options = {name: value for name, value in vars(config.sampling).items() if name != "name"}
-    own = {} if prompt is None or prompt.sampling is None else dict(prompt.sampling)
+    given = {} if prompt is None or prompt.sampling is None else prompt.sampling
+    own = {name: value for name, value in given.items() if value is not None}  # tables fill in what a row has not
     try:
         for name in own:
             if name not in options:
-                raise ConfigError(f"{name} is no option{did_you_mean(name, options)} It has {', '.join(options)}")
+                known = ", ".join(options)
+                raise ConfigError(f"{name} is no option{did_you_mean(name, options) or '.'} The options are {known}")
         if isinstance(bias := own.get("logit_bias"), dict):
             own["logit_bias"] = {int(token) if token.isdecimal() else token: value for token, value in bias.items()}
         params = SamplingParams(**options | own)
+        if vocab_size is not None:
+            params.check_vocabulary(vocab_size)
     except ConfigError as error:
         if own and prompt is not None:
             raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
         raise ConfigError(f"sampling.{error}") from error
-    return None if params.is_greedy else params
+    return None if params.is_greedy and params.logprobs is None else params
 
 
 def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | FailedPrompt]:
@@ -115,8 +126,21 @@ def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | Faile
     return prompts
 
 
-def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: str) -> list[Prompt]:
-    """Those of `prompts` whose rows are not among the ones that `output` keeps.
+def num_samples(config: RunConfig, prompt: Prompt) -> int:
+    """How many rows `prompt` gets; 1 if what it asks for cannot be, as `sampling_of` says."""
+    own = None if prompt.sampling is None else prompt.sampling.get("n")
+    number = config.sampling.n if own is None else own
+    return number if isinstance(number, int) and number > 0 else 1
+
+
+def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfig, config_text: str) -> list[Prompt]:
+    """Those of `prompts` that have rows which are not among the ones that `output` keeps.
+
+    Args:
+        prompts: of the job.
+        output: its folder.
+        config: its options.
+        config_text: the same as ``config.yaml`` will have them.
 
     Raises:
         ConfigError: those rows were made with other options, or of other prompts, than now.
@@ -125,22 +149,41 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: str) -> 
     if not output.finished:
         return prompts
     way_out = f"go on as {output.path}/config.yaml says, or start again with overwrite=true or another output_dir"
-    if changed := output.changed_options(config):
+    if changed := output.changed_options(config_text):
         raise ConfigError(
             f"resume=true: the rows in {output.path} were made with another value of {', '.join(changed)}; {way_out}"
         )
-    asked = {prompt.prompt_id: as_asked(prompt) for prompt in prompts}
-    for prompt_id, prompt in output.finished.items():
-        if prompt_id not in asked or asked[prompt_id] != prompt:
+    asked = {prompt.prompt_id: (as_asked(prompt), num_samples(config, prompt)) for prompt in prompts}
+    for (prompt_id, sample), prompt in output.finished.items():
+        now, number = asked.get(prompt_id, (None, 0))
+        if now != prompt:
             raise ConfigError(
                 f"resume=true: the row {prompt_id!r} in {output.path} has a prompt that the data no longer holds; "
                 f"bring the old data back, or start again with overwrite=true or another output_dir"
             )
-    return [prompt for prompt in prompts if prompt.prompt_id not in output.finished]
+        if sample >= number:
+            raise ConfigError(
+                f"resume=true: {output.path} holds sample {sample} of {prompt_id!r}, and n is {number} now; raise n to "
+                f"at least {sample + 1}, or start again with overwrite=true or another output_dir"
+            )
+    return [
+        prompt
+        for prompt in prompts
+        if any((prompt.prompt_id, sample) not in output.finished for sample in range(asked[prompt.prompt_id][1]))
+    ]
 
 
-def to_requests(config: RunConfig, engine: Engine, prompts: Iterable[Prompt], failures: Failures) -> list[Request]:
-    """Encode, cut and check all prompts before anything runs; those that cannot run go to `failures`."""
+def to_requests(
+    config: RunConfig,
+    engine: Engine,
+    prompts: Iterable[Prompt],
+    failures: Failures,
+    finished: Container[tuple[str, int]] = (),
+) -> list[Request]:
+    """Encode, cut and check all prompts before anything runs; those that cannot run go to `failures`.
+
+    A request is one sample of a prompt; `finished` ones, by id of the prompt and index of the sample, are left out.
+    """
     if isinstance(config.data, SourceConfig) and config.data.chat:
         require_template(engine.tokenizer)
     stop = StopStrings(map(unescaped, config.stop), engine.tokenizer) if config.stop else None
@@ -150,12 +193,13 @@ def to_requests(config: RunConfig, engine: Engine, prompts: Iterable[Prompt], fa
         limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
         try:
             ids = _encoded(config, engine, prompt, limit)
-            request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling_of(config, prompt))
+            sampling = sampling_of(config, prompt, engine.runner.vocab_size)
+            request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
             engine.sequence(request)  # can the model go on from it, and is there room for it alone?
         except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
         else:
-            requests.append(request)
+            requests += [each for each in request.samples() if (prompt.prompt_id, each.sample) not in finished]
     return requests
 
 

@@ -15,13 +15,14 @@ from emssd.console.terminal import plain_console
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
+from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
 from emssd.errors import PromptError
 from emssd.jobs.closing import print_texts, remarks
 from emssd.jobs.config import RunConfig
 from emssd.jobs.experiment import label_of, setting_of
-from emssd.jobs.intake import Failures, check_options, prompts_of, to_requests, unfinished
+from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests, unfinished
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
 from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
@@ -52,7 +53,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a run has to do: `requests`, which come from `prompts` (by id); some prompts may be among `failures`."""
+    """What a run has to do: `requests`, samples of `prompts` (by id); some prompts may be among `failures`."""
 
     engine: Engine
     requests: list[Request]
@@ -110,7 +111,7 @@ def run_job(
             report, greedy = _compare_with_plain(config, work, done, console, registry, models)
             metrics |= _check_metrics(report, metrics, greedy)
             output.write_metrics(metrics)
-    result = JobResult(metrics, [done[request.request_id] for request in work.requests], work.engine)
+    result = JobResult(metrics, [done[_place(request)] for request in work.requests], work.engine)
     _print_results(config, work, result, report, output.path, brief=brief)
     return result
 
@@ -121,7 +122,7 @@ def _print_results(
     """Print to stdout what came out; if `brief`, only what is wrong."""
     console = plain_console()
     if brief:
-        if report is not None and report.differences:
+        if report is not None and (report.differences or not (report.law is None or report.law.is_right)):
             print_check(console, report, config.check and config.check.value)
         return
     print_report(console, result.metrics, _plain_label(config))
@@ -157,10 +158,10 @@ def _prepare(
     failures = Failures(config.on_error)
     prompts = failures.passed(prompts_of(config, registry))
     registry.find("backend", config.backend.name)
-    left = unfinished(prompts, output, config_text)
+    left = unfinished(prompts, output, config, config_text)
     if config.resume:
-        num_done = len(output.finished)
-        there = f"{num_done} of {len(prompts)} rows" if num_done else "no rows, so this is a fresh start"
+        num_done, num_rows = len(output.finished), sum(num_samples(config, prompt) for prompt in prompts)
+        there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
         console.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
     if output.finished and not left:
         console.print("nothing is left to do")
@@ -169,7 +170,7 @@ def _prepare(
     engine = _engine(config, registry, models)
     if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
         console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
-    requests = to_requests(config, engine, left, failures)
+    requests = to_requests(config, engine, left, failures, output.finished)
     if requests:
         return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures)
     output.write_errors(failures.prompts)
@@ -203,12 +204,15 @@ def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseli
 def _compare_with_plain(
     config: RunConfig,
     work: _Work,
-    done: dict[str, Generation],
+    done: dict[tuple[str, int], Generation],
     console: Console,
     registry: Registry,
     models: ModelCache,
 ) -> tuple[CheckReport, dict[str, Any]]:
-    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's metrics."""
+    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's metrics.
+
+    The tokens of rows with `residual` sampling are not those of the plain run; these are tested for their law.
+    """
     target = work.engine.target
     greedy = dataclasses.replace(work, engine=_engine(config, registry, models, baseline=work.engine))
     warm_up(greedy.engine, greedy.requests)
@@ -220,23 +224,33 @@ def _compare_with_plain(
     )
     expected, figures = _decode(greedy, live)
     judge = CausalLMRunner(target, make_backend(target.kv_cache_spec(1), config.backend, registry))
-    sampling = {request.request_id: request.sampling for request in work.requests}
-    report = compare([done[name] for name in sampling], [expected[name] for name in sampling], judge, sampling)
-    return report, figures
+    sampling = {request.prompt_id: request.sampling for request in work.requests}
+    drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
+    places = [_place(request) for request in work.requests]
+    same = [place for place in places if place[0] not in drawn]
+    report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling)
+    tested = [done[place] for place in places if place[0] in drawn]
+    law = check_distribution(tested, judge, drawn) if tested else None
+    return dataclasses.replace(report, law=law), figures
 
 
 def _decode(
     work: _Work, live: LiveFigures, output: OutputFolder | None = None
-) -> tuple[dict[str, Generation], dict[str, Any]]:
-    """Decode all requests under live figures; rows are written as they finish. Returns them, and the metrics."""
-    done: dict[str, Generation] = {}
+) -> tuple[dict[tuple[str, int], Generation], dict[str, Any]]:
+    """Decode all requests under live figures; rows are written as they finish. Gives all by `_place`, and metrics."""
+    done: dict[tuple[str, int], Generation] = {}
     with live, OtherProcesses() as others:
         for generation in work.engine.run(work.requests):
-            done[generation.request_id] = generation
+            done[generation.request_id, generation.sample] = generation
             if output is not None:
                 output.write_generation(work.prompts[generation.request_id], generation)
             live.row_done(work.engine.report)
     return done, work.engine.report.metrics() | {"other_cpu_share": others.share}
+
+
+def _place(request: Request) -> tuple[str, int]:
+    """By which a request and its generation are found: the id of the prompt, and the sample."""
+    return request.prompt_id, request.sample
 
 
 def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
@@ -259,6 +273,11 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
 
 
 def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[str, Any]) -> dict[str, Any]:
+    law = (
+        {}
+        if (found := report.law) is None
+        else {"law": {**dataclasses.asdict(found), "p_value": found.p_value, "right": found.is_right}}
+    )
     return {
         "greedy": greedy,
         "check": {
@@ -269,6 +288,7 @@ def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[st
                 {name.replace("request_id", "id"): value for name, value in dataclasses.asdict(difference).items()}
                 for difference in report.differences
             ],
+            **law,
         },
         "speedup": metrics["decode_tokens_per_second"] / max(greedy["decode_tokens_per_second"], 1e-9),
         "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy["tokens_per_second"], 1e-9),

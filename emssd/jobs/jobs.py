@@ -157,6 +157,15 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
         highlight=False,
         soft_wrap=True,
     )
+    if laws := {job: check["law"] for job, check in checks.items() if "law" in check}:
+        others = ", ".join(str(job) for job, law in laws.items() if not law["right"])
+        console.print(
+            f"of {len(laws)} runs with residual sampling, {f'jobs {others} have ANOTHER LAW' if others else 'all have'}"
+            f"{'' if others else ' the law of plain decoding'}",
+            style="bold red" if others else "bold green",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _said(row: dict[str, Any]) -> str:

@@ -54,13 +54,19 @@ class LinesFile:
         return not os.fstat(self._file.fileno()).st_size
 
     def earlier(
-        self, job: str, key: str, wrong: Callable[[Any], str | None], *, resume: bool, overwrite: bool
+        self,
+        job: str,
+        name: Callable[[Any], str],
+        wrong: Callable[[Any], str | None],
+        *,
+        resume: bool,
+        overwrite: bool,
     ) -> Iterator[Any]:
         """The rows that are there: all are kept with `resume`, none with `overwrite`. Without either, there is none.
 
         Args:
             job: what wrote the rows, for errors: ``run``.
-            key: of a row, which tells it from the others.
+            name: of a row, which tells it from the others: ``the id 'a'``.
             wrong: says in words why a value cannot be a row, or ``None``.
             resume: keep them.
             overwrite: replace them.
@@ -75,7 +81,7 @@ class LinesFile:
                     f"overwrite=true replaces it, or set output_dir to another folder"
                 )
             return
-        lines: dict[Any, int] = {}
+        lines: dict[str, int] = {}
         for number, line in enumerate(self.keep(), start=1):
             try:
                 row = read_json(line)
@@ -85,10 +91,10 @@ class LinesFile:
             where, way_out = f"resume=true: {self.path}:{number}", "or start again with overwrite=true"
             if why:
                 raise OutputError(f"{where} is no row: {why}; take that line out, and its row is made again, {way_out}")
-            if first := lines.get(row[key]):
-                again = f"a second row with the {key} {row[key]!r}, after line {first}"
+            if first := lines.get(named := name(row)):
+                again = f"a second row with {named}, after line {first}"
                 raise OutputError(f"{where} is {again}; take one of the two out, {way_out}")
-            lines[row[key]] = number
+            lines[named] = number
             yield row
 
     def keep(self) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from emssd.data.records import read_json
 from emssd.errors import ConfigError, OutputError
 from emssd.jobs.config import changed_options
 from emssd.jobs.lines_file import LinesFile
-from emssd.sequences import FinishReason, Generation
+from emssd.sequences import FinishReason, Generation, TokenLogprob
 
 __all__ = ["OutputFolder", "as_asked"]
 
@@ -34,7 +35,7 @@ class OutputFolder:
         overwrite: replace what is there.
 
     Attributes:
-        finished: the prompts of the rows that are kept, by id, as in ``generations.jsonl``.
+        finished: the prompts of the rows that are kept, as in ``generations.jsonl``, by id and sample.
 
     Raises:
         OutputError: it cannot be written, at once or later (disk full); another run writes to it; or it holds rows,
@@ -47,8 +48,10 @@ class OutputFolder:
         self._failed: Sequence[FailedPrompt] = ()
         self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
         try:
-            earlier = self._rows.earlier("run", "id", _what_is_wrong, resume=resume, overwrite=overwrite)
-            self.finished: dict[str, Any] = {row["id"]: row["prompt"] for row in earlier}
+            earlier = self._rows.earlier("run", _name_of, _what_is_wrong, resume=resume, overwrite=overwrite)
+            self.finished: dict[tuple[str, int], Any] = {
+                (row["id"], row.get("sample", 0)): row["prompt"] for row in earlier
+            }
         except BaseException:
             self._rows.close()
             raise
@@ -93,7 +96,9 @@ class OutputFolder:
             "acceptance_length": generation.acceptance_length,
         }
         if generation.seed is not None:
-            record["seed"] = generation.seed
+            record |= {"seed": generation.seed, "sample": generation.sample}
+        if generation.logprobs is not None:
+            record["logprobs"] = [_logprob(each) for each in generation.logprobs]
         self._replace_earlier()
         self._rows.append(_line(record))
 
@@ -154,11 +159,28 @@ def _what_is_wrong(row: Any) -> str | None:
         "num_prompt_tokens": type(row.get("num_prompt_tokens")) is int,
         "num_steps": type(row.get("num_steps")) is int,
         "acceptance_length": isinstance(row.get("acceptance_length"), float | int),
+        "sample": type(sample := row.get("sample", 0)) is int and sample >= 0,
     }
     wrong = next((name for name, fit in fits.items() if not fit), None)
     if wrong is None:
         return None
     return f"it has no {wrong}" if wrong not in row else f"its {wrong} cannot be {json.dumps(row[wrong])[:40]}"
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    """How errors call a row of ``generations.jsonl``, and no other."""
+    sample = row.get("sample", 0)
+    return f"the id {row['id']!r}" + (f" and the sample {sample}" if sample else "")
+
+
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    """What ``generations.jsonl`` says of one token. JSON has no NaN and no infinity, so that these are ``null``."""
+
+    def number(share: float) -> float | None:
+        return share if math.isfinite(share) else None
+
+    top = [[other, number(share)] for other, share in token.top]
+    return {"token_id": token.token_id, "logprob": number(token.logprob), "top": top}
 
 
 def as_asked(prompt: Prompt) -> str | list[dict[str, Any]] | list[int]:

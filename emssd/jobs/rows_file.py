@@ -36,7 +36,7 @@ class RowsFile:
         self._file = LinesFile(self.path)
         try:
             self._rows = list(
-                self._file.earlier("experiment", "job", _what_is_wrong, resume=resume, overwrite=overwrite)
+                self._file.earlier("experiment", _name_of, _what_is_wrong, resume=resume, overwrite=overwrite)
             )
         except BaseException:
             self._file.close()
@@ -80,6 +80,10 @@ def _what_is_wrong(row: Any) -> str | None:
     if type(job) is int and isinstance(overrides, list) and not {*map(type, overrides)} - {str}:
         return None
     return "it has no job and overrides of an experiment"
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    return f"the job {row['job']}"
 
 
 def _what(overrides: Seq[str]) -> list[str]:

@@ -89,11 +89,16 @@ def _checked(run: SweptRun) -> str:
     if found is None:
         return "–"
     parts = {"exact": found["exact"], "ties": found["ties"], "DIFFERENCES": found["differences"]}
-    return ", ".join(f"{count} {name}" for name, count in parts.items() if count or name == "exact")
+    counts = [f"{count} {name}" for name, count in parts.items() if count or name == "exact"]
+    if (law := found.get("law")) is not None:
+        tested = f"{'law' if law['right'] else 'ANOTHER LAW'}, p {law['p_value']:.2g}"
+        counts = [*counts, tested] if any(parts.values()) else [tested]
+    return ", ".join(counts)
 
 
 def _differs(run: SweptRun) -> bool:
-    return bool(run.metrics.get("check", {}).get("differences"))
+    found = run.metrics.get("check", {})
+    return bool(found.get("differences")) or not found.get("law", {}).get("right", True)
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

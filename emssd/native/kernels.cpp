@@ -1053,6 +1053,40 @@ struct Noise {
 
 inline double gumbel(uint32_t bits) { return -std::log(-std::log((bits + 0.5) * 0x1p-32)); }
 
+// log(1 + x) for -0.3 < x < 0.42, to two units in the last place of a float or so: Cephes' logf.
+inline float logarithm_near_one(float x) {
+  float sum = 7.0376836292e-2f;
+  for (const float next : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                           2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f}) {
+    sum = sum * x + next;
+  }
+  return x + x * x * (sum * x - 0.5f);
+}
+
+// log(value) of an ordinary positive float. `near` is value - 1, and stands for it where the value is from 0.707 to 1.414.
+inline float logarithm(float value, float near) {
+  uint32_t bits, near_bits, rest_bits;
+  std::memcpy(&bits, &value, sizeof(bits)), std::memcpy(&near_bits, &near, sizeof(near_bits));
+  const int32_t exponent = static_cast<int32_t>(bits - 0x3f3504f3u) >> 23;  // of 2; the rest is from 0.707 to 1.414
+  bits -= static_cast<uint32_t>(exponent) << 23;
+  float rest;
+  std::memcpy(&rest, &bits, sizeof(rest));
+  rest -= 1;
+  std::memcpy(&rest_bits, &rest, sizeof(rest_bits));
+  const uint32_t far = exponent == 0 ? 0 : ~0u;  // masks, as GCC makes no vectors of a loop with a branch
+  rest_bits = (rest_bits & far) | (near_bits & ~far);
+  std::memcpy(&rest, &rest_bits, sizeof(rest));
+  return logarithm_near_one(rest) + static_cast<float>(exponent) * 0.693147181f;
+}
+
+// The same noise in float, wrong by at most 1e-5.
+inline float gumbel_in_float(uint32_t bits) {
+  const float uniform = (static_cast<float>(bits) + 0.5f) * 0x1p-32f;
+  const float rest = (static_cast<float>(~bits) + 0.5f) * 0x1p-32f;  // 1 - uniform, also where that is tiny
+  const float waiting = -logarithm(uniform, -rest);
+  return -logarithm(waiting, waiting - 1);
+}
+
 // What is done to a row of logits before a token is drawn, as in emssd/sampling/params.py.
 struct Warp {
   double temperature, top_k, top_p, min_p;
@@ -1115,6 +1149,52 @@ class Sampler {
       if (share <= warp.top_p + kShareError) return -1;
       floor = best.value;
     }
+  }
+
+  // The `width` tokens of a row [size] with the largest totals, the largest first, and how likely the target draws them:
+  // the logarithm of what each has of the sum of e^(total * temperature / error) over the row. -inf stands behind the last
+  // token that is left, and everywhere if a logit is NaN, or the largest not finite.
+  //
+  // Totals are compared in double, where a float says that they may be among the largest. The sum is of Sum's precision.
+  void likeliest(const T* row, int64_t size, Noise noise, const Warp& warp, double error, int64_t width, double* tokens,
+                 double* shares) {
+    values_ = row, tokens_ = nullptr, size_ = size, temperature_ = warp.temperature;
+    by_ = static_cast<Sum>(1 / temperature_);
+    std::fill_n(tokens, width, 0.0), std::fill_n(shares, width, -std::numeric_limits<double>::infinity());
+    if (!find_high()) return;
+    if (warp.top_k > 0 && warp.top_k < size) keep_top(static_cast<int64_t>(warp.top_k));
+    Sum floor = kNone;
+    if (warp.min_p > 0) floor = static_cast<Sum>(static_cast<double>(high_) + std::log(warp.min_p) * temperature_);
+    if (warp.top_p < 1) floor = std::max(floor, nucleus_floor(warp.top_p));
+    const double pull = temperature_ / error;
+    const Sum highest = find_exponents(noise, floor, static_cast<Sum>(1 / error), static_cast<Sum>(pull));
+    Doubles all = {};
+    int64_t found = 0;  // places of `shares` that are taken
+    Sum bound = kNone;
+    for (int64_t at = 0; at < size_; at += kChunk) {
+      const Sum* exponents = exponents_.data() + at;
+      int any = 0;
+      for (int64_t lane = 0; lane < kChunk; ++lane) any |= exponents[lane] > bound;
+      for (int64_t page = 0; page < kChunk; page += kPage) {
+        all += __builtin_convertvector(weights(exponents + page, highest, 1), Doubles);
+      }
+      for (int64_t lane = 0; any != 0 && lane < kChunk; ++lane) {
+        if (!(exponents[lane] > bound)) continue;
+        const uint32_t token = tokens_ == nullptr ? static_cast<uint32_t>(at + lane) : tokens_[at + lane];
+        const double below = static_cast<double>(values_[at + lane]) - static_cast<double>(high_);
+        const double total = below / error + pull * gumbel(noise.bits(token));
+        if (found == width && !(total > shares[width - 1])) continue;
+        int64_t place = found < width ? found++ : width - 1;
+        for (; place > 0 && total > shares[place - 1]; --place) {
+          shares[place] = shares[place - 1], tokens[place] = tokens[place - 1];
+        }
+        shares[place] = total, tokens[place] = static_cast<double>(token);
+        const double least = shares[width - 1];  // what floats are wrong by grows with both parts of a total
+        if (found == width) bound = static_cast<Sum>(least - (std::fabs(least) + 64 * pull) * 0x1p-18);
+      }
+    }
+    const double whole = static_cast<double>(highest) + std::log(total(all));
+    for (int64_t place = 0; place < found; ++place) shares[place] -= whole;
   }
 
  private:
@@ -1258,6 +1338,82 @@ class Sampler {
     return best;
   }
 
+  // Writes (value - high_) * by + pull * noise for values from a floor on, and -inf for others. Returns the largest.
+  Sum find_exponents(Noise noise, Sum floor, Sum by, Sum pull) {
+    exponents_.resize(size_ + kChunk);
+    Sum most[kChunk];
+    std::fill_n(most, kChunk, kNone);
+    each_chunk([&](const Sum* values, int64_t at) {
+      uint32_t tokens[kChunk];
+      Sum noises[kChunk];
+      if (tokens_ != nullptr) std::copy_n(tokens_ + at, kChunk, tokens);
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        if (tokens_ == nullptr) tokens[lane] = static_cast<uint32_t>(at + lane);
+        tokens[lane] = noise.bits(tokens[lane]);
+      }
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        if constexpr (std::is_same_v<Sum, float>) {
+          noises[lane] = gumbel_in_float(tokens[lane]);
+        } else {
+          noises[lane] = gumbel(tokens[lane]);
+        }
+      }
+      Sum* to = exponents_.data() + at;
+      for (int64_t lane = 0; lane < kChunk; ++lane) {
+        const Sum exponent = (values[lane] - high_) * by + pull * noises[lane];
+        to[lane] = values[lane] >= floor ? exponent : kNone;
+        most[lane] = to[lane] > most[lane] ? to[lane] : most[lane];
+      }
+    });
+    return *std::max_element(most, most + kChunk);
+  }
+
+  // e^((value - high) * by) of a page of values that are not above `high`; e^kLowest where it is less.
+  static Vector weights(const Sum* values, Sum high, Sum by) {
+    Sum below[kPage];
+    for (int64_t lane = 0; lane < kPage; ++lane) {
+      const Sum exponent = (values[lane] - high) * by;
+      below[lane] = exponent > kLowest ? exponent : kLowest;
+    }
+    if constexpr (std::is_same_v<Sum, float>) {
+      return exponential_within(load<Floats>(below));
+    } else {
+      return exponential(load<Doubles>(below));
+    }
+  }
+
+  // The least value that top-p leaves: the last one, from the largest on, before which values have less than top_p.
+  Sum nucleus_floor(double top_p) {
+    exponents_.resize(size_ + kChunk);
+    Doubles all = {};
+    each_chunk([&](const Sum* values, int64_t at) {
+      for (int64_t page = 0; page < kChunk; page += kPage) {
+        const Vector found = weights(values + page, high_, by_);
+        all += __builtin_convertvector(found, Doubles);
+        std::memcpy(exponents_.data() + at + page, &found, sizeof(found));
+      }
+    });
+    // All values whose share is less than `light` have less than 1 - top_p together.
+    const double whole = total(all), limit = top_p * whole, light = (whole - limit) / static_cast<double>(size_);
+    weighed_.clear();
+    for (int64_t at = 0; at < size_; ++at) {
+      if (exponents_[at] >= light) weighed_.emplace_back(static_cast<Sum>(values_[at]), exponents_[at]);
+    }
+    auto first = weighed_.begin(), last = weighed_.end();
+    for (double before = 0; last - first > 1;) {
+      const auto middle = first + (last - first) / 2;
+      std::nth_element(first, middle, last, std::greater<>());
+      double sum = before;
+      for (auto each = first; each != middle; ++each) sum += each->second;
+      if (sum < limit) {
+        first = middle, before = sum;
+      } else {
+        last = middle;
+      }
+    }
+    return first->first;
+  }
+
   // What the values above one have of the probability.
   double share_above(Sum value) const {
     Doubles all = {}, above = {};
@@ -1284,65 +1440,98 @@ class Sampler {
   double temperature_;
   Sum high_, by_;  // the largest value; the reciprocal of the temperature
   std::vector<double> scores_;
-  std::vector<Sum> maxima_;
+  std::vector<Sum> maxima_, exponents_;
+  std::vector<std::pair<Sum, Sum>> weighed_;  // values, and what they have of the probability up to a factor
   std::vector<T> kept_;
   std::vector<uint32_t> kept_tokens_;
 };
 
-template <class T>
-void sample_rows(const Tensor& logits, const int64_t* rows, const int64_t* keys, const int64_t* positions,
-                 const double* warps, Tensor& chosen) {
-  const T* all = logits.const_data_ptr<T>();
-  const int64_t size = logits.size(1), stride = logits.stride(0);
-  int64_t* to = chosen.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, chosen.size(0), 1, [&](int64_t begin, int64_t end) {
-    Sampler<T> sampler;
-    for (int64_t place = begin; place < end; ++place) {
-      const double* warp = warps + place * 4;
-      to[place] = sampler.draw(all + rows[place] * stride, size, Noise(keys[place], positions[place]),
-                               {warp[0], warp[1], warp[2], warp[3]});
+// The places of drawn tokens: row rows[i] of logits [R, vocab], contiguous rows, with the noise of keys[i] and positions[i],
+// all [n] int64, after warps[i]: temperature, top_k, top_p and min_p as in emssd/sampling/params.py, double.
+struct Places {
+  int64_t num;
+  const int64_t *rows, *keys, *positions;
+  const double* warps;
+
+  Places(const Tensor& logits, const Tensor& row_places, const Tensor& key, const Tensor& position, const Tensor& warp)
+      : num(row_places.size(0)) {
+    TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "rows must be contiguous");
+    TORCH_CHECK(logits.size(1) < int64_t{1} << 31, "the vocabulary is too large");
+    check(row_places, key), check(key, position);
+    TORCH_CHECK(warp.dim() == 2 && warp.size(0) == num && warp.size(1) == 4 && warp.is_contiguous() &&
+                warp.scalar_type() == at::kDouble, "each row has a temperature, top_k, top_p and min_p in float64");
+    rows = row_places.const_data_ptr<int64_t>(), keys = key.const_data_ptr<int64_t>();
+    positions = position.const_data_ptr<int64_t>(), warps = warp.const_data_ptr<double>();
+    for (int64_t place = 0; place < num; ++place) {
+      TORCH_CHECK(0 <= rows[place] && rows[place] < logits.size(0), "there is no row ", rows[place]);
     }
-  });
-}
-
-void check_places(const Tensor& keys, const Tensor& positions) {
-  for (const Tensor* each : {&keys, &positions}) {
-    TORCH_CHECK(each->dim() == 1 && each->is_contiguous() && each->scalar_type() == at::kLong, "places must be int64");
   }
-  TORCH_CHECK(keys.size(0) == positions.size(0), "each key has a position");
-}
 
-// The tokens [n] int64 that are drawn: of row rows[i] of logits [R, vocab], contiguous rows, with the noise of keys[i] and
-// positions[i], after warps[i]: temperature, top_k, top_p and min_p as in emssd/sampling/params.py, double. -1 where
-// rounding could decide, and in rows with NaN or without a finite largest logit.
+  static void check(const Tensor& keys, const Tensor& positions) {
+    for (const Tensor* each : {&keys, &positions}) {
+      TORCH_CHECK(each->dim() == 1 && each->is_contiguous() && each->scalar_type() == at::kLong, "places must be int64");
+    }
+    TORCH_CHECK(keys.size(0) == positions.size(0), "each key has a position");
+  }
+
+  // Calls use(sampler, place, its row, its noise, its warp) for each place.
+  template <class T, class Use>
+  void each_of(const Tensor& logits, const Use& use) const {
+    const T* all = logits.const_data_ptr<T>();
+    const int64_t stride = logits.stride(0);
+    at::parallel_for(0, num, 1, [&](int64_t begin, int64_t end) {
+      Sampler<T> sampler;
+      for (int64_t place = begin; place < end; ++place) {
+        const double* warp = warps + place * 4;
+        use(sampler, place, all + rows[place] * stride, Noise(keys[place], positions[place]),
+            Warp{warp[0], warp[1], warp[2], warp[3]});
+      }
+    });
+  }
+
+  template <class Use>
+  void each(const Tensor& logits, const Use& use) const {
+    switch (logits.scalar_type()) {
+      case at::kBFloat16: each_of<BFloat16>(logits, use); break;
+      case at::kFloat: each_of<float>(logits, use); break;
+      case at::kDouble: each_of<double>(logits, use); break;
+      default: TORCH_CHECK(false, "no kernel for ", logits.scalar_type());
+    }
+  }
+};
+
+// The tokens [n] int64 that are drawn at `Places`. -1 where rounding could decide, and in rows with NaN or without a finite
+// largest logit.
 Tensor sample(const Tensor& logits, const Tensor& rows, const Tensor& keys, const Tensor& positions, const Tensor& warps) {
-  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "rows must be contiguous");
-  TORCH_CHECK(logits.size(1) < int64_t{1} << 31, "the vocabulary is too large");
-  check_places(rows, keys), check_places(keys, positions);
-  const int64_t num = rows.size(0);
-  TORCH_CHECK(warps.dim() == 2 && warps.size(0) == num && warps.size(1) == 4 && warps.is_contiguous() &&
-              warps.scalar_type() == at::kDouble, "each row has a temperature, top_k, top_p and min_p in float64");
-  const int64_t* from = rows.const_data_ptr<int64_t>();
-  for (int64_t place = 0; place < num; ++place) {
-    TORCH_CHECK(0 <= from[place] && from[place] < logits.size(0), "there is no row ", from[place]);
-  }
-  Tensor chosen = at::empty({num}, rows.options());
-  const auto draw = [&](auto run) {
-    run(logits, from, keys.const_data_ptr<int64_t>(), positions.const_data_ptr<int64_t>(), warps.const_data_ptr<double>(),
-        chosen);
-  };
-  switch (logits.scalar_type()) {
-    case at::kBFloat16: draw(sample_rows<BFloat16>); break;
-    case at::kFloat: draw(sample_rows<float>); break;
-    case at::kDouble: draw(sample_rows<double>); break;
-    default: TORCH_CHECK(false, "no kernel for ", logits.scalar_type());
-  }
+  const Places places(logits, rows, keys, positions, warps);
+  Tensor chosen = at::empty({places.num}, rows.options());
+  int64_t* to = chosen.mutable_data_ptr<int64_t>();
+  places.each(logits, [&](auto& sampler, int64_t place, auto* row, Noise noise, const Warp& warp) {
+    to[place] = sampler.draw(row, logits.size(1), noise, warp);
+  });
   return chosen;
+}
+
+// The `width` likeliest draws at `Places` under an error of the logits: see emssd/sampling/draws.py. Tokens and the
+// logarithms of how likely come as doubles in one tensor [2, n, width], as the host wants them together; -inf where no
+// token is left.
+Tensor top_draws(const Tensor& logits, const Tensor& rows, const Tensor& keys, const Tensor& positions, const Tensor& warps,
+                 double error, int64_t width) {
+  const Places places(logits, rows, keys, positions, warps);
+  TORCH_CHECK(width > 0 && error > 0, "the width must be at least 1, and the error above 0");
+  Tensor found = at::empty({2, places.num, width}, warps.options());
+  double* tokens = found.mutable_data_ptr<double>();
+  double* shares = tokens + places.num * width;
+  places.each(logits, [&](auto& sampler, int64_t place, auto* row, Noise noise, const Warp& warp) {
+    const int64_t to = place * width;
+    sampler.likeliest(row, logits.size(1), noise, warp, error, width, tokens + to, shares + to);
+  });
+  return found;
 }
 
 // The random bits [n, vocab_size] int64 of each token's noise, for keys [n] and positions [n].
 Tensor noise_bits(const Tensor& keys, const Tensor& positions, int64_t vocab_size) {
-  check_places(keys, positions);
+  Places::check(keys, positions);
   Tensor bits = at::empty({keys.size(0), vocab_size}, keys.options());
   int64_t* to = bits.mutable_data_ptr<int64_t>();
   for (int64_t place = 0; place < keys.size(0); ++place) {
@@ -1359,6 +1548,9 @@ TORCH_LIBRARY(emssd_native, library) {
   library.impl("top", c10::DispatchKey::CPU, TORCH_FN(top));
   library.def("sample(Tensor logits, Tensor rows, Tensor keys, Tensor positions, Tensor warps) -> Tensor");
   library.impl("sample", c10::DispatchKey::CPU, TORCH_FN(sample));
+  library.def(
+      "top_draws(Tensor logits, Tensor rows, Tensor keys, Tensor positions, Tensor warps, float error, int width) -> Tensor");
+  library.impl("top_draws", c10::DispatchKey::CPU, TORCH_FN(top_draws));
   library.def("noise_bits(Tensor keys, Tensor positions, int vocab_size) -> Tensor");
   library.impl("noise_bits", c10::DispatchKey::CPU, TORCH_FN(noise_bits));
   library.def("new_weights() -> Tensor", TORCH_FN(new_weights));

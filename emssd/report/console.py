@@ -11,6 +11,7 @@ from rich.table import Table
 if TYPE_CHECKING:  # a report of rows needs no torch
     from emssd.data.prompts import FailedPrompt
     from emssd.decoding.check import CheckReport, Difference
+    from emssd.decoding.distribution_check import DistributionReport
 
 __all__ = ["print_check", "print_failures", "print_report"]
 
@@ -71,6 +72,10 @@ def print_report(console: Console, metrics: dict[str, Any], plain: str = "plain 
 
 def print_check(console: Console, report: CheckReport, check: str | None = "greedy") -> None:
     """The result of ``check=greedy``, or of another `check`."""
+    if report.law is not None:
+        _print_law(console, report.law, check)
+        if not report.num_exact and not report.differences:
+            return
     wrong = len(report.true_differences)
     style = "bold red" if wrong else "bold green"
     console.print(
@@ -85,6 +90,19 @@ def print_check(console: Console, report: CheckReport, check: str | None = "gree
         console.print(f"  … and {hidden} more in metrics.json", highlight=False)
 
 
+def _print_law(console: Console, law: DistributionReport, check: str | None) -> None:
+    said, style = ("have", "bold green") if law.is_right else ("DO NOT have", "bold red")
+    console.print(
+        f"check={check}: {law.num_tokens} tokens {said} the law of plain decoding, p = {law.p_value:.2g} "
+        f"(G-test {law.p_bins:.2g}, likelihood {law.p_likelihood:.2g}; wrong below 1e-6)",
+        style=style,
+        highlight=False,
+        soft_wrap=True,
+    )
+    if law.num_impossible:
+        console.print(f"  {law.num_impossible} of them are left out by top-k and the like in a plain pass")
+
+
 def print_failures(console: Console, failed: Sequence[FailedPrompt]) -> None:
     """What `on_error=skip` passed over."""
     if failed:
@@ -97,7 +115,8 @@ def print_failures(console: Console, failed: Sequence[FailedPrompt]) -> None:
 
 def _describe(difference: Difference) -> str:
     kind = "tie" if difference.is_tie else "DIFFERENCE"
+    sample = f", sample {difference.sample}," if difference.sample else ""
     return (
-        f"{kind} in {difference.request_id} at new token {difference.position}: {difference.token} instead of "
+        f"{kind} in {difference.request_id}{sample} at new token {difference.position}: {difference.token} instead of "
         f"{difference.greedy_token}, logits {difference.margin:.3g} apart (tie up to {difference.tolerance:.3g})"
     )

@@ -1,5 +1,5 @@
 """How the target's next token is chosen: greedily, or sampled with noise that is a hash of where the token stands."""
 
-from emssd.sampling.params import SamplingParams
+from emssd.sampling.params import SamplingMethod, SamplingParams
 
-__all__ = ["SamplingParams"]
+__all__ = ["SamplingMethod", "SamplingParams"]

@@ -10,7 +10,7 @@ choose the same token, unless rounding decides.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from emssd.sampling.noise import gumbel, noise_state
 from emssd.sampling.params import SamplingParams
 from emssd.sampling.processing import processed
 
-__all__ = ["Node", "choose", "greedy_tokens", "scores_of"]
+__all__ = ["Node", "alike", "as_arrays", "choose", "greedy_tokens", "is_quick", "kernels_for", "scores_of"]
 
 _BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
 _AS_IT_IS = SamplingParams()  # scores that are processed already
@@ -51,7 +51,7 @@ class Node:
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     """``[R]`` int64: the largest entry of each row of ``logits [R, vocab]``; the first wins a tie."""
-    if (kernels := _kernels(logits)) is not None:
+    if (kernels := kernels_for(logits)) is not None:
         best: torch.Tensor = kernels.argmax(logits)  # PyTorch's own takes several times as long on two cores
         return best
     return logits.argmax(dim=-1)
@@ -68,27 +68,37 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     """
     chosen = torch.full((len(nodes),), -1, dtype=torch.int64, device=logits.device)
     left: Seq[int] = range(len(nodes))
-    if (kernels := _kernels(logits)) is not None:
-        quick = [place for place, node in enumerate(nodes) if _is_quick(node.params)]
+    if (kernels := kernels_for(logits)) is not None:
+        quick = [place for place, node in enumerate(nodes) if is_quick(node.params)]
         found = _drawn(kernels, logits, quick, [nodes[place] for place in quick])
         if len(quick) == len(nodes):
             chosen = found
         else:
             chosen[quick] = found
         left = [place for place, token in enumerate(chosen.tolist()) if token < 0]
+    for block in alike(nodes, left, logits.shape[1]):
+        index = on_device(block, logits.device)
+        own = logits if len(block) == len(nodes) else logits[index]
+        is_greedy = nodes[block[0]].params.is_greedy
+        chosen[index] = greedy_tokens(own) if is_greedy else _chosen(own, [nodes[place] for place in block])
+    return chosen
+
+
+def alike(nodes: Seq[Node], places: Seq[int], num_tokens: int) -> Iterator[list[int]]:
+    """Those `places` of nodes whose logits are processed alike, together, but for at most some 32 MiB at a time.
+
+    Args:
+        nodes: some of which `places` are of.
+        num_tokens: of the vocabulary.
+    """
     groups: dict[Hashable, list[int]] = {}
-    for place in left:
+    for place in places:
         params = nodes[place].params
         groups.setdefault(None if params.is_greedy else params.processing, []).append(place)
-    num_together = max(1, _BLOCK // logits.shape[1])
-    for processing, places in groups.items():
-        for start in range(0, len(places), num_together):
-            block = places[start : start + num_together]
-            index = on_device(block, logits.device)
-            own = logits if len(block) == len(nodes) else logits[index]
-            is_greedy = processing is None
-            chosen[index] = greedy_tokens(own) if is_greedy else _chosen(own, [nodes[place] for place in block])
-    return chosen
+    num_together = max(1, _BLOCK // num_tokens)
+    for group in groups.values():
+        for start in range(0, len(group), num_together):
+            yield group[start : start + num_together]
 
 
 def scores_of(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
@@ -115,7 +125,7 @@ def _chosen(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     scores = _processed(logits, nodes)
     if nodes[0].params.temperature == 0:
         return greedy_tokens(scores)
-    if (kernels := _kernels(scores)) is not None:
+    if (kernels := kernels_for(scores)) is not None:
         as_they_are = [Node(_AS_IT_IS, node.key, node.position) for node in nodes]
         found = _drawn(kernels, scores, range(len(nodes)), as_they_are)
         if bool((found >= 0).all()):
@@ -124,15 +134,19 @@ def _chosen(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
 
 
 def _drawn(kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node]) -> torch.Tensor:
-    """``[n]`` int64, what the kernel draws of ``logits[rows]``; -1 where PyTorch must decide.
+    """``[n]`` int64, what the kernel draws of ``logits[rows]``; -1 where PyTorch must decide. As in `as_arrays`."""
+    found: torch.Tensor = kernels.sample(logits, *as_arrays(rows, nodes, logits.shape[1]))
+    return found
+
+
+def as_arrays(rows: Seq[int], nodes: Seq[Node], num_tokens: int) -> list[torch.Tensor]:
+    """What the kernels read of nodes: ``[n]`` rows, keys and positions, int64, and ``[n, 4]`` warps, float64.
 
     Args:
-        kernels: the operators.
-        logits: ``[R, vocab]`` on the CPU.
-        rows: ``[n]``.
+        rows: ``[n]`` of the logits, which are on the CPU.
         nodes: ``[n]``, whose params are quick.
+        num_tokens: of the vocabulary.
     """
-    num_tokens = logits.shape[1]
     each = [node.params for node in nodes]
     warps = [value for p in each for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]
     arrays = (
@@ -141,15 +155,14 @@ def _drawn(kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node])
         np.array([node.position for node in nodes], dtype=np.int64),
         np.array(warps, dtype=np.float64).reshape(-1, 4),
     )
-    found: torch.Tensor = kernels.sample(logits, *map(torch.from_numpy, arrays))
-    return found
+    return [torch.from_numpy(array) for array in arrays]
 
 
-def _is_quick(params: SamplingParams) -> bool:
-    """Whether the kernel does all that they ask for: at most temperature, top-k, top-p and min-p."""
+def is_quick(params: SamplingParams) -> bool:
+    """Whether the kernels do all that they ask for: at most temperature, top-k, top-p and min-p."""
     return params.temperature > 0 and params.typical_p == 1 and not params.logit_bias and not params.reads_prefix
 
 
-def _kernels(logits: torch.Tensor) -> Any | None:
+def kernels_for(logits: torch.Tensor) -> Any | None:
     """The operators, if they are loaded and take such logits."""
     return loaded_kernels() if logits.device.type == "cpu" and logits.dtype is not torch.float16 else None

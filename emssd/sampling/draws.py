@@ -4,22 +4,23 @@ The target's token at a node is ``argmax(log p + G)``, and `G` is known before a
 with the distribution `q` guesses the largest of ``log q + G``, and further children of a node are the next largest
 (Daliri et al. 2024, arXiv 2408.07978, §4; the largest `k` are a sample of `q` without replacement, Kool et al. 2019,
 arXiv 1903.06059).
+
+On a CPU a kernel finds the same tokens in less time, unless rounding decides. It computes how likely they are in
+float32, from float64 logits in float64. Only drafts depend on that, and never what is generated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 
 from emssd.attention.transfer import on_device, to_host
-from emssd.sampling.choice import Node, scores_of
+from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of
 
 __all__ = ["behind", "top_draws"]
-
-_BLOCK = 2**22  # entries of logits that are processed together, as in `choose`
 
 
 def behind(node: Node, depth: int, path: Seq[int] = ()) -> Node:
@@ -57,11 +58,14 @@ def top_draws(
     """
     width = min(width, logits.shape[1])
     both = torch.empty(2, len(nodes), width, dtype=torch.float64, device=logits.device)
-    for places in _alike(nodes, max(1, _BLOCK // logits.shape[1])):
-        index, own = on_device(places, logits.device), [nodes[place] for place in places]
-        scores = scores_of(logits[index], own) * ((own[0].params.temperature or 1.0) / error)
-        shares, ids = scores.log_softmax(dim=1).topk(width, dim=1)
-        both[:, index] = torch.stack([ids.double(), shares])
+    left: Seq[int] = range(len(nodes))
+    if (kernels := kernels_for(logits)) is not None:
+        quick = [place for place, node in enumerate(nodes) if is_quick(node.params)]
+        both[:, quick] = _by_kernel(kernels, logits, quick, [nodes[place] for place in quick], width, error)
+        left = [place for place, node in enumerate(nodes) if not is_quick(node.params)]
+    for places in alike(nodes, left, logits.shape[1]):
+        index = on_device(places, logits.device)
+        both[:, index] = _by_pytorch(logits[index], [nodes[place] for place in places], width, error)
     host = to_host(both.flatten())
     starts, shares_at = range(0, len(nodes) * width, width), len(nodes) * width
     tokens, log_probs = list[list[int]](), list[list[float]]()
@@ -73,11 +77,16 @@ def top_draws(
     return tokens, log_probs
 
 
-def _alike(nodes: Seq[Node], most: int) -> Iterator[list[int]]:
-    """The places of nodes that are processed together, `most` of them at a time."""
-    groups: dict[Hashable, list[int]] = {}
-    for place, node in enumerate(nodes):
-        groups.setdefault(node.params.processing, []).append(place)
-    for places in groups.values():
-        for start in range(0, len(places), most):
-            yield places[start : start + most]
+def _by_pytorch(logits: torch.Tensor, nodes: Seq[Node], width: int, error: float) -> torch.Tensor:
+    """``[2, r, width]`` float64: tokens of nodes that are processed alike, and the logarithms of how likely."""
+    scores = scores_of(logits, nodes) * ((nodes[0].params.temperature or 1.0) / error)
+    shares, ids = scores.log_softmax(dim=1).topk(width, dim=1)
+    return torch.stack([ids.double(), shares])
+
+
+def _by_kernel(
+    kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node], width: int, error: float
+) -> torch.Tensor:
+    """The same of ``logits[rows]``, for nodes whose params are quick."""
+    found: torch.Tensor = kernels.top_draws(logits, *as_arrays(rows, nodes, logits.shape[1]), error, width)
+    return found

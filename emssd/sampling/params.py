@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, did_you_mean
 
-__all__ = ["SamplingParams"]
+__all__ = ["SamplingMethod", "SamplingParams"]
 
+_NOT_PROCESSING = ("logit_bias", "seed", "n", "logprobs")  # the first is added apart, as a value that can be hashed
 _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range of their numbers
+
+
+class SamplingMethod(str, Enum):
+    """How a drafted token is held against what is drawn."""
+
+    coupled = "coupled"
+    residual = "residual"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,14 @@ class SamplingParams:
         frequency_penalty: is subtracted once for each time that the token is in the output.
         no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and output; 0 allows all.
         logit_bias: by token id, what is added to its logit; ``-inf`` forbids the token.
-        seed: of the noise. The same seed, request id, prompt and model give the same text.
+        method: ``coupled`` draws each token with noise that is a hash of its place, so that the text is the same
+            whatever drafts. ``residual`` holds drafts against the distributions that they were drawn from (block and
+            traversal verification): the law is the same, but the text depends on the drafts. At temperature 0 both are
+            one.
+        seed: of the noise. The same seed, request id, sample, prompt and model give the same text.
+        n: how many texts are drawn for a prompt. Each is what it would be if it were drawn alone.
+        logprobs: give each new token's log-probability, and those of so many of the most probable tokens. They are the
+            model's own: of its logits as it gives them, before anything on this list. ``None`` gives none.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -47,7 +63,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    method: SamplingMethod = SamplingMethod.coupled
     seed: int = 0
+    n: int = 1
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._check_number("temperature", lambda t: t == 0 or t >= _COLDEST, f"it must be 0 or at least {_COLDEST}")
@@ -60,11 +79,24 @@ class SamplingParams:
         for name in ("top_k", "no_repeat_ngram_size"):
             self._check_whole(name, "it must be a whole number of at least 0, which is off", smallest=0)
         self._check_whole("seed", "it must be a whole number")
+        self._check_whole("n", "it must be a whole number of at least 1", smallest=1)
+        if self.logprobs is not None:
+            self._check_whole("logprobs", "it must be a whole number of at least 0, or None, which is off", smallest=0)
+        if self.temperature == 0 and self.n > 1:
+            raise ConfigError(
+                f"n is {self.n} at temperature 0, which would give {self.n} equal texts; raise temperature, or leave n "
+                f"out"
+            )
         if self.temperature == 0 and self.typical_p < 1:
             raise ConfigError(
                 f"typical_p is {self.typical_p} at temperature 0, which takes the most probable token, typical or not; "
                 f"raise temperature, or leave typical_p out"
             )
+        try:
+            object.__setattr__(self, "method", SamplingMethod(self.method))
+        except ValueError:
+            guess = did_you_mean(f"{self.method}", names := [each.value for each in SamplingMethod])
+            raise ConfigError(f"method is {self.method!r}{guess or ';'} choose {' or '.join(names)}") from None
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
         for token, bias in self.logit_bias.items():
@@ -80,6 +112,11 @@ class SamplingParams:
         return self.temperature == 0 and not self.logit_bias and not self.reads_prefix
 
     @property
+    def is_residual(self) -> bool:
+        """Whether drafts are held against the distributions that they were drawn from."""
+        return self.method is SamplingMethod.residual and self.temperature > 0
+
+    @property
     def reads_prefix(self) -> bool:
         """Whether the choice depends on the tokens before it other than through the model."""
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0 or self.counts_output
@@ -87,7 +124,7 @@ class SamplingParams:
     @property
     def processing(self) -> Hashable:
         """All that is done to logits: params with the same can be processed together."""
-        every = [getattr(self, each.name) for each in fields(self) if each.name not in ("logit_bias", "seed")]
+        every = [getattr(self, each.name) for each in fields(self) if each.name not in _NOT_PROCESSING]
         return (*every, *self.logit_bias.items())
 
     @property
@@ -96,13 +133,15 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Make sure that `logit_bias` speaks of tokens below `vocab_size`.
+        """Make sure that `logit_bias` speaks of tokens below `vocab_size`, and `logprobs` of no more than there are.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: one of them does not.
         """
         if unknown := [token for token in self.logit_bias if token >= vocab_size]:
             raise ConfigError(f"logit_bias has token {unknown[0]}, but the model's vocabulary has {vocab_size} tokens")
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise ConfigError(f"logprobs is {self.logprobs}, but the model's vocabulary has {vocab_size} tokens")
 
     def _check_number(self, name: str, is_possible: Callable[[float], bool], possible: str) -> None:
         value = getattr(self, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from emssd.sequences.logprobs import TokenLogprob
 from emssd.sequences.sequence import FinishReason, Sequence
 
 __all__ = ["Generation"]
@@ -15,12 +16,14 @@ class Generation:
     """A finished request.
 
     Attributes:
-        request_id: for prompts given to `Engine.generate`, the prompt's index as text.
+        request_id: of the request; for prompts given to `Engine.generate`, the prompt's index as text.
         token_ids: the new tokens; an EOS, and the token that completed a stop string, included.
         text: the new tokens decoded without special tokens, up to where a stop string begins; ``None`` if the engine
             has no tokenizer.
         seed: of a sampled request; ``None`` where nothing was drawn.
         num_steps, num_drafted, num_accepted: verification steps, tokens drafted, and drafted tokens accepted.
+        sample: which of the ``sampling.n`` texts of the request it is, from 0.
+        logprobs: of each new token, if the request asks for them.
     """
 
     request_id: str
@@ -32,6 +35,8 @@ class Generation:
     num_drafted: int
     num_accepted: int
     seed: int | None = None
+    sample: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -50,7 +55,7 @@ class Generation:
         elif tokenizer is not None:
             text = tokenizer.decode(output, skip_special_tokens=True)
         return cls(
-            request_id=sequence.request_id,
+            request_id=sequence.request.prompt_id,
             prompt_ids=sequence.request.prompt_ids,
             token_ids=output,
             text=text,
@@ -59,4 +64,6 @@ class Generation:
             num_drafted=sequence.num_drafted,
             num_accepted=sequence.num_accepted,
             seed=sampling.seed if sampling is not None and sampling.temperature else None,
+            sample=sequence.request.sample,
+            logprobs=sequence.logprobs,
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import overload
 
 from emssd.sampling import SamplingParams
+from emssd.sequences.logprobs import TokenLogprob
 from emssd.sequences.stopping import Stop
 
 __all__ = ["Batch", "FinishReason", "Request", "Sequence", "TokenIds"]
@@ -33,6 +34,8 @@ class Request:
         eos_token_ids: generation ends after the first of these.
         stop: generation ends after the token that completes one of these. Without both, only the limit ends it.
         sampling: how its tokens are chosen; ``None`` takes the most probable ones.
+        sample_of: of one sample among several, the id of the request that they are samples of; see `samples`.
+        sample: which of them it is, from 0.
     """
 
     request_id: str
@@ -41,6 +44,24 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stop: Stop | None = None
     sampling: SamplingParams | None = None
+    sample_of: str | None = None
+    sample: int = 0
+
+    @property
+    def prompt_id(self) -> str:
+        """What all samples of a prompt have in common: `sample_of`, or the id of the request itself.
+
+        With `sample`, it tells what is drawn from anything else, and decides what is drawn.
+        """
+        return self.request_id if self.sample_of is None else self.sample_of
+
+    def samples(self) -> list[Request]:
+        """One request for each text that ``sampling.n`` asks for; itself where that is one."""
+        if self.sampling is None or self.sampling.n == 1:
+            return [self]
+        one = replace(self, sampling=replace(self.sampling, n=1), sample_of=self.prompt_id)
+        numbers = range(self.sampling.n)
+        return [replace(one, request_id=f"{self.request_id}#{number}", sample=number) for number in numbers]
 
 
 class TokenIds(Seq[int]):
@@ -99,6 +120,7 @@ class Sequence:
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
     _ids: list[int] = field(init=False, repr=False, compare=False)
+    _logprobs: list[TokenLogprob] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
         ids = list(self.tokens or self.request.prompt_ids)
@@ -115,6 +137,12 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """The generated token ids."""
         return self._ids[len(self.request.prompt_ids) :]
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Those of the generated tokens; ``None`` if the request does not ask for them."""
+        asked = self.request.sampling is not None and self.request.sampling.logprobs is not None
+        return tuple(self._logprobs) if asked else None
 
     @property
     def num_uncached(self) -> int:
@@ -150,12 +178,21 @@ class Sequence:
             del self._ids[before:]
         return tokens, ending
 
-    def advance(self, tokens: Seq[int], reason: FinishReason | None, *, num_drafted: int, num_accepted: int) -> None:
+    def advance(
+        self,
+        tokens: Seq[int],
+        reason: FinishReason | None,
+        *,
+        num_drafted: int,
+        num_accepted: int,
+        logprobs: Seq[TokenLogprob] = (),
+    ) -> None:
         """Count a verification step that accepted `num_accepted` of `num_drafted` tokens.
 
         Args:
             tokens, reason: what was `taken` of the accepted tokens and the target's own one.
             num_drafted, num_accepted: drafted tokens that were verified, and how many of them were right.
+            logprobs: of the accepted tokens and the target's own one, taken or not; if the request asks for them.
         """
         set_field = object.__setattr__  # five at once by `_set` take twice as long, and every row comes here every step
         set_field(self, "num_cached", len(self._ids) + num_accepted)  # all but the target's own newest token
@@ -164,6 +201,7 @@ class Sequence:
         set_field(self, "num_accepted", self.num_accepted + num_accepted)
         set_field(self, "finish_reason", reason)
         self._ids.extend(tokens)
+        self._logprobs.extend(logprobs[: len(tokens)])
 
     def extend(self, new_tokens: Seq[int]) -> None:
         """Append what is `taken` of `new_tokens` and set `finish_reason`; no step is counted and nothing is cached."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
 from emssd.errors import UnsupportedModelError
 from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.target import Computed
 
 from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller
@@ -209,11 +211,11 @@ class WatchedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def __call__(self, plan: StepPlan, backend: AttentionBackend) -> torch.Tensor:
-        logits = self._inner(plan, backend)
-        self._watch.said.append((self._watch.packed, logits.clone()))
+    def __call__(self, plan: StepPlan, backend: AttentionBackend, indices: Seq[int] = ()) -> Computed:
+        computed = self._inner(plan, backend, indices)
+        self._watch.said.append((self._watch.packed, computed.logits.clone()))
         self._watch.faults("after forward")
-        return logits
+        return computed
 
 
 def watched_runner(target: TargetModel, backend: AttentionBackend, watch: Watch) -> CausalLMRunner:

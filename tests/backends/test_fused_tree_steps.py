@@ -132,6 +132,9 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(architecture: str) -> N
     assert decode(TargetModel(model), right, seed=0)[0] == right
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 for this processor"
+)
 def test_in_bfloat16_every_node_has_the_bits_of_plain_decoding() -> None:
     kernels = load_kernels()
     if kernels.add_weight(kernels.new_weights(), torch.zeros(32, 2, dtype=torch.bfloat16), None):

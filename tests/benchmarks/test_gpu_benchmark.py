@@ -209,7 +209,7 @@ def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:
     assert "drafts for nothing" in table.caption
 
 
-@pytest.mark.slow
+@pytest.mark.dry_run  # it compiles three times; the table of a GPU session says as well what was compiled while timed
 def test_the_static_peer_is_compiled_and_not_while_it_is_timed(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, decode, made = tiny(load), load("gpu_hf").hf_decode, []
 

@@ -16,14 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from emssd import __main__
+from emssd.jobs import config
 from emssd.plugins.registry import KINDS
 from emssd.testing.models import tiny_model
 
@@ -130,19 +133,50 @@ def prompts(work: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def options_nodes() -> dict[object, DictConfig]:
+    """The options of plugins as OmegaConf holds them; Hydra's store keeps them and hands out copies."""
+    return {}
+
+
 @pytest.fixture
-def emssd(work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """``emssd(*arguments)`` runs the command line in this process, without a network."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("hydra._internal.utils.is_under_debugger", lambda: False)  # it takes coverage for one
-    get_mode = Hydra.get_mode
+def composed_once(options_nodes: dict[object, DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands share what each would compute anew, or twice. Tests that start `python -m emssd` go the whole way."""
+    get_mode, load, structured = Hydra.get_mode, ConfigLoaderImpl.load_sweep_config, config.structured
+    validated: dict[object, tuple[Any, Any]] = {}
 
     def mode_if_given(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
         """Hydra composes all options once more to see whether they set its mode; here only where they name it."""
         return get_mode(self, config_name, overrides) if "hydra.mode" in " ".join(overrides) else None
 
+    def launched_as_validated(self: ConfigLoaderImpl, master_config: DictConfig, sweep_overrides: list[str]) -> Any:
+        """A sweep composes the options of each job to see whether they can be, and again when it begins."""
+        key = (id(master_config), *sweep_overrides)  # an id that stays its own, as the value holds the object
+        if key in validated:
+            return validated.pop(key)[1]
+        validated[key] = master_config, load(self, master_config, sweep_overrides)
+        return validated[key][1]
+
+    def structured_once(options: type) -> DictConfig:
+        """A plugin's options get a class of their own in each command, with the plugin's name as a field."""
+        key = (options.__bases__, vars(options)["name"]) if "name" in vars(options) else options
+        if key not in options_nodes:
+            options_nodes[key] = structured(options)
+        return options_nodes[key]
+
     monkeypatch.setattr(Hydra, "get_mode", mode_if_given)
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", launched_as_validated)
+    monkeypatch.setattr(config, "structured", structured_once)
+
+
+@pytest.fixture
+def emssd(
+    work: Path, composed_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    """``emssd(*arguments)`` runs the command line in this process, without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("hydra._internal.utils.is_under_debugger", lambda: False)  # it takes coverage for one
     Plugins.instance()  # Hydra's own entries of the store come with its plugins, once in a process
     repo = {group: node for group, node in ConfigStore.instance().repo.items() if group not in KINDS}
     monkeypatch.setattr(

@@ -205,7 +205,7 @@ def test_a_misspelt_option_is_refused_with_what_was_meant(argument: str, sentenc
 def test_an_option_of_another_plugin_is_told_whose_it_is(emssd: Callable) -> None:
     assert emssd("drafter=draft_opt_125m", "drafter.copy_length=2").sentence == (
         "drafter 'draft_model' has no option 'copy_length', which belongs to drafter=llma. It has path, "
-        "num_speculative_tokens, tree, expansion, num_nodes, depth, top_k, temperature, acceptance"
+        "num_speculative_tokens, tree, expansion, width, num_nodes, depth, top_k, temperature, acceptance"
     )
     assert emssd("drafter.search=prompt").sentence.startswith(
         "drafter 'suffix' has no option 'search', which belongs to drafter=llma. It has num_speculative_tokens, "

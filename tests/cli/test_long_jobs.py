@@ -188,6 +188,8 @@ def without(name: str) -> str:
         (changed(finish_reason=[]), "its finish_reason cannot be []"),
         (changed(num_steps="1"), 'its num_steps cannot be "1"'),
         (changed(acceptance_length=None), "its acceptance_length cannot be null"),
+        (changed(sample=-1), "its sample cannot be -1"),
+        (changed(sample="1"), 'its sample cannot be "1"'),
     ],
     ids=lambda value: value[:40],
 )
@@ -202,7 +204,7 @@ def test_a_line_that_is_no_row(line: str, wrong: str, work: Path) -> None:
     )
     path.write_text(f"{json.dumps(WHOLE)}\n{changed(id='2', text=None)}\n")
     with OutputFolder(work, resume=True) as output:
-        assert output.finished == {"x": "y", "2": "y"}
+        assert output.finished == {("x", 0): "y", ("2", 0): "y"}
 
 
 def test_a_row_that_is_there_twice(decode: Callable) -> None:

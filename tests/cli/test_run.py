@@ -107,8 +107,8 @@ def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.Monkey
 
     right = engine.verify
 
-    def wrong(chosen, draft, candidates):
-        verification = right(chosen, draft, candidates)
+    def wrong(chosen, draft, *others):
+        verification = right(chosen, draft, *others)
         if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
             verification.new_tokens[0][-1] = 5
         return verification
@@ -238,9 +238,9 @@ def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_g
     from emssd.model.compiled import CompiledForward
 
     steps, call = [], CompiledForward.__call__
-    monkeypatch.setattr(CompiledForward, "__call__", lambda *arguments: steps.append(1) or call(*arguments))
+    monkeypatch.setattr(CompiledForward, "__call__", lambda *given, **named: steps.append(1) or call(*given, **named))
     result = emssd(
-        "model.compile=true", "model.dtype=bfloat16", "backend.kernels=fused", "check=greedy", "data.limit=4",
+        "model=demo_draft", "model.compile=true", "model.dtype=bfloat16", "backend.kernels=fused", "check=greedy",
         "max_new_tokens=24", "output_dir=out", "progress=false",
     )  # fmt: skip
     check = result.metrics["check"]

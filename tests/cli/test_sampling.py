@@ -30,6 +30,54 @@ def test_text_and_tokens_are_the_same_with_any_drafter_and_batch_size(decode: Ca
     assert all("seed" not in row for row in greedy.rows)
 
 
+def test_residual_rows_are_tested_for_their_law_and_others_compared(
+    emssd: Callable, model: str, records: Callable, decode: Callable
+) -> None:
+    path = records({"method": "residual"}, {"method": "residual", "seed": 1}, None)
+    options = [f"model.path={model}", "data=jsonl", f"data.path={path}", "data.sampling_field=how", "max_new_tokens=30"]
+    options += ["sampling=sampled", "output_dir=out", "overwrite=true", "ignore_eos=true", "drafter=llma"]
+    result = emssd(*options, "check=plain")
+    check = result.metrics["check"]
+    assert (check["exact"], check["ties"], check["differences"]) == (1, 0, 0)
+    assert check["law"]["num_tokens"] == 60
+    assert check["law"]["right"]
+    assert "check=plain: 60 tokens have the law of plain decoding, p = " in result.out
+    assert "check=plain: 1 exact" in result.out
+    alone = decode(*SAMPLED, "sampling.method=residual", "check=plain").out
+    assert "the law of plain decoding" in alone
+    assert "exact" not in alone
+
+
+def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from emssd.decoding import verdicts
+
+    def same(*_: Any) -> Any:
+        return lambda: 0.0
+
+    monkeypatch.setattr(verdicts, "uniforms", same)  # the most that 0.0 can mean is the first possible token
+    result = decode(*SAMPLED, "sampling.method=residual", "sampling.temperature=5", "check=plain")
+    assert not result.metrics["check"]["law"]["right"]
+    assert "tokens DO NOT have the law of plain decoding" in result.out
+
+
+@pytest.mark.slow
+def test_the_demos_text_is_the_same_bytes_in_any_setting(emssd: Callable) -> None:
+    """The embedded models in float32, with the settings that differ most."""
+    options = (*SAMPLED, "data.limit=5", "output_dir=out", "overwrite=true", "progress=false", "check=plain")
+    files = []
+    for setting in (
+        ("drafter=none", "batch_size=1", "backend.kernels=torch"),
+        ("drafter=draft_model_dynamic", "batch_size=4"),
+        ("drafter=union", "backend=unpad_kv", "batch_size=3"),
+        ("drafter=lookahead", "backend=padded", "batch_size=8", "batching=static"),
+    ):
+        result = emssd(*options, *setting)
+        assert result.metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}, setting
+        fields = [{name: row[name] for name in ("id", "text", "token_ids", "seed")} for row in result.rows]
+        files.append(json.dumps(sorted(fields, key=lambda row: row["id"])).encode())
+    assert set(files) == {files[0]}
+
+
 @pytest.mark.parametrize("name", ["greedy", "plain"])
 def test_both_names_of_the_check_compare_greedy_rows(name: str, decode: Callable) -> None:
     result = decode("max_new_tokens=8", f"check={name}")
@@ -42,8 +90,8 @@ def test_a_sampled_difference_is_judged_by_what_was_compared(decode: Callable, m
 
     right = engine.verify
 
-    def wrong(chosen, draft, candidates):
-        verification = right(chosen, draft, candidates)
+    def wrong(chosen, draft, *others):
+        verification = right(chosen, draft, *others)
         if draft.indptr[-1]:  # only steps with a draft, so that plain sampling stays right
             verification.new_tokens[0][-1] = 5
         return verification
@@ -79,7 +127,11 @@ def test_prompts_have_options_of_their_own(emssd: Callable, model: str, records:
     ("how", "message"),
     [
         ({"temperature": -1}, "prompt prompts.jsonl:1: sampling.temperature is -1; it must be 0 or at least 1e-06"),
-        ({"top_q": 0.5}, "prompt prompts.jsonl:1: sampling.top_q is no option; did you mean 'top_p'? It has temp"),
+        (
+            {"top_q": 0.5},
+            "prompt prompts.jsonl:1: sampling.top_q is no option; did you mean 'top_p'? The options are",
+        ),
+        ({"method": "residul"}, "sampling.method is 'residul'; did you mean 'residual'? choose coupled or residual"),
         ({"logit_bias": {"a": 1}}, "prompt prompts.jsonl:1: sampling.logit_bias has a token id 'a'; it must be"),
         ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000, but the model's vocabulary has"),
         (0.5, "prompts.jsonl:1: field 'how' holds a value of type float; options of sampling are an object, such as"),
@@ -100,6 +152,7 @@ def test_options_of_a_prompt_that_cannot_be_are_refused(
         ("top_p=2", "sampling.top_p is 2.0; it must be above 0, and at most 1"),
         ("top_q=1", "sampling has no option 'top_q'; did you mean 'top_p'?"),
         ("top_k=many", "sampling.top_k"),
+        ("method=residul", "sampling.method: Invalid value 'residul', expected one of [coupled, residual]"),
         ("logit_bias={-4: 2}", "sampling.logit_bias has a token id -4; it must be a whole number of at least 0"),
     ],
 )
@@ -116,3 +169,19 @@ def test_a_job_goes_on_with_the_same_text_and_not_with_another_seed(
     again = (f"model.path={model}", "data=text", f"data.path={prompts}", *SAMPLED, "output_dir=out", "resume=true")
     assert "were made with another value of sampling.seed" in emssd(*again, "sampling.seed=8").sentence
     assert texts(emssd(*again, "drafter=none").rows) == expected
+
+
+def test_a_job_that_was_interrupted_goes_on_with_the_same_text(
+    decode: Callable, emssd: Callable, model: str, prompts: Path
+) -> None:
+    """Rows behind the interruption are decoded by another drafter in other batches, and no seed has moved on."""
+    first = decode(*SAMPLED, "batch_size=2")
+    expected, path = texts(first.rows), first.folder / "generations.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:30])
+    (first.folder / "metrics.json").unlink()
+    options = (f"model.path={model}", "data=text", f"data.path={prompts}", *SAMPLED, "output_dir=out", "resume=true")
+    resumed = emssd(*options, "drafter=lookahead", "backend=padded", "batch_size=3")
+    assert resumed.metrics["num_resumed_prompts"] == 2
+    assert texts(resumed.rows) == expected
+    assert path.read_bytes().splitlines()[:2] == [line.rstrip() for line in lines[:2]]

@@ -23,12 +23,13 @@ from emssd.attention import AttentionBackend, PackedInputs, StepPlan
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
+from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Request, Sequence
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.sampling import sampled
 from tests.support.strategies import EosDrafter
 
 MakeBackend = Callable[[], AttentionBackend]
@@ -300,18 +301,14 @@ def test_9_where_precision_is_low_the_first_difference_is_a_tie(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"do_sample": True}, "do_sample=True"),
-        ({"do_sample": True, "temperature": 0.7, "top_k": 5}, "do_sample=True"),
-        ({"repetition_penalty": 1.3}, "RepetitionPenalty"),
-    ],
+    "options",
+    [{"temperature": 0.7, "top_k": 5}, {"temperature": 1.5, "repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}],
+    ids=str,
 )
-def test_10_sampling_and_penalties_are_refused_until_they_are_exact(
-    options: dict[str, Any], message: str, oracle: Any
-) -> None:
-    ids = torch.tensor([[1, 3, 4]])
-    with pytest.raises(ConfigError, match=message):
-        oracle.target.model.generate(
-            ids, max_new_tokens=3, pad_token_id=0, custom_generate=emssd.custom_generate, **options
-        )
+def test_10_sampling_and_penalties_are_those_of_the_target_alone(options: dict[str, Any], oracle: Any) -> None:
+    model, prompt = oracle.target.model, (1, 3, 4, 1, 3)
+    got = model.generate(
+        torch.tensor([prompt]), max_new_tokens=20, pad_token_id=0, eos_token_id=None, do_sample=True, seed=5,
+        custom_generate=emssd.custom_generate, drafter=LLMAConfig(match_length=1, copy_length=4), **options
+    )  # fmt: skip
+    assert tuple(got[0, len(prompt) :].tolist()) == sampled(model, prompt, 20, SamplingParams(seed=5, **options), "0")

@@ -71,7 +71,7 @@ def test_a_document_too_short_gives_no_prompt() -> None:
 def test_both_drafters_are_accepted_and_change_nothing(drafter: str, longest: int) -> None:
     prompts = [prompt.text for prompt in demo.prompts(16)]
     greedy = Engine.from_pretrained("demo", drafter="none").generate(prompts, 64)
-    engine = Engine.from_pretrained("demo", drafter=drafter)
+    engine = Engine.from_pretrained("demo", drafter=drafter, budget="fixed")
     assert [row.token_ids for row in engine.generate(prompts, 64)] == [row.token_ids for row in greedy]
     assert 1.5 < engine.report.mean_acceptance_length < longest - 1
 

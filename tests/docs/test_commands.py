@@ -43,6 +43,7 @@ SHELL = {".", "cd", "export", "mypy", "pip", "pre-commit", "pytest", "python3", 
 MODULES = {"python -m build", "python -m pip"}
 QUOTED = {  # files that a test runs, or nox -s docs
     "examples/library.py",
+    "examples/sampling.py",
     "examples/two_ways.py",
     "examples/similar_places.py",
     "examples/hf_generate.py",

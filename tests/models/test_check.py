@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from emssd import Engine, Generation
 from emssd.decoding.check import TIE_TOLERANCE, CheckReport, compare
+from emssd.sampling import SamplingParams
 from emssd.testing.models import tiny_model
 
 PROMPTS = [[3, 4, 5, 3, 4], [7], [8, 9, 8, 9]]
@@ -137,3 +139,39 @@ def test_every_precision_that_can_be_asked_for_has_a_tolerance_and_finer_ones_a_
     order = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
     tolerances = [TIE_TOLERANCE[dtype] for dtype in order]
     assert tolerances == sorted(set(tolerances))
+
+
+@pytest.mark.parametrize("by", [1e-12, -1e-12])
+@pytest.mark.parametrize("cut", ["top_k", "top_p", "min_p"])
+def test_a_token_at_the_edge_of_a_cut_off_is_a_tie(engine: Engine, cut: str, by: float) -> None:
+    """A token and its twin stand at the edge: one run has kept the one, and another run the other, or both."""
+    first, second, edge, *_, twin = logits_after(engine, PROMPTS[0]).argsort(descending=True).tolist()
+    tie_rows_of_the_output_layer(engine, edge, twin, by)
+    chances = logits_after(engine, PROMPTS[0]).softmax(0)
+    kept, lost = sorted((edge, twin), key=lambda token: -float(chances[token]))
+    limit = {
+        "top_k": 3,
+        "top_p": float(chances[[first, second]].sum() + chances[kept] * (1 - 1e-13)),
+        "min_p": float((chances[kept] + chances[lost]) / 2 / chances.max()),
+    }[cut]
+    num_found = 0
+    for seed in range(40):
+        params = SamplingParams(seed=seed, **{cut: limit})  # type: ignore[arg-type]
+        both = replace(params, top_k=4, top_p=1.0, min_p=0.0)
+        others = (both, replace(both, top_k=3, logit_bias={kept: -math.inf}))
+        plain = engine.generate(PROMPTS[:1], 1, sampling=params)
+        for other in (engine.generate(PROMPTS[:1], 1, sampling=each) for each in others):
+            if other[0].token_ids != plain[0].token_ids:
+                for ours, theirs in ((other, plain), (plain, other)):
+                    (difference,) = compare(ours, theirs, engine.runner, {"0": params}).differences
+                    assert difference.is_tie
+                    num_found += 1
+    assert num_found > 4
+
+
+def test_a_token_far_below_a_cut_off_is_a_true_difference(engine: Engine) -> None:
+    params = SamplingParams(temperature=100.0, top_k=3, seed=1)
+    plain = engine.generate(PROMPTS[:1], 1, sampling=params)
+    last = int(logits_after(engine, PROMPTS[0]).argmin())
+    (difference,) = compare([with_token(plain[0], 0, last)], plain, engine.runner, {"0": params}).true_differences
+    assert difference.margin == float("inf")

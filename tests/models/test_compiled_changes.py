@@ -51,7 +51,7 @@ def entry_copy(compiled_entry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     shutil.copytree(compiled_entry, copy)
     monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "cache"))
 
-    def compile_program(target: TargetModel, folder: Path) -> None:
+    def compile_program(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
         for name in (tracing.PROGRAM, tracing.LINEARS, tracing.CONSTANTS):
             shutil.copy(compiled_entry / name, folder)
 
@@ -59,7 +59,7 @@ def entry_copy(compiled_entry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return copy
 
 
-def asked_to_compile(target: TargetModel, folder: Path) -> None:
+def asked_to_compile(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
     raise CompileError("it is asked to compile")
 
 
@@ -207,8 +207,8 @@ def test_a_program_that_is_wrong_even_when_just_compiled_is_refused(
 ) -> None:
     right = tracing.compile_program
 
-    def compile_wrongly(target: TargetModel, folder: Path) -> None:
-        right(target, folder)
+    def compile_wrongly(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
+        right(target, folder, hidden)
         swap_linears(folder)
         (folder / "manifest.json").unlink()
 

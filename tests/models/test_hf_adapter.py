@@ -1,4 +1,7 @@
-"""`model.generate(..., custom_generate=emssd.custom_generate)` gives what `model.generate(do_sample=False)` gives."""
+"""`model.generate(..., custom_generate=emssd.custom_generate)` gives what `model.generate(do_sample=False)` gives.
+
+`test_hf_sampling.py` has `do_sample=True`.
+"""
 
 from __future__ import annotations
 
@@ -102,6 +105,12 @@ def test_without_a_pad_token_the_first_eos_token_pads() -> None:
         {"min_length": 3},  # less than the inputs
         {"output_attentions": True},  # as output_scores
         {"output_hidden_states": True},
+        {"renormalize_logits": True},
+        {"repetition_penalty": 1.8},
+        {"suppress_tokens": [5, 7]},
+        {"sequence_bias": {(5,): -9.0, (6,): 0.3}, "repetition_penalty": 1.3},
+        {"sequence_bias": [[[5], -9.0]]},
+        {"bad_words_ids": [[5], [9], [12]], "eos_token_id": [9]},  # Transformers never forbids EOS
         {"max_time": 3600.0},
         {"max_time": 0.0},  # HF and we end every row with its first token
         {"max_time": 0.0, "eos_token_id": None},
@@ -109,15 +118,16 @@ def test_without_a_pad_token_the_first_eos_token_pads() -> None:
     ],
     ids=lambda options: "a MaxTimeCriteria" if "stopping_criteria" in options else str(options),
 )
-def test_options_that_leave_greedy_decoding_alone_give_the_same_tensor(options: dict[str, Any]) -> None:
+def test_options_of_greedy_decoding_give_the_same_tensor(options: dict[str, Any]) -> None:
     expected, got = both(make_model(), left_padded(), **options)
     assert torch.equal(expected, got)
 
 
 def test_an_unpadded_batch_and_a_single_row_without_a_mask_give_the_same_tensor() -> None:
     for prompts in (([3, 4, 5, 3], [6, 7, 8, 9]), ([3, 4, 3, 4, 3],)):
-        expected, got = both(make_model(), {"input_ids": torch.tensor(prompts)})
-        assert torch.equal(expected, got)
+        for options in ({}, {"no_repeat_ngram_size": 2}):  # which in Transformers sees padding, too
+            expected, got = both(make_model(), {"input_ids": torch.tensor(prompts)}, **options)
+            assert torch.equal(expected, got)
 
 
 def test_padding_that_transformers_infers_from_the_pad_token_gives_the_same_tensor() -> None:
@@ -201,29 +211,24 @@ def allow_all(batch_id: int, ids: torch.Tensor) -> list[int]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sampling": ({"do_sample": True}, "do_sample=True"),
     "beams": ({"num_beams": 2}, "num_beams=2"),
     "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
     "dola": ({"dola_layers": "low"}, "dola_layers=low"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
     "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
     "dict": ({"return_dict_in_generate": True, "output_scores": True}, "return_dict_in_generate=True"),
-    "repetition": ({"repetition_penalty": 1.3}, "RepetitionPenalty"),
-    "no repeat": ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
-    "bad words": ({"bad_words_ids": [[5]]}, "NoBadWords"),
+    "bad words": ({"bad_words_ids": [[5], [5, 6]]}, r"bad_words_ids for single tokens, and \[5, 6\] is a sequence"),
     "min_length": ({"min_length": 15}, "MinLength"),
     "min_new_tokens": ({"min_new_tokens": 3}, "MinNewTokens"),
     "prefix": ({"prefix_allowed_tokens_fn": allow_all}, "PrefixConstrained"),
-    "forced bos": ({"forced_bos_token_id": 4}, "ForcedBOS"),
-    "forced eos": ({"forced_eos_token_id": 4}, "ForcedEOS"),
-    "invalid values": ({"remove_invalid_values": True}, "InfNanRemove"),
-    "decay": ({"exponential_decay_length_penalty": (2, 1.5)}, "ExponentialDecay"),
-    "suppress": ({"suppress_tokens": [5]}, "SuppressTokens"),
-    "begin suppress": ({"begin_suppress_tokens": [5]}, "SuppressTokensAtBegin"),
-    "bias": ({"sequence_bias": {(5,): -9.0}}, "SequenceBias"),
-    "guidance": ({"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
-    "watermark": ({"watermarking_config": {"bias": 2.5}}, "Watermark"),
-    "renormalize": ({"renormalize_logits": True}, "LogitNormalization"),
+    "forced bos": ({"forced_bos_token_id": 4}, "forced_bos_token_id=4"),
+    "forced eos": ({"forced_eos_token_id": 4}, "forced_eos_token_id=4"),
+    "invalid values": ({"remove_invalid_values": True}, "remove_invalid_values=True"),
+    "decay": ({"exponential_decay_length_penalty": (2, 1.5)}, "exponential_decay_length_penalty="),
+    "begin suppress": ({"begin_suppress_tokens": [5]}, r"begin_suppress_tokens=\[5\]"),
+    "bias": ({"sequence_bias": {(5, 6): -9.0}}, r"sequence_bias for single tokens, and \[5, 6\]"),
+    "guidance": ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
+    "watermark": ({"watermarking_config": {"bias": 2.5}}, "watermarking_config="),
     "processor": ({"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(2.0)])}, "TemperatureLogits"),
     "criterion": ({"stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.5)])}, "ConfidenceCriteria"),
     "stop strings": ({"stop_strings": ["a"], "tokenizer": object()}, "pass it as draft_tokenizer="),
@@ -237,7 +242,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_the_tokens_is_refused_by_its_name(name: str) -> None:
+def test_what_cannot_be_honoured_is_refused_by_its_name(name: str) -> None:
     options, reason = REFUSED[name]
     model = make_model("gpt2")
     with pytest.raises(ConfigError, match=reason):

@@ -21,12 +21,13 @@ from emssd.plugins.registry import Registry
 BIN = Path(sys.executable).parent
 MEGABYTE = 2**20
 
+if "EMSSD_WHEEL" not in os.environ:
+    pytest.skip("it tests a wheel, and this is a checkout; run nox -s wheel", allow_module_level=True)
+
 
 @pytest.fixture(scope="module")
 def wheel() -> Path:
     """The wheel that is installed here."""
-    if "EMSSD_WHEEL" not in os.environ:
-        pytest.skip("it tests a wheel, and this is a checkout; run nox -s wheel")
     return Path(os.environ["EMSSD_WHEEL"])
 
 

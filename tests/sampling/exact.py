@@ -16,12 +16,14 @@ from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from emssd.sampling.residual import Rule, SampledTree, Verdict
 
 __all__ = [
     "Law",
     "Model",
+    "TensorUniform",
     "Uniform",
     "add_up",
     "behind",
@@ -74,13 +76,22 @@ class Uniform:
         return not self < bound
 
 
-def law_of(run: Callable[[Callable[[], Uniform]], _T]) -> dict[_T, Fraction]:
+class TensorUniform(Uniform):
+    """The same, to be compared with tensors of floats."""
+
+    def __ge__(self, bound: Any) -> Any:
+        if isinstance(bound, torch.Tensor):
+            return torch.tensor([super(TensorUniform, self).__ge__(each) for each in bound.tolist()])
+        return super().__ge__(bound)
+
+
+def law_of(run: Callable[[Callable[[], Uniform]], _T], number: type[Uniform] = Uniform) -> dict[_T, Fraction]:
     """The probability of everything that `run` returns, given a source of uniform numbers."""
     found: dict[_T, Fraction] = defaultdict(Fraction)
     given: list[bool] = []
     while True:
         script = _Script(given)
-        outcome = run(lambda: Uniform(script))  # noqa: B023 - it is called before the loop goes on
+        outcome = run(lambda: number(script))  # noqa: B023 - it is called before the loop goes on
         found[outcome] += script.weight
         given = script.taken
         while given and not given[-1]:

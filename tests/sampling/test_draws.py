@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 from emssd.decoding.choosing import first_node
 from emssd.decoding.top_tokens import top_choices, top_tokens
+from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose
 from emssd.sampling.draws import behind, top_draws
@@ -62,7 +65,7 @@ def by_hand(row: Sequence, values: Seq[float], path: Seq[int], error: float) -> 
 def test_the_likeliest_come_first_at_nodes_of_any_kind(
     path: list[int], width: int, error: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emssd.sampling.draws._BLOCK", block)
+    monkeypatch.setattr("emssd.sampling.choice._BLOCK", block)
     sequences, values = rows(3 * len(KINDS)), logits(3 * len(KINDS))
     nodes = [behind(first_node(row), len(path), path) for row in sequences]
     tokens, log_probs = top_choices(values, nodes, width, error)
@@ -107,3 +110,62 @@ def test_a_node_behind_others_has_their_tokens_only_where_they_are_read() -> Non
     params = SamplingParams(presence_penalty=1.0)
     assert behind(Node(params, 7, 5, [1, 2], 1), 2, [8, 9]) == Node(params, 7, 7, [1, 2, 8, 9], 1)
     assert behind(Node(SamplingParams(), 7, 5), 2, [8, 9]) == Node(SamplingParams(), 7, 7)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 9},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"top_k": 30, "top_p": 0.9, "min_p": 0.01},
+]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_draws_are_pytorchs(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens, nodes of other kinds between them. The shares are of float32, of float64 if the logits are."""
+    generator = torch.Generator().manual_seed(0)
+    bound = {"rel": 1e-9, "abs": 1e-9} if dtype is torch.float64 else {"rel": 1e-5, "abs": 1e-4}
+    for temperature, width, error, vocab_size in product([0.3, 1.0, 2.5], [1, 4, 20], [0.2, 1.0, 3.0], [7, 64, 1003]):
+        values = (3 * torch.randn(6, 2 * vocab_size, generator=generator, dtype=torch.float64)).to(dtype)[
+            :, :vocab_size
+        ]
+        values[3, 1:5] = -math.inf
+        params = SamplingParams(temperature, **options)
+        other = SamplingParams(temperature, typical_p=0.9)
+        nodes = [Node(other if place == 2 else params, 2**63 + place, width) for place in range(6)]
+        tokens, log_probs = top_draws(values, nodes, width, error)
+        with monkeypatch.context() as patch:
+            patch.setattr("emssd.sampling.choice.loaded_kernels", lambda: None)
+            right_tokens, right_log_probs = top_draws(values, nodes, width, error)
+        assert tokens == right_tokens
+        for own, right in zip(log_probs, right_log_probs, strict=True):
+            assert own == pytest.approx(right, **bound)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_kernel_draws_nothing_behind_a_model_that_overflowed(bad: float, options: dict[str, Any]) -> None:
+    values = torch.randn(3, 100, generator=torch.Generator().manual_seed(2))
+    values[1] = bad
+    values[2, 7] = bad
+    nodes = [Node(SamplingParams(**options), 5, place) for place in range(3)]
+    tokens, log_probs = top_draws(values, nodes, 3)
+    drawn = [True, False, bad < 0]
+    assert [len(own) > 0 for own in tokens] == [len(own) > 0 for own in log_probs] == drawn
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_the_kernel_cannot_draw_is_refused() -> None:
+    places, warps = torch.tensor([0, 1]), torch.ones(2, 4).double()
+    draws = load_kernels().top_draws
+    assert draws(torch.zeros(2, 5), places, places, places, warps, 1.0, 3).shape == (2, 2, 3)
+    for rows, error, width in ((places + 1, 1.0, 3), (places, 0.0, 3), (places, 1.0, 0)):
+        with pytest.raises(RuntimeError):
+            draws(torch.zeros(2, 5), rows, places, places, warps, error, width)

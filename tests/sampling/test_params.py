@@ -34,6 +34,11 @@ from emssd.sampling import SamplingParams
         ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size is -2; it must be a whole number of at least 0"),
         ({"seed": 1.0}, "seed is 1.0; it must be a whole number"),
         ({"seed": None}, "seed is None; it must be a whole number"),
+        ({"n": 0}, "n is 0; it must be a whole number of at least 1"),
+        ({"n": 2.0}, "n is 2.0; it must be a whole number of at least 1"),
+        ({"n": 3, "temperature": 0}, "n is 3 at temperature 0, which would give 3 equal texts; raise temperature, or"),
+        ({"logprobs": -1}, "logprobs is -1; it must be a whole number of at least 0, or None, which is off"),
+        ({"logprobs": True}, "logprobs is True; it must be a whole number of at least 0"),
         ({"logit_bias": [1, 2]}, "logit_bias is .1, 2.; it must map token ids to numbers"),
         ({"logit_bias": {-1: 2.0}}, "logit_bias has a token id -1; it must be a whole number of at least 0"),
         ({"logit_bias": {"1": 2.0}}, "logit_bias has a token id '1'; it must be a whole number"),
@@ -56,8 +61,14 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
         SamplingParams(logit_bias={10: 1.0, 11: 1.0}).check_vocabulary(11)
 
 
+def test_more_of_the_most_probable_tokens_than_there_are_is_refused() -> None:
+    SamplingParams(logprobs=11).check_vocabulary(11)
+    with pytest.raises(ConfigError, match="logprobs is 12, but the model's vocabulary has 11 tokens"):
+        SamplingParams(logprobs=12).check_vocabulary(11)
+
+
 def test_only_what_changes_nothing_is_greedy() -> None:
-    assert SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1, seed=4).is_greedy
+    assert SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1, seed=4, logprobs=2).is_greedy
     others = ({"temperature": 0.1}, {"repetition_penalty": 1.1}, {"logit_bias": {3: 0.1}}, {"presence_penalty": 0.1})
     others += ({"frequency_penalty": -0.1}, {"no_repeat_ngram_size": 4})
     for other in others:
@@ -71,5 +82,5 @@ def test_params_are_values_that_nobody_changes_from_outside() -> None:
     assert params == SamplingParams(logit_bias={3: 1.0})
     assert hash(params) == hash(SamplingParams(logit_bias={3: 1.0}))
     assert params != SamplingParams(logit_bias={3: 2.0})
-    assert params.processing == SamplingParams(logit_bias={3: 1.0}, seed=5).processing
+    assert params.processing == SamplingParams(logit_bias={3: 1.0}, seed=5, n=2, logprobs=1).processing
     assert params.processing != SamplingParams(logit_bias={3: 2.0}).processing

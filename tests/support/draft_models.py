@@ -8,6 +8,7 @@ from typing import Any
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.base import ModelDrafter
 from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_draft_model.sampled import SampledDrafter, SampledShape
 from emssd_draft_model.shapes import shape_of
 from emssd_draft_model.trees import TreeDrafter
 
@@ -22,6 +23,8 @@ DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"expansion": [2, 3, 1]},
     "dynamic": {"num_nodes": 9, "depth": 4, "top_k": 3},
     "sequoia": {"num_nodes": 9, "depth": 4, "top_k": 3},
+    "rsd_c": {"expansion": [3, 2, 1]},
+    "rsd_s": {"width": 3, "depth": 3},
 }
 
 
@@ -42,5 +45,8 @@ def draft_model_drafter(
     if isinstance(tree, str):
         shape = shape_of(DraftModelConfig(tree=tree, **DRAFT_MODEL_OPTIONS[tree]))  # type: ignore[arg-type]
         assert shape is not None
-        return of_trees(runner, vocab_size, shape)
-    return of_trees(runner, vocab_size, tree)
+    else:
+        shape = tree
+    if isinstance(shape, SampledShape):
+        return SampledDrafter(runner, vocab_size, shape)
+    return of_trees(runner, vocab_size, shape)

@@ -27,8 +27,8 @@ def fmix32(value: int) -> int:
     return value ^ value >> 16
 
 
-def hashed(seed: int, request_id: str, position: int, token: int) -> int:
-    text = f"{seed}/0/{request_id}".encode(errors="surrogatepass")
+def hashed(seed: int, request_id: str, position: int, token: int, sample: int = 0) -> int:
+    text = f"{seed}/{sample}/{request_id}".encode(errors="surrogatepass")
     key = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
     high, low = divmod(splitmix64(key ^ splitmix64(position)), 2**32)
     return fmix32(fmix32((token * 0x9E3779B9 + low) % 2**32) ^ high)
@@ -100,12 +100,14 @@ def choice(
     num_prompt: int,
     request_id: str,
     seed: int | None = None,
+    sample: int = 0,
 ) -> int:
     """The token behind `prefix`."""
     totals = scores(logits, params, prefix, num_prompt)
     if params.temperature:
         seed = params.seed if seed is None else seed
-        totals = [score + gumbel(hashed(seed, request_id, len(prefix), token)) for token, score in enumerate(totals)]
+        noise = [gumbel(hashed(seed, request_id, len(prefix), token, sample)) for token in range(len(totals))]
+        totals = [score + each for score, each in zip(totals, noise, strict=True)]
     return totals.index(max(totals))
 
 
@@ -122,11 +124,18 @@ def logits_behind(model: Any, tokens: Seq[int]) -> list[float]:
 
 
 def sampled(
-    model: Any, prompt: Seq[int], num_new: int, params: SamplingParams | None, request_id: str, eos: Seq[int] = ()
+    model: Any,
+    prompt: Seq[int],
+    num_new: int,
+    params: SamplingParams | None,
+    request_id: str,
+    eos: Seq[int] = (),
+    sample: int = 0,
 ) -> tuple[int, ...]:
     """What one request gets, token by token."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_new and not (len(tokens) > len(prompt) and tokens[-1] in eos):
         greedy = SamplingParams(temperature=0.0)
-        tokens.append(choice(logits_behind(model, tokens), params or greedy, tokens, len(prompt), request_id))
+        logits = logits_behind(model, tokens)
+        tokens.append(choice(logits, params or greedy, tokens, len(prompt), request_id, sample=sample))
     return tuple(tokens[len(prompt) :])

@@ -100,6 +100,8 @@ class AdaptiveBudget(BudgetPolicy):
             for record in self._stages:
                 record.wake()
         self._count_control(any(stats.drafted))
+        if stats.is_prefill:
+            return  # a token of a prompt costs less than one that is decoded, as many more are computed together
         seconds = sum(stats.seconds.values()) - stats.seconds["draft"]
         if self._time.num_observed >= _KNOWN:
             expected = self._time.seconds(stats.num_tokens, stats.num_kv_tokens)

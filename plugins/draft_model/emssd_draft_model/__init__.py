@@ -21,6 +21,8 @@ class TreeKind(str, Enum):
     static = "static"
     dynamic = "dynamic"
     sequoia = "sequoia"
+    rsd_c = "rsd_c"
+    rsd_s = "rsd_s"
 
 
 @dataclass
@@ -35,10 +37,15 @@ class DraftModelConfig:
         tree: chain follows the draft model's first choices. static gives every node of a level equally many children
             (SpecInfer, arXiv 2305.09781), or as many as top-k and the like leave in sampling. dynamic follows the most
             probable ways, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858). sequoia drafts the tree that
-            is best for the acceptance measured so far by depth and rank (arXiv 2402.12374).
-        expansion: of static, the number of children of each node, level by level.
+            is best for the acceptance measured so far by depth and rank (arXiv 2402.12374). rsd_c and rsd_s are for
+            ``sampling.method=residual``: they draw tokens from the draft model's distributions without replacement
+            (arXiv 2402.14160). rsd_c has branches like static; rsd_s has equally many nodes at each level, wherever
+            sequences are likely.
+        expansion: of static and rsd_c, the number of children of each node, level by level. With ones alone, rsd_c is
+            the chain of block verification (arXiv 2403.10444).
+        width: of rsd_s, the nodes of a level.
         num_nodes: of dynamic and sequoia, the most nodes of a row's tree.
-        depth: of dynamic and sequoia, the most levels of a tree.
+        depth: of dynamic, sequoia and rsd_s, the most levels of a tree.
         top_k: of dynamic, the nodes of a level that are expanded, and the children of each; of sequoia, the most
             children of a node.
         temperature: of dynamic, what the draft model's logits are divided by before its nodes are ranked. It stands for
@@ -54,6 +61,7 @@ class DraftModelConfig:
     num_speculative_tokens: int = 4
     tree: TreeKind = TreeKind.chain
     expansion: list[int] = field(default_factory=lambda: [2, 2, 1, 1])
+    width: int = 4
     num_nodes: int = 16
     depth: int = 5
     top_k: int = 4
@@ -63,12 +71,15 @@ class DraftModelConfig:
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
     from emssd_draft_model.drafter import DraftModelDrafter
+    from emssd_draft_model.sampled import SampledDrafter, SampledShape
     from emssd_draft_model.shapes import shape_of
     from emssd_draft_model.trees import TreeDrafter
 
     shape = shape_of(config)
     if shape is None:
         return DraftModelDrafter.load(config, context)
+    if isinstance(shape, SampledShape):
+        return SampledDrafter.load(config, context, shape)
     return TreeDrafter.load(config, context, shape)
 
 

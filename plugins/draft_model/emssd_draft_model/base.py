@@ -67,12 +67,12 @@ class ModelDrafter(Drafter):
         return CachedRow(row.request_id, row.tokens, self._cached(row), self.node_of(row))
 
     def node_of(self, row: Sequence) -> Node:
-        """Where the token behind the newest one of `row` is chosen.
+        """Where the token behind the newest one of `row` is chosen."""
+        return self._with_known_bias(first_node(row))
 
-        Ids beyond the draft model's vocabulary cannot be drawn, whatever is added to their logits.
-        """
-        node, size = first_node(row), self._runner.vocab_size
-        bias = node.params.logit_bias
+    def _with_known_bias(self, node: Node) -> Node:
+        """Ids beyond the draft model's vocabulary cannot be drawn, whatever is added to their logits."""
+        size, bias = self._runner.vocab_size, node.params.logit_bias
         if all(token < size for token in bias):
             return node
         known = {token: value for token, value in bias.items() if token < size}

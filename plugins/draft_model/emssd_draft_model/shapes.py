@@ -45,6 +45,7 @@ def shape_of(config: DraftModelConfig) -> Shape | None:
     Raises:
         ConfigError: an option cannot work.
     """
+    from emssd_draft_model.sampled import BeamShape, ChildrenShape
     from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
 
     kind = _kind(config.tree)
@@ -58,6 +59,10 @@ def shape_of(config: DraftModelConfig) -> Shape | None:
         check_at_least_one(num_nodes=config.num_nodes, depth=config.depth, top_k=config.top_k)
         table = None if config.acceptance is None else read_acceptance(config.acceptance)
         return SequoiaShape(config.num_nodes, config.depth, config.top_k, table)
+    if kind is TreeKind.rsd_c:
+        return ChildrenShape(config.expansion)
+    if kind is TreeKind.rsd_s:
+        return BeamShape(config.width, config.depth)
     return None
 
 

@@ -126,7 +126,6 @@ def without(name: str) -> Callable[[Weights], object]:
         ({"vocab_size": 41}, None, "its vocabulary has 41 tokens, and the target's has 40"),
         ({}, lambda w: w.update(d2t=torch.zeros(4)), "what it holds is an EAGLE-3 head; what is wanted is an EAGLE-1"),
     ],
-    ids=str,
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
     weights = head_weights()

@@ -284,7 +284,7 @@ def test_a_head_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
 @cache
 def random_head(seed: int) -> str:
     """A head that knows nothing: it reads two streams of the target, and drafts five tokens of nine."""
-    config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
     config |= {"vocab_size": VOCAB, "draft_vocab_size": 5, "eagle_aux_hidden_state_layer_ids": [0, 3]}
     norms = {f"midlayer.{name}.weight": (SIZE,) for name in ("input_layernorm", "hidden_norm")}
     sizes = {"fc.weight": (SIZE, 2 * SIZE), "norm.weight": (SIZE,), "lm_head.weight": (5, SIZE)}

@@ -151,7 +151,6 @@ def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: t
         {"head_dim": 10},
         {"num_key_value_heads": 4},
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
 def test_rows_with_trees_run_together_as_each_way_alone(flags: dict[str, Any], backend: str, tmp_path: Path) -> None:

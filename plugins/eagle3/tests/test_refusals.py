@@ -115,7 +115,6 @@ def put(**more: torch.Tensor) -> Callable[[Weights], object]:
             "Transformers does not take its transformer_layer_config",
         ),
     ],
-    ids=str,
 )
 def test_what_does_not_fit_is_one_sentence(
     config: dict[str, Any], change: Callable[[Weights], object] | None, words: str, tmp_path: Path

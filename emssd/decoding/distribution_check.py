@@ -1,0 +1,135 @@
+"""`check=plain` of `residual` sampling: whether the tokens of a run have the law of plain decoding, by two tests.
+
+No other run has the same tokens, so each token is held against the target's distribution behind the tokens before it,
+which one plain pass over the text gives.
+
+- **G-test.** With all tokens laid end to end, the most probable first, let `F` be the probability of those before the
+  drawn one, `p` its own, and `V` uniform. Then ``F + V p`` is uniform and independent of all before it, if the token
+  was drawn from that distribution (Rosenblatt 1952, "Remarks on a multivariate transformation"). Counts in equal bins,
+  over all places of the run, are compared with equal counts.
+- **Likelihood.** The sum of ``log p`` of the tokens is compared with what is expected of it, in units of its standard
+  deviation. It is the score test of the temperature, and finds small errors of that kind sooner.
+
+Both find faults that favour likely or unlikely tokens, if there are enough tokens; neither finds an exchange of equally
+likely ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from emssd.attention.transfer import on_device
+from emssd.decoding.choosing import drawn_nodes
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
+from emssd.model import ModelRunner
+from emssd.sampling import SamplingParams
+from emssd.sampling.residual.probabilities import probabilities
+from emssd.sampling.residual.streams import uniforms
+from emssd.sequences import Generation, Request, Sequence
+
+__all__ = ["LEAST_P_VALUE", "DistributionReport", "check_distribution"]
+
+LEAST_P_VALUE = 1e-6  # once in a million right runs is called wrong
+_MOST_BINS, _TOKENS_PER_BIN = 20, 20
+_LAST = 1 - 2**-53  # the largest number below 1
+_BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class DistributionReport:
+    """Whether tokens have the law of plain decoding.
+
+    Attributes:
+        num_tokens: tested.
+        num_impossible: of these, how many top-k and the like leave out in the plain pass. Rounding makes very few.
+        p_bins: how probable it is that the counts of the G-test are at least so uneven, if they have that law.
+        p_likelihood: how probable it is that the likelihood is at least so far from what is expected.
+    """
+
+    num_tokens: int
+    num_impossible: int
+    p_bins: float
+    p_likelihood: float
+
+    @property
+    def p_value(self) -> float:
+        """How probable it is that one of the two tests finds at least so much, if all is right; an upper bound."""
+        return min(1.0, 2 * min(self.p_bins, self.p_likelihood))
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing speaks against it: the p-value is at least `LEAST_P_VALUE`."""
+        return self.p_value >= LEAST_P_VALUE
+
+
+def check_distribution(
+    generations: Seq[Generation], runner: ModelRunner, sampling: Mapping[str, SamplingParams]
+) -> DistributionReport:
+    """Test the tokens of `generations` together.
+
+    Args:
+        generations: rows that were sampled, at least one.
+        runner: of the target; it must be idle.
+        sampling: by request id, how their tokens were drawn.
+    """
+    parts = [_tokens_of(row, runner, sampling[row.request_id]) for row in generations]
+    before, own, surprise, spread = torch.cat(parts).unbind(1)
+    draw = uniforms(0, "check", 0)
+    places = before + own * torch.tensor([draw() for _ in own], dtype=torch.float64)
+    return DistributionReport(
+        num_tokens=len(own),
+        num_impossible=int((own == 0).sum()),
+        p_bins=_p_bins(places.clamp(max=_LAST)),
+        p_likelihood=_p_normal(float(surprise.sum()), float(spread.sum())),
+    )
+
+
+def _p_bins(places: torch.Tensor) -> float:
+    """The p-value of a G-test of whether ``places [n]``, from 0 to 1, are uniform."""
+    num_bins = min(_MOST_BINS, max(2, len(places) // _TOKENS_PER_BIN))
+    counts = torch.bincount((places * num_bins).long(), minlength=num_bins).double()
+    statistic = 2 * torch.special.xlogy(counts, counts * (num_bins / len(places))).sum().clamp(min=0)
+    return float(torch.special.gammaincc(torch.tensor((num_bins - 1) / 2, dtype=torch.float64), statistic / 2))
+
+
+def _p_normal(deviation: float, variance: float) -> float:
+    """The p-value, on both sides, of a sum of mean 0; 1 if nothing could vary."""
+    return math.erfc(abs(deviation) / math.sqrt(2 * variance)) if variance > 0 else 1.0
+
+
+@torch.inference_mode()
+def _tokens_of(row: Generation, runner: ModelRunner, params: SamplingParams) -> torch.Tensor:
+    """``[n, 4]`` on the host, for each token of `row`; see `_token_numbers`."""
+    tokens = row.token_ids
+    request = Request("emssd.decoding.distribution_check", row.prompt_ids, len(tokens), sampling=params)
+    sequence, chain = Sequence(request), Draft.from_chains([tokens[:-1]])
+    try:
+        logits = runner.run(pack([sequence], chain)).logits
+    finally:
+        runner.release([request.request_id])
+    nodes, size = list(drawn_nodes(sequence, chain, 0)), max(1, _BLOCK // logits.shape[1])
+    blocks = [slice(start, start + size) for start in range(0, len(tokens), size)]
+    return torch.cat([_token_numbers(probabilities(logits[at], nodes[at]), tokens[at]).cpu() for at in blocks])
+
+
+def _token_numbers(probs: torch.Tensor, tokens: Seq[int]) -> torch.Tensor:
+    """``[n, 4]`` for tokens drawn from ``probs [n, vocab]``: two probabilities, and two numbers of the likelihood.
+
+    The first is that of all tokens that are more probable, or as probable with a smaller id; the second is its own. The
+    third is by how much its ``log p`` is above the mean of that, and the last the variance.
+    """
+    probs = probs.nan_to_num()
+    ids = on_device(tokens, probs.device).unsqueeze(1)
+    own = probs.gather(1, ids)
+    is_before = (probs > own) | ((probs == own) & (torch.arange(probs.shape[1], device=probs.device) < ids))
+    logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+    mean = (probs * logs).sum(dim=1, keepdim=True)
+    spread = (probs * (logs - mean) ** 2).sum(dim=1, keepdim=True)
+    surprise = torch.where(own > 0, logs.gather(1, ids) - mean, 0)
+    return torch.cat([(probs * is_before).sum(dim=1, keepdim=True), own, surprise, spread], dim=1)

@@ -1,0 +1,69 @@
+"""Log-probabilities of new tokens, for rows that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from emssd.attention.transfer import on_device, to_host
+from emssd.decoding.verify import Verification
+from emssd.drafting import Draft
+from emssd.metrics.timing import phase
+from emssd.sequences import Batch, Sequence, TokenLogprob
+
+__all__ = ["token_logprobs"]
+
+_BLOCK = 2**22  # entries of logits at a time: a float64 tensor of them takes 32 MiB
+
+
+@phase("verify")
+def token_logprobs(
+    logits: torch.Tensor, batch: Batch, draft: Draft, verification: Verification
+) -> tuple[list[TokenLogprob], ...]:
+    """``[B]`` for each row those of its `Verification.new_tokens`; none for rows that did not ask.
+
+    Nothing is computed where nobody asks. Else a GPU's host waits once more than without.
+
+    Args:
+        logits: ``[R, vocab]``: for each row the logits behind its newest token, then behind each of its drafted tokens.
+        batch, draft, verification: of the step.
+    """
+    widths = [_width(row) for row in batch]
+    if all(width is None for width in widths):
+        return ([],) * len(widths)
+    places, tokens, deepest = list[int](), list[int](), max(width or 0 for width in widths)
+    for row, width in enumerate(widths):
+        if width is not None:
+            start, nodes = draft.indptr[row] + row, verification.accepted[row]
+            places += [start, *(start + 1 + node for node in nodes)]
+            tokens += verification.new_tokens[row]
+    found = iter(_found(logits, places, tokens, deepest))
+    return tuple(
+        [] if width is None else [_told(token, next(found), width, deepest) for token in new]
+        for width, new in zip(widths, verification.new_tokens, strict=True)
+    )
+
+
+def _width(row: Sequence) -> int | None:
+    """How many of the most probable tokens a row wants to hear of; ``None`` if nothing at all."""
+    return None if row.request.sampling is None else row.request.sampling.logprobs
+
+
+def _found(logits: torch.Tensor, places: list[int], tokens: list[int], width: int) -> list[list[float]]:
+    """``[n][1 + 2 width]``: for each token, chosen at a row of `logits`, its own, the best ids, and theirs."""
+    num_together = max(1, _BLOCK // logits.shape[1])
+    parts = []
+    for start in range(0, len(places), num_together):
+        rows, own = (on_device(each[start : start + num_together], logits.device) for each in (places, tokens))
+        shares = logits[rows].double().log_softmax(dim=-1)
+        best, ids = shares.topk(width, dim=-1)
+        parts.append(torch.cat([shares.gather(1, own.unsqueeze(1)), ids.double(), best], dim=1))
+    numbers: Seq[float] = to_host(torch.cat(parts).flatten())
+    size = 1 + 2 * width
+    return [list(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+
+
+def _told(token: int, numbers: list[float], width: int, deepest: int) -> TokenLogprob:
+    ids, shares = map(int, numbers[1 : 1 + width]), numbers[1 + deepest : 1 + deepest + width]
+    return TokenLogprob(token, numbers[0], tuple(zip(ids, shares, strict=True)))

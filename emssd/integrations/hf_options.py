@@ -1,0 +1,214 @@
+"""What a `GenerationConfig` asks for: as `SamplingParams`, or refused by its name. Nothing is ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.errors import ConfigError
+from emssd.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+__all__ = [
+    "BY_PROCESSOR",
+    "HARMLESS",
+    "HONOURED",
+    "NEUTRAL",
+    "NEUTRAL_IF_SAMPLED",
+    "check_config",
+    "check_processors",
+    "sampling_of",
+]
+
+# Fields that are followed: lengths and ends as stopping criteria, the others here.
+HONOURED = {"max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id", "pad_token_id"}
+HONOURED |= {"do_sample", "num_return_sequences", "temperature", "top_k", "top_p", "min_p", "typical_p"}
+HONOURED |= {"repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "sequence_bias", "bad_words_ids"}
+
+# Fields without effect on the tokens of decoding without beams, a dict, an assistant, or a cache of Transformers'.
+HARMLESS = {"use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile"}
+HARMLESS |= {"continuous_batching_config", "low_memory", "early_stopping", "length_penalty", "renormalize_logits"}
+HARMLESS |= {"output_attentions", "output_hidden_states", "output_scores", "output_logits"}
+HARMLESS |= {"bos_token_id", "decoder_start_token_id", "transformers_version"}
+HARMLESS |= {"is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
+HARMLESS |= {"assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"}
+
+# Fields that change the tokens or the kind of result, with the values that do not; any other value is refused.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1, None),
+    "num_beam_groups": (1, None),
+    "diversity_penalty": (0.0, None),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "guidance_scale": (None, 1),
+    "watermarking_config": (None,),
+    "encoder_repetition_penalty": (1.0, None),
+    "encoder_no_repeat_ngram_size": (0, None),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "begin_suppress_tokens": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "remove_invalid_values": (False, None),
+    "token_healing": (False, None),
+    "return_dict_in_generate": (False, None),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "assistant_ensemble_weight": (None,),
+    "speculation_type": (None,),
+    "use_mtp": (False, None),
+    "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
+}
+NEUTRAL_IF_SAMPLED: dict[str, Callable[[Any], bool]] = {  # without sampling, any value is
+    "top_h": lambda value: value is None,
+    "epsilon_cutoff": lambda value: value is None or not 0 < value < 1,
+    "eta_cutoff": lambda value: value is None or not 0 < value < 1,
+}
+# Fields that become processors, which `check_processors` refuses where they have an effect.
+BY_PROCESSOR = {"min_length", "min_new_tokens"}
+
+
+def check_config(config: GenerationConfig) -> None:
+    """Refuse what cannot be honoured.
+
+    Raises:
+        ConfigError: the field and its value.
+    """
+    from transformers import GenerationConfig
+
+    known = HONOURED | HARMLESS | NEUTRAL.keys() | NEUTRAL_IF_SAMPLED.keys() | BY_PROCESSOR
+    fresh: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # it has no annotations
+    fields = {name for name in vars(fresh) if not name.startswith("_")}
+    refused = [name for name, neutral in NEUTRAL.items() if getattr(config, name, None) not in neutral]
+    if config.do_sample:
+        refused += [name for name, fits in NEUTRAL_IF_SAMPLED.items() if not fits(getattr(config, name, None))]
+    refused += sorted(name for name in fields - known if getattr(config, name, None) is not None)
+    for name in refused:
+        raise ConfigError(
+            f"emssd.custom_generate cannot honour {name}={getattr(config, name)}; leave it out, or call generate "
+            f"without custom_generate"
+        )
+
+
+def check_processors(config: GenerationConfig, processors: Iterable[Any] | None, padding: Seq[int], width: int) -> None:
+    """Refuse logits processors beside those that Transformers makes of the fields that `sampling_of` follows.
+
+    Args:
+        config: of the call.
+        processors: what `generate` has made of it, and of the caller's own.
+        padding: ``[B]`` tokens of padding of each row.
+        width: of the inputs.
+
+    Raises:
+        ConfigError: the types of the others, and of those that do something else than the config says.
+    """
+    seen, others = set[type](), list[str]()
+    for each in processors or ():
+        if not _has_no_effect(each, width) and (type(each) in seen or not _is_of(each, config, padding)):
+            others.append(type(each).__name__)
+        seen.add(type(each))
+    if others:
+        raise ConfigError(
+            f"emssd.custom_generate applies no logits processors but those of its sampling options; these were asked "
+            f"for: {', '.join(others)}"
+        )
+
+
+def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | None:
+    """How tokens are chosen; ``None`` is greedily.
+
+    Args:
+        config: of the call.
+        seed: of what is drawn; by default PyTorch's global generator gives one, which ``torch.manual_seed`` sets.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+    temperature = 0.0
+    warps: dict[str, Any] = {}
+    if config.do_sample:
+        temperature = 1.0 if config.temperature is None else config.temperature
+        warps = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "typical_p")}
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, ()))
+    every = warps | {name: getattr(config, name) for name in ("repetition_penalty", "no_repeat_ngram_size")}
+    given = {name: value for name, value in every.items() if value is not None}
+    given |= {"logit_bias": _bias(config), "seed": 0 if seed is None else seed}
+    params = SamplingParams(temperature=temperature, **given)
+    return None if params.is_greedy else params
+
+
+def _bias(config: GenerationConfig) -> dict[int, float]:
+    """What is added to the logits of single tokens.
+
+    Raises:
+        ConfigError: a sequence of several tokens.
+    """
+    biases = _pairs(config)
+    ends = _ids(config.eos_token_id)
+    bad = [tuple(ids) for ids in config.bad_words_ids or () if len(ids) != 1 or ids[0] not in ends]
+    for name, sequences in (("sequence_bias", biases), ("bad_words_ids", bad)):
+        if long := [list(ids) for ids in sequences if len(ids) != 1]:
+            raise ConfigError(
+                f"emssd.custom_generate honours {name} for single tokens, and {long[0]} is a sequence; leave it "
+                f"out, or call generate without custom_generate"
+            )
+    forbidden = [*(ids[0] for ids in bad), *_ids(config.suppress_tokens)]
+    return {int(ids[0]): float(bias) for ids, bias in biases.items()} | dict.fromkeys(forbidden, float("-inf"))
+
+
+def _pairs(config: GenerationConfig) -> dict[tuple[int, ...], float]:
+    """The biased sequences, which Transformers takes as a dictionary or as pairs."""
+    pairs = config.sequence_bias or {}
+    return dict(pairs) if isinstance(pairs, dict) else {tuple(ids): bias for ids, bias in pairs}
+
+
+def _ids(value: Any) -> list[int]:
+    """Token ids, of one, several or none."""
+    if value is None:
+        return []
+    if isinstance(value, torch.Tensor):
+        return [int(each) for each in value.flatten().tolist()]
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _has_no_effect(processor: Any, width: int) -> bool:
+    from transformers.generation import logits_process as of
+
+    if type(processor) is of.MinLengthLogitsProcessor:
+        return bool(processor.min_length <= width)
+    return type(processor) is of.LogitNormalization  # probabilities are normalised anyway
+
+
+def _is_of(processor: Any, config: GenerationConfig, padding: Seq[int]) -> bool:
+    """Whether `processor` does what a field says that `sampling_of` follows."""
+    from transformers.generation import logits_process as of
+
+    values: dict[type, tuple[Any, Any]] = {  # of its own, and of the field that stands for it
+        of.RepetitionPenaltyLogitsProcessor: ("penalty", config.repetition_penalty),
+        of.NoRepeatNGramLogitsProcessor: ("ngram_size", config.no_repeat_ngram_size),
+        of.SuppressTokensLogitsProcessor: ("suppress_tokens", config.suppress_tokens),
+        of.SequenceBiasLogitsProcessor: ("sequence_bias", _pairs(config)),
+        of.NoBadWordsLogitsProcessor: ("bad_word_ids", config.bad_words_ids),
+    }
+    if config.do_sample:
+        values |= {
+            of.TemperatureLogitsWarper: ("temperature", config.temperature),
+            of.TopKLogitsWarper: ("top_k", config.top_k),
+            of.TopPLogitsWarper: ("top_p", config.top_p),
+            of.MinPLogitsWarper: ("min_p", config.min_p),
+            of.TypicalLogitsWarper: ("mass", config.typical_p),
+        }
+    name, asked = values.get(type(processor), (None, None))
+    if name is None:
+        return False
+    own, ignored = getattr(processor, name), getattr(processor, "prompt_ignore_length", None)
+    if ignored is not None and _ids(ignored) != list(padding):  # of the repetition penalty: it spares padding
+        return False
+    return _ids(own) == _ids(asked) if isinstance(own, torch.Tensor) else bool(own == asked)

@@ -1,0 +1,191 @@
+"""Trees that a draft model draws: from the distributions that it tells, and one after the other, whatever is left out.
+
+Oracle of distributions: processing written out by hand, on logits of the model's own eager attention. float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from emssd_draft_model import DraftModelConfig
+from emssd_draft_model.sampled import BeamShape, ChildrenShape, SampledShape
+from emssd_draft_model.shapes import shape_of
+from emssd_union.drafter import UnionDrafter
+
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting import Draft, Drafter
+from emssd.drafting.budget import FixedBudget
+from emssd.drafting.checked import CheckedDrafter
+from emssd.errors import ConfigError
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sampling import SamplingMethod, SamplingParams
+from emssd.sequences import Batch, Request, Sequence
+from emssd.testing.models import tiny_model
+from tests.support import sampling as reference
+from tests.support.draft_models import draft_model_drafter
+from tests.support.trees import TREE_BACKENDS
+
+VOCAB = 11
+PROMPT = (3, 4, 5, 3)
+WARM = SamplingParams(temperature=1.2, method=SamplingMethod.residual, seed=1)
+KINDS = {
+    "warm": WARM,
+    "top-k": replace(WARM, top_k=3),
+    "top-p": replace(WARM, top_p=0.5),
+    "one token": replace(WARM, top_k=1),
+    "bias": replace(WARM, logit_bias={3: 1.5, 4: -1.0, VOCAB - 1: 2.0}),
+    "penalties": replace(WARM, repetition_penalty=1.6, frequency_penalty=0.5, no_repeat_ngram_size=3),
+}
+SHAPES: dict[str, SampledShape] = {
+    "chain": ChildrenShape([1, 1, 1]),
+    "rsd_c": ChildrenShape([3, 2, 1]),
+    "rsd_s": BeamShape(3, 3),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+@cache
+def model(vocab_size: int = VOCAB, seed: int = 1) -> TargetModel:
+    return TargetModel(tiny_model("llama", vocab_size=vocab_size, max_model_len=64, std=0.15, seed=seed))
+
+
+def row_of(params: SamplingParams, number: int = 0, length: int = 20) -> Sequence:
+    return Sequence(Request(str(number), PROMPT, length, sampling=params))
+
+
+def drafted(shape: str, rows: list[Sequence], limit: int = 99, vocab_size: int = VOCAB) -> Draft:
+    drafter = draft_model_drafter(model(vocab_size), SHAPES[shape], VOCAB)
+    return drafter.propose(Batch(tuple(rows)), [limit] * len(rows))
+
+
+def nodes(draft: Draft, row: int) -> list[tuple[int, int]]:
+    start, stop = draft.indptr[row], draft.indptr[row + 1]
+    return list(zip(draft.token_ids[start:stop].tolist(), draft.tree(row), strict=True))
+
+
+@shapes
+@pytest.mark.parametrize("vocab_size", [VOCAB, VOCAB - 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_tells_what_it_drew_from(kind: str, vocab_size: int, shape: str) -> None:
+    params = KINDS[kind]
+    draft = drafted(shape, [row_of(params)], vocab_size=vocab_size)
+    assert draft.confidence is None
+    assert draft.q is not None
+    q = draft.q[0]
+    assert q is not None
+    texts = [PROMPT]
+    for token, parent in nodes(draft, 0):
+        texts.append((*texts[parent + 1], token))
+    known = {token: value for token, value in params.logit_bias.items() if token < vocab_size}
+    for place in {parent + 1 for parent in draft.tree(0)}:
+        logits = reference.logits_behind(model(vocab_size).model, texts[place])
+        scores = reference.scores(logits, replace(params, logit_bias=known), texts[place], len(PROMPT))
+        expected = [*reference.probabilities(scores), *[0.0] * (VOCAB - vocab_size)]
+        found = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(q[place], found, rtol=1e-6, atol=1e-7)  # Llama's norms are computed in float32
+        children = [token for token, parent in nodes(draft, 0) if parent == place - 1]
+        assert len(set(children)) == len(children)
+        assert all(q[place][token] > 0 for token in children)
+
+
+@shapes
+def test_a_smaller_limit_gives_the_beginning_of_the_same_tree(shape: str) -> None:
+    rows = [row_of(WARM, number) for number in range(3)]
+    whole = drafted(shape, rows)
+    assert whole.lengths == [SHAPES[shape].num_nodes] * 3
+    for limit in range(1, SHAPES[shape].num_nodes):
+        part = drafted(shape, rows, limit)
+        for row in range(3):
+            assert nodes(part, row) == nodes(whole, row)[:limit]
+
+
+@shapes
+def test_trees_end_where_the_row_does(shape: str) -> None:
+    whole = drafted(shape, [row_of(WARM)])
+    for length in (1, 2, 3):
+        assert nodes(drafted(shape, [row_of(WARM, length=length)]), 0) == nodes(whole.shallow([length - 1]), 0)
+
+
+@shapes
+def test_the_first_node_has_the_law_that_it_tells(shape: str) -> None:
+    """A G-test over seeds."""
+    rows = [row_of(replace(WARM, seed=seed), seed) for seed in range(1000)]
+    drafter = draft_model_drafter(model(), SHAPES[shape], VOCAB)
+    firsts, q = list[int](), drafter.propose(Batch((rows[0],)), [4]).q
+    for start in range(0, len(rows), 5):
+        batch = Batch(tuple(rows[start : start + 5]))
+        draft = drafter.propose(batch, [1] * 5)
+        firsts += draft.token_ids.tolist()
+        drafter.release(batch.request_ids)
+    assert q is not None
+    assert q[0] is not None
+    counts = torch.bincount(torch.tensor(firsts), minlength=VOCAB).double()
+    statistic = 2 * torch.special.xlogy(counts, counts / (len(rows) * q[0][0].detach())).sum()
+    assert float(torch.special.gammaincc(torch.tensor((VOCAB - 1) / 2).double(), statistic / 2)) > 1e-3
+
+
+@shapes
+def test_other_rows_get_the_most_probable_tokens_and_no_distributions(shape: str) -> None:
+    rows = [row_of(WARM), Sequence(Request("greedy", PROMPT, 20))]
+    draft = drafted(shape, rows)
+    assert draft.q is not None
+    assert draft.q[1] is None
+    assert nodes(draft, 0) == nodes(drafted(shape, rows[:1]), 0)
+    logits = reference.logits_behind(model().model, PROMPT)
+    first = [token for token, parent in nodes(draft, 1) if parent < 0]
+    assert first == sorted(range(VOCAB), key=lambda token: -logits[token])[: len(first)]
+
+
+def make_engine(drafter: Drafter, batch_size: int = 4) -> Engine:
+    backend, target = TREE_BACKENDS["ragged-page-3"](), model(seed=0)
+    backend.allocate(replace(target.kv_cache_spec(batch_size), continuous=True, trees=True))
+    scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
+    return Engine(
+        CausalLMRunner(target, backend), drafter, scheduler=scheduler, budget=FixedBudget(), on_drafter_error="fail"
+    )
+
+
+@shapes
+def test_a_draft_model_that_is_the_target_is_accepted_to_the_end(shape: str) -> None:
+    """Block and traversal verification accept the deepest way if the distributions are equal."""
+    drafter = draft_model_drafter(model(seed=0), SHAPES[shape], VOCAB)
+    requests = [Request(str(i), PROMPT, 21, sampling=params) for i, params in enumerate([WARM, KINDS["penalties"]])]
+    for done in make_engine(drafter).run(requests):
+        assert done.num_accepted + done.num_steps >= 21
+        assert done.num_steps <= -(-21 // 4) + 1
+
+
+@shapes
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_text_is_the_same_at_every_batch_size(shape: str, batch_size: int) -> None:
+    requests = [Request(str(i), PROMPT[: 1 + i % 4], 20, sampling=WARM) for i in range(4)]
+    texts = []
+    for size in (4, batch_size):
+        engine = make_engine(draft_model_drafter(model(), SHAPES[shape], VOCAB), size)
+        texts.append({done.request_id: done.token_ids for done in engine.run(requests)})
+    assert texts[0] == texts[1]
+
+
+def test_a_union_tells_no_distributions() -> None:
+    drafter = draft_model_drafter(model(), SHAPES["rsd_s"], VOCAB)
+    union = UnionDrafter([CheckedDrafter(drafter, None, VOCAB, on_error="fail")])
+    draft = union.propose(Batch((row_of(WARM),)), [9])
+    assert draft.lengths == [9]
+    assert draft.q is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree": "rsd_s", "width": 0}, r"drafter\.width is 0; it must be at least 1"),
+        ({"tree": "rsd_s", "depth": 0}, r"drafter\.depth is 0; it must be at least 1"),
+        ({"tree": "rsd_c", "expansion": [2, 0]}, r"drafter\.expansion is \[2, 0\]; give the number of children"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shape_of(DraftModelConfig(**options))  # type: ignore[arg-type]

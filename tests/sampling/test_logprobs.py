@@ -1,0 +1,185 @@
+"""`SamplingParams.logprobs`: in float64, those of full passes over the text, whatever drafts and is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from emssd_none import NoneDrafter
+
+from emssd.decoding import logprobs as module
+from emssd.decoding.engine import Engine
+from emssd.decoding.logprobs import token_logprobs
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.decoding.verify import verify
+from emssd.drafting import Draft, Drafter
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sampling import SamplingParams
+from emssd.sequences import Batch, FinishReason, Generation, Request, Sequence
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
+from emssd.testing.models import tiny_model
+from tests.support import sampling as reference
+from tests.support.trees import TREE_BACKENDS, DecoyDrafter
+
+VOCAB, TOLERANCE = 11, 1e-9
+HOT = SamplingParams(temperature=1.5, seed=7)
+KINDS = [
+    dataclasses.replace(HOT, logprobs=3),
+    SamplingParams(temperature=0, logprobs=0),
+    SamplingParams(temperature=0.7, top_k=2, repetition_penalty=1.5, logit_bias={3: 2.0}, logprobs=VOCAB),
+    SamplingParams(temperature=0, no_repeat_ngram_size=2, logprobs=1),
+    HOT,
+    None,
+]
+
+
+def requests(num_new: int = 16, **options: Any) -> list[Request]:
+    return [Request(f"r{i}", (1, 2, 3, i), num_new, sampling=kind, **options) for i, kind in enumerate(KINDS)]
+
+
+@cache
+def target() -> TargetModel:
+    """Of an architecture that computes nothing in float32."""
+    return TargetModel(tiny_model("opt", vocab_size=VOCAB, max_model_len=64, std=0.12))
+
+
+@cache
+def shares_behind(tokens: tuple[int, ...]) -> list[float]:
+    """The whole text again. By SDPA, as Transformers' eager attention takes its softmax in float32."""
+    model: Any = target().model
+    before, model.config._attn_implementation = model.config._attn_implementation, "sdpa"
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+    finally:
+        model.config._attn_implementation = before
+    assert logits.dtype is torch.float64
+    shares: list[float] = logits.log_softmax(0).tolist()
+    return shares
+
+
+@cache
+def texts() -> dict[str, tuple[int, ...]]:
+    """By request id, what each request gets."""
+    return {
+        each.request_id: reference.sampled(target().model, each.prompt_ids, 24, each.sampling, each.request_id)
+        for each in requests()
+    }
+
+
+def make_engine(
+    drafter: Drafter, backend: str = "ragged-page-3", *, batch_size: int = 3, max_tokens: int | None = None
+) -> Engine:
+    made = TREE_BACKENDS[backend]()
+    spec = target().kv_cache_spec(batch_size)
+    made.allocate(dataclasses.replace(spec, continuous=True, trees=True, max_tokens=max_tokens))
+    scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
+    return Engine(CausalLMRunner(target(), made), drafter, scheduler=scheduler, on_drafter_error="fail")
+
+
+def check(done: Generation, params: SamplingParams | None) -> None:
+    """Against the log-softmax of a full pass behind each prefix."""
+    if params is None or params.logprobs is None:
+        assert done.logprobs is None
+        return
+    assert done.logprobs is not None
+    assert tuple(each.token_id for each in done.logprobs) == done.token_ids
+    for place, each in enumerate(done.logprobs):
+        expected = shares_behind((*done.prompt_ids, *done.token_ids[:place]))
+        assert abs(each.logprob - expected[each.token_id]) <= TOLERANCE
+        assert len(each.top) == params.logprobs
+        assert all(abs(share - expected[token]) <= TOLERANCE for token, share in each.top)
+        best = sorted(range(VOCAB), key=lambda token: -expected[token])[: params.logprobs]
+        assert [token for token, _ in each.top] == best
+
+
+@pytest.mark.parametrize("backend", TREE_BACKENDS)
+@pytest.mark.parametrize("kind", ["none", "perfect", "decoys", "random", "trees"])
+def test_they_are_the_models_own_whatever_drafts(kind: str, backend: str) -> None:
+    expected = texts()
+    drafter = {
+        "none": NoneDrafter(),
+        "perfect": PerfectDrafter(VOCAB, 5, expected),
+        "decoys": DecoyDrafter(VOCAB, expected),
+        "random": RandomDrafter(VOCAB, 4, expected),
+        "trees": TreeDrafter(VOCAB, 6, expected),
+    }[kind]
+    engine = make_engine(drafter, backend, batch_size=4)
+    for done in engine.run(requests()):
+        assert done.token_ids == expected[done.request_id][:16]
+        check(done, KINDS[int(done.request_id[1:])])
+    assert bool(engine.report.num_accepted) == (kind != "none")
+
+
+def test_preempted_rows_keep_theirs() -> None:
+    engine = make_engine(TreeDrafter(VOCAB, 6, texts()), batch_size=6, max_tokens=63)
+    for done in engine.run(requests(24)):
+        check(done, KINDS[int(done.request_id[1:])])
+    assert engine.report.num_preempted
+
+
+def test_a_step_that_is_done_again_gives_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(RandomDrafter(VOCAB, 4))
+    commit, calls = engine.runner.commit, list[int]()
+
+    def fails_once(kept: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the third time")
+        commit(kept)
+
+    monkeypatch.setattr(engine.runner, "commit", fails_once)
+    engine.add(dataclasses.replace(requests()[0], max_new_tokens=12))
+    ended: list[Sequence] = []
+    while engine.has_work:
+        try:
+            ended += engine.step()
+        except RuntimeError:
+            continue
+    assert len(calls) > 3
+    check(Generation.of(ended[0], None), KINDS[0])
+
+
+def test_tokens_behind_an_end_have_none() -> None:
+    asked = requests()[:1]
+    text = texts()["r0"]
+    end = next(place for place, token in enumerate(text) if place > 3 and token not in text[:place])
+    stopped = [dataclasses.replace(asked[0], eos_token_ids=frozenset({text[end]}))]
+    for done in make_engine(PerfectDrafter(VOCAB, 9, texts())).run(stopped):
+        assert (done.finish_reason, len(done.token_ids)) == (FinishReason.EOS, end + 1)
+        check(done, KINDS[0])
+
+
+def test_nothing_is_computed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*_: Any) -> None:
+        raise AssertionError("log-probabilities that nobody wants")
+
+    monkeypatch.setattr(module, "_found", found)
+    for done in make_engine(RandomDrafter(VOCAB, 4)).run(requests()[4:]):
+        assert done.logprobs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_they_are_computed_in_float64_from_logits_of_any_dtype(dtype: torch.dtype) -> None:
+    logits = (torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 8).to(dtype)
+    rows = [Sequence(Request(name, (1,), 9, sampling=SamplingParams(logprobs=2))) for name in "ab"]
+    draft = Draft.from_chains([[int(logits[0].argmax())], [int(logits[2].argmin())]])
+    verification = verify(logits.argmax(dim=1), draft)
+    (first, second, *more), other = token_logprobs(logits, Batch(tuple(rows)), draft, verification)
+    assert (len(more), len(other)) == (0, 1)
+    for found, place in ((first, 0), (second, 1), (other[0], 2)):
+        expected = logits[place].double() - logits[place].double().exp().sum().log()
+        assert found.token_id == found.top[0][0] == int(logits[place].argmax())
+        assert abs(found.logprob - float(expected.max())) <= 1e-12
+        assert abs(found.top[1][1] - float(expected.sort().values[-2])) <= 1e-12
+
+
+def test_behind_a_model_that_overflowed_they_are_no_numbers() -> None:
+    logits = torch.full((1, 5), math.nan)
+    row = Sequence(Request("a", (1,), 2, sampling=SamplingParams(temperature=0, logprobs=1)))
+    ((found,),) = token_logprobs(logits, Batch((row,)), Draft.empty(1), verify(torch.tensor([0]), Draft.empty(1)))
+    assert math.isnan(found.logprob)

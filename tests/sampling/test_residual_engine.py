@@ -1,0 +1,344 @@
+"""`residual` sampling through the engine: the target's law on the path that users run, and what would break it.
+
+Two oracles: the law of a world of three tokens, enumerated through the stages of drafting and the verification of a
+step; and `check_distribution` with plain logits, whose power is shown with faults that other engines had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from emssd.decoding import verdicts as module
+from emssd.decoding.check import TIE_TOLERANCE
+from emssd.decoding.choosing import drawn_nodes
+from emssd.decoding.distribution_check import DistributionReport, check_distribution
+from emssd.decoding.verdicts import verdicts
+from emssd.decoding.verify import greedy_tokens, verify
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, stages
+from emssd.drafting.budget import FixedBudget
+from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.stages import DraftStages
+from emssd.model import CausalLMRunner
+from emssd.sampling import SamplingMethod, SamplingParams
+from emssd.sampling.choice import scores_of
+from emssd.sampling.residual import SampledTree, Verdict, rsd_c
+from emssd.sampling.residual.distributions import choose
+from emssd.sampling.residual.probabilities import probabilities
+from emssd.sequences import Batch, Request, Sequence
+from emssd.testing.budgets import ScriptedBudget
+from emssd.testing.conformance.policy_watch import WatchedPolicy
+from emssd.testing.conformance.policy_world import PolicyWorld
+from emssd.testing.drafters import TreeDrafter
+from emssd.testing.oracle import DenseBackend
+from tests.sampling.cases import DRAFTS, TARGETS
+from tests.sampling.exact import Law, Model, TensorUniform, behind, continued, law_of, target_law
+from tests.sampling.test_engine import VOCAB, Expected, decode, logits_behind, make_engine, target
+from tests.sampling.test_residual_trim import installed, lives, policies
+from tests.support.drawing import DrawingDrafter, even, joined
+
+WARM = SamplingParams(temperature=1.0, method=SamplingMethod.residual, seed=1)
+
+
+def asked(number: int, params: SamplingParams, length: int = 40) -> list[Request]:
+    return [Request(str(i), (i % VOCAB, 3), length, sampling=params) for i in range(number)]
+
+
+def report_of(drafter: Drafter | Seq[Drafter], params: SamplingParams, number: int = 64) -> DistributionReport:
+    """What the check finds for the engine's tokens."""
+    rows = asked(number, params)
+    engine = make_engine(drafter, batch_size=64, max_step_tokens=512)
+    done = list(engine.run(rows))
+    assert sum(row.num_accepted for row in done) > 100
+    backend = DenseBackend()
+    backend.allocate(target().kv_cache_spec(1))
+    return check_distribution(done, CausalLMRunner(target(), backend), dict.fromkeys(map(str, range(number)), params))
+
+
+# Right and wrong on the engine's path.
+
+KINDS = {
+    "warm": WARM,
+    "hot": dataclasses.replace(WARM, temperature=2.0),
+    "cool": dataclasses.replace(WARM, temperature=0.5),
+    "top-p": dataclasses.replace(WARM, temperature=1.5, top_p=0.6),
+    "top-k": dataclasses.replace(WARM, top_k=4),
+    "penalties": dataclasses.replace(WARM, repetition_penalty=1.5, frequency_penalty=0.3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_have_the_targets_law(kind: str) -> None:
+    report = report_of(DrawingDrafter(even(VOCAB), [2, 1]), KINDS[kind])
+    assert report.num_tokens == 64 * 40
+    assert report.num_impossible == 0
+    assert report.p_value > 1e-3
+
+
+def test_drafts_without_distributions_keep_it_too() -> None:
+    params = dataclasses.replace(WARM, temperature=0.7)
+    assert report_of(TreeDrafter(VOCAB, 8), params).p_value > 1e-3
+
+
+Rule = Callable[..., Verdict]
+
+
+def last_token_from(source: Callable[[torch.Tensor], torch.Tensor], *, leaves: bool = False) -> Callable[[Rule], Rule]:
+    """The token behind the accepted way is drawn from `source` of the target's distribution there."""
+
+    def wrong(rule: Rule) -> Rule:
+        def verify_wrongly(probs: Any, q: Any, tokens: Any, parents: Any, uniform: Any) -> Verdict:
+            verdict = rule(probs, q, tokens, parents, uniform)
+            node = verdict.path[-1] if verdict.path else -1
+            if leaves and node in list(parents):
+                return verdict
+            return Verdict(verdict.path, choose(source(probs[node + 1]), uniform()))
+
+        return verify_wrongly
+
+    return wrong
+
+
+def at_temperature_1(probs: torch.Tensor) -> torch.Tensor:
+    return probs**2 / (probs**2).sum()  # of what temperature 2 has made
+
+
+def test_a_residual_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "verify_traversal", last_token_from(lambda probs: probs)(module.verify_traversal))
+    assert not report_of(DrawingDrafter(even(VOCAB), [1, 1]), WARM).is_right
+
+
+def test_a_last_token_without_temperature_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = last_token_from(at_temperature_1, leaves=True)
+    monkeypatch.setattr(module, "verify_traversal", wrong(module.verify_traversal))
+    assert not report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["hot"]).is_right
+
+
+def test_top_p_that_is_not_renormalised_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unscaled(logits: torch.Tensor, nodes: Any) -> torch.Tensor:
+        every = (logits.double() / nodes[0].params.temperature).softmax(-1)
+        return torch.where(probabilities(logits, nodes) > 0, every, 0)
+
+    monkeypatch.setattr(module, "probabilities", unscaled)
+    assert not report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["top-p"]).is_right
+
+
+def test_top_p_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "probabilities", lambda logits, nodes: (logits.double() / 1.5).softmax(-1))
+    report = report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["top-p"])
+    assert not report.is_right
+    assert report.num_impossible > 100
+
+
+def test_drafts_that_do_not_tell_the_truth_are_found() -> None:
+    class Liar(DrawingDrafter):
+        def tree(self, row: Sequence) -> SampledTree | None:
+            found = super().tree(row)
+            if found is not None:
+                found.draft = [each / 2 for each in found.draft]
+            return found
+
+    assert not report_of(Liar(even(VOCAB), [1, 1]), WARM).is_right
+
+
+class Knowing(DrawingDrafter):
+    """Knows the noise of coupled sampling, and drafts, with distributions, only where that would give token 3."""
+
+    def tree(self, row: Sequence) -> SampledTree | None:
+        node, logits = next(drawn_nodes(row, Draft.empty(1), 0)), torch.tensor([logits_behind(tuple(row.tokens))])
+        return super().tree(row) if int(scores_of(logits, [node]).argmax()) == 3 else None
+
+
+def test_a_drafter_that_knows_the_other_methods_noise_changes_nothing() -> None:
+    rows = [Request(str(i), (3, 1, 4), 2, sampling=dataclasses.replace(WARM, temperature=2.0)) for i in range(1000)]
+    engine = make_engine(Knowing(even(VOCAB), [1]), batch_size=64, max_step_tokens=512)
+    done = list(engine.run(rows))
+    backend = DenseBackend()
+    backend.allocate(target().kv_cache_spec(1))
+    report = check_distribution(
+        done, CausalLMRunner(target(), backend), {row.request_id: row.sampling for row in rows if row.sampling}
+    )
+    assert report.p_value > 1e-3
+
+
+# The law of a small world, enumerated.
+
+SHOWN, PROMPT = TARGETS["all possible"], (0,)
+
+
+class Drawn(Drafter):
+    """Draws with the numbers of an enumeration."""
+
+    drafts_trees, num_speculative_tokens = True, 9
+
+    def __init__(self, draft: Model, uniform: Callable[[], Any]) -> None:
+        self._draft, self._uniform = draft, uniform
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        def told(tree: SampledTree, nodes: Seq[int]) -> list[torch.Tensor]:
+            return [torch.tensor(each.astype(float)) for each in behind(self._draft)(tree, nodes)]
+
+        trees = [rsd_c(told, (2, 1), self._uniform) for _ in batch]
+        draft = joined(trees)
+        sure = tuple(0.9 if token == 1 else 0.1 for token in draft.token_ids.tolist())
+        draft = dataclasses.replace(draft, confidence=sure)
+        return draft.cut([min(limit, length) for limit, length in zip(budget, draft.lengths, strict=True)])
+
+
+def law_with(policy: BudgetPolicy, draft: Model, monkeypatch: pytest.MonkeyPatch) -> tuple[Law, int]:
+    """The law of what a step emits, and the most nodes that were verified."""
+    sizes = set[int]()
+
+    def step(uniform: Callable[[], Any]) -> tuple[int, ...]:
+        batch = Batch((Sequence(Request("r", PROMPT, 9, sampling=WARM)),))
+        drafting = DraftStages([CheckedDrafter(Drawn(draft, uniform), None, 3, on_error="fail")], deepcopy(policy))
+        proposed = drafting.propose(batch, (9,), 0)
+        texts = [list[int]()]
+        for token, parent in zip(proposed.token_ids.tolist(), proposed.tree(0), strict=True):
+            texts.append([*texts[parent + 1], token])
+        logits = torch.stack([torch.tensor(SHOWN(text).astype(float)).log() for text in texts])
+        monkeypatch.setattr(module, "uniforms", lambda *_: uniform)
+        found = verify(greedy_tokens(logits), proposed, None, verdicts(logits, batch, proposed))
+        sizes.add(len(texts) - 1)
+        return tuple(found.new_tokens[0])
+
+    return law_of(step, TensorUniform), max(sizes)
+
+
+def differs(law: Law) -> float:
+    """The largest difference of any text's probability from that of the target's own."""
+    mine, its = continued(law, SHOWN, 3), target_law(SHOWN, 3)
+    return max(abs(float(mine.get(text, 0)) - float(chance)) for text, chance in its.items())
+
+
+def warmed(name: str) -> Iterator[BudgetPolicy]:
+    """The policy as it is, and at two moments of its life, if then it drafts."""
+    yield installed()[name]()
+    for seed in (0, 1):
+        policy = installed()[name]()
+        PolicyWorld(WatchedPolicy(policy), 1, "confident trees").live([*lives(seed)])
+        yield policy
+
+
+@pytest.mark.parametrize("draft", ["all possible", "with zeros"])
+@pytest.mark.parametrize("name", policies())
+def test_no_policy_changes_the_law(name: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = list[int]()
+    for policy in warmed(name):
+        law, most = law_with(policy, DRAFTS[draft], monkeypatch)
+        assert differs(law) < TIE_TOLERANCE[torch.float64]
+        drafted.append(most)
+    assert max(drafted) > 0
+
+
+class ByToken(ScriptedBudget):
+    """Drops all from the first token 1 on."""
+
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
+        rows = [
+            draft.token_ids[start:stop].tolist() for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)
+        ]
+        return [row.index(1) if 1 in row else len(row) for row in rows]
+
+
+class Deep(ByToken):
+    """Lets trees be as deep as the last one's tokens allow."""
+
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
+        self.max_depth = super().trim(step, draft)[0]
+        return draft.lengths
+
+
+POLICIES = {
+    "by token": ByToken([(9, 9)]),
+    "deep": Deep([(9, 9)]),
+    "fixed 3": FixedBudget(3, 1),
+    "fixed 2": FixedBudget(2),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_policies_that_look_at_tokens_cannot(policy: BudgetPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    law, most = law_with(policy, DRAFTS["all possible"], monkeypatch)
+    assert differs(law) < TIE_TOLERANCE[torch.float64]
+    assert most > 0
+
+
+def test_they_would_change_the_law_if_they_were_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_untrimmed", lambda draft, lengths: lengths)
+    assert differs(law_with(ByToken([(9, 9)]), DRAFTS["all possible"], monkeypatch)[0]) > 0.01
+
+
+def test_rows_without_distributions_are_trimmed_beside_others() -> None:
+    class Both(DrawingDrafter):
+        def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+            draft = super().propose(batch, budget)
+            assert draft.q is not None
+            return dataclasses.replace(draft, q=(draft.q[0], None))
+
+    batch = Batch(tuple(Sequence(row) for row in asked(2, WARM)))
+    checked = CheckedDrafter(Both(even(VOCAB), [2, 1]), None, VOCAB, on_error="fail")
+    draft = DraftStages([checked], ScriptedBudget([(9, 1)])).propose(batch, (9, 9), 0)
+    assert draft.lengths == [4, 1]
+
+
+# What else the engine must keep.
+
+
+def test_other_rows_of_the_batch_get_the_tokens_that_they_get_alone() -> None:
+    kinds = [
+        WARM,
+        None,
+        dataclasses.replace(WARM, method=SamplingMethod.coupled),
+        dataclasses.replace(WARM, temperature=0.0),
+    ]
+    rows = [Request(str(i), (3, 1, 4), 20, sampling=kind) for i, kind in enumerate(kinds)]
+    done = decode(make_engine(DrawingDrafter(even(VOCAB), [2, 1]), batch_size=4), rows)
+    assert {name: text for name, text in done.items() if name != "0"} == dict(Expected(rows[1:]))
+    assert done["3"] == done["1"], "at temperature 0 the methods are one"
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize(("max_step_tokens", "max_tokens"), [(64, None), (3, None), (64, 160)])
+def test_the_text_depends_on_the_seed_and_the_drafts_alone(
+    batch_size: int, max_step_tokens: int, max_tokens: int | None
+) -> None:
+    rows = [dataclasses.replace(each, prompt_ids=(5, 2, 6, 1)) for each in asked(5, WARM, 30)]
+    drafter = DrawingDrafter(even(VOCAB), [2, 1])
+    expected = decode(make_engine(drafter, batch_size=5), rows)
+    assert len(set(expected.values())) == 5
+    engine = make_engine(drafter, batch_size=batch_size, max_step_tokens=max_step_tokens, max_tokens=max_tokens)
+    assert decode(engine, rows) == expected
+
+
+def test_another_seed_gives_another_text() -> None:
+    drafter = DrawingDrafter(even(VOCAB), [2, 1])
+    one, other = (decode(make_engine(drafter), asked(1, dataclasses.replace(WARM, seed=seed))) for seed in (1, 2))
+    assert one != other
+
+
+def test_drafters_are_told_what_was_emitted() -> None:
+    heard = list[Outcome]()
+
+    class Listening(DrawingDrafter):
+        def observe(self, outcome: Outcome) -> None:
+            heard.append(outcome)
+
+    rows, drafter = asked(4, WARM, 20), Listening(even(VOCAB), [2, 2])
+    done, told = decode(make_engine(drafter, batch_size=4), rows), {row.request_id: list[int]() for row in rows}
+    for outcome in heard:
+        ids = outcome.draft.token_ids.tolist()
+        for row, name in enumerate(outcome.batch.request_ids):
+            path, choices = outcome.accepted[row], outcome.target_ids[row]
+            assert len(choices) == 1 + outcome.draft.lengths[row]
+            emitted = [choices[place] for place in (0, *(node + 1 for node in path))]
+            assert emitted[:-1] == [ids[outcome.draft.indptr[row] + node] for node in path]
+            told[name] += emitted
+    assert {name: tuple(tokens[:20]) for name, tokens in told.items()} == done

@@ -1,0 +1,67 @@
+"""A drafter without a model that draws its trees from any distributions, and tells these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+
+from emssd.decoding.choosing import drawn_nodes
+from emssd.drafting import Draft, Drafter
+from emssd.sampling.residual import SampledTree, rsd_c
+from emssd.sampling.residual.streams import uniforms
+from emssd.sequences import Batch, Sequence
+
+__all__ = ["DrawingDrafter", "even", "joined"]
+
+Behind = Callable[[Seq[int]], torch.Tensor]
+"""The distribution ``q [vocab]`` that follows a text."""
+
+
+def even(vocab_size: int) -> Behind:
+    """Every token follows every text."""
+    return lambda _: torch.full((vocab_size,), 1 / vocab_size, dtype=torch.float64)
+
+
+def joined(trees: Seq[SampledTree | None]) -> Draft:
+    """The trees of a batch as one draft; rows without one draft nothing."""
+    nodes = [[] if tree is None else list(zip(tree.token_ids, tree.parents, strict=True)) for tree in trees]
+    draft, q = Draft.from_trees(nodes), tuple(None if tree is None else tuple(tree.draft) for tree in trees)
+    return Draft(draft.token_ids, draft.indptr, draft.parents, None, q)
+
+
+class DrawingDrafter(Drafter):
+    """Draws RSD-C trees for rows with `residual` sampling, as deep as a row may go. Keeps as many nodes as it may.
+
+    Args:
+        behind: what it draws from.
+        branching: children of each node, level by level.
+    """
+
+    drafts_trees = True
+
+    def __init__(self, behind: Behind, branching: Seq[int]) -> None:
+        self.num_speculative_tokens = 64
+        self._behind, self._branching = behind, branching
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = joined([self.tree(row) if limit else None for row, limit in zip(batch, budget, strict=True)])
+        return draft.cut([min(limit, length) for limit, length in zip(budget, draft.lengths, strict=True)])
+
+    def tree(self, row: Sequence) -> SampledTree | None:
+        """The tree of a row; ``None`` if it is not sampled by the `residual` method."""
+        params = row.request.sampling
+        if params is None or not params.is_residual:
+            return None
+        key = next(drawn_nodes(row, Draft.empty(1), 0)).key
+
+        def behind(tree: SampledTree, nodes: Seq[int]) -> list[torch.Tensor]:
+            return [self._behind([*row.tokens, *_way(tree, node)]) for node in nodes]
+
+        branching = self._branching[: row.num_remaining - 1]
+        return rsd_c(behind, branching, uniforms(key, "draft", len(row.tokens)))
+
+
+def _way(tree: SampledTree, node: int) -> list[int]:
+    return [] if node < 0 else [*_way(tree, tree.parents[node]), tree.token_ids[node]]
