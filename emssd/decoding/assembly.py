@@ -164,6 +164,8 @@ def _context(
         make_drafter=make_drafter,
         on_drafter_error=options.on_drafter_error,
         target=BorrowedTarget(target),
+        cache_spec=caches.target,
+        make_cache=lambda spec: caches.make(spec, trees=spec.trees),
     )
     return context
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting.drafter import Drafter
 from emssd.model import BorrowedTarget, ModelRunner
 
@@ -30,6 +31,10 @@ class DrafterContext:
             divided once all drafters are built: run it from `propose` on.
         make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
         target: embeddings, final norm and LM head of the target, to be borrowed; ``None`` where there is no model.
+        cache_spec: what the target's KV cache has to hold; ``None`` where there is no model.
+        make_cache: ``make_cache(spec)`` gives a KV cache for layers of the drafter's own, on the backend of the target;
+            the `spec` is `cache_spec` with other layers, or with trees. It shares the memory as a model's does, and is
+            of use from `propose` on. ``None`` where there is no model.
         on_drafter_error: ``"disable"`` or ``"fail"``: what becomes of one that fails, for drafters that combine others.
     """
 
@@ -39,3 +44,5 @@ class DrafterContext:
     make_drafter: Callable[[str, Mapping[str, Any]], Drafter]
     on_drafter_error: str = "disable"
     target: BorrowedTarget | None = None
+    cache_spec: KVCacheSpec | None = None
+    make_cache: Callable[[KVCacheSpec], AttentionBackend] | None = None

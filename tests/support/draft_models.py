@@ -9,9 +9,10 @@ from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.base import ModelDrafter
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sampled import SampledDrafter, SampledShape
-from emssd_draft_model.shapes import Shape, shape_of
+from emssd_draft_model.shapes import shape_of
 from emssd_draft_model.trees import TreeDrafter
 
+from emssd.drafting.shapes import Shape
 from emssd.model import CausalLMRunner, TargetModel
 from tests.support.trees import TREE_BACKENDS
 

@@ -10,6 +10,9 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
+from emssd_eagle3 import Eagle3Config, TreeKind
+from emssd_eagle3.drafter import Eagle3Drafter
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
@@ -18,6 +21,7 @@ from emssd_union.drafter import UnionDrafter
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
 from emssd.testing import DrafterConformance
+from tests.support.heads import layer_weights, random_weights, write_head
 
 pytestmark = pytest.mark.slow  # together
 
@@ -58,6 +62,23 @@ class TestDraftModelSequoia(DrafterConformance):
     num_examples = 2
     options = {"tree": "sequoia", "num_nodes": 7, "depth": 3, "top_k": 3}  # noqa: RUF012
     learns_across_requests = True
+
+
+class TestEagle3(DrafterConformance):
+    """A head of random weights, of which little is accepted."""
+
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        config = Eagle3Config(path=_random_head(context), num_nodes=7, depth=3, top_k=3)
+        return Eagle3Drafter.load(config, context)
+
+
+class TestEagle3Chain(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return Eagle3Drafter.load(Eagle3Config(path=_random_head(context), tree=TreeKind.chain, depth=3), context)
 
 
 class TestCascade(DrafterConformance):
@@ -138,6 +159,35 @@ class TestHiddenStatesWithinAUnion(DrafterConformance):
 class TestUnionWithADraftModel(DrafterConformance):
     plugin = "union"
     num_examples = 2
+
+
+def _random_head(context: DrafterContext) -> str:
+    assert context.target is not None
+    return _written_head(context.target.hidden_size, context.vocab_size)
+
+
+@cache
+def _written_head(size: int, vocab_size: int) -> str:
+    """A head that reads two hidden states of the target, and drafts all of its tokens but the first."""
+    config = {
+        "hidden_size": size,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": vocab_size - 1,
+        "eagle_aux_hidden_state_layer_ids": [0, 2],
+    }
+    shapes = {
+        "fc.weight": (size, 2 * size),
+        "midlayer.input_layernorm.weight": (size,),
+        "midlayer.hidden_norm.weight": (size,),
+        **layer_weights("midlayer.", config, 2 * size),
+        "norm.weight": (size,),
+        "lm_head.weight": (vocab_size - 1, size),
+    }
+    ids = {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)}
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes) | ids)
 
 
 def similar_places() -> Any:

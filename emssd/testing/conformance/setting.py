@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel
@@ -58,7 +59,8 @@ def setting(architecture: str, vocab_size: int) -> Setting:
 
     Its context gives drafters a tokenizer of one word per token. ``load_runner`` gives, whatever the path, a copy of
     the target with noise in its weights, on the dense reference: it is right often and not always. ``make_drafter``
-    gives the installed drafters, and ``target`` lends the target's embeddings and LM head.
+    gives the installed drafters, ``target`` lends the target's embeddings and LM head, and ``make_cache``
+    gives the dense reference.
 
     Raises:
         ConfigError: no such architecture.
@@ -82,6 +84,11 @@ def setting(architecture: str, vocab_size: int) -> Setting:
         cache.allocate(model.kv_cache_spec(BATCH_SIZE))
         return CausalLMRunner(model, cache), tokenizer
 
+    def make_cache(spec: KVCacheSpec) -> AttentionBackend:
+        cache = DenseBackend()
+        cache.allocate(spec)
+        return cache
+
     def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:
         plugin = _registry().find("drafter", name)
         drafter: Drafter = plugin.build(plugin.config(**values), context)
@@ -94,6 +101,8 @@ def setting(architecture: str, vocab_size: int) -> Setting:
         make_drafter=make_drafter,
         on_drafter_error="fail",
         target=BorrowedTarget(target),
+        cache_spec=target.kv_cache_spec(BATCH_SIZE),
+        make_cache=make_cache,
     )
     return Setting(f"{architecture}, {vocab_size} tokens", References(target, NEW_TOKENS), context)
 

@@ -13,6 +13,7 @@ from emssd.attention import Kept
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.drafting.levels import with_room
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling import SamplingParams
@@ -93,16 +94,8 @@ class ModelDrafter(Drafter):
 
         Rows of length 0 are left out.
         """
-        lengths = {row.request_id: kv_len for row, kv_len in zip(batch, kv_lens, strict=True) if kv_len}
-        if self._runner.fits(self._num_cached | lengths):
-            return [kv_len > 0 for kv_len in kv_lens]
-        held, fitting = dict(self._num_cached), []
-        for row, kv_len in zip(batch, kv_lens, strict=True):
-            more = {row.request_id: kv_len} if kv_len else {}
-            fits = bool(more) and self._runner.fits(held | more)
-            held |= more if fits else {}
-            fitting.append(fits)
-        return fitting
+        wanted = [(row.request_id, kv_len) for row, kv_len in zip(batch, kv_lens, strict=True)]
+        return with_room(self._runner.fits, self._num_cached, wanted)
 
     def _catch_up(self, rows: list[CachedRow]) -> torch.Tensor:
         """Compute what is not cached. Returns the logits behind the newest token of each row, ``[r, vocab]``."""

@@ -17,6 +17,8 @@ import torch
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft
+from emssd.drafting.levels import GrowingTree
+from emssd.drafting.shapes import Expansion, Shape
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, scores_of
@@ -25,8 +27,7 @@ from emssd.sampling.residual import Beam, SampledTree, extend_beam
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import exponentials, stream_key
 from emssd.sequences import Batch, Sequence
-from emssd_draft_model.growing import GrowingTree
-from emssd_draft_model.shapes import Expansion, Shape, StaticShape
+from emssd_draft_model.shapes import StaticShape
 from emssd_draft_model.trees import Level, TreeDrafter
 
 __all__ = ["BeamShape", "ChildrenShape", "SampledDrafter", "SampledShape"]

@@ -15,9 +15,9 @@ from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from pathlib import Path
 
+from emssd.drafting.levels import GrowingTree
+from emssd.drafting.shapes import Expansion, Shape
 from emssd.errors import ConfigError
-from emssd_draft_model.growing import GrowingTree
-from emssd_draft_model.shapes import Expansion, Shape
 
 __all__ = ["MeasuredAcceptance", "SequoiaShape", "best_tree", "read_acceptance"]
 

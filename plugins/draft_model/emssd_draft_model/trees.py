@@ -1,11 +1,10 @@
 """Drafts token trees with a smaller model: all rows level by level, each within limits of its own.
 
-Level by level as in SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858); see `emssd_draft_model.shapes`.
+Level by level as in SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858); see `emssd.drafting.shapes`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -14,13 +13,13 @@ import torch
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import top_choices
 from emssd.drafting import Draft, DrafterContext, Outcome
+from emssd.drafting.levels import GrowingTree, joined_best
+from emssd.drafting.shapes import Expansion, Shape
 from emssd.model import ModelRunner
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.base import CachedRow, ModelDrafter, load_draft_model
-from emssd_draft_model.growing import GrowingTree
-from emssd_draft_model.shapes import Expansion, Shape
 
 __all__ = ["TreeDrafter"]
 
@@ -68,7 +67,7 @@ class TreeDrafter(ModelDrafter):
         while level := self._next_level(rows):
             self._grow(level, self._compute(level))
         self._trees = trees
-        return _draft([trees.get(row.request_id) for row in batch])
+        return joined_best([trees.get(row.request_id) for row in batch])
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of the accepted way, moved together, and drop the rest. Count what the target chose."""
@@ -160,17 +159,3 @@ def _ranks(tree: GrowingTree, tokens: Seq[int]) -> list[int | None]:
         choices = tree.choices[node]
         ranks.append(choices.index(token) if token in choices else None)
     return ranks
-
-
-def _draft(trees: Seq[GrowingTree | None]) -> Draft:
-    """The best nodes of each row, the most probable first."""
-    token_ids, parents, confidence, indptr = list[int](), list[int](), list[float](), [0]
-    for tree in trees:
-        best = [] if tree is None else tree.best()
-        if tree is not None:
-            places = {node: place for place, node in enumerate(best)} | {-1: -1}
-            token_ids.extend(tree.token_ids[node] for node in best)
-            parents.extend(places[tree.parents[node]] for node in best)
-            confidence.extend(math.exp(tree.log_probs[node]) for node in best)
-        indptr.append(indptr[-1] + len(best))
-    return Draft(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), tuple(parents), tuple(confidence))

@@ -15,7 +15,7 @@ from emssd_adaptive.policy import AdaptiveBudget
 from emssd_draft_model.base import ModelDrafter
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape
-from emssd_draft_model.shapes import DynamicShape, Shape, StaticShape
+from emssd_draft_model.shapes import StaticShape
 from emssd_draft_model.trees import TreeDrafter
 from emssd_llma import LLMAConfig
 from emssd_llma.drafter import LLMADrafter
@@ -25,6 +25,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node

@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from emssd_draft_model.growing import GrowingTree
 from emssd_draft_model.sequoia import MeasuredAcceptance, SequoiaShape, best_tree, read_acceptance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emssd.drafting.levels import GrowingTree
 from emssd.errors import ConfigError
 
 Way = tuple[int, ...]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.sequoia import SequoiaShape
-from emssd_draft_model.shapes import DynamicShape, Shape, StaticShape, shape_of
+from emssd_draft_model.shapes import StaticShape, shape_of
 from emssd_draft_model.trees import TreeDrafter
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,7 @@ from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.rules import check_draft
+from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Sequence

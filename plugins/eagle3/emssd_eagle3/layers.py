@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from emssd.errors import ConfigError
 from emssd.heads import LAST_NORMED
+from emssd_eagle3 import LayerIds
 
 __all__ = ["AuxLayers", "LayerIds", "aux_layers"]
-
-
-class LayerIds(str, Enum):
-    """What the numbers of a config mean.
-
-    ``hs`` k is the residual stream before layer k, counted from 0 (vLLM, speculators). ``output`` k is the output of
-    layer k, so the stream before layer k + 1 (SGLang, SpecForge).
-    """
-
-    auto = "auto"
-    hs = "hs"
-    output = "output"
 
 
 @dataclass(frozen=True, slots=True)

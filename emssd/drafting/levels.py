@@ -1,11 +1,17 @@
-"""`GrowingTree`: the token tree of one row while it is drafted, and the way that the target took through it."""
+"""`GrowingTree`: the token tree of one row while a model drafts it level by level, and `joined_best`, their draft."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-__all__ = ["GrowingTree"]
+import torch
+
+from emssd.drafting.draft import Draft
+
+__all__ = ["GrowingTree", "joined_best", "with_room"]
 
 
 @dataclass(slots=True)
@@ -97,3 +103,39 @@ class GrowingTree:
                 break
             found.append(node)
         return found
+
+
+def joined_best(trees: Seq[GrowingTree | None]) -> Draft:
+    """A draft of the best nodes of each row, the most probable first; of nothing for rows without a tree."""
+    token_ids, parents, confidence, indptr = list[int](), list[int](), list[float](), [0]
+    for tree in trees:
+        best = [] if tree is None else tree.best()
+        if tree is not None:
+            places = {node: place for place, node in enumerate(best)} | {-1: -1}
+            token_ids.extend(tree.token_ids[node] for node in best)
+            parents.extend(places[tree.parents[node]] for node in best)
+            confidence.extend(math.exp(tree.log_probs[node]) for node in best)
+        indptr.append(indptr[-1] + len(best))
+    return Draft(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), tuple(parents), tuple(confidence))
+
+
+def with_room(
+    fits: Callable[[Mapping[str, int]], bool], held: Mapping[str, int], wanted: Seq[tuple[str, int]]
+) -> list[bool]:
+    """Which rows a KV cache has room for, beside those that it holds already; the first come first.
+
+    Args:
+        fits: of the cache, see `emssd.attention.AttentionBackend`.
+        held: by request id, how many tokens it holds now.
+        wanted: request id of each row, and at how many tokens it is to be; rows of 0 tokens are left out.
+    """
+    lengths = {name: kv_len for name, kv_len in wanted if kv_len}
+    if fits({**held, **lengths}):
+        return [kv_len > 0 for _, kv_len in wanted]
+    taken, fitting = dict(held), []
+    for name, kv_len in wanted:
+        more = {name: kv_len} if kv_len else {}
+        has_room = bool(more) and fits(taken | more)
+        taken |= more if has_room else {}
+        fitting.append(has_room)
+    return fitting

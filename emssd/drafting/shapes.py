@@ -1,0 +1,87 @@
+"""Which nodes of a tree are expanded, and how many children they get: the `Shape` of trees that grow level by level."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+
+from emssd.drafting.levels import GrowingTree
+from emssd.errors import ConfigError
+
+__all__ = ["DynamicShape", "Expansion", "Shape", "check_at_least_one"]
+
+Expansion = tuple[int, Seq[int]]
+"""A node to expand, and which of its likeliest tokens become its children, counted from 0."""
+
+
+class Shape(ABC):
+    """Decides level by level how the trees of all rows grow.
+
+    Attributes:
+        num_nodes: the most nodes of a tree.
+        depth: the most levels.
+        width: how many of a node's most probable tokens it looks at.
+        temperature: that the draft model's logits are divided by before they are probabilities. Where the target
+            samples, its noise is in them.
+    """
+
+    num_nodes: int
+    depth: int
+    width: int
+    temperature: float = 1.0
+
+    @abstractmethod
+    def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
+        """Which nodes of the `frontier` of `tree` to expand. At first it is ``[-1]``; later the best come first."""
+
+    @abstractmethod
+    def most_cached(self, num_nodes: int, depth: int) -> int:
+        """The most nodes that are expanded, besides -1, in a tree of at most `num_nodes` nodes and `depth` levels."""
+
+    def learn(self, ranks: Seq[int | None]) -> None:
+        """The target's choice behind the newest token of a row, then behind each accepted node that was expanded.
+
+        Each is the rank among the draft model's most probable tokens there, ``None`` if it was not among `width`.
+        """
+
+    def replan(self) -> None:
+        """Called once after every step: what was learnt may be put to use."""
+
+    def reset(self) -> None:
+        """Forget what was learnt."""
+
+
+class DynamicShape(Shape):
+    """The most probable nodes of each level are expanded (Li et al. 2024, EAGLE-2, arXiv 2406.16858, §4).
+
+    All nodes are ranked again in the end, and the `num_nodes` most probable drafted.
+
+    Args:
+        num_nodes: the most that are drafted.
+        depth: the most levels.
+        top_k: nodes of a level that are expanded, and children of each.
+        temperature: below 1, as the target takes its first choice more often than the draft model's probability says.
+    """
+
+    def __init__(self, num_nodes: int, depth: int, top_k: int, temperature: float = 1.0) -> None:
+        check_at_least_one(num_nodes=num_nodes, depth=depth, top_k=top_k)
+        if not 0.01 <= temperature <= 100:
+            raise ConfigError(f"drafter.temperature is {temperature}; it must be from 0.01 to 100")
+        self.num_nodes, self.depth, self.width, self.temperature = num_nodes, depth, top_k, temperature
+
+    def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
+        return [(node, range(self.width)) for node in frontier[: self.width]]
+
+    def most_cached(self, num_nodes: int, depth: int) -> int:
+        return min(self.width, num_nodes - 1) * max(0, depth - 1)
+
+
+def check_at_least_one(**options: int) -> None:
+    """Refuse numbers that cannot be.
+
+    Raises:
+        ConfigError: one is below 1.
+    """
+    for name, value in options.items():
+        if value < 1:
+            raise ConfigError(f"drafter.{name} is {value}; it must be at least 1")
