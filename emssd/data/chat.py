@@ -57,8 +57,9 @@ def require_template(tokenizer: Any) -> None:
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise ConfigError(
-            "data.chat=true needs a tokenizer with a chat template, and this model's has none, as it is probably no "
-            "instruction-tuned model; leave data.chat out, and write prompts as the model knows them (data.template)"
+            "a conversation needs a tokenizer with a chat template, and this model's has none, as it is probably no "
+            "instruction-tuned model; give prompts as the model knows them, without data.chat (data.template), or to "
+            "/v1/completions"
         )
     if isinstance(template, Mapping):  # several by name
         template = template.get("default")

@@ -37,6 +37,7 @@ class Prompt:
         token_ids: of a prompt that is encoded already; with these, neither `text` nor `messages` is used.
         max_new_tokens: its own limit, in the place of the run's.
         sampling: options of `emssd.sampling.SamplingParams` by name, in the place of the run's.
+        stop: texts that end its rows, in the place of the run's; they are taken as they stand.
     """
 
     prompt_id: str
@@ -45,6 +46,7 @@ class Prompt:
     max_new_tokens: int | None = None
     token_ids: tuple[int, ...] | None = None
     sampling: Mapping[str, Any] | None = None
+    stop: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

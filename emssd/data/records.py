@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +19,7 @@ from emssd.errors import PromptError
 __all__ = [
     "RecordsConfig",
     "existing_file",
+    "named_content",
     "read_bytes",
     "read_json",
     "read_records",
@@ -64,6 +66,18 @@ def existing_file(name: str, option: str = "data.path=") -> Path:
     if not path.is_file():
         raise PromptError(f"{option}{name}: no such file (looked in {Path.cwd()})")
     return path
+
+
+def named_content(path: str) -> tuple[str, bytes]:
+    """Name and content of a file, or of standard input where `path` is ``-``.
+
+    Raises:
+        PromptError: there is no such file, or it cannot be read.
+    """
+    if path == "-":
+        return "stdin", sys.stdin.buffer.read()
+    file = existing_file(path)
+    return file.name, read_bytes(file)
 
 
 def read_records(path: Path, plain: str = _PLAIN) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:

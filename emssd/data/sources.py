@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +11,15 @@ from typing import Any
 from omegaconf import MISSING
 
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig
-from emssd.data.records import RecordsConfig, existing_file, read_bytes, read_records, records_in, text_in, to_prompts
+from emssd.data.records import (
+    RecordsConfig,
+    existing_file,
+    named_content,
+    read_records,
+    records_in,
+    text_in,
+    to_prompts,
+)
 from emssd.errors import ConfigError, PromptError
 
 __all__ = [
@@ -135,17 +142,9 @@ def random_prompts(config: RandomConfig) -> list[Prompt]:
     ]
 
 
-def _content(path: str) -> tuple[str, bytes]:
-    """Name and content of a file, or of standard input."""
-    if path == "-":
-        return "stdin", sys.stdin.buffer.read()
-    file = existing_file(path)
-    return file.name, read_bytes(file)
-
-
 def text_prompts(config: TextConfig) -> list[Prompt]:
     """The prompts of `data=text`."""
-    name, content = _content(config.path)
+    name, content = named_content(config.path)
     where = name if config.path == "-" else config.path
     text = text_in(content, where)
     if config.unit is Unit.file:
@@ -162,7 +161,7 @@ def text_prompts(config: TextConfig) -> list[Prompt]:
 
 def jsonl_prompts(config: JSONLConfig) -> list[Prompt | FailedPrompt]:
     """The prompts of `data=jsonl`."""
-    name, content = _content(config.path)
+    name, content = named_content(config.path)
     return to_prompts(records_in(content, name), config, name if config.path == "-" else config.path)
 
 

@@ -50,6 +50,7 @@ class Check(str, Enum):
 class OnError(str, Enum):
     """What a prompt that cannot be used does to the run."""
 
+    auto = "auto"
     fail = "fail"
     skip = "skip"
 
@@ -154,7 +155,8 @@ class RunConfig(EngineOptions):
         ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
         check: ``plain`` also decodes without drafts and compares every token; this gives the speed-up as well.
             ``greedy`` is its older name.
-        on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on.
+        on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on;
+            ``auto`` skips with ``data=openai_batch``, whose answers have a place for errors, and else fails.
         output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go.
         resume: go on with the job whose rows are in `output_dir`; its finished rows are not decoded again.
         overwrite: replace what an earlier run left in `output_dir`.
@@ -179,7 +181,7 @@ class RunConfig(EngineOptions):
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     check: Check | None = None
-    on_error: OnError = OnError.fail
+    on_error: OnError = OnError.auto
     output_dir: str = DEFAULT_OUTPUT_DIR
     resume: bool = False
     overwrite: bool = False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from functools import cache
+from typing import Any
 
 from emssd.data.chat import encode_chat, require_template
+from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import (
     FailedPrompt,
     Prompt,
@@ -26,19 +29,26 @@ __all__ = ["Failures", "check_options", "num_samples", "prompts_of", "sampling_o
 
 
 class Failures:
-    """Prompts that failed, in order; the first one ends the run unless `on_error` is ``skip``."""
+    """Prompts that failed, in order; the first one ends the run unless `on_error` is ``skip``.
 
-    def __init__(self, on_error: OnError) -> None:
-        self._on_error = on_error
+    Args:
+        on_error: of the run.
+        config: of its prompt source, by which ``auto`` is decided.
+    """
+
+    def __init__(self, on_error: OnError, config: Any = None) -> None:
+        self._skips = on_error is OnError.skip
+        if on_error is OnError.auto:
+            self._skips = isinstance(config, OpenAIBatchConfig)
         self.prompts: list[FailedPrompt] = []
 
     def add(self, failed: FailedPrompt) -> None:
         """Remember one.
 
         Raises:
-            PromptError: ``on_error`` is ``fail``.
+            PromptError: failures are not to be skipped.
         """
-        if self._on_error is OnError.fail:
+        if not self._skips:
             raise PromptError(failed.error)
         self.prompts.append(failed)
 
@@ -75,12 +85,32 @@ def check_options(config: RunConfig) -> None:
             )
         if config.data.system is not None and not config.data.chat:
             raise ConfigError("data.system is a message of a conversation; add data.chat=true, or leave it out")
+    if isinstance(config.data, OpenAIBatchConfig):
+        numbers["data.limit"] = config.data.limit
+        _check_batch(config)
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"{name} is {number}; it must be at least 1")
     sampling_of(config)
     if config.resume and config.overwrite:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
+
+
+def _check_batch(config: RunConfig) -> None:
+    """Refuse an option of all requests that each request, or ``data``, has in its place.
+
+    Raises:
+        ConfigError: with the option's name.
+    """
+    if config.sampling.temperature:
+        raise ConfigError(
+            f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
+            f"own, and data.temperature is that of the others"
+        )
+    try:
+        SamplingParams(temperature=config.data.temperature)
+    except ConfigError as error:
+        raise ConfigError(f"data.{error}") from error
 
 
 def sampling_of(
@@ -186,7 +216,9 @@ def to_requests(
     """
     if isinstance(config.data, SourceConfig) and config.data.chat:
         require_template(engine.tokenizer)
-    stop = StopStrings(map(unescaped, config.stop), engine.tokenizer) if config.stop else None
+    stops = cache(lambda strings: StopStrings(strings, engine.tokenizer) if strings else None)
+    common = tuple(map(unescaped, config.stop))
+    stops(common)  # what cannot be is the run's own fault, and no prompt's
     eos = frozenset[int]() if config.ignore_eos else engine.eos_token_ids
     requests = []
     for prompt in prompts:
@@ -194,6 +226,7 @@ def to_requests(
         try:
             ids = _encoded(config, engine, prompt, limit)
             sampling = sampling_of(config, prompt, engine.runner.vocab_size)
+            stop = stops(common if prompt.stop is None else prompt.stop)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
             engine.sequence(request)  # can the model go on from it, and is there room for it alone?
         except PromptError as error:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from emssd.console.terminal import plain_console
+from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
@@ -19,6 +20,7 @@ from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
 from emssd.errors import PromptError
+from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.jobs.closing import print_texts, remarks
 from emssd.jobs.config import RunConfig
 from emssd.jobs.experiment import label_of, setting_of
@@ -29,6 +31,7 @@ from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
 from emssd.metrics.busy import OtherProcesses
 from emssd.model import CausalLMRunner
 from emssd.model.cache import ModelCache
+from emssd.model.checkpoint import load_tokenizer
 from emssd.plugins.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequences import Generation, Request
@@ -53,12 +56,16 @@ class JobResult:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a run has to do: `requests`, samples of `prompts` (by id); some prompts may be among `failures`."""
+    """What a run has to do: `requests`, samples of `prompts` (by id); some prompts may be among `failures`.
+
+    `every` prompt of the job also counts those that were done before.
+    """
 
     engine: Engine
     requests: list[Request]
     prompts: dict[str, Prompt]
     failures: Failures
+    every: Seq[Prompt]
 
 
 def run_job(
@@ -106,6 +113,7 @@ def run_job(
         counts["num_failed_prompts"] = len(work.failures.prompts)
         metrics = _describe(config, work.engine, registry) | counts | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
+        _write_answers(config, output, work.every, work.failures)
         report = None
         if config.check is not None:
             report, greedy = _compare_with_plain(config, work, done, console, registry, models)
@@ -134,8 +142,10 @@ def _print_results(
     for remark in remarks(result.metrics, drafts=drafts):
         console.print(remark, style="yellow", highlight=False)
     print_failures(console, work.failures.prompts)
-    errors = ", errors.jsonl" if work.failures.prompts else ""
-    console.print(f"written to {folder}/: generations.jsonl, metrics.json, config.yaml{errors}", highlight=False)
+    files = ["generations.jsonl", "metrics.json", "config.yaml"]
+    files += ["errors.jsonl"] if work.failures.prompts else []
+    files += [BATCH_OUTPUT] if isinstance(config.data, OpenAIBatchConfig) else []
+    console.print(f"written to {folder}/: {', '.join(files)}", highlight=False)
 
 
 def _plain_label(config: RunConfig) -> str:
@@ -155,7 +165,7 @@ def _prepare(
     config: RunConfig, config_text: str, output: OutputFolder, console: Console, registry: Registry, models: ModelCache
 ) -> _Work | None:
     """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
-    failures = Failures(config.on_error)
+    failures = Failures(config.on_error, config.data)
     prompts = failures.passed(prompts_of(config, registry))
     registry.find("backend", config.backend.name)
     left = unfinished(prompts, output, config, config_text)
@@ -164,6 +174,7 @@ def _prepare(
         there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
         console.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
     if output.finished and not left:
+        _write_answers(config, output, prompts, failures)
         console.print("nothing is left to do")
         return None
     console.print(f"loading {config.model.path} …", highlight=False)
@@ -172,13 +183,22 @@ def _prepare(
         console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
     requests = to_requests(config, engine, left, failures, output.finished)
     if requests:
-        return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures)
+        return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures, prompts)
     output.write_errors(failures.prompts)
+    _write_answers(config, output, prompts, failures)
     print_failures(console, failures.prompts)
     if output.finished:
         console.print("nothing else is left to do")
         return None
     raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.path}/errors.jsonl says why")
+
+
+def _write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt], failures: Failures) -> None:
+    """Write what an OpenAI batch is answered with, once all of its rows are there; nothing for other prompts."""
+    if isinstance(config.data, OpenAIBatchConfig):
+        model = config.model
+        tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+        write_batch_output(output.path, prompts, failures.prompts, model.path, tokenizer)
 
 
 def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseline: Engine | None = None) -> Engine:

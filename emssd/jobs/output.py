@@ -13,6 +13,7 @@ from typing import Any
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import read_json
 from emssd.errors import ConfigError, OutputError
+from emssd.jobs.batch_output import BATCH_OUTPUT
 from emssd.jobs.config import changed_options
 from emssd.jobs.lines_file import LinesFile
 from emssd.sequences import FinishReason, Generation, TokenLogprob
@@ -103,12 +104,13 @@ class OutputFolder:
         self._rows.append(_line(record))
 
     def _replace_earlier(self) -> None:
-        """Cut off what is not kept, drop the metrics, which would not fit the new rows, and write ``config.yaml``."""
+        """Cut off what is not kept, drop what would not fit the new rows, and write ``config.yaml``."""
         if self._config is None:
             return
         try:
             self._rows.cut()
-            (self.path / "metrics.json").unlink(missing_ok=True)
+            for name in ("metrics.json", BATCH_OUTPUT):
+                (self.path / name).unlink(missing_ok=True)
             _replace(self.path / "config.yaml", self._config.encode())
         except OSError as error:
             raise OutputError(

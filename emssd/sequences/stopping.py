@@ -7,18 +7,14 @@ their text, whichever tokens they are spread over; and a character that is cut b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from emssd.errors import ConfigError
+from emssd.sequences.token_bytes import TokenBytes
 
 __all__ = ["Stop", "StopStrings"]
-
-_BASE = "a"  # a token is decoded behind this text, as the first token of a text may lose its leading space
-_LOST = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for bytes that are no whole character
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in vocabularies of the sentencepiece family
 
 
 class Stop(Protocol):
@@ -63,9 +59,7 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._encoded = tuple(string.encode() for string in self.strings)
         self._tail = max(map(len, self._encoded)) - 1
-        self._base = list(tokenizer(_BASE, add_special_tokens=False)["input_ids"])
-        self._base_text = self._decode(self._base)
-        self._known: dict[int, bytes] = {}
+        self._bytes = TokenBytes(tokenizer)
 
     def completed_by_last(self, tokens: Seq[int], start: int) -> bool:
         """Whether the last of `tokens` completes a stop string that lies at or behind index `start`.
@@ -106,33 +100,3 @@ class StopStrings:
             offset -= size
             index += 1
         return index, offset
-
-    def _bytes(self, token: int) -> bytes:
-        """The bytes that `token` stands for inside a text; none for an id that is not in the vocabulary."""
-        if token not in self._known:
-            self._known[token] = self._find_bytes(token)
-        return self._known[token]
-
-    def _find_bytes(self, token: int) -> bytes:
-        name = self._tokenizer.convert_ids_to_tokens(token)
-        if name is None:  # models pad their vocabulary to round sizes
-            return b""
-        text = self._decode([*self._base, token])
-        text = text.removeprefix(self._base_text) if text.startswith(self._base_text) else self._decode([token])
-        if _LOST not in text:
-            return text.encode()
-        if byte := _BYTE_TOKEN.fullmatch(name):
-            return bytes([int(byte[1], 16)])
-        alphabet = _byte_alphabet()
-        return bytes(alphabet[char] for char in name) if alphabet.keys() >= set(name) else text.encode()
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes: printable ones themselves, others from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -119,8 +119,9 @@ def test_what_is_no_conversation(record: Any, arguments: list[str], sentence: st
 
 def test_a_tokenizer_without_a_chat_template(chat: Callable, model: str) -> None:
     assert chat([{"prompt": "x"}], f"model.path={model}").sentence == (
-        "data.chat=true needs a tokenizer with a chat template, and this model's has none, as it is probably no "
-        "instruction-tuned model; leave data.chat out, and write prompts as the model knows them (data.template)"
+        "a conversation needs a tokenizer with a chat template, and this model's has none, as it is probably no "
+        "instruction-tuned model; give prompts as the model knows them, without data.chat (data.template), or to "
+        "/v1/completions"
     )
 
 
@@ -133,7 +134,7 @@ def test_a_conversation_for_the_library_has_one_bos() -> None:
     assert tokenizer.decode(ids) == "<s>system: be good\nuser: he\n"
     with pytest.raises(PromptError, match="prompt 7 is no list of messages"):
         encode_chat([], tokenizer, "7")
-    with pytest.raises(ConfigError, match=r"data\.chat=true needs a tokenizer with a chat template"):
+    with pytest.raises(ConfigError, match=r"a conversation needs a tokenizer with a chat template"):
         encode_chat([ASK], None)
 
 

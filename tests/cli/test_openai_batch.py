@@ -1,0 +1,307 @@
+"""`data=openai_batch`: a file of OpenAI's Batch API and its answers, through a real chat template."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from emssd import Engine, SamplingParams
+from emssd.sequences import Request, StopStrings
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "openai_batch.md"
+ASK = [{"role": "user", "content": "hi"}]
+
+
+def chat(name: Any, **body: Any) -> dict[str, Any]:
+    body = {"model": "m", "messages": ASK, "temperature": 0} | body
+    return {"custom_id": name, "method": "POST", "url": CHAT, "body": body}
+
+
+def completion(name: Any, **body: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": "abc", "temperature": 0} | body
+    return {"custom_id": name, "method": "POST", "url": COMPLETIONS, "body": body}
+
+
+@pytest.fixture
+def batch(emssd: Callable, chat_model: str, work: Path) -> Callable[..., Any]:
+    """``batch(requests, *arguments)`` answers them; a text stands for a line as it is."""
+
+    def run(requests: list[Any], *arguments: object) -> Any:
+        lines = [line if isinstance(line, str) else json.dumps(line) for line in requests]
+        (work / "r.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return emssd(
+            f"model.path={chat_model}", "data=openai_batch", "data.path=r.jsonl", "max_new_tokens=6",
+            "output_dir=out", "progress=false", *arguments,
+        )  # fmt: skip
+
+    return run
+
+
+def answers(folder: Path) -> dict[str, dict[str, Any]]:
+    """By custom_id the lines of the output, each of which has all fields of the format and no other."""
+    lines = [json.loads(line) for line in (folder / "batch_output.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert set(line) == {"id", "custom_id", "response", "error"}
+        assert set(line["response"]) == {"status_code", "request_id", "body"}
+    assert len({line["id"] for line in lines}) == len({line["custom_id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line for line in lines}
+
+
+def error(line: dict[str, Any]) -> str:
+    """The sentence of an answer that is none."""
+    assert line["error"] is None
+    assert line["response"]["status_code"] == 400
+    said = line["response"]["body"]["error"]
+    assert said == {"message": said["message"], "type": "invalid_request_error", "param": None, "code": None}
+    return str(said["message"])
+
+
+def expected(model: str, text: str, **options: Any) -> list[Any]:
+    """What the library makes of `text`, whose ``<s>`` is the BOS token, for the request ``a``."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    stop, sampling = options.get("stop"), options.get("sampling")
+    engine = Engine.from_pretrained(model, drafter="none")
+    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    stops = StopStrings(stop, tokenizer) if stop else None
+    request = Request("a", ids, options.get("limit", 6), engine.eos_token_ids, stops, sampling)
+    return sorted(engine.run([request]), key=lambda generation: generation.sample)
+
+
+def test_chats_and_completions_are_answered_in_the_format_of_the_api(batch: Callable, chat_model: str) -> None:
+    system = {"role": "system", "content": [{"type": "text", "text": "be"}], "name": None}
+    asked = [chat("a", messages=[system, *ASK], max_completion_tokens=4), completion("b", prompt=["abc"], user="me")]
+    result = batch(asked)
+    assert result.status == 0
+    assert "config.yaml, batch_output.jsonl" in result.out
+    first, second = answers(result.folder).values()
+    (said,) = expected(chat_model, "<s>[s]be[u]hi[a]", limit=4)
+    body = first["response"]["body"]
+    assert re.fullmatch("chatcmpl-[0-9a-f]{32}", body.pop("id"))
+    assert isinstance(body.pop("created"), int)
+    num_prompt, num_new = len("[s]be[u]hi[a]") + 1, len(said.token_ids)
+    assert body == {
+        "object": "chat.completion",
+        "model": chat_model,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": said.text, "refusal": None},
+                "finish_reason": {"eos": "stop", "length": "length"}[said.finish_reason.value],
+                "logprobs": None,
+            }
+        ],
+        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+    }
+    body = second["response"]["body"]
+    (said,) = expected(chat_model, "abc")
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [
+        {"index": 0, "text": said.text, "finish_reason": body["choices"][0]["finish_reason"], "logprobs": None}
+    ]
+
+
+def test_several_choices_are_those_of_the_options_in_the_request(batch: Callable, chat_model: str) -> None:
+    asked = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "n": 3, "stop": "e", "presence_penalty": 0.5}
+    asked |= {"frequency_penalty": 0.25, "logit_bias": {"70": 3}}
+    line = answers(batch([completion("a", **asked, max_tokens=20), chat("b")], "drafter=llma").folder)["a"]
+    named = {name: value for name, value in asked.items() if name not in ("stop", "logit_bias")}
+    sampling = SamplingParams(**named, logit_bias={70: 3})
+    wanted = expected(chat_model, "abc", sampling=sampling, stop=["e"], limit=20)
+    choices = line["response"]["body"]["choices"]
+    assert [(each["index"], each["text"]) for each in choices] == [(each.sample, each.text) for each in wanted]
+    assert len({each["text"] for each in choices}) == 3
+    assert {each["finish_reason"] for each in choices} <= {"stop", "length"}
+    number = sum(len(each.token_ids) for each in wanted)
+    assert line["response"]["body"]["usage"]["completion_tokens"] == number
+
+
+def test_a_request_that_names_no_temperature_is_drawn_as_in_the_api(batch: Callable, chat_model: str) -> None:
+    silent = completion("a", temperature=None, max_tokens=12)
+    line = answers(batch([silent]).folder)["a"]
+    (wanted,) = expected(chat_model, "abc", sampling=SamplingParams(), limit=12)
+    assert line["response"]["body"]["choices"][0]["text"] == wanted.text
+    line = answers(batch([silent], "data.temperature=0", "overwrite=true").folder)["a"]
+    (wanted,) = expected(chat_model, "abc", limit=12)
+    assert line["response"]["body"]["choices"][0]["text"] == wanted.text
+
+
+def test_log_probabilities_of_chats_and_of_completions(batch: Callable, chat_model: str) -> None:
+    asked = [chat("a", logprobs=True, top_logprobs=2), chat("b", logprobs=True), completion("c", logprobs=1)]
+    lines = answers(batch(asked).folder)
+    (wanted,) = expected(chat_model, "<s>[u]hi[a]", sampling=SamplingParams(temperature=0, logprobs=2))
+    first, second, third = (lines[name]["response"]["body"]["choices"][0]["logprobs"] for name in "abc")
+    assert first["refusal"] is None
+    assert [each["logprob"] for each in first["content"]] == near([each.logprob for each in wanted.logprobs])
+    for each, own in zip(first["content"], wanted.logprobs, strict=True):
+        assert [other["logprob"] for other in each["top_logprobs"]] == near([share for _, share in own.top])
+        assert bytes(each["bytes"]).decode(errors="replace") == each["token"]
+    ends = wanted.finish_reason.value == "eos"  # which is in no text
+    spoken = b"".join(bytes(each["bytes"]) for each in first["content"][: -1 if ends else None])
+    assert spoken.decode(errors="replace") == wanted.text
+    assert [each["top_logprobs"] for each in second["content"]] == [[]] * len(first["content"])
+    assert [each["logprob"] for each in second["content"]] == near([each["logprob"] for each in first["content"]])
+    assert third["text_offset"] == [sum(map(len, third["tokens"][:place])) for place in range(len(third["tokens"]))]
+    greedy = [max(top.values()) for top in third["top_logprobs"]]
+    assert third["token_logprobs"] == greedy
+    assert all(math.isfinite(share) and share <= 0 for share in greedy)
+
+
+def near(numbers: list[float]) -> Any:
+    """Log-probabilities in float64, whose last digits depend on what else is in the batch."""
+    return pytest.approx(numbers, rel=1e-12)
+
+
+GOOD = completion("good")
+
+
+NAME = "a"
+REFUSED: list[tuple[Any, str]] = [
+    (chat(NAME, tools=[{"type": "function"}]), "{place}: emssd cannot honour tools=[{'type': 'function'}]; leave"),
+    (chat(NAME, response_format={"type": "json_object"}), "{place}: emssd cannot honour response_format="),
+    (chat(NAME, reasoning_effort="low"), "{place}: emssd cannot honour 'reasoning_effort', which is no option of"),
+    (chat(NAME, temperatur=1), "did you mean 'temperature'?"),
+    (chat(NAME, prompt="x"), "{place}: emssd cannot honour 'prompt', which is no option of /v1/chat/completions"),
+    (chat(NAME, top_logprobs=2), "{place}: top_logprobs is 2 without logprobs=true; add that"),
+    (chat(NAME, logprobs=2), "{place}: logprobs is 2; for /v1/chat/completions it must be true or false"),
+    (chat(NAME, max_tokens=0), "{place}: max_tokens is 0; it must be a whole number of at least 1"),
+    (chat(NAME, max_tokens=1, max_completion_tokens=2), "{place}: max_completion_tokens and max_tokens differ"),
+    (chat(NAME, messages=[]), "prompt {place} is no list of messages"),
+    (chat(NAME, messages="hi"), "{place}: messages is of type str"),
+    (chat(NAME, messages=[{"role": "user"}]), "prompt {place}: message 1 has no text 'content'"),
+    (chat(NAME, messages=[{"role": "robot", "content": "x"}]), "prompt {name}: the tokenizer's chat template refuses"),
+    (chat(NAME, messages=[ASK[0] | {"tool_calls": [1]}]), "{place}: message 1 has 'tool_calls'"),
+    (chat(NAME, messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "a part that is no text"),
+    (completion(NAME, stop=[""]), "{place}: stop is ['']; it must be a text, or a list of texts"),
+    (completion(NAME, prompt=["x", "y"]), "{place}: prompt is a list of 2; write a request for each"),
+    (completion(NAME, prompt=None), "{place}: prompt is None; it must be a text, or a list of token ids"),
+    (completion(NAME, prompt="x" * 200), "prompt {name} has 200 tokens, and the model takes 96"),
+    (completion(NAME, prompt=[10**6]), "prompt {name} has token ids outside the model's vocabulary"),
+    (completion(NAME, echo=True), "{place}: emssd cannot honour echo=True; leave it out"),
+    (completion(NAME, temperature=-1), "prompt {name}: sampling.temperature is -1"),
+    (completion(NAME, n=2), "prompt {name}: sampling.n is 2 at temperature 0, which would give 2 equal texts"),
+    (completion(NAME, logit_bias={"x": 1}), "prompt {name}: sampling.logit_bias has a token id 'x'"),
+    (completion(NAME, logprobs=True), "prompt {name}: sampling.logprobs is True"),
+    (GOOD | {"custom_id": NAME, "method": "GET"}, "{place}: method is 'GET'; it must be 'POST'"),
+    (GOOD | {"custom_id": NAME, "url": "/v1/embeddings"}, "{place}: url is '/v1/embeddings'; emssd answers"),
+    (GOOD | {"custom_id": NAME, "body": []}, "{place}: body is of type list; it must be an object"),
+    (GOOD | {"custom_id": NAME, "more": 1}, "{place} has a field 'more'; a request has custom_id, method"),
+    (GOOD | {"custom_id": 7}, "{place} has no text custom_id; give each request one of its own"),
+    ("{", "{place} is not JSON: "),
+]
+
+
+def test_a_request_that_cannot_be_honoured_fails_alone(batch: Callable) -> None:
+    asked, wanted = list[Any](), dict[str, str]()
+    for number, (request, sentence) in enumerate(REFUSED, start=1):
+        place, name = f"r.jsonl:{number}", f"a{number}"
+        has_name = isinstance(request, dict) and request["custom_id"] == NAME
+        asked.append(request | {"custom_id": name} if has_name else request)
+        wanted[name if has_name else place] = sentence.replace("{place}", place).replace("{name}", name)
+    result = batch([*asked, GOOD], "max_new_tokens=1", "drafter=none")
+    assert result.status == 0
+    lines = answers(result.folder)
+    assert lines.pop("good")["response"]["status_code"] == 200
+    assert lines.keys() == wanted.keys()
+    assert [name for name, line in lines.items() if wanted[name] not in error(line)] == []
+    assert result.metrics["num_failed_prompts"] == len(REFUSED)
+
+
+def test_two_requests_of_one_name(batch: Callable) -> None:
+    lines = answers(batch([GOOD, chat("good")]).folder)
+    assert lines["good"]["response"]["body"]["object"] == "text_completion"
+    assert error(lines["r.jsonl:2"]).startswith("r.jsonl:2 has the custom_id 'good' of r.jsonl:1; give it one")
+
+
+def test_harmless_fields_change_nothing(batch: Callable) -> None:
+    more = {"user": "me", "metadata": {"a": "b"}, "store": True, "tools": [], "tool_choice": "none", "stream": False}
+    more |= {"response_format": {"type": "text"}, "prediction": {"type": "content", "content": "x"}, "seed": None}
+    lines = answers(batch([chat("a"), chat("b", **more)]).folder)
+    texts = [line["response"]["body"]["choices"] for line in lines.values()]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("requests", "arguments", "sentence"),
+    [
+        ([GOOD, chat("a", tools=[1])], ["on_error=fail"], "r.jsonl:2: emssd cannot honour tools=[1]; leave it out"),
+        ([GOOD], ["sampling.temperature=0.5"], "sampling.temperature is 0.5; with data=openai_batch each request "
+         "names its own, and data.temperature is that of the others"),
+        ([GOOD], ["data.temperature=-1"], "data.temperature is -1.0; it must be 0 or at least 1e-06"),
+        ([GOOD], ["data.limit=0"], "data.limit is 0; it must be at least 1"),
+        ([], [], "r.jsonl holds no requests: it is empty"),
+    ],
+)  # fmt: skip
+def test_what_ends_the_run_before_it_begins(
+    requests: list[Any], arguments: list[str], sentence: str, batch: Callable
+) -> None:
+    result = batch(requests, *arguments)
+    assert result.sentence == sentence
+    assert not result.folder.exists()
+
+
+def test_a_model_without_a_chat_template_takes_completions(batch: Callable, model: str) -> None:
+    assert batch([chat("a")], f"model.path={model}").sentence.startswith("a conversation needs a tokenizer with a")
+    assert answers(batch([GOOD], f"model.path={model}").folder)["good"]["response"]["status_code"] == 200
+
+
+def test_a_batch_whose_requests_all_fail_is_answered(batch: Callable) -> None:
+    result = batch([chat("a", tools=[1]), completion("b", prompt="x" * 200)])
+    assert "none of the 2 prompts can be used" in result.sentence
+    assert [error(line)[:8] for line in answers(result.folder).values()] == ["r.jsonl:", "prompt b"]
+
+
+def test_an_interrupted_batch_goes_on(batch: Callable) -> None:
+    asked = [completion("a", temperature=1, n=2, logprobs=1), chat("b"), chat("c", tools=[1]), completion("d")]
+    whole = batch(asked)
+    before = {name: _settled(line) for name, line in answers(whole.folder).items()}
+    assert list(before) == ["a", "b", "d", "c"]
+    rows, output = whole.folder / "generations.jsonl", whole.folder / "batch_output.jsonl"
+    lines = rows.read_bytes().splitlines(keepends=True)
+    rows.write_bytes(lines[0] + lines[1][:30])
+    again = batch(asked, "resume=true", "drafter=none", "batch_size=1")
+    assert again.metrics["num_resumed_prompts"] == 1
+    assert {name: _settled(line) for name, line in answers(whole.folder).items()} == before
+    output.unlink()  # as if the run had been killed between its last row and the answers
+    assert batch(asked, "resume=true").status == 0
+    assert {name: _settled(line) for name, line in answers(whole.folder).items()} == before
+
+
+def _settled(line: dict[str, Any]) -> dict[str, Any]:
+    """Without the time, and with no more of log-probabilities than their tokens."""
+    line["response"]["body"].pop("created", None)
+    for choice in line["response"]["body"].get("choices", []):
+        if choice["logprobs"] is not None:
+            choice["logprobs"] = choice["logprobs"]["tokens"]
+    return line
+
+
+def test_another_job_in_the_folder_takes_the_answers_away(batch: Callable, emssd: Callable, model: str) -> None:
+    folder = batch([GOOD]).folder
+    other = ("data=random", "data.vocab_size=50", "data.num_tokens=3", "data.limit=1", "max_new_tokens=1")
+    assert emssd(f"model.path={model}", *other, "output_dir=out", "overwrite=true", "progress=false").status == 0
+    assert (folder / "generations.jsonl").exists()
+    assert not (folder / "batch_output.jsonl").exists()
+
+
+def test_the_commands_of_the_page(emssd: Callable, chat_model: str, work: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    requests, failed = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (work / "requests.jsonl").write_text(requests)
+    words = [word.replace("=DIR", f"={chat_model}") for word in shlex.split(command)]
+    assert emssd(*words[3:], "progress=false").status == 0
+    lines = answers(work / "answers")
+    assert [line["response"]["status_code"] for line in lines.values()] == [200, 200, 400]
+    assert list(lines) == ["hello", "three", "tools"]
+    assert len(lines["three"]["response"]["body"]["choices"]) == 3
+    shown = json.loads(failed)
+    assert error(shown) == error(lines["tools"])
