@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import nox
@@ -102,6 +103,27 @@ def attack(session: nox.Session) -> None:
     if not session.posargs:
         sampled = ["-k", "plain_sampling", "tests/sampling/test_drafters.py"]
         session.run(BIN / "pytest", "-q", *sampled, env={"HYPOTHESIS_PROFILE": "thorough"})
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+def lm_eval(session: nox.Session) -> None:
+    """Tests the evaluation harness's model `emssd` with that installed, and scores the example's task, offline."""
+    _install_beside(session, "lm_eval")
+    session.run("python", "-m", "pytest", "tests/models/test_lm_eval.py", *session.posargs)
+    model = "pretrained=emssd/demo/weights/target,drafter=suffix"
+    task = ["--tasks", "questions", "--include_path", "examples/lm_eval", "--device", "cpu"]
+    command = "from emssd.integrations.lm_eval_command import main; main()"
+    arguments = ["--model", "emssd", "--model_args", model, *task]
+    session.run("python", "-c", command, *arguments, env={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"})
+
+
+def _install_beside(session: nox.Session, extra: str) -> None:
+    """Install what `extra` asks for. The session's venv also sees the environment of nox, so torch is there."""
+    asked = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"][extra]
+    find = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    site = str(session.run("python", "-c", find, silent=True)).strip()
+    Path(site, "beside.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+    session.install(*asked)
 
 
 @nox.session(venv_backend="none")

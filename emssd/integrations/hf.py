@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from emssd.decoding.engine import Engine
     from emssd.sequences import Generation, Request
 
-__all__ = ["custom_generate"]
+__all__ = ["check_inputs", "custom_generate", "prompts_of"]
 
 # What `generate` itself hands on; each is checked or without influence on the tokens.
 _MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -79,10 +79,10 @@ def custom_generate(
 
     assert generation_config is not None
     check_config(generation_config)
-    _check_inputs(model_kwargs)
+    check_inputs(model_kwargs)
     max_length, eos, others = limits(generation_config, stopping_criteria)
     others += of_strings(stop_strings, draft_tokenizer)
-    prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     padding = [row[: input_ids.shape[1] - len(ids)].tolist() for row, ids in zip(input_ids, prompts, strict=True)]
     check_processors(generation_config, logits_processor, [len(left) for left in padding], input_ids.shape[1])
     sampling, num_samples = sampling_of(generation_config, seed), generation_config.num_return_sequences or 1
@@ -152,7 +152,7 @@ def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tu
     return {int(each.request_id) * num_samples + each.sample: each.token_ids for each in generations}
 
 
-def _check_inputs(model_kwargs: dict[str, Any]) -> None:
+def check_inputs(model_kwargs: dict[str, Any]) -> None:
     """Refuse what `generate` hands to a model and an engine would not.
 
     Raises:
@@ -169,7 +169,7 @@ def _check_inputs(model_kwargs: dict[str, Any]) -> None:
         )
 
 
-def _prompts(
+def prompts_of(
     input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> list[tuple[int, ...]]:
     """The rows without their padding.

@@ -39,7 +39,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "python -m emssd.simulate": simulate_parser,
     "emssd-rest": rest_parser,
 }
-SHELL = {".", "cd", "export", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
+SHELL = {".", "cd", "emssd-lm-eval", "export", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
 MODULES = {"python -m build", "python -m pip"}
 QUOTED = {  # files that a test runs, or nox -s docs
     "examples/library.py",

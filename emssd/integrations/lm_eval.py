@@ -1,0 +1,178 @@
+"""The model ``emssd`` of EleutherAI's evaluation harness: an engine answers ``generate_until``, `HFLM` all else.
+
+``import emssd.integrations.lm_eval`` registers it; the command ``emssd-lm-eval`` is ``lm_eval`` with it registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import MultiTokenEOSCriteria
+from tqdm import tqdm
+
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
+from emssd.errors import ConfigError, did_you_mean
+from emssd.integrations.hf import check_inputs, prompts_of
+from emssd.integrations.hf_criteria import limits
+from emssd.integrations.hf_options import check_config, check_processors, sampling_of
+from emssd.plugins.registry import Registry
+from emssd.sequences import Request, StopStrings
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from transformers import GenerationConfig, PreTrainedModel
+
+__all__ = ["EmssdLM"]
+
+_KINDS = ("drafter", "backend", "budget")
+_OPTIONS = {field.name for field in dataclasses.fields(EngineOptions)} - {"batch_size"}
+
+
+@register_model("emssd")
+class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
+    """`HFLM` whose ``generate_until`` decodes speculatively, with the texts and scores of ``--model hf``.
+
+    A task's requests are one continuous batch of `batch_size` rows. What Transformers' ``generate`` would do with a
+    task's ``generation_kwargs`` is done, or refused with a sentence; see `emssd.custom_generate`.
+
+    Args:
+        pretrained: as of `HFLM`.
+        drafter, backend, budget: as in `Engine.from_model`. With a name go options of the plugin, as in
+            ``drafter=draft_model,drafter.path=SMALL``.
+        batch_size: rows decoded together; ``auto`` takes `max_batch_size`. Other requests are batched by `HFLM`.
+        max_batch_size: as of `HFLM`.
+        options: fields of `emssd.decoding.options.EngineOptions`, options of plugins, and arguments of `HFLM`.
+
+    Raises:
+        ConfigError: an option that cannot be.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        drafter: Any = DEFAULT_DRAFTER,
+        backend: Any = "ragged",
+        budget: Any = "adaptive",
+        batch_size: int | str = 1,
+        max_batch_size: int = 64,
+        **options: Any,
+    ) -> None:
+        registry, chosen = Registry(), {"drafter": drafter, "backend": backend, "budget": budget}
+        self._choices = {kind: _choice(registry, kind, chosen[kind], _taken(options, kind)) for kind in _KINDS}
+        self._options = {name: options.pop(name) for name in list(options) if name in _OPTIONS}
+        self._num_rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
+        if options.get("mixed_precision_dtype") is not None:
+            raise ConfigError("mixed_precision_dtype would change what the engine decodes; leave it out, and set dtype")
+        super().__init__(pretrained, batch_size=batch_size, max_batch_size=max_batch_size, **options)
+        if self.backend != "causal":
+            raise ConfigError(f"emssd decodes causal language models, and this one is {self.backend}; use --model hf")
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine around the model that `HFLM` has loaded."""
+        return Engine.from_model(
+            self.model, self.tokenizer, batch_size=self._num_rows, **self._choices, **self._options
+        )
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The texts of `requests`, up to their stop strings."""
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running generate_until requests")
+        with bar, self._all_at_once(len(requests)):
+            self._row_done = bar.update
+            texts: list[str] = super().generate_until(requests, disable_tqdm=True)
+        return texts
+
+    @contextmanager
+    def _all_at_once(self, num_requests: int) -> Iterator[None]:
+        """`HFLM` hands over all requests with the same options in one batch, and the engine makes its own of them."""
+        before, self.batch_size_per_gpu = self.batch_size_per_gpu, max(num_requests, 1)
+        try:
+            yield
+        finally:
+            self.batch_size_per_gpu = before
+
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> torch.Tensor:
+        """``[B, n + new]`` for ``context [B, n]``: Transformers prepares the call, and the engine decodes."""
+        decode = self._decoder([string for string in stop if string])
+        ids: torch.Tensor = super()._model_generate(
+            context, max_length, stop, custom_generate=decode, **generation_kwargs
+        )
+        return ids
+
+    def _decoder(self, stop: list[str]) -> Callable[..., torch.Tensor]:
+        """A function for ``generate(custom_generate=…)`` that ends rows at the strings `stop`."""
+
+        def decode(
+            model: PreTrainedModel,
+            input_ids: torch.Tensor,
+            logits_processor: Any = None,
+            stopping_criteria: Any = None,
+            generation_config: GenerationConfig | None = None,
+            **model_kwargs: Any,
+        ) -> torch.Tensor:
+            assert generation_config is not None
+            check_config(generation_config)
+            check_inputs(model_kwargs)
+            criteria = [each for each in stopping_criteria or () if type(each) is not MultiTokenEOSCriteria]
+            max_length, eos, others = limits(generation_config, criteria)
+            if others or (generation_config.num_return_sequences or 1) > 1:
+                raise ConfigError("emssd answers each request once, up to the strings of `until`; use --model hf")
+            prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+            width = input_ids.shape[1]
+            check_processors(generation_config, logits_processor, [width - len(ids) for ids in prompts], width)
+            stops = StopStrings(stop, self.tokenizer) if stop else None
+            sampling = sampling_of(generation_config, None)
+            requests = [
+                Request(str(row), ids, max_length - width, frozenset(eos), stops, sampling)
+                for row, ids in enumerate(prompts)
+            ]
+            return self._decoded(requests, input_ids, generation_config.pad_token_id or 0)
+
+        return decode
+
+    def _decoded(self, requests: list[Request], input_ids: torch.Tensor, pad: int) -> torch.Tensor:
+        """The inputs and what the engine makes of them, padded on the right."""
+        new: dict[int, tuple[int, ...]] = {}
+        for generation in self.engine.run(requests):
+            new[int(generation.request_id)] = generation.token_ids
+            self._row_done()
+        output = input_ids.new_full((len(requests), max(map(len, new.values()))), pad)
+        for row, tokens in new.items():
+            output[row, : len(tokens)] = torch.tensor(tokens, device=output.device)
+        return torch.cat([input_ids, output], dim=1)
+
+
+def _taken(options: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Takes ``KIND.OPTION`` out of `options`; gives them by their own names."""
+    names = [name for name in options if name.startswith(f"{kind}.")]
+    return {name.removeprefix(f"{kind}."): options.pop(name) for name in names}
+
+
+def _choice(registry: Registry, kind: str, chosen: Any, values: Mapping[str, Any]) -> Any:
+    """What is `chosen`, with `values` of its options if there are any.
+
+    Raises:
+        ConfigError: it is no name, or has no such option.
+    """
+    if not values:
+        return chosen
+    if not isinstance(chosen, str):
+        raise ConfigError(f"{kind}.{next(iter(values))} goes with a name as in {kind}=NAME; {kind} is {chosen!r}")
+    config = registry.find(kind, chosen).config
+    known = [field.name for field in dataclasses.fields(config)]
+    for name in values:
+        if name not in known:
+            raise ConfigError(
+                f"{kind} {chosen!r} has no option {name!r}{did_you_mean(name, known) or '.'} It has {', '.join(known)}"
+            )
+    return config(**values)
