@@ -117,6 +117,13 @@ def lm_eval(session: nox.Session) -> None:
     session.run("python", "-c", command, *arguments, env={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"})
 
 
+@nox.session(venv_backend="venv", reuse_venv=True)
+def ray(session: nox.Session) -> None:
+    """Tests `cluster=ray` and `emssd.integrations.ray` on a Ray of this machine: workers are killed, rows counted."""
+    _install_beside(session, "ray")
+    session.run("python", "-m", "pytest", "tests/cli/test_ray.py", "tests/core/test_engine_thread.py", *session.posargs)
+
+
 def _install_beside(session: nox.Session, extra: str) -> None:
     """Install what `extra` asks for. The session's venv also sees the environment of nox, so torch is there."""
     asked = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"][extra]

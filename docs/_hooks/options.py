@@ -15,7 +15,15 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from emssd.cli import docstrings
 from emssd.cli.option_texts import option_texts, written
 from emssd.decoding.options import EngineOptions
-from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, SamplingConfig, TaskConfig, conf_dir
+from emssd.jobs.config import (
+    ClusterConfig,
+    ExperimentConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    conf_dir,
+)
 from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import Registry
 
@@ -41,6 +49,7 @@ _GROUPS = {
 _MORE = {
     "model": "The target model.",
     "sampling": "How the next token is chosen.",
+    "cluster": "Where prompts are decoded; `null` is this process.",
     "method": "What an experiment compares.",
     "task": "What an experiment decodes.",
     "experiment": "A sweep whose runs are kept as rows.",
@@ -62,7 +71,13 @@ def page() -> str:
     lines += _options(RunConfig, "run", [field for field in own if field.name not in chosen])
     lines += ["## How rows are decoded {#engine}", "", docstrings.introduction(EngineOptions), ""]
     lines += _options(EngineOptions, "run", dataclasses.fields(EngineOptions))
-    kinds = {"model": ModelConfig, "sampling": SamplingConfig, "experiment": ExperimentConfig, "task": TaskConfig}
+    kinds = {
+        "model": ModelConfig,
+        "sampling": SamplingConfig,
+        "cluster": ClusterConfig,
+        "experiment": ExperimentConfig,
+        "task": TaskConfig,
+    }
     for prefix, kind in kinds.items():
         lines += [f"## {prefix}=… {{#{prefix}}}", "", docstrings.introduction(kind), ""]
         lines += _options(kind, prefix, dataclasses.fields(kind), prefix=f"{prefix}.") + _presets(prefix)

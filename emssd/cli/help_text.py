@@ -22,7 +22,7 @@ from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["register_help"]
 
-_CHOSEN = ("model", "drafter", "backend", "budget", "data", "sampling")  # whose options are told
+_CHOSEN = ("model", "drafter", "backend", "budget", "data", "sampling", "cluster")  # whose options are told
 _COMPARED = ("experiment", "method", "task")
 _INDENT = 32  # columns before the descriptions
 _WIDEST = 120

@@ -23,7 +23,7 @@ _TOLD = AROUND | {  # options that other fields of a row tell: data.limit its pr
     "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "sampling",
     "speculate", "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device",
     "model.compile", "data.name", "data.limit",
-    "check", "on_error", "on_drafter_error",  # without effect on what a run measures
+    "check", "cluster", "on_error", "on_drafter_error",  # without effect on what a run measures
 }  # fmt: skip
 
 

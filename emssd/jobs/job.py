@@ -36,7 +36,7 @@ from emssd.plugins.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequences import Generation, Request
 
-__all__ = ["JobResult", "run_job"]
+__all__ = ["JobResult", "make_engine", "run_job", "write_answers"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def run_job(
         counts["num_failed_prompts"] = len(work.failures.prompts)
         metrics = _describe(config, work.engine, registry) | counts | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
-        _write_answers(config, output, work.every, work.failures)
+        write_answers(config, output, work.every, work.failures)
         report = None
         if config.check is not None:
             report, greedy = _compare_with_plain(config, work, done, console, registry, models)
@@ -174,18 +174,18 @@ def _prepare(
         there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
         console.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
     if output.finished and not left:
-        _write_answers(config, output, prompts, failures)
+        write_answers(config, output, prompts, failures)
         console.print("nothing is left to do")
         return None
     console.print(f"loading {config.model.path} …", highlight=False)
-    engine = _engine(config, registry, models)
+    engine = make_engine(config, registry, models)
     if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
         console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
     requests = to_requests(config, engine, left, failures, output.finished)
     if requests:
         return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures, prompts)
     output.write_errors(failures.prompts)
-    _write_answers(config, output, prompts, failures)
+    write_answers(config, output, prompts, failures)
     print_failures(console, failures.prompts)
     if output.finished:
         console.print("nothing else is left to do")
@@ -193,7 +193,7 @@ def _prepare(
     raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.path}/errors.jsonl says why")
 
 
-def _write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt], failures: Failures) -> None:
+def write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt], failures: Failures) -> None:
     """Write what an OpenAI batch is answered with, once all of its rows are there; nothing for other prompts."""
     if isinstance(config.data, OpenAIBatchConfig):
         model = config.model
@@ -201,7 +201,7 @@ def _write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt]
         write_batch_output(output.path, prompts, failures.prompts, model.path, tokenizer)
 
 
-def _engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseline: Engine | None = None) -> Engine:
+def make_engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseline: Engine | None = None) -> Engine:
     """The engine of `config`, or plain decoding with the target of `baseline`."""
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer
@@ -234,7 +234,7 @@ def _compare_with_plain(
     The tokens of rows with `residual` sampling are not those of the plain run; these are tested for their law.
     """
     target = work.engine.target
-    greedy = dataclasses.replace(work, engine=_engine(config, registry, models, baseline=work.engine))
+    greedy = dataclasses.replace(work, engine=make_engine(config, registry, models, baseline=work.engine))
     warm_up(greedy.engine, greedy.requests)
     live = LiveFigures(
         console,

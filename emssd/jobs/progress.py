@@ -7,14 +7,25 @@ import sys
 import time
 from datetime import timedelta
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from emssd.metrics.stats import RunReport
+__all__ = ["Figures", "LiveFigures", "show_messages"]
 
-__all__ = ["LiveFigures", "show_messages"]
+
+class Figures(Protocol):
+    """What is shown of a run that goes on."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second, prompts included."""
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean acceptance length τ."""
 
 
 def show_messages(console: Console) -> None:
@@ -62,7 +73,7 @@ class LiveFigures:
     ) -> None:
         self._progress.stop()
 
-    def row_done(self, report: RunReport) -> None:
+    def row_done(self, report: Figures) -> None:
         """One more row is done, with the figures of `report` by now."""
         self._done += 1
         live = f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}"

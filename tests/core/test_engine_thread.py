@@ -1,0 +1,117 @@
+"""An engine in a thread of its own: rows of many callers in one batch, each with its outcome; `TextGenerator`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emssd import Engine, SamplingParams
+from emssd.errors import ConfigError, PromptError
+from emssd.integrations.engine_thread import EngineThread
+from emssd.integrations.ray import TextGenerator
+from emssd.sequences import Request
+
+PROMPTS = ["The for statement", "Lambda expressions are", "A class", "An assert", "To import a", "A list"]
+DRAWN = SamplingParams(temperature=0.8, seed=3, n=2)
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[EngineThread]:
+    thread = EngineThread(Engine.from_pretrained("demo", dtype="float64", drafter="llma", batch_size=3))
+    yield thread
+    thread.close()
+    assert not thread._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    """What each row would be by itself."""
+    return Engine.from_pretrained("demo", dtype="float64", drafter="none", batch_size=1)
+
+
+def test_callers_in_many_threads_get_their_own_rows(thread: EngineThread, alone: Engine) -> None:
+    def ask(number: int) -> list[tuple[int, ...]]:
+        ids = tuple(thread.engine.tokenizer(PROMPTS[number])["input_ids"])
+        sampling = DRAWN if number % 2 else None
+        done = thread.submit(Request("same" if number % 2 else str(number), ids, 12, sampling=sampling))
+        return [future.result(timeout=60).token_ids for future in done]
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        found = list(pool.map(ask, range(len(PROMPTS))))
+    assert thread.engine.report.num_row_steps > thread.engine.report.num_steps  # they shared batches
+    for number, rows in enumerate(found):
+        ids = tuple(alone.tokenizer(PROMPTS[number])["input_ids"])
+        request = Request("same" if number % 2 else "x", ids, 12, sampling=DRAWN if number % 2 else None)
+        done = sorted(alone.run([request]), key=lambda generation: generation.sample)
+        assert rows == [each.token_ids for each in done]
+
+
+def test_a_row_that_cannot_be_fails_alone(thread: EngineThread) -> None:
+    (good,) = thread.submit(Request("a", (5, 6), 3))
+    (bad,) = thread.submit(Request("b", (10**6,), 3))
+    with pytest.raises(PromptError, match="token ids outside the model's vocabulary"):
+        bad.result(timeout=60)
+    assert len(good.result(timeout=60).token_ids) == 3
+
+
+def test_a_step_that_fails_fails_its_rows_and_no_later_ones(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(thread.engine.runner, "run", lambda packed: 1 // 0)
+        (first,) = thread.submit(Request("a", (5, 6), 3))
+        with pytest.raises(ZeroDivisionError):
+            first.result(timeout=60)
+    (second,) = thread.submit(Request("a", (5, 6), 3))
+    assert len(second.result(timeout=60).token_ids) == 3
+
+
+@pytest.fixture(scope="module")
+def generate() -> Any:
+    """``generate(batch, **options)`` as an actor of Ray Data would."""
+
+    def run(batch: dict[str, Any], **options: Any) -> dict[str, Any]:
+        made = TextGenerator("demo", dtype="float64", batch_size=2, max_new_tokens=8, **options)
+        columns = {name: np.array(values, dtype=object) for name, values in batch.items()}
+        return asyncio.run(made(columns))
+
+    return run
+
+
+def test_a_batch_gets_its_columns_in_its_order(generate: Any, alone: Engine) -> None:
+    ids = alone.tokenizer(PROMPTS[1])["input_ids"]
+    prompts = np.empty(3, dtype=object)
+    prompts[:] = [PROMPTS[0], np.array(ids), PROMPTS[2]]
+    out = generate({"prompt": prompts, "more": [1, 2, 3]})
+    wanted = alone.generate([PROMPTS[0], ids, PROMPTS[2]], 8)
+    assert list(out) == ["prompt", "more", "generated_text", "generated_token_ids", "finish_reason"]
+    assert list(out["generated_text"]) == [each.text for each in wanted]
+    assert [tuple(row) for row in out["generated_token_ids"]] == [each.token_ids for each in wanted]
+    assert list(out["finish_reason"]) == [each.finish_reason.value for each in wanted]
+
+
+def test_what_is_drawn_depends_on_the_id_of_a_row_alone(generate: Any) -> None:
+    options = {"sampling": SamplingParams(seed=1), "id_column": "id", "ignore_eos": True}
+    both = generate({"prompt": [PROMPTS[0]] * 2, "id": ["a", "b"]}, **options)["generated_text"]
+    one = generate({"prompt": [PROMPTS[0]], "id": ["b"]}, **options)["generated_text"]
+    assert both[0] != both[1]
+    assert both[1] == one[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "sentence"),
+    [
+        ({"text": ["x"]}, {}, "there is no column 'prompt'; the columns are text"),
+        ({"prompt": ["x"], "finish_reason": ["y"]}, {}, "the column 'finish_reason' is there already"),
+        ({"prompt": ["x"]}, {"sampling": SamplingParams()}, "name the column with id_column="),
+        ({"prompt": ["x"]}, {"sampling": SamplingParams(n=2)}, "sampling.n is 2, and a row has one text"),
+    ],
+)
+def test_what_cannot_be(columns: dict[str, Any], options: dict[str, Any], sentence: str, generate: Any) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        generate(columns, **options)
