@@ -43,6 +43,12 @@ class BorrowedTarget:
         """Width of the residual stream."""
         return int(self._model.config.get_text_config().hidden_size)
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The values of the model's config, for drafters with layers like the target's own."""
+        values: dict[str, Any] = self._model.config.get_text_config().to_dict()
+        return values
+
     def embed(self, token_ids: torch.Tensor, *, raw: bool = False) -> torch.Tensor:
         """``[n, width]`` embeddings of ``token_ids [n]`` as the model makes them, without positions.
 
