@@ -79,12 +79,23 @@ class Trial:
         self.engine = Engine.assemble(self.target, None, drafter=made, backend=backend, budget="fixed", options=chosen)
         return self.engine
 
-    def text(self, name: str, prompt: Seq[int], params: SamplingParams | None) -> tuple[int, ...]:
+    def text(
+        self, name: str, prompt: Seq[int], params: SamplingParams | None, num_new: int = NUM_NEW
+    ) -> tuple[int, ...]:
         """What the target says by itself, decoded by hand and without a cache."""
         key = (None if params is None else name, tuple(prompt), repr(params))
-        if key not in self._texts:
-            self._texts[key] = reference.sampled(self.target.model, prompt, NUM_NEW, params, name)
-        return self._texts[key]
+        if len(self._texts.get(key, ())) < num_new:
+            self._texts[key] = reference.sampled(self.target.model, prompt, num_new, params, name)
+        return self._texts[key][:num_new]
+
+    def decode_preempted(self, options: Mapping[str, Any], num_new: int = 90) -> None:
+        """Decode chains in a KV cache that has no room for all rows; no token changes, and each draft is accepted."""
+        limit = str(256 * self.target.kv_cache_spec(1).bytes_per_token())
+        engine = self.make_engine(options, kv_memory=limit, max_step_tokens=16, batch_size=3)
+        for prompt, generation in zip(PROMPTS, engine.generate(PROMPTS, num_new, ignore_eos=True), strict=True):
+            assert generation.token_ids == self.text("", prompt, None, num_new)
+            assert generation.num_accepted == generation.num_drafted > 0
+        assert engine.report.num_preempted > 0
 
     def requests(self, kinds: Seq[SamplingParams | None] = (None,) * 4) -> list[Request]:
         """One for each of `PROMPTS`."""
@@ -156,13 +167,14 @@ def earlier_states(drafter: type[Drafter]) -> Callable[[pytest.MonkeyPatch], Non
 
 
 def states_of_other_nodes(patch: pytest.MonkeyPatch) -> None:
-    """A fault: hidden states of a draft's first nodes in the place of those that were accepted."""
+    """A fault: hidden states of a draft's last nodes in the place of those that were accepted."""
     import emssd.decoding.engine
 
     with_hidden = emssd.decoding.engine.with_hidden
 
-    def first_nodes(outcome: Outcome, packed: PackedInputs, output: Any) -> Outcome:
-        first = tuple(range(len(nodes)) for nodes in outcome.accepted)
-        return replace(with_hidden(replace(outcome, accepted=first), packed, output), accepted=outcome.accepted)
+    def last_nodes(outcome: Outcome, packed: PackedInputs, output: Any) -> Outcome:
+        pairs = zip(outcome.accepted, outcome.draft.lengths, strict=True)
+        last = tuple(range(length - len(nodes), length) for nodes, length in pairs)
+        return replace(with_hidden(replace(outcome, accepted=last), packed, output), accepted=outcome.accepted)
 
-    patch.setattr(emssd.decoding.engine, "with_hidden", first_nodes)
+    patch.setattr(emssd.decoding.engine, "with_hidden", last_nodes)
