@@ -13,6 +13,10 @@ import pytest
 import torch
 from emssd_eagle3 import Eagle3Config, TreeKind
 from emssd_eagle3.drafter import Eagle3Drafter
+from emssd_hydra import HydraConfig
+from emssd_hydra.drafter import HydraDrafter
+from emssd_medusa import MedusaConfig
+from emssd_medusa.drafter import MedusaDrafter
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
@@ -159,6 +163,46 @@ class TestHiddenStatesWithinAUnion(DrafterConformance):
 class TestUnionWithADraftModel(DrafterConformance):
     plugin = "union"
     num_examples = 2
+
+
+class TestMedusa(DrafterConformance):
+    """Heads of random weights, as below."""
+
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return MedusaDrafter.load(MedusaConfig(path=_random_medusa(context), num_nodes=7), context)
+
+
+class TestHydra(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return HydraDrafter.load(HydraConfig(path=_random_hydra(context), num_nodes=7, top_k=3), context)
+
+
+def _random_medusa(context: DrafterContext) -> str:
+    """Three heads."""
+    assert context.target is not None
+    size, vocab_size = context.target.hidden_size, context.vocab_size
+    layers = {f"{head}.0.linear.weight": (size, size) for head in range(3)}
+    shapes = layers | {f"{head}.1.weight": (vocab_size, size) for head in range(3)}
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), {}, random_weights(shapes), "medusa_lm_head.pt")
+
+
+def _random_hydra(context: DrafterContext) -> str:
+    """Three heads behind a prefix layer."""
+    assert context.target is not None
+    size, vocab_size, prefix = context.target.hidden_size, context.vocab_size, "prefix_embeding_layer."
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}norm.weight": (size,)}
+    shapes |= layer_weights(f"{prefix}layers.0.", context.target.config, size)
+    shapes[f"{prefix}layers.0.input_layernorm.weight"] = (size,)
+    for head in range(3):
+        for part in ("linear", "res_connection"):
+            shapes[f"hydra_mlp.{head}.1.{part}.weight"] = (size, (head + 2) * size)
+        shapes |= {f"hydra_lm_head.{head}.1.weight": (vocab_size, size), f"hydra_lm_head.{head}.1.bias": (vocab_size,)}
+    config = {"hydra_head_arch": "prefix-mlp"}
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes), "hydra_lm_head.pt")
 
 
 def _random_head(context: DrafterContext) -> str:

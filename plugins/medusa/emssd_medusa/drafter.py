@@ -36,6 +36,9 @@ logger = logging.getLogger("emssd")
 Path = tuple[int, ...]
 """Tokens behind a row's newest one."""
 
+_NEWEST: tuple[Way, Path] = ((), ())
+"""How a row's newest token is reached."""
+
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -82,7 +85,7 @@ class _Row:
                 missing.append(path)
             return []
 
-        self.tree = grow_tree(((), ()), children, num_nodes=self.num_nodes, depth=self.depth, branches=self.num_nodes)
+        self.tree = grow_tree(_NEWEST, children, num_nodes=self.num_nodes, depth=self.depth, branches=self.num_nodes)
         return missing
 
 
