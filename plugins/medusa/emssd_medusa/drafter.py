@@ -78,12 +78,13 @@ class _Row:
         def children(state: tuple[Way, Path]) -> list[tuple[int, float, tuple[Way, Path]]]:
             way, path = state
             ranks = candidates.ranks(way)
-            if ranks and (known := self.known.get(self.key(path))) is not None:
-                likely = ((rank, *known[rank]) for rank in ranks if rank < len(known))
-                return [(token, chance, ((*way, rank), (*path, token))) for rank, token, chance in likely]
-            if ranks:
+            if not ranks:
+                return []
+            if (known := self.known.get(self.key(path))) is None:
                 missing.append(path)
-            return []
+                return []
+            likely = ((rank, *known[rank]) for rank in ranks if rank < len(known))
+            return [(token, chance, ((*way, rank), (*path, token))) for rank, token, chance in likely]
 
         self.tree = grow_tree(_NEWEST, children, num_nodes=self.num_nodes, depth=self.depth, branches=self.num_nodes)
         return missing
@@ -97,7 +98,8 @@ class MedusaDrafter(Drafter):
     the others guess. So what follows a node depends on its level, and not on its way there.
 
     A row is drafted for once the target has computed all of its tokens but the newest, so not in its first step. On a
-    GPU the host waits once a step. Where penalties read the drafted tokens, it waits once more for each level.
+    GPU the host waits once a step, twice in a batch of greedy and sampled rows. Where penalties read drafted tokens, it
+    waits once more for each level.
 
     Args:
         heads: with their weights.
