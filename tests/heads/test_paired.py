@@ -25,9 +25,9 @@ from emssd.heads.pairs import KnownPairs
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd.testing.oracle import greedy_reference
-from tests.support.heads import Weights, layer_weights, random_weights, write_head
 from tests.support.paired import DEPTH, HEADS, NUM_NEW, PROMPTS, decode, is_full, make_engine, sure, target, text
-from tests.support.perfect_head import SIZE, VOCAB
+from tests.support.perfect_head import VOCAB
+from tests.support.random_heads import random_head
 
 KINDS: dict[str, list[SamplingParams | None]] = {
     "greedy": [None] * 4,
@@ -74,12 +74,17 @@ def test_prompts_in_pieces(head: str, shape: str, max_step_tokens: int) -> None:
         assert generation.num_accepted > NUM_NEW // 2
 
 
+@cache
+def long_text(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(greedy_reference(target().model, prompt, 120))
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_rows_that_are_preempted_begin_anew(head: str) -> None:
-    limit = str(136 * target().kv_cache_spec(1).bytes_per_token())
+    limit = str(256 * target().kv_cache_spec(1).bytes_per_token())
     engine = make_engine(head, SHAPES["chain"], kv_memory=limit, max_step_tokens=16, batch_size=3)
-    for prompt, generation in zip(PROMPTS, engine.generate(PROMPTS, 60, ignore_eos=True), strict=True):
-        assert generation.token_ids == tuple(greedy_reference(target().model, prompt, 60))
+    for prompt, generation in zip(PROMPTS, engine.generate(PROMPTS, 120, ignore_eos=True), strict=True):
+        assert generation.token_ids == long_text(tuple(prompt))
         assert generation.num_accepted == generation.num_drafted > 0
     assert engine.report.num_preempted > 0
 
@@ -199,23 +204,6 @@ def test_a_head_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
     assert engine.report.num_drafted > 0
 
 
-@cache
-def random_head(head: str, seed: int) -> str:
-    """A head that knows nothing. That of EAGLE-3 reads two streams of the target, and drafts five tokens of nine."""
-    config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
-    config |= {"vocab_size": VOCAB}
-    ids: Weights = {}
-    if head == "eagle":
-        shapes = {"fc.weight": (SIZE, 2 * SIZE), "fc.bias": (SIZE,)} | layer_weights("layers.0.", config, SIZE)
-    else:
-        config |= {"draft_vocab_size": 5, "eagle_aux_hidden_state_layer_ids": [0, 3]}
-        shapes = {f"midlayer.{name}.weight": (SIZE,) for name in ("input_layernorm", "hidden_norm")}
-        shapes |= {"fc.weight": (SIZE, 2 * SIZE), "norm.weight": (SIZE,), "lm_head.weight": (5, SIZE)}
-        shapes |= layer_weights("midlayer.", config, 2 * SIZE)
-        ids = {"d2t": torch.tensor([0, 0, 1, 1, 4])}
-    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes, seed) | ids)
-
-
 PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12).map(tuple)
 SAMPLING = st.sampled_from([None, None, *KINDS["sampled"], *KINDS["mixed"]])
 
@@ -223,6 +211,7 @@ SAMPLING = st.sampled_from([None, None, *KINDS["sampled"], *KINDS["mixed"]])
 @given(
     rows=st.lists(st.tuples(PROMPT, st.integers(1, NUM_NEW), SAMPLING), min_size=1, max_size=6),
     head=st.sampled_from(sorted(HEADS)),
+    layer_ids=st.sampled_from(["auto", "hs"]),
     seed=st.integers(0, 2),
     shape=st.sampled_from(sorted(SHAPES)),
     backend=st.sampled_from(["ragged", "padded"]),
@@ -230,9 +219,10 @@ SAMPLING = st.sampled_from([None, None, *KINDS["sampled"], *KINDS["mixed"]])
     max_step_tokens=st.sampled_from([64, 6]),
 )
 def test_no_token_depends_on_the_head(
-    rows: Any, head: str, seed: int, shape: str, backend: str, batch_size: int, max_step_tokens: int
+    rows: Any, head: str, layer_ids: str, seed: int, shape: str, backend: str, batch_size: int, max_step_tokens: int
 ) -> None:
-    options = SHAPES[shape] | {"path": random_head(head, seed)}
+    options = SHAPES[shape] | {"path": random_head(head, seed).path}
+    options |= {"layer_ids": layer_ids} if head == "eagle3" else {}
     steps = {"max_step_tokens": max_step_tokens} if backend == "ragged" else {}
     engine = make_engine(head, options, backend, batch_size=batch_size, **steps)
     requests = [Request(str(row), prompt, num_new, sampling=kind) for row, (prompt, num_new, kind) in enumerate(rows)]

@@ -29,7 +29,7 @@ from emssd.testing.oracle import References
 from tests.support import sampling as reference
 from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle, write_perfect_eagle3
 
-__all__ = ["DEPTH", "HEADS", "NUM_NEW", "PROMPTS", "decode", "is_full", "make_engine", "sure", "target", "text"]
+__all__ = ["DEPTH", "HEADS", "NUM_NEW", "PROMPTS", "Load", "decode", "is_full", "make_engine", "sure", "target", "text"]
 
 MODEL_LEN, NUM_NEW, DEPTH = 144, 31, 4
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6], [7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1, 4, 4, 0, 6, 7]]
