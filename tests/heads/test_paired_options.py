@@ -59,6 +59,11 @@ def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Pa
     assert words in str(raised.value)
 
 
+def test_the_authors_tree_comes_along() -> None:
+    shape = shape_of(TreeOptions(tree=TreeKind.static))
+    assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_it_is_offered(head: str) -> None:
     engine = Engine.assemble(

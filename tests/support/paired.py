@@ -57,8 +57,8 @@ def target() -> TargetModel:
 
 
 @cache
-def references() -> References:
-    return References(target(), NUM_NEW)
+def references(num_new: int) -> References:
+    return References(target(), num_new)
 
 
 @cache
@@ -115,11 +115,13 @@ def make_engine(
 
 
 @cache
-def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None) -> tuple[int, ...]:
+def text(
+    name: str, prompt: tuple[int, ...], params: SamplingParams | None, num_new: int = NUM_NEW
+) -> tuple[int, ...]:
     """What the target says, computed without a cache."""
     if params is None:
-        return references()[prompt]
-    return reference.sampled(target().model, prompt, NUM_NEW, params, name)
+        return references(num_new)[prompt][:num_new]
+    return reference.sampled(target().model, prompt, num_new, params, name)
 
 
 def decode(engine: Engine, kinds: Seq[SamplingParams | None] = (None,) * 4) -> list[Generation]:
@@ -129,7 +131,7 @@ def decode(engine: Engine, kinds: Seq[SamplingParams | None] = (None,) * 4) -> l
     done = {generation.request_id: generation for generation in engine.run(requests)}
     for request in requests:
         expected = text(request.request_id, request.prompt_ids, request.sampling)
-        assert done[request.request_id].token_ids == expected[:NUM_NEW]
+        assert done[request.request_id].token_ids == expected
     return [done[request.request_id] for request in requests]
 
 
