@@ -115,9 +115,7 @@ def make_engine(
 
 
 @cache
-def text(
-    name: str, prompt: tuple[int, ...], params: SamplingParams | None, num_new: int = NUM_NEW
-) -> tuple[int, ...]:
+def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None, num_new: int = NUM_NEW) -> tuple[int, ...]:
     """What the target says, computed without a cache."""
     if params is None:
         return references(num_new)[prompt][:num_new]
