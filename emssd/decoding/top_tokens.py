@@ -12,7 +12,7 @@ from emssd.native import loaded_kernels
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import top_draws
 
-__all__ = ["some_choices", "top_choices", "top_tokens"]
+__all__ = ["top_choices", "top_tokens"]
 
 
 def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
@@ -69,35 +69,3 @@ def top_choices(
         for place, some_tokens, some_log_probs in zip(places, own_tokens, own_log_probs, strict=True):
             tokens[place], log_probs[place] = some_tokens, some_log_probs
     return tokens, log_probs
-
-
-def some_choices(
-    logits: torch.Tensor,
-    nodes: Seq[Node],
-    width: int,
-    target_ids: torch.Tensor | None,
-    vocab_size: int,
-    temperature: float = 1.0,
-) -> tuple[list[list[int]], list[list[float]]]:
-    """As `top_choices`, of a head that drafts some of the target's tokens only.
-
-    Where all nodes are greedy, only the head's own columns are looked at. Others need all of the target's tokens, as
-    its noise, penalties and biases are for those: tokens that the head does not draft are impossible there.
-
-    Args:
-        logits: ``[n, draft_vocab_size]`` of the head.
-        nodes: ``[n]``.
-        width: at least 1; cut to the head's vocabulary.
-        target_ids: ``[draft_vocab_size]`` the target's ids of the columns; ``None`` if they are the same.
-        vocab_size: of the target.
-        temperature: as in `top_choices`.
-    """
-    width = min(width, logits.shape[1])
-    if target_ids is None:
-        return top_choices(logits, nodes, width, temperature)
-    if all(node.params.is_greedy for node in nodes):
-        columns, log_probs = top_tokens(logits, width, temperature)
-        return target_ids[torch.tensor(columns, device=target_ids.device)].tolist(), log_probs
-    wide = logits.new_full((len(logits), vocab_size), -math.inf)
-    wide[:, target_ids] = logits
-    return top_choices(wide, nodes, width, temperature)

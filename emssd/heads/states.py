@@ -16,7 +16,7 @@ class KnownStates:
     Attributes:
         num_used: the states of so many tokens were used.
         start: position of the first state that is kept.
-        pieces: states ``[n, hidden]`` from there on, as they came.
+        pieces: states ``[n, …]`` from there on, as they came.
     """
 
     num_used: int = 0
@@ -29,7 +29,7 @@ class KnownStates:
         return self.start + sum(map(len, self.pieces))
 
     def add(self, start: int, states: torch.Tensor) -> None:
-        """Take in the states ``[n, hidden]`` of tokens from position `start` on."""
+        """Take in the states ``[n, …]`` of tokens from position `start` on."""
         assert start == self.stop, f"hidden states from position {start} on, and those before end at {self.stop}"
         self.pieces.append(states)
 
@@ -38,7 +38,7 @@ class KnownStates:
         return self.start < num_tokens <= self.stop
 
     def new(self, num_tokens: int) -> torch.Tensor:
-        """The states ``[n, hidden]`` of the first `num_tokens` tokens that were not used yet.
+        """The states ``[n, …]`` of the first `num_tokens` tokens that were not used yet.
 
         The last of them is among these also where it was used, as after a step that failed.
         """

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from emssd.attention.trees import depths
-from emssd.errors import ConfigError, did_you_mean
 
-__all__ = ["StaticTree", "Way", "named_tree", "read_trees"]
+__all__ = ["StaticTree", "Way", "read_trees"]
 
 Way = tuple[int, ...]
 """How a node is reached: at each level, which choice of its parent is taken, counted from 0."""
@@ -73,15 +72,3 @@ def read_trees(package: str, name: str = "trees.json") -> Mapping[str, StaticTre
     """The trees that lie as data in a plugin's package, by name."""
     paths = json.loads((files(package) / name).read_text(encoding="utf-8"))
     return {tree: StaticTree.of_paths(each) for tree, each in paths.items()}
-
-
-def named_tree(trees: Mapping[str, StaticTree], name: str) -> StaticTree:
-    """The one of `trees` that the option ``drafter.static_tree`` names.
-
-    Raises:
-        ConfigError: none has this name.
-    """
-    if name not in trees:
-        guess = did_you_mean(name, trees) or ";"
-        raise ConfigError(f"drafter.static_tree is {name!r}{guess} choose one of {', '.join(trees)}")
-    return trees[name]

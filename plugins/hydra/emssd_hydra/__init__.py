@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.heads import TreeKind
+from emssd.heads.options import TreeKind
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["HydraConfig", "emssd_drafters"]
@@ -24,7 +24,8 @@ class HydraConfig:
         path: folder, file of weights or hub id of the heads, which must be trained for this target.
         tree: dynamic follows the most probable ways, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858).
             static drafts a published tree, which is the same in every step. chain follows the heads' first choices.
-        static_tree: of static, its name: mc_sim_7b_63. Levels without a head are left out.
+        static_tree: of static, its name: mc_sim_7b_63; or a JSON file with a list of paths. Levels without a head are
+            left out.
         num_nodes: of dynamic, the most nodes of a row's tree. Static trees have 63.
         depth: the most levels of a tree, or tokens of a chain; null for one for each head.
         top_k: of dynamic, the nodes of a level that are expanded, and the children of each.

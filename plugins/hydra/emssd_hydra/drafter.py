@@ -20,8 +20,9 @@ from emssd.decoding.top_tokens import top_choices
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.levels import GrowingTree, joined_best, with_room
 from emssd.drafting.shapes import Expansion, Shape
-from emssd.errors import ConfigError
-from emssd.heads import HeadRunner, KnownStates, TargetSizes
+from emssd.heads import HeadRunner, KnownStates
+from emssd.heads.lent import Lent
+from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
@@ -97,19 +98,15 @@ class HydraDrafter(Drafter):
             OutOfMemoryError: the target's device has no room for them.
         """
         check_options(config)
-        if config.path is None:
-            raise ConfigError("drafter=hydra drafts with trained heads: give drafter.path=FOLDER, or a hub id")
-        target, spec = context.target, context.cache_spec
-        if target is None or spec is None or context.make_cache is None:
-            raise ConfigError("drafter=hydra reads hidden states of the target, and there is no model to take them of")
-        sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers)
-        loaded = load_hydra(config.path, sizes, target.config, dtype=target.dtype, device=target.device)
+        path, lent = head_path(config.path, "hydra"), Lent.by(context, "hydra")
+        target, spec = lent.target, lent.spec
+        loaded = load_hydra(path, lent.sizes, target.config, dtype=target.dtype, device=target.device)
         for line in loaded.described:
             logger.info("drafter=hydra: %s", line)
         shape, runner = shape_of(config, len(loaded.heads.projections)), None
         if loaded.prefix is not None:
             spec = loaded.prefix.kv_cache_spec(replace(spec, trees=False))
-            runner = HeadRunner(loaded.prefix, context.make_cache(spec))
+            runner = HeadRunner(loaded.prefix, lent.make_cache(spec))
         return cls(loaded, runner, target, shape, spec.max_model_len)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:

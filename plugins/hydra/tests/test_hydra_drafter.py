@@ -29,7 +29,8 @@ from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.packing import pack_nodes
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.heads import KnownStates, TreeKind, read_trees
+from emssd.heads import KnownStates, read_trees
+from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request
 from tests.support.fed_heads import KINDS, NUM_NEW, PROMPTS, Trial, earlier_states, states_of_other_nodes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.heads import TreeKind
+from emssd.heads.options import TreeKind
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["MedusaConfig", "emssd_drafters"]
@@ -26,7 +26,8 @@ class MedusaConfig:
             probabilities. static drafts a published tree, which is the same in every step. chain follows the heads'
             first choices.
         static_tree: of static, its name: mc_sim_7b_63, or {vicuna_7b,vicuna_13b,vicuna_33b}_{stage1,stage2},
-            vicuna_7b_stage1_ablation, zephyr_stage2. Levels without a head are left out.
+            vicuna_7b_stage1_ablation, zephyr_stage2; or a JSON file with a list of paths. Levels without a head are
+            left out.
         num_nodes: of dynamic, the most nodes of a row's tree. Static trees have 63.
         depth: the most levels of a tree, or tokens of a chain; null for one for each head.
     """

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.drafting.shapes import check_at_least_one
-from emssd.heads import TreeKind, Way, chosen, named_tree, read_trees
+from emssd.heads import StaticTree, Way, read_trees
+from emssd.heads.options import TreeKind, chosen, static_tree
 from emssd_medusa import MedusaConfig
 
 __all__ = ["Candidates", "candidates_of", "check_options"]
@@ -41,7 +42,7 @@ def check_options(config: MedusaConfig) -> TreeKind:
         ConfigError: an option cannot work.
     """
     check_at_least_one(num_nodes=config.num_nodes, depth=1 if config.depth is None else config.depth)
-    named_tree(read_trees("emssd_medusa"), config.static_tree)
+    _tree(config)
     return chosen(TreeKind, "tree", config.tree)
 
 
@@ -52,5 +53,9 @@ def candidates_of(config: MedusaConfig, num_heads: int) -> Candidates:
         return Candidates(depth, depth, 1)
     if kind is TreeKind.dynamic:
         return Candidates(config.num_nodes, depth, config.num_nodes)
-    tree = named_tree(read_trees("emssd_medusa"), config.static_tree).shallow(depth)
+    tree = _tree(config).shallow(depth)
     return Candidates(len(tree.parents), depth, 1 + max(tree.ranks), tree.children())
+
+
+def _tree(config: MedusaConfig) -> StaticTree:
+    return static_tree(config.static_tree, read_trees("emssd_medusa"))

@@ -16,11 +16,12 @@ import torch
 
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import first_node
-from emssd.decoding.top_tokens import some_choices
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.growth import Tree, grow_tree, joined_trees
-from emssd.errors import ConfigError
-from emssd.heads import LAST_NORMED, KnownStates, TargetSizes, Way
+from emssd.heads import LAST_NORMED, KnownStates, Way
+from emssd.heads.choices import head_choices
+from emssd.heads.lent import Lent
+from emssd.heads.options import head_path
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch
@@ -123,12 +124,8 @@ class MedusaDrafter(Drafter):
             OutOfMemoryError: the target's device has no room for them.
         """
         check_options(config)
-        if config.path is None:
-            raise ConfigError("drafter=medusa drafts with trained heads: give drafter.path=FOLDER, or a hub id")
-        if (target := context.target) is None:
-            raise ConfigError("drafter=medusa reads hidden states of the target, and there is no model to take them of")
-        sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers)
-        loaded = load_medusa(config.path, sizes, dtype=target.dtype, device=target.device)
+        path, lent = head_path(config.path, "medusa"), Lent.by(context, "medusa")
+        loaded = load_medusa(path, lent.sizes, dtype=lent.target.dtype, device=lent.target.device)
         for line in loaded.described:
             logger.info("drafter=medusa: %s", line)
         return cls(loaded.heads, candidates_of(config, len(loaded.heads.heads)), context.vocab_size)
@@ -184,6 +181,6 @@ class MedusaDrafter(Drafter):
         places = [len(path) * num_rows + row.place for row, path in asked]
         own = logits if places == list(range(len(logits))) else logits[on_device(places, logits.device)]
         nodes = [behind(row.node, len(path), path) for row, path in asked]
-        tokens, log_probs = some_choices(own, nodes, self._candidates.width, self._heads.target_ids, self._vocab_size)
+        tokens, log_probs = head_choices(own, nodes, self._candidates.width, self._heads.target_ids, self._vocab_size)
         for (row, path), likely, chances in zip(asked, tokens, log_probs, strict=True):
             row.known[row.key(path)] = list(zip(likely, map(math.exp, chances), strict=True))
