@@ -27,11 +27,11 @@ from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 
-__all__ = ["PairedDrafter"]
+__all__ = ["Level", "PairedDrafter", "PairedRow", "nodes_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class PairedRow:
     """A row that is drafted for.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Row:
     node: Node
 
 
-Level = list[tuple[_Row, list[Expansion]]]
+Level = list[tuple[PairedRow, list[Expansion]]]
 """What is expanded in one pass: nodes of each row."""
 
 
@@ -111,9 +111,9 @@ class PairedDrafter(Drafter):
         """The features ``[n, hidden]`` of all tokens of `hidden`."""
         return self._head.features(torch.cat(hidden.states, dim=-1))
 
-    def _begin(self, batch: Batch, budget: Seq[int]) -> list[_Row]:
+    def _begin(self, batch: Batch, budget: Seq[int]) -> list[PairedRow]:
         """The rows that may and can draft, each with a tree without nodes."""
-        rows = list[_Row]()
+        rows = list[PairedRow]()
         for row, limit in zip(batch, budget, strict=True):
             num_pairs, pairs = len(row.tokens) - 1, self._pairs.get(row.request_id)
             reach = self._max_len - num_pairs
@@ -122,13 +122,13 @@ class PairedDrafter(Drafter):
                 continue
             most_cached = min(self._shape.most_cached(num_nodes, depth), reach)
             tree = GrowingTree(num_pairs, num_nodes, depth, most_cached)
-            rows.append(_Row(row.request_id, row.tokens, pairs, tree, first_node(row)))
+            rows.append(PairedRow(row.request_id, row.tokens, pairs, tree, first_node(row)))
         held = {name: pairs.num_used for name, pairs in self._pairs.items() if pairs.num_used}
         wanted = [(row.request_id, row.tree.num_tokens + row.tree.max_cached) for row in rows]
         fitting = with_room(self._runner.fits, held, wanted)
         return [row for row, fits in zip(rows, fitting, strict=True) if fits]
 
-    def _catch_up(self, rows: Seq[_Row]) -> torch.Tensor:
+    def _catch_up(self, rows: Seq[PairedRow]) -> torch.Tensor:
         """Compute all pairs that are not cached. Returns the output behind the last of each row, ``[r, hidden]``."""
         features = [row.pairs.new(row.tree.num_tokens) for row in rows]
         lengths, token_ids = [len(new) for new in features], list[int]()
@@ -142,7 +142,7 @@ class PairedDrafter(Drafter):
             row.pairs.used(row.tree.num_tokens)
         return outputs[on_device([stop - 1 for stop in packed.qo_indptr[1:]], outputs.device)]
 
-    def _next_level(self, rows: Seq[_Row]) -> Level:
+    def _next_level(self, rows: Seq[PairedRow]) -> Level:
         """The rows that are not done, with the nodes to expand."""
         level = []
         for row in rows:
@@ -161,8 +161,8 @@ class PairedDrafter(Drafter):
             before: that level.
             outputs: behind its nodes.
         """
-        places = {(row.request_id, node): place for place, (row, node) in enumerate(_nodes(before))}
-        nodes = list(_nodes(level))
+        places = {(row.request_id, node): place for place, (row, node) in enumerate(nodes_of(before))}
+        nodes = list(nodes_of(level))
         packed = pack_nodes(
             [row.request_id for row, _ in level],
             torch.tensor([row.tree.token_ids[node] for row, node in nodes]),
@@ -180,7 +180,7 @@ class PairedDrafter(Drafter):
 
     def _grow(self, level: Level, outputs: torch.Tensor) -> None:
         """Give each node of a level its children, from the head's ``outputs [n, hidden]`` behind them."""
-        paths = [(row.node, row.tree.path(node)) for row, node in _nodes(level)]
+        paths = [(row.node, row.tree.path(node)) for row, node in nodes_of(level)]
         nodes = [behind(first, len(path), path) for first, path in paths]
         logits = self._head.logits(outputs, self._target.project)
         tokens, log_probs = head_choices(
@@ -198,6 +198,6 @@ class PairedDrafter(Drafter):
                 row.tree.grow(node, ranks, *next(children))
 
 
-def _nodes(level: Level) -> Iterator[tuple[_Row, int]]:
+def nodes_of(level: Level) -> Iterator[tuple[PairedRow, int]]:
     """The nodes of a level, in the order in which they are computed."""
     return ((row, node) for row, expansions in level for node, _ in expansions)

@@ -28,7 +28,7 @@ class RandomHead(NamedTuple):
 
 @cache
 def random_head(head: str, seed: int = 0) -> RandomHead:
-    """A head of a kind. That of EAGLE-3 reads the target's streams 0 and 2."""
+    """A head of a kind. Those of EAGLE-3 and P-EAGLE read the target's streams 0 and 2."""
     config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
     config |= {"vocab_size": VOCAB, "rms_norm_eps": 1e-6}
     ids: Weights = {}
@@ -40,5 +40,8 @@ def random_head(head: str, seed: int = 0) -> RandomHead:
         shapes |= {"fc.weight": (SIZE, 2 * SIZE), "norm.weight": (SIZE,), "lm_head.weight": (len(DRAFTED), SIZE)}
         shapes |= layer_weights("midlayer.", config, 2 * SIZE)
         ids = {"d2t": torch.tensor(DRAFTED) - torch.arange(len(DRAFTED))}
+    if head == "peagle":
+        config |= {"pard_token": 7}
+        shapes |= {"mask_hidden": (1, 1, 2 * SIZE), "embed_tokens.weight": (VOCAB, SIZE)}
     weights = random_weights(shapes, seed) | ids
     return RandomHead(write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights), config, weights)

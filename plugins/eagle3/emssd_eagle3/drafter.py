@@ -11,6 +11,7 @@ from emssd.heads.paired import PairedDrafter
 from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_eagle3.loading import load_eagle3
 from emssd_eagle3.measuring import MeasuringDrafter
+from emssd_eagle3.parallel import MeasuringParallelDrafter, ParallelDrafter
 
 __all__ = ["load_drafter"]
 
@@ -29,6 +30,8 @@ def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter
     loaded = load_eagle3(path, lent.sizes, dtype=lent.target.dtype, device=lent.target.device, layer_ids=layer_ids)
     for line in loaded.described:
         logger.info("drafter=eagle3: %s", line)
-    if loaded.layers.other is None:
-        return PairedDrafter(loaded.head, loaded.layers.layers, shape, lent)
-    return MeasuringDrafter(loaded.head, (loaded.layers.layers, loaded.layers.other), shape, lent)
+    head, layers, is_parallel = loaded.head, loaded.layers, loaded.head.mask_token_id is not None
+    if layers.other is None:
+        return (ParallelDrafter if is_parallel else PairedDrafter)(head, layers.layers, shape, lent)
+    unsure = MeasuringParallelDrafter if is_parallel else MeasuringDrafter
+    return unsure(head, (layers.layers, layers.other), shape, lent)

@@ -42,6 +42,9 @@ class Eagle3Head(PairedHead):
         variant: what kind it is.
         names: of the module's tensors that the checkpoint has.
         target: that it drafts for.
+
+    Attributes:
+        mask_token_id: of a head that drafts in parallel, the token in the place of those that are drafted.
     """
 
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
@@ -56,6 +59,9 @@ class Eagle3Head(PairedHead):
                 self.input_norm = HeadNorm(wide, eps)
             if variant.fc_norm:
                 self.fc_norm = nn.ModuleList(HeadNorm(target.hidden_size, eps) for _ in range(num_features))
+            if variant.mask_token_id is not None:
+                self.mask_hidden = nn.Parameter(torch.empty(1, 1, wide))
+        self.mask_token_id = variant.mask_token_id
         first = _FirstLayer(config, names, variant.norm_before_residual)
         self.layers = nn.ModuleList([first, *(HeadLayer(config, i, names) for i in range(1, config.num_layers))])
         self.norm = HeadNorm(size, eps)
@@ -76,6 +82,10 @@ class Eagle3Head(PairedHead):
             chunks = hidden.chunk(len(self.fc_norm), dim=-1)
             hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return cast("torch.Tensor", self.fc(hidden))
+
+    def mask_feature(self) -> torch.Tensor:
+        """The feature ``[1, hidden_size]`` that stands beside `mask_token_id`."""
+        return self.features(self.mask_hidden[0])
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The feature behind each token, which is also what is fed back.
