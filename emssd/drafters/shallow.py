@@ -16,7 +16,7 @@ def shallow_runner(context: DrafterContext, num_layers: int | None, *, trees: bo
 
     Args:
         context: lends the target.
-        num_layers: how many; ``None`` for a quarter of them.
+        num_layers: how many; ``None`` for a quarter of them, rounded up.
         trees: whether the cache takes token trees.
 
     Raises:
@@ -27,7 +27,7 @@ def shallow_runner(context: DrafterContext, num_layers: int | None, *, trees: bo
     if target is None or spec is None or context.make_cache is None:
         raise ConfigError("the drafter runs layers of the target, and there is no model to take them of")
     if num_layers is None:
-        num_layers = max(1, target.num_layers // 4)
+        num_layers = -(-target.num_layers // 4)
     if not 1 <= num_layers <= target.num_layers:
         raise ConfigError(f"drafter.num_layers is {num_layers}; choose 1 to {target.num_layers}, as the target has")
     own = replace(spec, layers=spec.layers[:num_layers], trees=trees, prefix_caching=False)

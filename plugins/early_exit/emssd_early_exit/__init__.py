@@ -29,7 +29,7 @@ class EarlyExitConfig:
     that were trained to exit early, as those of LayerSkip; of others, little is accepted.
 
     Attributes:
-        num_layers: of the target's layers, how many draft, from the first on; ``null`` for a quarter of them.
+        num_layers: of the target's layers, how many draft, from the first on; ``null`` for a quarter, rounded up.
         tree: chain follows the first choices. dynamic follows the most probable ways, and keeps the most probable nodes
             (EAGLE-2, arXiv 2406.16858).
         depth: the most tokens of a chain, or levels of a tree.
