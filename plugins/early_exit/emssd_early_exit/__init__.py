@@ -25,8 +25,8 @@ class TreeKind(str, Enum):
 class EarlyExitConfig:
     """Options of `drafter=early_exit`.
 
-    A drafted token, or a level of a tree, costs one pass of the first layers and of the LM head. That pays for models
-    that were trained to exit early, as those of LayerSkip; of others, little is accepted.
+    A drafted token, or a level of a tree, costs one pass of the first layers and of the LM head. That is meant for
+    models that were trained to exit early, as those of LayerSkip; of others, less is accepted.
 
     Attributes:
         num_layers: of the target's layers, how many draft, from the first on; ``null`` for a quarter, rounded up.
