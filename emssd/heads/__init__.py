@@ -1,4 +1,4 @@
-"""Trained heads: their published files, the decoder layers that they are made of, and a runner with a KV cache."""
+"""Trained heads: their published files, their decoder layers, a runner with a KV cache, and what drafts with them."""
 
 from emssd.heads.config import DecoderConfig
 from emssd.heads.files import Checkpoint, read_checkpoint

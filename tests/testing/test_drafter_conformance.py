@@ -13,8 +13,10 @@ import emssd_early_exit
 import emssd_kangaroo
 import pytest
 import torch
-from emssd_eagle3 import Eagle3Config, TreeKind
-from emssd_eagle3.drafter import Eagle3Drafter
+from emssd_eagle import EagleConfig
+from emssd_eagle.drafter import load_drafter as load_eagle
+from emssd_eagle3 import Eagle3Config, LayerIds
+from emssd_eagle3.drafter import load_drafter as load_eagle3
 from emssd_early_exit import EarlyExitConfig
 from emssd_kangaroo import KangarooConfig
 from emssd_rest import RestConfig
@@ -24,6 +26,7 @@ from emssd_union.drafter import UnionDrafter
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
+from emssd.heads.options import TreeKind
 from emssd.testing import DrafterConformance
 from tests.support.heads import layer_weights, random_weights, write_head
 
@@ -97,21 +100,32 @@ class TestKangaroo(DrafterConformance):
         return drafter
 
 
-class TestEagle3(DrafterConformance):
+class TestEagle(DrafterConformance):
     """A head of random weights, of which little is accepted."""
 
     num_examples = 2
 
     def make_drafter(self, context: DrafterContext) -> Drafter:
-        config = Eagle3Config(path=_random_head(context), num_nodes=7, depth=3, top_k=3)
-        return Eagle3Drafter.load(config, context)
+        return load_eagle(EagleConfig(path=_random_head(context, "eagle"), tree=TreeKind.static), context)
 
 
-class TestEagle3Chain(DrafterConformance):
+class TestEagle3(DrafterConformance):
     num_examples = 2
 
     def make_drafter(self, context: DrafterContext) -> Drafter:
-        return Eagle3Drafter.load(Eagle3Config(path=_random_head(context), tree=TreeKind.chain, depth=3), context)
+        path = _random_head(context, "eagle3")
+        return load_eagle3(Eagle3Config(path, num_nodes=7, depth=3, top_k=3, layer_ids=LayerIds.hs), context)
+
+
+class TestEagle3Chain(DrafterConformance):
+    """It measures first how its head is meant, so it drafts otherwise beside other requests."""
+
+    num_examples = 2
+    learns_across_requests = True
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        path = _random_head(context, "eagle3")
+        return load_eagle3(Eagle3Config(path, tree=TreeKind.chain, depth=3), context)
 
 
 class TestCascade(DrafterConformance):
@@ -194,25 +208,27 @@ class TestUnionWithADraftModel(DrafterConformance):
     num_examples = 2
 
 
-def _random_head(context: DrafterContext) -> str:
+def _random_head(context: DrafterContext, kind: str) -> str:
     assert context.target is not None
-    return _written_head(context.target.hidden_size, context.vocab_size)
+    return _written_head(kind, context.target.hidden_size, context.vocab_size)
 
 
 @cache
-def _written_head(size: int, vocab_size: int) -> str:
-    """A head that reads two hidden states of the target, and drafts all of its tokens but the first."""
+def _written_head(kind: str, size: int, vocab_size: int) -> str:
+    """A head; one of EAGLE-3 reads two hidden states of the target, and drafts all of its tokens but the first."""
     config = {
         "hidden_size": size,
         "intermediate_size": 24,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": vocab_size,
-        "draft_vocab_size": vocab_size - 1,
-        "eagle_aux_hidden_state_layer_ids": [0, 2],
     }
-    shapes = {
-        "fc.weight": (size, 2 * size),
+    shapes = {"fc.weight": (size, 2 * size)}
+    if kind == "eagle":
+        weights = random_weights(shapes | layer_weights("layers.0.", config, size))
+        return write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights)
+    config |= {"draft_vocab_size": vocab_size - 1, "eagle_aux_hidden_state_layer_ids": [0, 1]}
+    shapes |= {
         "midlayer.input_layernorm.weight": (size,),
         "midlayer.hidden_norm.weight": (size,),
         **layer_weights("midlayer.", config, 2 * size),

@@ -8,7 +8,8 @@ from emssd.drafters import TreeDrafter, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.shapes import DynamicShape, check_at_least_one
 from emssd.errors import ConfigError
-from emssd.heads import HeadRunner, TargetSizes
+from emssd.heads import HeadRunner
+from emssd.heads.lent import Lent
 from emssd_kangaroo import KangarooConfig
 from emssd_kangaroo.loading import load_adapter
 from emssd_kangaroo.runner import KangarooRunner
@@ -31,16 +32,12 @@ def build(config: KangarooConfig, context: DrafterContext) -> Drafter:
     shape = DynamicShape(length, length, 1, min_confidence=config.min_confidence)
     if config.path is None:
         raise ConfigError("drafter=kangaroo drafts with a trained adapter: give drafter.path=FOLDER, or a hub id")
-    shallow, target, spec = shallow_runner(context, config.num_layers), context.target, context.cache_spec
-    assert target is not None, "shallow_runner wants what is asserted here too"
-    assert spec is not None
-    assert context.make_cache is not None
-    sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers)
-    loaded = load_adapter(config.path, sizes, dtype=target.dtype, device=target.device)
+    lent, shallow = Lent.by(context, "kangaroo"), shallow_runner(context, config.num_layers)
+    loaded = load_adapter(config.path, lent.sizes, dtype=lent.target.dtype, device=lent.target.device)
     layers = f"reads the residual stream behind {config.num_layers} layers, as drafter.num_layers says and no file does"
     for line in (*loaded.described, layers):
         logger.info("drafter=kangaroo: %s", line)
-    own = loaded.adapter.kv_cache_spec(spec)
-    adapter = HeadRunner(loaded.adapter, context.make_cache(own))
-    runner = KangarooRunner(shallow, config.num_layers, adapter, own.max_model_len, target)
+    own = loaded.adapter.kv_cache_spec(lent.spec)
+    adapter = HeadRunner(loaded.adapter, lent.make_cache(own))
+    runner = KangarooRunner(shallow, config.num_layers, adapter, own.max_model_len, lent.target)
     return TreeDrafter(runner, context.vocab_size, shape)
