@@ -9,14 +9,18 @@ from random import Random
 from tempfile import mkdtemp
 from typing import Any
 
+import emssd_early_exit
+import emssd_kangaroo
 import pytest
 import torch
 from emssd_eagle import EagleConfig
 from emssd_eagle.drafter import load_drafter as load_eagle
 from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_eagle3.drafter import load_drafter as load_eagle3
+from emssd_early_exit import EarlyExitConfig
 from emssd_hydra import HydraConfig
 from emssd_hydra.drafter import HydraDrafter
+from emssd_kangaroo import KangarooConfig
 from emssd_medusa import MedusaConfig
 from emssd_medusa.drafter import MedusaDrafter
 from emssd_rest import RestConfig
@@ -69,6 +73,35 @@ class TestDraftModelSequoia(DrafterConformance):
     num_examples = 2
     options = {"tree": "sequoia", "num_nodes": 7, "depth": 3, "top_k": 3}  # noqa: RUF012
     learns_across_requests = True
+
+
+class TestEarlyExit(DrafterConformance):
+    num_examples = 2
+    config = EarlyExitConfig
+    options = {"depth": 3, "min_confidence": 0.3}  # noqa: RUF012
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        (spec,) = emssd_early_exit.emssd_drafters()
+        drafter: Drafter = spec.build(self.make_config(), context)
+        return drafter
+
+
+class TestEarlyExitTree(TestEarlyExit):
+    options = {"tree": "dynamic", "num_nodes": 7, "depth": 3, "top_k": 3}  # noqa: RUF012
+
+
+class TestKangaroo(DrafterConformance):
+    """An adapter of random weights, of which little is accepted."""
+
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        assert context.target is not None
+        path = _random_adapter(context.target.hidden_size)
+        config = KangarooConfig(path=path, num_layers=1, num_speculative_tokens=3, min_confidence=0.2)
+        (spec,) = emssd_kangaroo.emssd_drafters()
+        drafter: Drafter = spec.build(config, context)
+        return drafter
 
 
 class TestEagle(DrafterConformance):
@@ -248,6 +281,14 @@ def _written_head(kind: str, size: int, vocab_size: int) -> str:
     }
     ids = {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)}
     return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes) | ids)
+
+
+@cache
+def _random_adapter(size: int) -> str:
+    config = {"hidden_size": size, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shapes = {name: shape for name, shape in layer_weights("layers.0.", config, size).items() if "self_attn" in name}
+    norms = {"layers.0.input_layernorm.weight": (size,), "norm.weight": (size,)}
+    return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, random_weights(shapes | norms))
 
 
 def similar_places() -> Any:
