@@ -13,6 +13,7 @@ import pytest
 import torch
 from emssd_eagle3 import Eagle3Config, TreeKind
 from emssd_eagle3.drafter import Eagle3Drafter
+from emssd_pard.drafter import PardDrafter
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
@@ -79,6 +80,13 @@ class TestEagle3Chain(DrafterConformance):
 
     def make_drafter(self, context: DrafterContext) -> Drafter:
         return Eagle3Drafter.load(Eagle3Config(path=_random_head(context), tree=TreeKind.chain, depth=3), context)
+
+
+class TestPard(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return PardDrafter(context.load_runner("any")[0], context.vocab_size, 0, 4)
 
 
 class TestCascade(DrafterConformance):
