@@ -2,6 +2,16 @@
 
 from emssd.drafters.base import CachedRow, ModelDrafter
 from emssd.drafters.loading import load_draft_model
+from emssd.drafters.parallel import Chain, joined_chains, parallel_chains
 from emssd.drafters.trees import Level, TreeDrafter
 
-__all__ = ["CachedRow", "Level", "ModelDrafter", "TreeDrafter", "load_draft_model"]
+__all__ = [
+    "CachedRow",
+    "Chain",
+    "Level",
+    "ModelDrafter",
+    "TreeDrafter",
+    "joined_chains",
+    "load_draft_model",
+    "parallel_chains",
+]

@@ -5,21 +5,14 @@ An et al. 2025, PARD, arXiv 2504.18583, §3.1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
-import torch
-
-from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack
-from emssd.decoding.top_tokens import top_choices
-from emssd.drafters import CachedRow, ModelDrafter, load_draft_model
+from emssd.drafters import ModelDrafter, joined_chains, load_draft_model, parallel_chains
 from emssd.drafting import Draft, DrafterContext
 from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
-from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 from emssd_pard import PardConfig
 from emssd_pard.masks import config_of, mask_token
@@ -34,9 +27,6 @@ class PardDrafter(ModelDrafter):
     causal attention. The logits behind its newest token are for the first draft, those behind mask ``j`` for draft
     ``j + 1``. So each token is chosen from its own position's distribution, whatever was drafted before it, and with
     the noise of that position. The KV of masks is dropped at once: the next pass computes the tokens that came there.
-
-    On a GPU the host waits once; twice in a batch of greedy and sampled rows; and once for each level of the chains in
-    one with penalties, which read what was drafted before.
 
     Args:
         runner: the draft model with its KV cache.
@@ -75,39 +65,5 @@ class PardDrafter(ModelDrafter):
         masks = Draft.from_chains([self._mask] * (length - 1) for length in lengths)
         logits = self._known(self._runner.run(pack(rows, masks)).logits)
         self._keep({row.request_id: len(row.tokens) for row in rows})
-        chains = iter(_chains(rows, lengths, logits))
-        return _draft([next(chains) if limit else [] for limit in limits])
-
-
-Chain = list[tuple[int, float]]
-"""Tokens, and how sure the draft model is of each."""
-
-
-def _chains(rows: Seq[CachedRow], lengths: Seq[int], logits: torch.Tensor) -> list[Chain]:
-    """The chain of each row; one ends where its params leave nothing to draw.
-
-    Args:
-        rows: ``[r]``.
-        lengths: ``[r]`` tokens to draft.
-        logits: ``[sum(lengths), vocab]`` for them, row after row.
-    """
-    places = [(row, depth) for row, length in enumerate(lengths) for depth in range(length)]
-    steps: list[Seq[int]] = [range(len(places))]
-    if any(row.node.params.reads_prefix for row in rows):
-        levels = range(max(lengths))
-        steps = [[at for at, (_, depth) in enumerate(places) if depth == level] for level in levels]
-    chains: list[Chain] = [[] for _ in rows]
-    for step in steps:
-        paths = [[token for token, _ in chain] for chain in chains]
-        nodes = [behind(rows[row].node, depth, paths[row]) for row, depth in (places[at] for at in step)]
-        own = logits if len(step) == len(places) else logits[on_device(step, logits.device)]
-        for at, tokens, log_probs in zip(step, *top_choices(own, nodes, 1), strict=True):
-            row, depth = places[at]
-            if tokens and len(chains[row]) == depth:
-                chains[row].append((tokens[0], math.exp(log_probs[0])))
-    return chains
-
-
-def _draft(chains: Seq[Chain]) -> Draft:
-    draft = Draft.from_chains([token for token, _ in chain] for chain in chains)
-    return replace(draft, confidence=tuple(share for chain in chains for _, share in chain))
+        chains = iter(parallel_chains([row.node for row in rows], lengths, logits))
+        return joined_chains([next(chains) if limit else [] for limit in limits])

@@ -21,11 +21,13 @@ from emssd_pard import PardConfig
 from emssd_pard.drafter import PardDrafter
 from emssd_ragged import Kernels, RaggedConfig
 
+import emssd.drafters.parallel
 from emssd.attention import PackedInputs
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.packing import pack
+from emssd.drafters import parallel_chains
 from emssd.drafting import DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
@@ -179,8 +181,11 @@ def masks_too_deep(patch: pytest.MonkeyPatch) -> None:
 
 def one_mask_further(patch: pytest.MonkeyPatch) -> None:
     """The logits behind a mask are taken for the draft before."""
-    chains = emssd_pard.drafter._chains
-    patch.setattr(emssd_pard.drafter, "_chains", lambda rows, lengths, logits: chains(rows, lengths, logits.roll(1, 0)))
+    patch.setattr(
+        emssd_pard.drafter,
+        "parallel_chains",
+        lambda firsts, lengths, logits: parallel_chains(firsts, lengths, logits.roll(1, 0)),
+    )
 
 
 def kv_of_masks(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +207,7 @@ def another_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def noise_of_the_newest_token(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(emssd_pard.drafter, "behind", lambda node, depth, path: node)
+    patch.setattr(emssd.drafters.parallel, "behind", lambda node, depth, path: node)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
