@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_dflash import DFlashConfig
+from emssd_dflash.drafter import DFlashDrafter
 from emssd_eagle3 import Eagle3Config, TreeKind
 from emssd_eagle3.drafter import Eagle3Drafter
 from emssd_pard.drafter import PardDrafter
@@ -80,6 +82,15 @@ class TestEagle3Chain(DrafterConformance):
 
     def make_drafter(self, context: DrafterContext) -> Drafter:
         return Eagle3Drafter.load(Eagle3Config(path=_random_head(context), tree=TreeKind.chain, depth=3), context)
+
+
+class TestDFlash(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        assert context.target is not None
+        path = _written_block_head(context.target.hidden_size, context.vocab_size)
+        return DFlashDrafter.load(DFlashConfig(path=path), context)
 
 
 class TestPard(DrafterConformance):
@@ -196,6 +207,27 @@ def _written_head(size: int, vocab_size: int) -> str:
     }
     ids = {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)}
     return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes) | ids)
+
+
+@cache
+def _written_block_head(size: int, vocab_size: int) -> str:
+    """A block drafter of random weights that reads two hidden states of the target."""
+    config = {
+        "hidden_size": size,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": vocab_size - 1, "target_layer_ids": [0, 1]},
+    }
+    shapes = {
+        "fc.weight": (size, 2 * size),
+        "hidden_norm.weight": (size,),
+        "layers.0.input_layernorm.weight": (size,),
+        **layer_weights("layers.0.", config, size),
+        "norm.weight": (size,),
+    }
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes))
 
 
 def similar_places() -> Any:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import emssd_dflash.runner
 import pytest
 import torch
 from emssd_dflash import DFlashConfig
@@ -20,7 +21,7 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import DrafterContext
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, PluginError
 from emssd.model import BorrowedTarget, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
@@ -217,6 +218,12 @@ def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: 
         assert done.token_ids == tuple(greedy_reference(target().model, prompt, NUM_NEW))
     assert max(counts) == 3
     assert drafter._runner.usage.held == 0
+
+
+def test_a_block_that_sees_its_second_self_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emssd_dflash.runner, "_HIDDEN", 0.0)
+    with pytest.raises(PluginError, match="failed in propose: AssertionError"):
+        test_every_draft_is_that_of_a_dense_pass("plain", "ragged", tmp_path)
 
 
 def load(path: str, **options: Any) -> DFlashDrafter:
