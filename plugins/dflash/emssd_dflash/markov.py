@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.transfer import on_device, to_host
+from emssd.attention.transfer import on_device
 from emssd.decoding.top_tokens import top_choices
 from emssd.drafters import Chain
 from emssd.sampling.choice import Node
@@ -54,7 +54,7 @@ def markov_chains(
         found, log_probs = top_choices(logits[slots] + head.markov_head.markov_w2(low), nodes, 1)
         if head.variant.has_confidence:
             read = torch.cat([hidden[slots], low], dim=-1) if head.variant.confidence_reads_markov else hidden[slots]
-            sure = to_host(head.confidence_head.proj(read).double().sigmoid().flatten())
+            sure: list[float] = head.confidence_head.proj(read).double().sigmoid().flatten().tolist()
         else:
             sure = [math.exp(each[0]) if each else 0.0 for each in log_probs]
         for row, tokens, share in zip(rows, found, sure, strict=True):

@@ -61,7 +61,7 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
     if any(name.startswith("candidate_selector.") for name in names):
         raise cannot_load(path, "it is a DFlash2 drafter, whose convolutions and selector emssd does not have")
     inner = config.get("dflash_config") or {}
-    both = config | {name: value for name, value in inner.items() if value is not None}
+    both = {**config} | {name: value for name, value in inner.items() if value is not None}
     decoder = DecoderConfig.read(config, path)
     try:
         variant = _read(checkpoint, names, both, decoder, target)
@@ -81,10 +81,11 @@ def _read(
     if missing := [name for name in ("block_size", "mask_token_id") if values.get(name) is None]:
         raise cannot_load(checkpoint.path, f"its config.json has no {', '.join(missing)}")
     ids = values.get("target_layer_ids") or _spread(decoder.num_layers, target.num_layers)
-    first, confidence = (
-        checkpoint.tensors[names[name]].shape if name in names else ()
-        for name in ("markov_head.markov_w1.weight", "confidence_head.proj.weight")
-    )
+
+    def width(name: str) -> int:
+        return checkpoint.tensors[names[name]].shape[-1] if name in names else 0
+
+    confidence = width("confidence_head.proj.weight")
     return Variant(
         decoder=decoder,
         block_size=int(values["block_size"]),
@@ -92,9 +93,9 @@ def _read(
         layers=tuple(int(each) + 1 for each in ids),  # the file numbers outputs of layers
         causal=bool(values.get("causal", False)),
         from_anchor=bool(values.get("sample_from_anchor", False)),
-        markov_rank=first[-1] if first else 0,
+        markov_rank=width("markov_head.markov_w1.weight"),
         has_confidence=bool(confidence),
-        confidence_reads_markov=bool(confidence) and confidence[-1] != decoder.hidden_size,
+        confidence_reads_markov=confidence not in (0, decoder.hidden_size),
     )
 
 
