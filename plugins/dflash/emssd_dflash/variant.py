@@ -61,11 +61,13 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
     if any(name.startswith("candidate_selector.") for name in names):
         raise cannot_load(path, "it is a DFlash2 drafter, whose convolutions and selector emssd does not have")
     inner = config.get("dflash_config") or {}
+    if not isinstance(inner, Mapping):
+        raise cannot_load(path, "its dflash_config is no object of JSON")
     both = {**config} | {name: value for name, value in inner.items() if value is not None}
     decoder = DecoderConfig.read(config, path)
     try:
         variant = _read(checkpoint, names, both, decoder, target)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (IndexError, TypeError, ValueError) as error:
         raise cannot_load(path, f"its config.json has a value of another type than expected ({error})") from error
     _check(checkpoint, variant, both, target)
     return variant

@@ -246,6 +246,7 @@ INNER = CONFIG["dflash_config"]
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no block size": ({"block_size": None}, "its config.json has no block_size"),
     "no mask": ({"dflash_config": {"target_layer_ids": [0, 2]}}, "its config.json has no mask_token_id"),
+    "a list for an object": ({"dflash_config": [1]}, "its dflash_config is no object of JSON"),
     "a word for a number": ({"block_size": "many"}, "a value of another type than expected"),
     "a mask beyond": ({"dflash_config": INNER | {"mask_token_id": VOCAB}}, f"the target has embeddings of {VOCAB} ids"),
     "another vocabulary": ({"vocab_size": 99}, f"its vocabulary has 99 tokens, and the target's has {VOCAB}"),
