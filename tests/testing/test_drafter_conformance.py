@@ -13,6 +13,8 @@ import emssd_early_exit
 import emssd_kangaroo
 import pytest
 import torch
+from emssd_dflash import DFlashConfig
+from emssd_dflash.drafter import DFlashDrafter
 from emssd_eagle import EagleConfig
 from emssd_eagle.drafter import load_drafter as load_eagle
 from emssd_eagle3 import Eagle3Config, LayerIds
@@ -23,6 +25,7 @@ from emssd_hydra.drafter import HydraDrafter
 from emssd_kangaroo import KangarooConfig
 from emssd_medusa import MedusaConfig
 from emssd_medusa.drafter import MedusaDrafter
+from emssd_pard.drafter import PardDrafter
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
@@ -130,6 +133,22 @@ class TestEagle3Chain(DrafterConformance):
     def make_drafter(self, context: DrafterContext) -> Drafter:
         path = _random_head(context, "eagle3")
         return load_eagle3(Eagle3Config(path, tree=TreeKind.chain, depth=3), context)
+
+
+class TestDFlash(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        assert context.target is not None
+        path = _written_block_head(context.target.hidden_size, context.vocab_size)
+        return DFlashDrafter.load(DFlashConfig(path=path), context)
+
+
+class TestPard(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return PardDrafter(context.load_runner("any")[0], context.vocab_size, 0, 4)
 
 
 class TestCascade(DrafterConformance):
