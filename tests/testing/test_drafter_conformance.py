@@ -310,6 +310,27 @@ def _random_adapter(size: int) -> str:
     return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, random_weights(shapes | norms))
 
 
+@cache
+def _written_block_head(size: int, vocab_size: int) -> str:
+    """A block drafter of random weights that reads two hidden states of the target."""
+    config = {
+        "hidden_size": size,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": vocab_size - 1, "target_layer_ids": [0, 1]},
+    }
+    shapes = {
+        "fc.weight": (size, 2 * size),
+        "hidden_norm.weight": (size,),
+        "layers.0.input_layernorm.weight": (size,),
+        **layer_weights("layers.0.", config, size),
+        "norm.weight": (size,),
+    }
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes))
+
+
 def similar_places() -> Any:
     return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "similar_places.py"))["SimilarPlaces"]()
 
