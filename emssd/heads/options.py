@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
 
-from emssd.drafting.shapes import DynamicShape, Shape, check_at_least_one
+from emssd.drafting.shapes import DynamicShape, Shape, check_at_least_one, chosen
 from emssd.errors import ConfigError, did_you_mean
 from emssd.heads.published import PublishedShape
 from emssd.heads.trees import StaticTree, read_trees
 
-__all__ = ["TreeKind", "TreeOptions", "chosen", "head_path", "shape_of", "static_tree"]
-
-Chosen = TypeVar("Chosen", bound=Enum)
+__all__ = ["TreeKind", "TreeOptions", "head_path", "shape_of", "static_tree"]
 
 
 class TreeKind(str, Enum):
@@ -78,21 +75,6 @@ def shape_of(options: TreeOptions) -> Shape:
         check_at_least_one(depth=options.depth)
         return DynamicShape(options.depth, options.depth, 1)
     return DynamicShape(options.num_nodes, options.depth, options.top_k)
-
-
-def chosen(kinds: type[Chosen], option: str, value: object) -> Chosen:
-    """The one of `kinds` that has this value.
-
-    Raises:
-        ConfigError: none has.
-    """
-    try:
-        return kinds(value)
-    except ValueError:
-        names = [str(kind.value) for kind in kinds]
-        raise ConfigError(
-            f"drafter.{option} is {value!r}{did_you_mean(str(value), names) or ';'} choose one of {', '.join(names)}"
-        ) from None
 
 
 def static_tree(name: str, known: Mapping[str, StaticTree]) -> StaticTree:

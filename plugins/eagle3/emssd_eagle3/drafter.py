@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from emssd.drafting import DrafterContext
+from emssd.drafting.shapes import chosen
 from emssd.heads.lent import Lent
-from emssd.heads.options import chosen, head_path, shape_of
+from emssd.heads.options import head_path, shape_of
 from emssd.heads.paired import PairedDrafter
 from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_eagle3.loading import load_eagle3

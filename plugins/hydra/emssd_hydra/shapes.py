@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from emssd.drafting.shapes import DynamicShape, Shape, check_at_least_one
+from emssd.drafting.shapes import DynamicShape, Shape, check_at_least_one, chosen
 from emssd.heads import StaticTree, read_trees
-from emssd.heads.options import TreeKind, chosen, static_tree
+from emssd.heads.options import TreeKind, static_tree
 from emssd.heads.published import PublishedShape
 from emssd_hydra import HydraConfig
 

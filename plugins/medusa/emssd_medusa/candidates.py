@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from emssd.drafting.shapes import check_at_least_one
+from emssd.drafting.shapes import check_at_least_one, chosen
 from emssd.heads import StaticTree, Way, read_trees
-from emssd.heads.options import TreeKind, chosen, static_tree
+from emssd.heads.options import TreeKind, static_tree
 from emssd_medusa import MedusaConfig
 
 __all__ = ["Candidates", "candidates_of", "check_options"]
