@@ -39,7 +39,7 @@ def test_the_models_load_without_a_warning_in_float32(name: str) -> None:
 
 
 def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no embedded model 'oracle'; choose one of target, draft"):
+    with pytest.raises(ConfigError, match="no embedded model 'oracle'; choose one of target, draft, eagle3"):
         demo.model_path("oracle")
 
 

@@ -41,7 +41,8 @@ class Eagle3Config:
     for CPUs; EAGLE-2 drafts 59 nodes on 8 levels, 10 of each expanded, for one row on a GPU.
 
     Attributes:
-        path: folder, file of weights or hub id of the head, which must be trained for this target.
+        path: folder, file of weights or hub id of the head, which must be trained for this target. ``demo-eagle3`` is
+            the one that goes with ``model.path=demo``.
         tree: dynamic follows the most probable ways, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858).
             chain follows the head's first choices.
         num_nodes: of dynamic, the most nodes of a row's tree.
@@ -52,7 +53,7 @@ class Eagle3Config:
             anything is accepted.
     """
 
-    path: str | None = None
+    path: str | None = "demo-eagle3"
     tree: TreeKind = TreeKind.dynamic
     num_nodes: int = 16
     depth: int = 5
