@@ -44,7 +44,10 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     Raises:
         EmssdError: an option, a file or the model cannot be used.
     """
+    from transformers.utils import logging
+
     check_can_train()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
     began, folder = time.perf_counter(), Path(options.output).expanduser()
     _check_folder(folder, options)
     target, tokenizer = load_model(options.model, device=options.device)

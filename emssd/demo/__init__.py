@@ -1,4 +1,4 @@
-"""The embedded demo: a tiny target model, a tinier draft model, an EAGLE-3 head, and prompts from Python's own documentation.
+"""The embedded demo: a tiny target, a tinier draft model, a trained head, and prompts from Python's documentation.
 
 Example:
     >>> from emssd import demo
