@@ -54,6 +54,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training")
+    training.add_argument("--learn-prompts", action="store_true", help="learn from the prompts as well")
     _add(training, "epochs", type=int, metavar="N", what="passes over the texts")
     _add(training, "rows", type=int, metavar="N", what="texts of a step")
     _add(training, "lr", type=float, metavar="RATE", what="learning rate at its highest")

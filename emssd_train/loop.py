@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def train(loss: UnrolledLoss, texts: Seq[Text], options: TrainOptions, folder: P
     with _quiet():
         arguments = TrainingArguments(
             output_dir=str(folder),
-            per_device_train_batch_size=options.rows,
+            per_device_train_batch_size=1,  # of `_Batches`
             num_train_epochs=options.epochs,
             learning_rate=options.lr,
             lr_scheduler_type="cosine",
@@ -82,7 +83,9 @@ def train(loss: UnrolledLoss, texts: Seq[Text], options: TrainOptions, folder: P
             dataloader_pin_memory=not on_cpu,
             use_cpu=on_cpu,
         )
-        trainer = Trainer(loss, arguments, data_collator=_batch, train_dataset=_Texts(texts), callbacks=[_told(tell)])
+        batches, told = _Batches(texts, options.rows), _told(tell)
+        collate = partial(_arguments, learn_prompts=options.learn_prompts)
+        trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[told])
         trainer.remove_callback(PrinterCallback)
         try:
             trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
@@ -93,25 +96,27 @@ def train(loss: UnrolledLoss, texts: Seq[Text], options: TrainOptions, folder: P
             ) from error
 
 
-class _Texts(torch.utils.data.Dataset[Text]):
-    """What Transformers takes: a list is no data set to it."""
+class _Batches(torch.utils.data.Dataset[Seq[Text]]):
+    """Batches of texts that are about equally long, so that little is padded. Which go together never changes."""
 
-    def __init__(self, texts: Seq[Text]) -> None:
-        self._texts = texts
+    def __init__(self, texts: Seq[Text], rows: int) -> None:
+        by_length = sorted(texts, key=lambda text: len(text.prompt) + len(text.output))
+        self._batches = [by_length[first : first + rows] for first in range(0, len(texts), rows)]
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._batches)
 
-    def __getitem__(self, place: int) -> Text:
-        return self._texts[place]
+    def __getitem__(self, place: int) -> Seq[Text]:
+        return self._batches[place]
 
 
-def _batch(texts: Seq[Text]) -> dict[str, torch.Tensor]:
-    """The arguments of `UnrolledLoss.forward`."""
+def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, torch.Tensor]:
+    """Those of `UnrolledLoss.forward` for the only one of `batches`."""
+    (texts,) = batches
     rows = [torch.tensor(text.prompt + text.output) for text in texts]
     return {
         "input_ids": pad_sequence(rows, batch_first=True),
-        "num_prompt": torch.tensor([len(text.prompt) for text in texts]),
+        "num_prompt": torch.tensor([1 if learn_prompts else len(text.prompt) for text in texts]),
         "num_tokens": torch.tensor([len(row) for row in rows]),
     }
 
@@ -119,7 +124,7 @@ def _batch(texts: Seq[Text]) -> dict[str, torch.Tensor]:
 def _told(tell: Tell) -> Any:
     from transformers import TrainerCallback
 
-    class Told(TrainerCallback):  # type: ignore[misc]  # Transformers gives it no type here
+    class Told(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             losses = [entry["loss"] for entry in state.log_history[-1:] if "loss" in entry]
             tell(state.global_step, state.max_steps, losses[0] if losses else None)

@@ -30,6 +30,7 @@ class TrainOptions:
         max_new_tokens: of each text.
         temperature: that texts are drawn with; 0 takes the most probable tokens.
         batch_size: rows that are decoded together.
+        learn_prompts: the head learns from prompts, too, as if the target had said them.
         epochs, rows, lr, seed: passes over the texts, texts of a training step, learning rate, seed of everything.
         depth: passes of the head over its own outputs in training, and tokens of a draft where acceptance is measured.
         save_every: training steps between two checkpoints.
@@ -55,6 +56,7 @@ class TrainOptions:
     max_new_tokens: int = 128
     temperature: float = 0.0
     batch_size: int = 16
+    learn_prompts: bool = False
     epochs: int = 10
     rows: int = 4
     lr: float = 1e-3

@@ -43,7 +43,7 @@ class _ChainAttention:
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         spec, seen, num_pairs = self._specs[layer], self._seen[layer], self._shape[1]
         groups = spec.num_qo_heads // spec.num_kv_heads
-        by_head = [each.unflatten(0, self._shape).transpose(1, 2) for each in (query, key, value)]
+        by_head = [each.view(*self._shape, *each.shape[1:]).transpose(1, 2) for each in (query, key, value)]
         query, (key, value) = by_head[0] * spec.scale, (each.repeat_interleave(groups, 1) for each in by_head[1:])
         seen.append((key, value))
         step = len(seen) - 1
@@ -101,7 +101,7 @@ class UnrolledLoss(nn.Module):
 
         Args:
             input_ids: ``[b, n]`` texts, padded on the right.
-            num_prompt: ``[b]`` tokens of each prompt.
+            num_prompt: ``[b]`` tokens of each prompt; fewer, if something is to be learnt from it.
             num_tokens: ``[b]`` tokens of each text.
 
         Returns:

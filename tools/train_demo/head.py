@@ -36,7 +36,7 @@ def main(argv: Seq[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the head")
     parser.add_argument("--variants", type=int, default=8, help="of each demo prompt (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the texts (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=9, help="passes over the texts (default: %(default)s)")
     args = parser.parse_args(argv)
     work: Path = args.out / "work"
     work.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,11 @@ def main(argv: Seq[str] | None = None) -> None:
         output=str(work / "head"),
         held_out=len(own),
         max_new_tokens=64,
+        learn_prompts=True,
         epochs=args.epochs,
+        rows=8,
+        lr=2e-3,
+        depth=4,
         intermediate_size=384,
         num_kv_heads=1,
         draft_vocab_size=1024,
