@@ -61,6 +61,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add(training, "seed", type=int, metavar="N", what="of everything that is drawn")
     _add(training, "depth", type=int, metavar="N", what="tokens of a draft that the head is trained for")
     _add(training, "save_every", type=int, metavar="N", what="steps between two checkpoints")
+    _add(training, "model_dtype", metavar="DTYPE", what="of the target; float32 is the fastest on many CPUs")
     _add(training, "device", metavar="DEVICE", what="cpu, cuda, or auto")
 
 

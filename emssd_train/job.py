@@ -50,7 +50,7 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
     began, folder = time.perf_counter(), Path(options.output).expanduser()
     _check_folder(folder, options)
-    target, tokenizer = load_model(options.model, device=options.device)
+    target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)
     layers = options.hidden_layers or default_layers(len(target.layers))
     teacher = Teacher(target, layers)
     prompts = read_prompts(options, target, tokenizer)

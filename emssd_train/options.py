@@ -39,7 +39,7 @@ class TrainOptions:
         draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; ``None`` is all.
         share_lm_head: use the target's vocabulary projection, which is not trained, in the place of an own one.
         dtype: of the saved weights; ``None`` is the target's.
-        device: as of `emssd.model.load_model`.
+        model_dtype, device: of the target, as for `emssd.model.load_model`; the head is trained there in float32.
         resume: go on with what is in `output`.
 
     Raises:
@@ -71,6 +71,7 @@ class TrainOptions:
     draft_vocab_size: int | None = None
     share_lm_head: bool = False
     dtype: str | None = None
+    model_dtype: str = "auto"
     device: str = "auto"
     resume: bool = False
 
