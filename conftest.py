@@ -19,7 +19,7 @@ _NUM_THREADS = 1  # tiny tensors; two test processes with two threads each are s
 torch.set_num_threads(_NUM_THREADS)
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("default", max_examples=30, **_COMMON)
+settings.register_profile("default", max_examples=15, **_COMMON)
 settings.register_profile("thorough", max_examples=300, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

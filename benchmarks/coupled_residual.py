@@ -79,7 +79,7 @@ def measure(
 def table_of(rows: list[dict[str, Any]], num_texts: int) -> Table:
     table = Table("T", "method", "draft", "τ", "nodes", f"equal rows of {num_texts}")
     for row in rows:
-        for cell in row["cells"]:
+        for cell in row["cells"].values():
             table.add_row(
                 f"{row['temperature']:g}", cell["method"], cell["draft"], f"{cell['tau']:.2f}", f"{cell['nodes']:.1f}",
                 str(cell.get("equal_rows", "–")),
@@ -129,12 +129,12 @@ def main() -> None:
     console, rows = Console(width=150), list[dict[str, Any]]()
     for temperature in arguments.temperatures:
         plain = [decode(engine_with("none"), requests) for requests in asked("coupled", temperature)]
-        cells: list[dict[str, Any]] = []
+        cells: dict[str, dict[str, Any]] = {}
         for method in arguments.methods:
             for name, config in drafts_of(method, arguments).items():
                 right = plain if method == "coupled" else None
                 cell = measure(engine_with(config), asked(method, temperature), right)
-                cells.append({"method": method, "draft": name} | cell)
+                cells[f"{method} {name}"] = {"method": method, "draft": name} | cell
         rows.append({"temperature": temperature, "top_p": arguments.top_p, "cells": cells})
         if arguments.out:
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n")

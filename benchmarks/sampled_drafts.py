@@ -16,16 +16,15 @@ from typing import Any
 
 from budgets import TEMPLATES, requests_of
 from emssd_draft_model import DraftModelConfig, TreeKind
-from emssd_draft_model.base import ModelDrafter
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.shapes import shape_of
-from emssd_draft_model.trees import TreeDrafter
 from rich.console import Console
 from rich.table import Table
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
+from emssd.drafters import ModelDrafter, TreeDrafter
 from emssd.drafting import Drafter
 from emssd.model import CausalLMRunner, TargetModel, load_model
 from emssd.plugins.builtin import FixedBudgetConfig

@@ -7,11 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from emssd_eagle3 import Eagle3Config, TreeKind
+from emssd_eagle3 import Eagle3Config
 from rich.table import Table
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd_train.options import TrainOptions
 from emssd_train.texts import requests

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KNOWN = "step tiny flashinfer batch=1 tokens=8 context=24"
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_path: Path) -> None:
     out = tmp_path / "results" / "gpu.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--shape", "tiny", "--quick"]
@@ -33,7 +33,7 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
     assert "125.00" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.parametrize(
     ("script", "options", "num_rows"),
     [
@@ -63,6 +63,12 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
             "--depth 2 --top-k 2",
             8,
         ),
+        (
+            "coupled_residual.py",
+            "--data {data} --model demo --draft-model demo-draft --methods coupled --temperatures 0.8 --prompts 4 "
+            "--batch-size 2 --length 2 --expansion 2 1 --nodes 4 --width 2 --depth 2",
+            4,
+        ),
         ("tries.py", "--data {data} --model demo --branches 2 --batch-sizes 2 --categories qa --prompts 2", 2),
     ],
 )
@@ -80,7 +86,7 @@ def test_a_benchmark_runs_and_its_outputs_are_equal(script: str, options: str, n
     assert {cell["equal_rows"] for cell in cells} == {num_rows}, "in float32 all are equal"
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_steps_with_trees_are_measured_beside_chains(tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
     sizes = ["--batch-sizes", "1", "2", "--contexts", "16", "--nodes", "4", "--repeats", "1", "--runs", "1"]
@@ -92,7 +98,7 @@ def test_steps_with_trees_are_measured_beside_chains(tmp_path: Path) -> None:
     assert all(set(row["all_ms"]) == {"chain", "bushy", "long"} for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_choosing_is_measured_and_the_kernels_tokens_are_pytorchs(kernels: None, tmp_path: Path) -> None:
     out = tmp_path / "choice.json"
     sizes = ["--batch-sizes", "1", "3", "--context", "9", "--repeats", "1", "--out", str(out)]
@@ -103,7 +109,7 @@ def test_choosing_is_measured_and_the_kernels_tokens_are_pytorchs(kernels: None,
     assert all(row["same_tokens"] for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_the_hosts_part_of_a_step_is_measured() -> None:
     """The script itself asserts that drafts are accepted as planned, and steps recorded."""
     command = [sys.executable, str(ROOT / "benchmarks" / "host_time.py"), "--batch-sizes", "1", "3", "--repeats", "1"]
@@ -112,7 +118,7 @@ def test_the_hosts_part_of_a_step_is_measured() -> None:
     assert sizes == ["1", "3"]
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_the_plot_of_the_demo_is_measured_and_drawn(tmp_path: Path) -> None:
     given = ["--out", str(tmp_path / "plot.svg"), "--drafters", "suffix,llma", "--batch-sizes", "2,4", "--repeats", "2"]
     command = [sys.executable, str(ROOT / "benchmarks" / "demo_plot.py"), *given, "data.limit=2", "max_new_tokens=4"]

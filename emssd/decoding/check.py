@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 
 import torch
 
@@ -134,8 +134,13 @@ def _scores(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float
     order = processed(logits[None], whole.params, [node.prefix], [node.num_prompt])[0]
     compared = [scores_of(logits[None], [node])[0]]
     itself = {token: (torch.arange(len(order), device=order.device) == token).double() for token in tokens}
-    for token, other in permutations(tokens, 2):
-        raised = (order <= order[token]).double() * 2 - 1
+    orders = [order]
+    if node.params.typical_p < 1:
+        rest = processed(logits[None], replace(node.params, typical_p=1.0), [node.prefix], [node.num_prompt])[0]
+        surprise = -rest.log_softmax(0)
+        orders.append(-(surprise - (rest.softmax(0) * surprise).nansum()).abs())  # it takes the largest first
+    for (token, other), ranks in product(permutations(tokens, 2), orders):
+        raised = (ranks <= ranks[token]).double() * 2 - 1
         # It is kept, with the other or without; or it is cut off, by those above it or by those below it.
         for moves in (raised, itself[token] - itself[other], -raised, -itself[token]):
             kept = scores_of((logits + tolerance * moves)[None], [node])[0].isfinite()

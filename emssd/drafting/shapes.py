@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from enum import Enum
+from typing import TypeVar
 
 from emssd.drafting.levels import GrowingTree
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, did_you_mean
 
-__all__ = ["DynamicShape", "Expansion", "Shape", "check_at_least_one"]
+__all__ = ["DynamicShape", "Expansion", "Shape", "check_at_least_one", "chosen"]
+
+Chosen = TypeVar("Chosen", bound=Enum)
 
 Expansion = tuple[int, Seq[int]]
 """A node to expand, and which of its likeliest tokens become its children, counted from 0."""
@@ -61,16 +66,23 @@ class DynamicShape(Shape):
         depth: the most levels.
         top_k: nodes of a level that are expanded, and children of each.
         temperature: below 1, as the target takes its first choice more often than the draft model's probability says.
+        min_confidence: a node that is less probable behind its parent gets no children.
     """
 
-    def __init__(self, num_nodes: int, depth: int, top_k: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self, num_nodes: int, depth: int, top_k: int, temperature: float = 1.0, min_confidence: float = 0.0
+    ) -> None:
         check_at_least_one(num_nodes=num_nodes, depth=depth, top_k=top_k)
+        if not 0 <= min_confidence <= 1:
+            raise ConfigError(f"drafter.min_confidence is {min_confidence}; it must be from 0 to 1")
         if not 0.01 <= temperature <= 100:
             raise ConfigError(f"drafter.temperature is {temperature}; it must be from 0.01 to 100")
         self.num_nodes, self.depth, self.width, self.temperature = num_nodes, depth, top_k, temperature
+        self._least = math.log(min_confidence) if min_confidence else -math.inf
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
-        return [(node, range(self.width)) for node in frontier[: self.width]]
+        best = frontier[: self.width]
+        return [(node, range(self.width)) for node in best if node < 0 or tree.log_probs[node] >= self._least]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return min(self.width, num_nodes - 1) * max(0, depth - 1)
@@ -85,3 +97,18 @@ def check_at_least_one(**options: int) -> None:
     for name, value in options.items():
         if value < 1:
             raise ConfigError(f"drafter.{name} is {value}; it must be at least 1")
+
+
+def chosen(kinds: type[Chosen], option: str, value: object) -> Chosen:
+    """The one of `kinds` that has this value.
+
+    Raises:
+        ConfigError: none has.
+    """
+    try:
+        return kinds(value)
+    except ValueError:
+        names = [str(kind.value) for kind in kinds]
+        raise ConfigError(
+            f"drafter.{option} is {value!r}{did_you_mean(str(value), names) or ';'} choose one of {', '.join(names)}"
+        ) from None

@@ -1,12 +1,13 @@
-"""Trained heads: their published files, the decoder layers that they are made of, and a runner with a KV cache."""
+"""Trained heads: their published files, their decoder layers, a runner with a KV cache, and what drafts with them."""
 
 from emssd.heads.config import DecoderConfig
 from emssd.heads.files import Checkpoint, read_checkpoint
 from emssd.heads.formats import Format, detect, expect
 from emssd.heads.layers import Attend, HeadLayer, HeadNorm, Rotary
 from emssd.heads.runner import Head, HeadRunner
+from emssd.heads.states import KnownStates
 from emssd.heads.target import LAST_NORMED, Embed, Project, TargetSizes
-from emssd.heads.trees import StaticTree, read_trees
+from emssd.heads.trees import StaticTree, Way, read_trees
 from emssd.heads.weights import fill, made_empty, rename
 
 __all__ = [
@@ -20,10 +21,12 @@ __all__ = [
     "HeadLayer",
     "HeadNorm",
     "HeadRunner",
+    "KnownStates",
     "Project",
     "Rotary",
     "StaticTree",
     "TargetSizes",
+    "Way",
     "detect",
     "expect",
     "fill",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from emssd.errors import ConfigError
 from emssd.heads.files import Checkpoint, cannot_load
 
 __all__ = ["Format", "detect", "expect"]
@@ -58,19 +57,16 @@ def detect(checkpoint: Checkpoint) -> Format:
     return _by_names(checkpoint)
 
 
-def expect(checkpoint: Checkpoint, wanted: Format) -> None:
-    """Refuse a checkpoint of another format.
+def expect(checkpoint: Checkpoint, *wanted: Format) -> None:
+    """Refuse a checkpoint of another format than those that are `wanted`.
 
     Raises:
         ConfigError: it says what the checkpoint is.
     """
     found = detect(checkpoint)
-    if found is not wanted:
-        raise _other(checkpoint.path, found, wanted)
-
-
-def _other(path: str, found: Format, wanted: Format) -> ConfigError:
-    return cannot_load(path, f"what it holds is {found.value}; what is wanted is {wanted.value}")
+    if found not in wanted:
+        named = " or ".join(each.value for each in wanted)
+        raise cannot_load(checkpoint.path, f"what it holds is {found.value}; what is wanted is {named}")
 
 
 def _by_names(checkpoint: Checkpoint) -> Format:

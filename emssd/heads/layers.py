@@ -11,7 +11,7 @@ from torch import nn
 from emssd.attention import LayerSpec
 from emssd.heads.config import DecoderConfig
 
-__all__ = ["Angles", "Attend", "HeadLayer", "HeadNorm", "Rotary"]
+__all__ = ["Angles", "Attend", "HeadAttention", "HeadLayer", "HeadNorm", "Rotary"]
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's index, queries ``[t, num_heads, head_dim]``, and keys and values ``[t, num_kv_heads, head_dim]``, what
@@ -99,7 +99,7 @@ class HeadLayer(nn.Module):
     ) -> None:
         super().__init__()
         prefix, hidden_size, eps = f"layers.{index}.", config.hidden_size, config.rms_norm_eps
-        self.self_attn = _Attention(config, index, names, prefix, input_size or hidden_size)
+        self.self_attn = HeadAttention(config, index, names, prefix, input_size or hidden_size)
         self.mlp = _MLP(config, names, prefix)
         self.post_attention_layernorm = HeadNorm(hidden_size, eps)
         if normed:
@@ -130,8 +130,16 @@ class HeadLayer(nn.Module):
         return self.self_attn.spec
 
 
-class _Attention(nn.Module):
-    """Queries, keys and values with grouped heads; with norms of each head, as in Qwen3, if the checkpoint has them."""
+class HeadAttention(nn.Module):
+    """Queries, keys and values with grouped heads; with norms of each head, as in Qwen3, if the checkpoint has them.
+
+    Args:
+        config: sizes and rules.
+        index: of its layer.
+        names: the module's names for all tensors of the checkpoint.
+        prefix: of its layer's names, as in ``layers.0.``.
+        input_size: elements of what it reads.
+    """
 
     def __init__(self, config: DecoderConfig, index: int, names: Container[str], prefix: str, input_size: int) -> None:
         super().__init__()
@@ -152,6 +160,7 @@ class _Attention(nn.Module):
         self._index = index
 
     def forward(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """``[b, n, hidden_size]`` of ``x [b, n, input_size]``."""
         by_head = (*x.shape[:2], -1, self.spec.key_dim)
         query = _rotated(self.q_norm(self.q_proj(x).view(by_head)), angles)
         key = _rotated(self.k_norm(self.k_proj(x).view(by_head)), angles)

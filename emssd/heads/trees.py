@@ -10,7 +10,10 @@ from importlib.resources import files
 
 from emssd.attention.trees import depths
 
-__all__ = ["StaticTree", "read_trees"]
+__all__ = ["StaticTree", "Way", "read_trees"]
+
+Way = tuple[int, ...]
+"""How a node is reached: at each level, which choice of its parent is taken, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class StaticTree:
         Raises:
             ValueError: a path comes before its parent, or twice.
         """
-        places: dict[tuple[int, ...], int] = {(): -1}
+        places: dict[Way, int] = {(): -1}
         parents, ranks = [], []
         for place, path in enumerate(map(tuple, paths)):
             if path in places or path[:-1] not in places:
@@ -46,6 +49,23 @@ class StaticTree:
     def depths(self) -> list[int]:
         """``[n]`` levels of the nodes, 1 for a child of the root."""
         return depths(self.parents)
+
+    def shallow(self, depth: int) -> StaticTree:
+        """The nodes that are no deeper than `depth`, which is at least 1."""
+        return StaticTree.of_paths(way for way in self._ways() if len(way) <= depth)
+
+    def children(self) -> dict[Way, tuple[int, ...]]:
+        """Which choices of a node are its children, the first choice first, by the way to it; ``()`` is the root."""
+        found: dict[Way, list[int]] = {}
+        for *way, rank in self._ways():
+            found.setdefault(tuple(way), []).append(rank)
+        return {way: tuple(sorted(ranks)) for way, ranks in found.items()}
+
+    def _ways(self) -> list[Way]:
+        ways = list[Way]()
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            ways.append((*(ways[parent] if parent >= 0 else ()), rank))
+        return ways
 
 
 def read_trees(package: str, name: str = "trees.json") -> Mapping[str, StaticTree]:

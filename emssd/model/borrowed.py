@@ -1,16 +1,18 @@
-"""`BorrowedTarget`: the target's embeddings, final norm and LM head, for drafters that have none of their own."""
+"""`BorrowedTarget`: the target's embeddings, first layers, norm and LM head, for drafters that have none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
+from emssd.model.replaced import replaced_forward
+from emssd.model.runner import ModelRunner
+from emssd.model.shallow import ShallowRunner
 from emssd.model.streams import Streams
 from emssd.model.target import TargetModel
 
@@ -42,6 +44,12 @@ class BorrowedTarget:
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return int(self._model.config.get_text_config().hidden_size)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The values of the model's config, for drafters with layers like the target's own."""
+        values: dict[str, Any] = self._model.config.get_text_config().to_dict()
+        return values
 
     def embed(self, token_ids: torch.Tensor, *, raw: bool = False) -> torch.Tensor:
         """``[n, width]`` embeddings of ``token_ids [n]`` as the model makes them, without positions.
@@ -76,27 +84,27 @@ class BorrowedTarget:
         Scales, soft-caps and biases of logits are the model's.
         """
         fed = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        with self._giving(hidden.unsqueeze(0)):
+        output_type = self._streams.output_type
+
+        def give(*arguments: Any, **keywords: Any) -> Any:
+            return output_type(last_hidden_state=hidden.unsqueeze(0))
+
+        with replaced_forward(self._streams.decoder, give):
             logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
         return logits[0]
 
-    @contextmanager
-    def _giving(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Within, the model's decoder computes nothing and gives ``hidden [1, n, width]``."""
-        decoder, output_type = self._streams.decoder, self._streams.output_type
+    def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:
+        """The model's first `num_layers` decoder layers, and its final norm and LM head, as a model to draft with.
 
-        def give(*arguments: Any, **keywords: Any) -> Any:
-            return output_type(last_hidden_state=hidden)
+        Args:
+            num_layers: from 1 to all.
+            cache: holds their KV. ``make_cache`` of the drafter's context gives it, for the target's spec with the
+                first `num_layers` of its layers.
 
-        own = vars(decoder).get("forward")
-        decoder.forward = give
-        try:
-            yield
-        finally:
-            if own is None:
-                del decoder.forward
-            else:
-                decoder.forward = own
+        Raises:
+            UnsupportedModelError: the layers are not found, or cannot be left out.
+        """
+        return ShallowRunner(self._target, cache, num_layers)
 
     @cached_property
     def _streams(self) -> Streams:

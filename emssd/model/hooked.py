@@ -63,17 +63,20 @@ class HookedModel:
         *,
         masks: dict[int, Visible] | None = None,
         hidden: Hidden | None = None,
+        num_layers: int | None = None,
     ) -> torch.Tensor:
         """Call the model with `attend` in the place of its attention. Returns logits ``[b, m, vocab]``.
 
         Given `masks`, the model makes its masks too, and it is filled with the function behind that of each layer. The
         keys of `hidden` say which hidden states are wanted, see `Streams`; it is filled with these, ``[b, n, width]``.
+        Given `num_layers`, only so many of the first layers are run. `streams` is wanted for both.
         """
         keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
-        with implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME), taking:
+        cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
+        with implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME), taking, cut:
             output = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,

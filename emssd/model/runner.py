@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs
+from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
 from emssd.metrics.timing import phase
-from emssd.model.target import TargetModel
+from emssd.model.target import Computed, TargetModel
 
 __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner"]
 
@@ -118,9 +118,12 @@ class CausalLMRunner(ModelRunner):
         with phase("plan"):
             plan = self.backend.plan(packed)
         with phase("forward"):
-            logits, computed = self.model(plan, self.backend, self._hidden)
+            logits, computed = self._compute(plan)
         hidden = {index: plan.packed(computed[index], packed.num_tokens) for index in self._hidden}
         return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens, hidden)
+
+    def _compute(self, plan: StepPlan) -> Computed:
+        return self.model(plan, self.backend, self._hidden)
 
     def take_hidden(self, indices: Seq[int]) -> None:
         if indices:

@@ -12,6 +12,7 @@ import torch
 
 from emssd.errors import UnsupportedModelError
 from emssd.model.probe import ProbeRows, running
+from emssd.model.replaced import replaced_forward
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -50,6 +51,7 @@ class Streams:
         self._name = type(target.model).__name__
         self.decoder, self.layers = _found(target.model)
         self._changed: frozenset[int] = frozenset()  # indices whose tensors the model writes to later in its pass
+        self._gives_more = False  # a layer gives something beside the stream
         self._prove(target)
 
     @property
@@ -83,6 +85,25 @@ class Streams:
         with self._heard({index: take(index) for index in into}):
             yield
 
+    def check_cut(self) -> None:
+        """Hold the model to what `cut` needs.
+
+        Raises:
+            UnsupportedModelError: its layers give more than the residual stream.
+        """
+        if self._gives_more:
+            raise UnsupportedModelError(
+                f"{self._name} lends drafters no first layers: its layers give more than a residual stream"
+            )
+
+    @contextmanager
+    def cut(self, num_layers: int) -> Iterator[None]:
+        """A pass of the model within this ends early: layers behind the first `num_layers` hand on what they get."""
+        with ExitStack() as cuts:
+            for layer in self.layers[num_layers:]:
+                cuts.enter_context(replaced_forward(layer, _handed_on))
+            yield
+
     @contextmanager
     def _heard(self, listeners: dict[int, Callable[[torch.Tensor], None]]) -> Iterator[None]:
         """Within, each index is told to its listener."""
@@ -107,6 +128,7 @@ class Streams:
             for index, layer in enumerate(self.layers):
                 listener = _first_input(note("given to", index))
                 hooks.callback(layer.register_forward_pre_hook(listener, with_kwargs=True).remove)
+                hooks.callback(layer.register_forward_hook(self._note_more).remove)
             for module in _outside(self.decoder, self.layers):
                 hooks.callback(module.register_forward_hook(_noted_in(behind)).remove)
             hooks.callback(self.decoder.register_forward_hook(self._note_type).remove)
@@ -128,6 +150,9 @@ class Streams:
 
     def _note_type(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
         self.output_type = type(output)
+
+    def _note_more(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        self._gives_more |= not isinstance(output, torch.Tensor)
 
     def _refused(self, reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._name} gives drafters no hidden states: {reason}")
@@ -181,9 +206,15 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _first_input(listener: Callable[[torch.Tensor], None]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        listener(arguments[0] if arguments else keywords["hidden_states"])
+        listener(_handed_on(*arguments, **keywords))
 
     return hook
+
+
+def _handed_on(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    """The residual stream that a layer is called with."""
+    stream: torch.Tensor = arguments[0] if arguments else keywords["hidden_states"]
+    return stream
 
 
 def _first_output(listener: Callable[[torch.Tensor], None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -58,10 +59,10 @@ class TargetModel(HookedModel):
         self.layers = probe_layers(self)
         self.compiled = self._compile() if compile else None
 
-    def prepare_hidden(self, indices: Seq[int]) -> None:
+    def prepare_hidden(self, indices: Seq[int]) -> Streams:
         """From now on, these hidden states can be asked for; see `emssd.model.streams.Streams` for the indices.
 
-        A compiled program that does not give them is compiled again.
+        A compiled program that does not give them is compiled again. Returns where they are taken.
 
         Raises:
             UnsupportedModelError: with the reason.
@@ -72,9 +73,15 @@ class TargetModel(HookedModel):
         if self.compiled is not None and not {*indices} <= {*(given := self.compiled.hidden)}:
             self.compiled = None  # first, as a program holds weights of its own
             self.compiled = self._compile(tuple(sorted({*given, *indices})))
+        return self.streams
 
-    def __call__(self, plan: StepPlan, backend: AttentionBackend, indices: Seq[int] = ()) -> Computed:
-        """Run one step. Gives logits of the wanted rows only, and the hidden states `indices` of all fed tokens."""
+    def __call__(
+        self, plan: StepPlan, backend: AttentionBackend, indices: Seq[int] = (), num_layers: int | None = None
+    ) -> Computed:
+        """Run one step. Gives logits of the wanted rows only, and the hidden states `indices` of all fed tokens.
+
+        Given `num_layers`, only so many of the first layers are run, uncompiled. `prepare_hidden` comes before that.
+        """
 
         def attend(
             layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -87,7 +94,9 @@ class TargetModel(HookedModel):
             return backend.forward(plan, layer, query, key, value)
 
         def forward() -> Computed:
-            run, hidden = self.compiled or self.run, dict.fromkeys(indices, _NOTHING)
+            whole = self.compiled or self.run
+            run = whole if num_layers is None else partial(self.run, num_layers=num_layers)
+            hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
             return Computed(logits.flatten(0, 1), {index: each.flatten(0, 1) for index, each in hidden.items()})
 

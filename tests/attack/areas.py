@@ -92,7 +92,8 @@ def _fused(rng: random.Random, world: World) -> History:
 
 
 AREAS: dict[str, Area] = {
-    "histories": Area("random histories, float64", _exact, draw_history, 0.36),
+    "histories": Area("random histories, float64", _exact, draw_history, 0.26),
+    "sampled": Area("tokens are drawn", _exact, lambda rng, world: draw_history(rng, world, sampled=True), 0.1),
     "sins": Area("drafters that break the rules", _exact, lambda rng, world: draw_history(rng, world, sins=True), 0.15),
     "faults": Area(
         "failures in the middle of a step", _exact, lambda rng, world: draw_history(rng, world, faults=True), 0.13

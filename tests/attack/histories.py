@@ -9,6 +9,8 @@ from typing import Any
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
 
+from emssd.sampling import SamplingParams
+
 from .moods import FORMS, MOODS
 from .oracle import Ask
 from .policies import POLICIES
@@ -91,14 +93,15 @@ class History:
     rounds: int = 1
 
 
-def draw_asks(rng: random.Random, world: World) -> tuple[Ask, ...]:
+def draw_asks(rng: random.Random, world: World, sampled: bool) -> tuple[Ask, ...]:
     asks = []
-    for _ in range(rng.choice((1, 2, 3, 5, 8, 8))):
+    for at in range(rng.choice((1, 2, 3, 5, 8, 8))):
         prompt, limit = (
             rng.randrange(len(world.prompts)),
             rng.choice((1, 2, rng.randint(3, 30), rng.randint(10, 30), rng.randint(3, 12))),
         )
         ask = Ask(prompt, limit, arrives=rng.choice((0, 0, rng.randint(0, 12))))
+        ask = draw_sampling(rng, world, ask, at) if sampled else ask
         output = world.text_of(ask)[len(world.prompts[prompt]) :]
         if rng.random() < 0.6:  # an EOS that comes, at some place, or one that does not
             eos = [rng.choice((rng.choice(output), rng.randrange(world.vocab_size))) for _ in range(rng.randint(1, 2))]
@@ -107,6 +110,32 @@ def draw_asks(rng: random.Random, world: World) -> tuple[Ask, ...]:
             ask = replace(ask, stop=_draw_stops(rng, world, ask, output))
         asks.append(ask)
     return tuple(asks)
+
+
+def draw_sampling(rng: random.Random, world: World, ask: Ask, at: int) -> Ask:
+    """`ask` with a name of its own, and mostly with tokens that are drawn.
+
+    Not with cut-offs where tokens have twins: of two equals, which is cut off is by the last bit.
+    """
+    options: dict[str, Any] = {
+        "top_k": (1, 2, 3, 10),
+        "top_p": (0.3, 0.8, 0.95),
+        "min_p": (0.05, 0.5),
+        "typical_p": (0.3, 0.9),
+        "repetition_penalty": (0.7, 1.3),
+        "presence_penalty": (-0.5, 1.0),
+        "frequency_penalty": (-0.2, 0.6),
+        "no_repeat_ngram_size": (2, 3),
+        "logit_bias": ({0: 2.0}, {0: -float("inf"), 1: 1.5}),
+    }
+    if rng.random() < 0.15:
+        return ask
+    cuts = 4 if world.twins else 0
+    names = rng.sample(list(options)[cuts:], rng.choice((0, 0, 1, 2, 3)))
+    chosen = {name: rng.choice(options[name]) for name in names}
+    temperatures = (0.5, 1.0, 3.0) if "typical_p" in chosen else (0.0, 0.5, 1.0, 1.0, 3.0)
+    temperature, seed = rng.choice(temperatures), rng.choice((0, 7, 2**40))
+    return replace(ask, name=f"{at}é", sampling=SamplingParams(temperature, seed=seed, **chosen))
 
 
 def _draw_stops(rng: random.Random, world: World, ask: Ask, output: list[int]) -> tuple[str, ...]:
@@ -126,12 +155,14 @@ def _draw_stops(rng: random.Random, world: World, ask: Ask, output: list[int]) -
     return tuple(stops)
 
 
-def _crowded(rng: random.Random, world: World, history: History) -> History:
+def _crowded(rng: random.Random, world: World, history: History, sampled: bool) -> History:
     """More rows at once, which grow for longer, than there is room for: some are preempted."""
     asks = tuple(
         Ask(rng.randrange(len(world.prompts)), rng.randint(12, 30), arrives=rng.choice((0, 0, 5)))
         for _ in range(rng.randint(3, 7))
     )
+    if sampled:
+        asks = tuple(draw_sampling(rng, world, ask, at) for at, ask in enumerate(asks))
     longest = max(len(world.text_of(ask)) for ask in asks)
     page = rng.choice(("page 1", "page 3", "fused", "torch"))
     return replace(
@@ -146,9 +177,11 @@ def _crowded(rng: random.Random, world: World, history: History) -> History:
     )
 
 
-def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults: bool = False) -> History:
-    """A random history in `world`; with a drafter that breaks the rules, or with a fault in the middle."""
-    asks = draw_asks(rng, world)
+def draw_history(
+    rng: random.Random, world: World, *, sins: bool = False, faults: bool = False, sampled: bool = False
+) -> History:
+    """A random history in `world`; with a drafter that breaks the rules, a fault in the middle, or tokens drawn."""
+    asks = draw_asks(rng, world, sampled)
     backend = rng.choice((*BACKENDS, "fused", "fused", "padded"))
     padded = backend.startswith(("padded", "unpad"))
     batching = rng.choice(("auto", "auto", "static") if padded else ("auto", "auto", "continuous", "static"))
@@ -179,7 +212,7 @@ def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults
         rounds=rng.choice((1, 1, 2)),
     )
     if not padded and rng.random() < 0.3:
-        history = _crowded(rng, world, history)
+        history = _crowded(rng, world, history, sampled)
     if world.foul:
         history = replace(history, moods=(*history.moods, "foul"))
     if sins:
@@ -192,4 +225,6 @@ def draw_history(rng: random.Random, world: World, *, sins: bool = False, faults
     if rng.random() < 0.6:
         shapes = tuple(rng.choices(list(SHAPES), k=rng.randint(1, 3)))
         history = replace(history, shapes=shapes, depth=rng.choice((history.depth, 2 * history.depth, 9, 20)))
+    if sampled and history.drive == "generate":  # it takes one set of options for all
+        history = replace(history, drive="run")
     return replace(history, sure=rng.random() < 0.3)

@@ -81,7 +81,7 @@ class Judge:
             if (tokens, reason) == (right, why) or world.has_no_say(ask):
                 continue
             at = [*(one != other for one, other in zip(tokens, right, strict=False)), True].index(True)
-            if at < min(len(tokens), len(right)):
+            if ask.sampling is None and at < min(len(tokens), len(right)):
                 margin = world.oracle.margin([*prompt, *right[:at]], tokens[at], right[at])
                 if margin <= world.tie:
                     self.account.num_ties += 1

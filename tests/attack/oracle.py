@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from emssd.sampling import SamplingParams
+from tests.support import sampling as by_hand
+
 __all__ = ["Ask", "Oracle", "ending"]
 
 
@@ -21,6 +24,8 @@ class Ask:
         eos: ids that end it.
         stop: texts that end it.
         arrives: the step before which it is added.
+        sampling: how its tokens are chosen; greedily by default.
+        name: its request id, which sampled tokens depend on; any where it is empty.
     """
 
     prompt: int
@@ -28,10 +33,12 @@ class Ask:
     eos: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     arrives: int = 0
+    sampling: SamplingParams | None = None
+    name: str = ""
 
 
 class Oracle:
-    """Greedy decoding by definition: for every token the whole text again, and the first of the largest logits.
+    """Decoding by definition: for every token the whole text again, and the first of the largest logits, or scores.
 
     Args:
         model: a causal LM; called as whoever loads it with eager attention calls it.
@@ -44,6 +51,7 @@ class Oracle:
         self.num_passes = 0
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
         self._texts: dict[tuple[int, ...], list[int]] = {}
+        self._drawn: dict[tuple[object, ...], list[int]] = {}
 
     @torch.inference_mode()
     def logits(self, tokens: Seq[int]) -> torch.Tensor:
@@ -65,6 +73,15 @@ class Oracle:
         length = min(len(prompt) + num_new, self.max_model_len)
         while len(tokens) < length:
             tokens.append(int(torch.argmax(self.logits(tokens))))
+        return tokens[:length]
+
+    def drawn(self, prompt: tuple[int, ...], num_new: int, params: SamplingParams, name: str) -> list[int]:
+        """As `text`, with tokens that the request `name` draws."""
+        tokens = self._drawn.setdefault((prompt, params, name), list(prompt))
+        length = min(len(prompt) + num_new, self.max_model_len)
+        while len(tokens) < length:
+            logits = self.logits(tokens).double().tolist()
+            tokens.append(by_hand.choice(logits, params, tokens, len(prompt), name))
         return tokens[:length]
 
     def margin(self, tokens: Seq[int], one: int, other: int) -> float:

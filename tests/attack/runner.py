@@ -74,7 +74,7 @@ class _Run:
             history = replace(history, asks=tuple(replace(ask, eos=first.eos, stop=first.stop) for ask in history.asks))
         self.world, self.history, self.result = world, history, Account()
         name = _IDS[0] if history.drive == "generate" else random.Random(history.seed).choice(_IDS)
-        self.asks = {name.format(at): ask for at, ask in enumerate(history.asks)}
+        self.asks = {ask.name or name.format(at): ask for at, ask in enumerate(history.asks)}
         self.most_steps = 40 + 6 * sum(len(world.text_of(ask)) for ask in self.asks.values())
         self.thrown: list[BaseException] = []
         self.judge = Judge(world, self.asks, self.result)
@@ -191,7 +191,8 @@ class _Run:
     def _request(self, request_id: str) -> Request:
         ask = self.asks[request_id]
         stop = StopStrings(ask.stop, self.world.speller.tokenizer) if ask.stop and self.world.speller else None
-        return Request(request_id, self.world.prompts[ask.prompt], ask.limit, frozenset(ask.eos), stop)
+        prompt = self.world.prompts[ask.prompt]
+        return Request(request_id, prompt, ask.limit, frozenset(ask.eos), stop, sampling=ask.sampling)
 
     # Ways to drive it; each yields request id, tokens and reason of what is finished.
 

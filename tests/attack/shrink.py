@@ -6,7 +6,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
+from emssd.sampling import SamplingParams
+
 from .histories import History
+from .oracle import Ask
 from .runner import safely
 from .worlds import World
 
@@ -38,7 +41,7 @@ def _smaller(history: History) -> Iterator[History]:
         if getattr(history, name) != getattr(plain, name):
             yield replace(history, **{name: getattr(plain, name)})
     for at, ask in enumerate(asks):
-        less = [replace(ask, **change) for change in _less_of(ask.limit, ask.arrives, bool(ask.eos), bool(ask.stop))]
+        less = [replace(ask, **change) for change in _less_of(ask)]
         for smaller in less:
             yield replace(history, asks=(*asks[:at], smaller, *asks[at + 1 :]))
     if history.depth > 1:
@@ -49,16 +52,21 @@ def _smaller(history: History) -> Iterator[History]:
         yield replace(history, moods=(mood,))
 
 
-def _less_of(limit: int, arrives: int, eos: bool, stop: bool) -> Iterator[dict[str, object]]:
-    if eos:
+def _less_of(ask: Ask) -> Iterator[dict[str, object]]:
+    if ask.eos:
         yield {"eos": ()}
-    if stop:
+    if ask.stop:
         yield {"stop": ()}
-    if arrives:
+    if ask.arrives:
         yield {"arrives": 0}
-    if limit > 1:
-        yield {"limit": limit // 2}
-        yield {"limit": limit - 1}
+    if ask.sampling is not None:
+        yield {"sampling": None}
+        for name, value in vars(SamplingParams()).items():
+            if name != "temperature" and getattr(ask.sampling, name) != value:
+                yield {"sampling": replace(ask.sampling, **{name: value})}
+    if ask.limit > 1:
+        yield {"limit": ask.limit // 2}
+        yield {"limit": ask.limit - 1}
 
 
 def differing_fields(history: History) -> str:

@@ -55,6 +55,7 @@ def of_rules(kind: str, dtype: torch.dtype, length: int = 64) -> World:
     [
         ("histories", range(2)),
         ("histories", range(10, 12)),
+        ("sampled", range(2)),
         ("stops", range(2)),
         ("rounded", range(1, 2)),
         ("foul", range(1)),

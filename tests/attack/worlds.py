@@ -64,7 +64,10 @@ class World:
 
     def text_of(self, ask: Ask) -> list[int]:
         """The prompt and its right continuation, past any end but the limit."""
-        return self.oracle.text(self.prompts[ask.prompt], ask.limit)
+        prompt = self.prompts[ask.prompt]
+        if ask.sampling is not None:
+            return self.oracle.drawn(prompt, ask.limit, ask.sampling, ask.name)
+        return self.oracle.text(prompt, ask.limit)
 
 
 def draw_world(

@@ -170,7 +170,7 @@ def test_what_each_peer_has_at_which_batch_size(peers: Any) -> None:
 PAIR = ("--model", str(model_path("target")), "--draft-model", str(model_path("draft")))
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_a_comparison_on_little_is_exact_and_names_what_is_missing(tmp_path: Path) -> None:
     missing = ("--python", f"vllm={tmp_path}/python", f"openvino={sys.executable}")
     batches = ("--batch-sizes", "3", "--modes", "greedy", "ngram")
@@ -222,7 +222,7 @@ def test_what_cannot_be_is_said_before_anything_runs(
     assert said in f"{capsys.readouterr().err}{stop.value.code}"  # a text as code is printed by Python itself
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.parametrize("name", ["vllm", "openvino"])
 def test_another_engine_runs_all_modes(name: str, peers: Any, tmp_path: Path) -> None:
     try:
@@ -238,7 +238,7 @@ def test_another_engine_runs_all_modes(name: str, peers: Any, tmp_path: Path) ->
         assert all(details.get("most_rows", 2) == 2 for details in row["details"]), "more rows ran than were allowed"
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_references_are_taken_in_both_precisions(peers: Any, tmp_path: Path) -> None:
     request = peers.protocol.Request("greedy", 1, 3, [[4, 5], [6]], [2])
     given = peers.workers.Setting(PAIR[1], PAIR[3], "bfloat16", threads=1)

@@ -150,7 +150,7 @@ def test_without_a_gpu_only_a_dry_run_begins(tmp_path: Path, monkeypatch: pytest
     assert not list((tmp_path / "results").glob("*.json"))
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.parametrize("part", ["1", *(pytest.param(part, marks=pytest.mark.dry_run) for part in "2345")])
 def test_a_dry_run_leaves_the_files_of_each_part(part: str, bundle: Path, tmp_path: Path) -> None:
     """From a bundle, so that nothing is missing in it."""
@@ -168,7 +168,7 @@ def test_a_dry_run_leaves_the_files_of_each_part(part: str, bundle: Path, tmp_pa
     assert (bundle / "COMMIT").read_text() in (results / f"part{part}.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_wheels_and_kernels_that_are_carried_are_used(tmp_path: Path) -> None:
     project, carried = tmp_path / "nothing_much", tmp_path / "carried"
     project.mkdir()

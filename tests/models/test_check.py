@@ -142,25 +142,30 @@ def test_every_precision_that_can_be_asked_for_has_a_tolerance_and_finer_ones_a_
 
 
 @pytest.mark.parametrize("by", [1e-12, -1e-12])
-@pytest.mark.parametrize("cut", ["top_k", "top_p", "min_p"])
+@pytest.mark.parametrize("cut", ["top_k", "top_p", "min_p", "typical_p"])
 def test_a_token_at_the_edge_of_a_cut_off_is_a_tie(engine: Engine, cut: str, by: float) -> None:
     """A token and its twin stand at the edge: one run has kept the one, and another run the other, or both."""
-    first, second, edge, *_, twin = logits_after(engine, PROMPTS[0]).argsort(descending=True).tolist()
+
+    def ranked() -> tuple[torch.Tensor, list[int]]:
+        chances = logits_after(engine, PROMPTS[0]).softmax(0)
+        surprise = -chances.log()
+        worse = (surprise - (chances * surprise).sum()).abs() if cut == "typical_p" else surprise
+        return chances, worse.argsort().tolist()
+
+    _, (_, _, edge, *_, twin) = ranked()
     tie_rows_of_the_output_layer(engine, edge, twin, by)
-    chances = logits_after(engine, PROMPTS[0]).softmax(0)
-    kept, lost = sorted((edge, twin), key=lambda token: -float(chances[token]))
-    limit = {
-        "top_k": 3,
-        "top_p": float(chances[[first, second]].sum() + chances[kept] * (1 - 1e-13)),
-        "min_p": float((chances[kept] + chances[lost]) / 2 / chances.max()),
-    }[cut]
+    chances, order = ranked()
+    kept, lost = sorted((edge, twin), key=order.index)
+    above = order[: order.index(kept)]
+    mass = float(chances[above].sum() + chances[kept] * (1 - 1e-13))
+    limits = {"top_k": len(above) + 1, "min_p": float((chances[kept] + chances[lost]) / 2 / chances.max())}
     num_found = 0
     for seed in range(40):
-        params = SamplingParams(seed=seed, **{cut: limit})  # type: ignore[arg-type]
-        both = replace(params, top_k=4, top_p=1.0, min_p=0.0)
-        others = (both, replace(both, top_k=3, logit_bias={kept: -math.inf}))
+        params = SamplingParams(seed=seed, **{cut: limits.get(cut, mass)})  # type: ignore[arg-type]
         plain = engine.generate(PROMPTS[:1], 1, sampling=params)
-        for other in (engine.generate(PROMPTS[:1], 1, sampling=each) for each in others):
+        for left in ([*above, kept, lost], [*above, lost]):
+            others = {token: -math.inf for token in order if token not in left}
+            other = engine.generate(PROMPTS[:1], 1, sampling=SamplingParams(seed=seed, logit_bias=others))
             if other[0].token_ids != plain[0].token_ids:
                 for ours, theirs in ((other, plain), (plain, other)):
                     (difference,) = compare(ours, theirs, engine.runner, {"0": params}).differences

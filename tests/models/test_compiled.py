@@ -27,8 +27,10 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters import TreeDrafter
 from emssd.drafting import Drafter
-from emssd.model import CausalLMRunner, TargetModel, tracing
+from emssd.drafting.shapes import DynamicShape
+from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel, tracing
 from emssd.model.fingerprint import fingerprint
 from emssd.native import cache_dir, load_kernels
 from emssd.plugins.registry import Registry
@@ -212,6 +214,22 @@ def engine_of(target: TargetModel, drafter: str, backend: Any) -> Engine:
     chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(target, backend)
     options = EngineOptions(batch_size=len(PROMPTS))
     return Engine.assemble(target, None, drafter=chosen, backend=backend, budget="fixed", options=options, eos=())
+
+
+def test_first_layers_run_as_they_are_beside_the_program(targets: dict[str, TargetModel]) -> None:
+    """All of them, so that every draft is right."""
+    target = targets["gemma2-float64"]
+    program = target.compiled
+    cache = make_backend(target.kv_cache_spec(len(PROMPTS)), "ragged", Registry())
+    runner = BorrowedTarget(target).first_layers(len(target.layers), cache)
+    runner.take_hidden((1,))
+    drafter = TreeDrafter(runner, VOCAB_SIZE, DynamicShape(4, 4, 1))
+    options = EngineOptions(batch_size=len(PROMPTS), on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(target, None, drafter=drafter, backend="ragged", budget="fixed", options=options, eos=())
+    for generation, prompt in zip(engine.generate(PROMPTS, 12), PROMPTS, strict=True):
+        assert list(generation.token_ids) == greedy_reference(target.model, prompt, 12)
+    assert engine.report.num_accepted == engine.report.num_drafted > 0
+    assert target.compiled is program
 
 
 @pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])

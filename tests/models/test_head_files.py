@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from emssd.errors import ConfigError
-from emssd.heads import Checkpoint, Format, StaticTree, detect, expect, read_checkpoint
+from emssd.heads import Checkpoint, Format, KnownStates, StaticTree, detect, expect, read_checkpoint
 from tests.support.heads import write_head
 
 ONE = {"fc.weight": torch.arange(6.0).view(2, 3)}
@@ -137,6 +137,35 @@ def test_formats_are_told_apart(config: dict[str, Any], names: set[str], file: s
 def test_trees_are_read_from_paths() -> None:
     tree = StaticTree.of_paths([[0], [1], [0, 2], [0, 2, 0]])
     assert (tree.parents, tree.ranks, tree.depths) == ((-1, -1, 0, 2), (0, 1, 2, 0), [1, 1, 2, 3])
+    assert tree.shallow(2) == StaticTree.of_paths([[0], [1], [0, 2]])
+    assert StaticTree.of_paths([[1], [0], [1, 3], [1, 0]]).children() == {(): (0, 1), (1,): (0, 3)}
     for paths in ([[0], [0]], [[0, 1], [0]]):
         with pytest.raises(ValueError, match="comes twice, or before its parent"):
             StaticTree.of_paths(paths)
+
+
+def states_of(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)[:, None].double()
+
+
+def test_hidden_states_are_kept_until_they_are_used() -> None:
+    known = KnownStates()
+    assert not known.covers(0)
+    known.add(0, states_of(0, 1))
+    known.add(2, states_of(2))
+    assert known.covers(3)
+    assert not known.covers(4)
+    assert known.new(3).flatten().tolist() == [0, 1, 2]
+    assert known.new(3).flatten().tolist() == [0, 1, 2]  # it failed, and is tried again
+    known.used(3)
+    assert known.new(3).flatten().tolist() == [2]
+    known.add(3, states_of(3, 4))
+    known.add(5, states_of(5))
+    assert known.new(6).flatten().tolist() == [3, 4, 5]
+    known.used(known.stop)
+    known.add(6, states_of(6, 7))
+    known.add(8, states_of(8))
+    known.used(8)
+    assert (known.start, known.new(9).flatten().tolist()) == (7, [8])
+    with pytest.raises(AssertionError, match="from position 8 on, and those before end at 9"):
+        known.add(8, states_of(8))

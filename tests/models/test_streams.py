@@ -108,6 +108,7 @@ def test_what_is_borrowed_gives_the_models_own_logits(name: str) -> None:
     torch.testing.assert_close(borrowed.project(states[-1][2:3]), logits[2:3])
     assert not torch.allclose(borrowed.project(states[-1] * 2), logits, atol=0.1)
     assert (borrowed.vocab_size, borrowed.hidden_size, borrowed.num_layers) == (VOCAB_SIZE, 32, 2)
+    assert borrowed.config["vocab_size"] == VOCAB_SIZE
     assert (borrowed.dtype, borrowed.device) == (logits.dtype, logits.device)
     assert torch.equal(target(name).model(IDS[None], use_cache=False).logits[0], logits)  # left as it was
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from emssd_draft_model import DraftModelConfig
-from emssd_draft_model.base import ModelDrafter
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sampled import SampledDrafter, SampledShape
 from emssd_draft_model.shapes import shape_of
-from emssd_draft_model.trees import TreeDrafter
 
+from emssd.drafters import ModelDrafter, TreeDrafter
 from emssd.drafting.shapes import Shape
 from emssd.model import CausalLMRunner, TargetModel
 from tests.support.trees import TREE_BACKENDS

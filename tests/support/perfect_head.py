@@ -1,7 +1,7 @@
-"""A target and an EAGLE-3 head for it, both made by hand, that agree on every token if the head is fed rightly.
+"""A target, and heads for it, all made by hand, that agree on every token if a head is fed rightly.
 
 The target's next token depends on its last three. What it keeps of them in its residual stream is another thing behind
-each of its layers. The head takes one of the three from the embedding beside it, one from the feature, and one from the
+each of its layers. A head takes one of the three from the embedding beside it, one from the feature, and one from the
 KV of the pair before, and nothing from elsewhere.
 """
 
@@ -16,7 +16,7 @@ import torch
 from emssd.testing.models import tiny_model
 from tests.support.heads import Weights, write_head
 
-__all__ = ["SIZE", "VOCAB", "perfect_target", "write_perfect_head"]
+__all__ = ["SIZE", "VOCAB", "perfect_target", "write_perfect_eagle", "write_perfect_eagle3"]
 
 VOCAB = 9
 UNDRAFTED = (2, 5)  # which the target never says, and the head cannot draft
@@ -105,8 +105,8 @@ def perfect_target(max_model_len: int = 128, sharpness: float = 1.0) -> Any:
     return model
 
 
-def write_perfect_head(folder: Path, sharpness: float = 1.0, **config: Any) -> str:
-    """Write the head for `perfect_target`. It reads the streams 1, 2 and 3. Returns its path.
+def write_perfect_eagle3(folder: Path, sharpness: float = 1.0, **config: Any) -> str:
+    """Write an EAGLE-3 head for `perfect_target`. It reads the streams 1, 2 and 3. Returns its path.
 
     A feature holds three tokens, as the stream of the target does. A wrong one of the three streams spoils it.
     """
@@ -150,3 +150,35 @@ def write_perfect_head(folder: Path, sharpness: float = 1.0, **config: Any) -> s
     for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         weights[f"midlayer.{norm}.weight"] = torch.ones(SIZE)
     return write_head(folder, values | config, {name: each.contiguous() for name, each in weights.items()})
+
+
+def write_perfect_eagle(folder: Path, **config: Any) -> str:
+    """Write an EAGLE-1 head for `perfect_target`. Returns its path.
+
+    A feature is the target's last hidden state, whose norm made it larger by a factor that the head's output has, too.
+    """
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": SIZE,
+        "intermediate_size": 4,
+        "num_attention_heads": 1,
+        "head_dim": DIM,
+        "vocab_size": VOCAB,
+    }
+    normed, back = math.sqrt(SIZE / 4), (MOVED @ MOVED).T.double()  # the token is moved twice in the last stream
+    fc = torch.zeros(SIZE, 2 * SIZE, dtype=torch.float64)
+    fc[_block(0), :VOCAB] = normed * back.T
+    fc[_block(1), SIZE : SIZE + VOCAB] = back
+    fc[ONE, ONE] = normed
+    out = torch.zeros(SIZE, DIM, dtype=torch.float64)
+    _put(out, 0, 2, torch.eye(VOCAB))
+    weights: Weights = {
+        "fc.weight": fc,
+        "layers.0.self_attn.o_proj.weight": out,
+        "layers.0.mlp.gate_proj.weight": torch.zeros(4, SIZE),
+        "layers.0.mlp.up_proj.weight": torch.zeros(4, SIZE),
+        "layers.0.mlp.down_proj.weight": torch.zeros(SIZE, 4),
+        "layers.0.post_attention_layernorm.weight": torch.ones(SIZE),
+    }
+    _heads(weights, "layers.0.", [(1, VOCAB, 1.0)], (ONE, normed), SIZE)
+    return write_head(folder, values | config, weights)

@@ -9,10 +9,20 @@ from random import Random
 from tempfile import mkdtemp
 from typing import Any
 
+import emssd_early_exit
+import emssd_kangaroo
 import pytest
 import torch
-from emssd_eagle3 import Eagle3Config, TreeKind
-from emssd_eagle3.drafter import Eagle3Drafter
+from emssd_eagle import EagleConfig
+from emssd_eagle.drafter import load_drafter as load_eagle
+from emssd_eagle3 import Eagle3Config, LayerIds
+from emssd_eagle3.drafter import load_drafter as load_eagle3
+from emssd_early_exit import EarlyExitConfig
+from emssd_hydra import HydraConfig
+from emssd_hydra.drafter import HydraDrafter
+from emssd_kangaroo import KangarooConfig
+from emssd_medusa import MedusaConfig
+from emssd_medusa.drafter import MedusaDrafter
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
@@ -20,6 +30,7 @@ from emssd_union.drafter import UnionDrafter
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
+from emssd.heads.options import TreeKind
 from emssd.testing import DrafterConformance
 from tests.support.heads import layer_weights, random_weights, write_head
 
@@ -64,21 +75,61 @@ class TestDraftModelSequoia(DrafterConformance):
     learns_across_requests = True
 
 
-class TestEagle3(DrafterConformance):
+class TestEarlyExit(DrafterConformance):
+    num_examples = 2
+    config = EarlyExitConfig
+    options = {"depth": 3, "min_confidence": 0.3}  # noqa: RUF012
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        (spec,) = emssd_early_exit.emssd_drafters()
+        drafter: Drafter = spec.build(self.make_config(), context)
+        return drafter
+
+
+class TestEarlyExitTree(TestEarlyExit):
+    options = {"tree": "dynamic", "num_nodes": 7, "depth": 3, "top_k": 3}  # noqa: RUF012
+
+
+class TestKangaroo(DrafterConformance):
+    """An adapter of random weights, of which little is accepted."""
+
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        assert context.target is not None
+        path = _random_adapter(context.target.hidden_size)
+        config = KangarooConfig(path=path, num_layers=1, num_speculative_tokens=3, min_confidence=0.2)
+        (spec,) = emssd_kangaroo.emssd_drafters()
+        drafter: Drafter = spec.build(config, context)
+        return drafter
+
+
+class TestEagle(DrafterConformance):
     """A head of random weights, of which little is accepted."""
 
     num_examples = 2
 
     def make_drafter(self, context: DrafterContext) -> Drafter:
-        config = Eagle3Config(path=_random_head(context), num_nodes=7, depth=3, top_k=3)
-        return Eagle3Drafter.load(config, context)
+        return load_eagle(EagleConfig(path=_random_head(context, "eagle"), tree=TreeKind.static), context)
 
 
-class TestEagle3Chain(DrafterConformance):
+class TestEagle3(DrafterConformance):
     num_examples = 2
 
     def make_drafter(self, context: DrafterContext) -> Drafter:
-        return Eagle3Drafter.load(Eagle3Config(path=_random_head(context), tree=TreeKind.chain, depth=3), context)
+        path = _random_head(context, "eagle3")
+        return load_eagle3(Eagle3Config(path, num_nodes=7, depth=3, top_k=3, layer_ids=LayerIds.hs), context)
+
+
+class TestEagle3Chain(DrafterConformance):
+    """It measures first how its head is meant, so it drafts otherwise beside other requests."""
+
+    num_examples = 2
+    learns_across_requests = True
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        path = _random_head(context, "eagle3")
+        return load_eagle3(Eagle3Config(path, tree=TreeKind.chain, depth=3), context)
 
 
 class TestCascade(DrafterConformance):
@@ -161,25 +212,67 @@ class TestUnionWithADraftModel(DrafterConformance):
     num_examples = 2
 
 
-def _random_head(context: DrafterContext) -> str:
+class TestMedusa(DrafterConformance):
+    """Heads of random weights, as below."""
+
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return MedusaDrafter.load(MedusaConfig(path=_random_medusa(context), num_nodes=7), context)
+
+
+class TestHydra(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return HydraDrafter.load(HydraConfig(path=_random_hydra(context), num_nodes=7, top_k=3), context)
+
+
+def _random_medusa(context: DrafterContext) -> str:
+    """Three heads."""
     assert context.target is not None
-    return _written_head(context.target.hidden_size, context.vocab_size)
+    size, vocab_size = context.target.hidden_size, context.vocab_size
+    layers = {f"{head}.0.linear.weight": (size, size) for head in range(3)}
+    shapes = layers | {f"{head}.1.weight": (vocab_size, size) for head in range(3)}
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), {}, random_weights(shapes), "medusa_lm_head.pt")
+
+
+def _random_hydra(context: DrafterContext) -> str:
+    """Three heads behind a prefix layer."""
+    assert context.target is not None
+    size, vocab_size, prefix = context.target.hidden_size, context.vocab_size, "prefix_embeding_layer."
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}norm.weight": (size,)}
+    shapes |= layer_weights(f"{prefix}layers.0.", context.target.config, size)
+    shapes[f"{prefix}layers.0.input_layernorm.weight"] = (size,)
+    for head in range(3):
+        for part in ("linear", "res_connection"):
+            shapes[f"hydra_mlp.{head}.1.{part}.weight"] = (size, (head + 2) * size)
+        shapes |= {f"hydra_lm_head.{head}.1.weight": (vocab_size, size), f"hydra_lm_head.{head}.1.bias": (vocab_size,)}
+    config = {"hydra_head_arch": "prefix-mlp"}
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes), "hydra_lm_head.pt")
+
+
+def _random_head(context: DrafterContext, kind: str) -> str:
+    assert context.target is not None
+    return _written_head(kind, context.target.hidden_size, context.vocab_size)
 
 
 @cache
-def _written_head(size: int, vocab_size: int) -> str:
-    """A head that reads two hidden states of the target, and drafts all of its tokens but the first."""
+def _written_head(kind: str, size: int, vocab_size: int) -> str:
+    """A head; one of EAGLE-3 reads two hidden states of the target, and drafts all of its tokens but the first."""
     config = {
         "hidden_size": size,
         "intermediate_size": 24,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": vocab_size,
-        "draft_vocab_size": vocab_size - 1,
-        "eagle_aux_hidden_state_layer_ids": [0, 2],
     }
-    shapes = {
-        "fc.weight": (size, 2 * size),
+    shapes = {"fc.weight": (size, 2 * size)}
+    if kind == "eagle":
+        weights = random_weights(shapes | layer_weights("layers.0.", config, size))
+        return write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights)
+    config |= {"draft_vocab_size": vocab_size - 1, "eagle_aux_hidden_state_layer_ids": [0, 1]}
+    shapes |= {
         "midlayer.input_layernorm.weight": (size,),
         "midlayer.hidden_norm.weight": (size,),
         **layer_weights("midlayer.", config, 2 * size),
@@ -188,6 +281,14 @@ def _written_head(size: int, vocab_size: int) -> str:
     }
     ids = {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)}
     return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes) | ids)
+
+
+@cache
+def _random_adapter(size: int) -> str:
+    config = {"hidden_size": size, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shapes = {name: shape for name, shape in layer_weights("layers.0.", config, size).items() if "self_attn" in name}
+    norms = {"layers.0.input_layernorm.weight": (size,), "norm.weight": (size,)}
+    return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, random_weights(shapes | norms))
 
 
 def similar_places() -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_eagle3 import Eagle3Config, TreeKind
-from emssd_eagle3.drafter import Eagle3Drafter
+from emssd_eagle3 import Eagle3Config
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.loading import load_eagle3
 from torch.nn.utils.rnn import pad_sequence
@@ -19,6 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.heads import TargetSizes
+from emssd.heads.options import TreeKind
+from emssd.heads.paired import PairedDrafter
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -27,7 +28,7 @@ from emssd_train.options import TrainOptions
 from emssd_train.teacher import Teacher
 from emssd_train.texts import Text
 from emssd_train.unrolled import UnrolledLoss, unroll
-from tests.support.perfect_head import SIZE, VOCAB, perfect_target, write_perfect_head
+from tests.support.perfect_head import SIZE, VOCAB, perfect_target, write_perfect_eagle3
 
 DEPTH, LAYERS = 4, (1, 2, 3)
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]
@@ -57,7 +58,7 @@ class Watched:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.drafts: list[tuple[list[int], list[torch.Tensor]]] = []
-        propose, logits, levels = Eagle3Drafter.propose, Eagle3Head.logits, list[torch.Tensor]()
+        propose, logits, levels = PairedDrafter.propose, Eagle3Head.logits, list[torch.Tensor]()
 
         def noted_logits(*arguments: Any) -> torch.Tensor:
             levels.append(logits(*arguments))
@@ -76,7 +77,7 @@ class Watched:
                     self.drafts.append((list(sequence.tokens) + tokens, found))
             return draft
 
-        patch.setattr(Eagle3Drafter, "propose", noted_propose)
+        patch.setattr(PairedDrafter, "propose", noted_propose)
         patch.setattr(Eagle3Head, "logits", noted_logits)
 
 
@@ -125,7 +126,7 @@ def perfect(tmp_path: Path, layers: tuple[int, ...] = LAYERS) -> tuple[UnrolledL
     """The loss of a head that its target always agrees with, and a batch of texts."""
     model = TargetModel(perfect_target())
     sizes = TargetSizes(VOCAB, SIZE, 3)
-    head = load_eagle3(write_perfect_head(tmp_path), sizes, dtype=torch.float64, device=model.device).head
+    head = load_eagle3(write_perfect_eagle3(tmp_path), sizes, dtype=torch.float64, device=model.device).head
     prompts = [[1, 3, 4, 6], [6], [7, 8, 0]]
     rows = [torch.tensor(prompt + greedy_reference(model.model, prompt, 14)) for prompt in prompts]
     batch = {

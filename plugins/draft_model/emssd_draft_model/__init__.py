@@ -70,17 +70,19 @@ class DraftModelConfig:
 
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
+    from emssd.drafters import TreeDrafter
     from emssd_draft_model.drafter import DraftModelDrafter
+    from emssd_draft_model.loading import load_draft_model
     from emssd_draft_model.sampled import SampledDrafter, SampledShape
     from emssd_draft_model.shapes import shape_of
-    from emssd_draft_model.trees import TreeDrafter
 
     shape = shape_of(config)
     if shape is None:
         return DraftModelDrafter.load(config, context)
+    runner = load_draft_model(config.path, context, trees=shape.width > 1)
     if isinstance(shape, SampledShape):
-        return SampledDrafter.load(config, context, shape)
-    return TreeDrafter.load(config, context, shape)
+        return SampledDrafter(runner, context.vocab_size, shape)
+    return TreeDrafter(runner, context.vocab_size, shape)
 
 
 @hookimpl

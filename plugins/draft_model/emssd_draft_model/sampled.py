@@ -16,6 +16,7 @@ import torch
 
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import drawn_nodes
+from emssd.drafters import Level, TreeDrafter
 from emssd.drafting import Draft
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import Expansion, Shape
@@ -28,7 +29,6 @@ from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import exponentials, stream_key
 from emssd.sequences import Batch, Sequence
 from emssd_draft_model.shapes import StaticShape
-from emssd_draft_model.trees import Level, TreeDrafter
 
 __all__ = ["BeamShape", "ChildrenShape", "SampledDrafter", "SampledShape"]
 
@@ -100,7 +100,7 @@ class SampledDrafter(TreeDrafter):
     get the tokens that are most probable, with the target's noise where there is some, in trees of the same shape.
 
     Args:
-        runner: the draft model, with a KV cache that takes trees.
+        runner: the draft model; its KV cache takes trees if `shape` has any.
         vocab_size: the target's; ids beyond it are never drafted.
         shape: of the trees.
     """

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
 from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Expansion, Shape, check_at_least_one
-from emssd.errors import ConfigError, did_you_mean
+from emssd.drafting.shapes import DynamicShape, Expansion, Shape, check_at_least_one, chosen
+from emssd.errors import ConfigError
 from emssd_draft_model import DraftModelConfig, TreeKind
 
 __all__ = ["StaticShape", "shape_of"]
@@ -48,7 +47,7 @@ def shape_of(config: DraftModelConfig) -> Shape | None:
     from emssd_draft_model.sampled import BeamShape, ChildrenShape
     from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
 
-    kind = _kind(config.tree)
+    kind = chosen(TreeKind, "tree", config.tree)
     if config.acceptance is not None and kind is not TreeKind.sequoia:
         raise ConfigError(f"drafter.acceptance is set, but drafter.tree is {kind.value}; only sequoia plans for it")
     if kind is TreeKind.static:
@@ -64,13 +63,3 @@ def shape_of(config: DraftModelConfig) -> Shape | None:
     if kind is TreeKind.rsd_s:
         return BeamShape(config.width, config.depth)
     return None
-
-
-def _kind(chosen: Any) -> TreeKind:
-    try:
-        return TreeKind(chosen)
-    except ValueError:
-        names = [kind.value for kind in TreeKind]
-        raise ConfigError(
-            f"drafter.tree is {chosen!r}{did_you_mean(str(chosen), names) or ';'} choose one of {', '.join(names)}"
-        ) from None

@@ -7,24 +7,21 @@ Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncerta
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import cast
 
 import torch
 from torch import nn
 
-from emssd.attention import LayerSpec
-from emssd.heads import DecoderConfig, Embed, Head, HeadLayer, Project, Rotary
+from emssd.heads import DecoderConfig, HeadLayer, Project
 from emssd.heads.layers import Attend
+from emssd.heads.pairs import PairedHead
 
 __all__ = ["EagleHead"]
 
 
-class EagleHead(Head):
+class EagleHead(PairedHead):
     """An EAGLE-1 or EAGLE-2 head. Its vocabulary projection is the target's.
 
-    Token ``i + 1`` stands with the feature of token ``i`` at position ``i``, and the output there is for token
-    ``i + 2``. A feature is the target's last hidden state, behind its final norm; in a draft, it is the head's own
-    output for the token before.
+    A feature is the target's last hidden state as it is, behind its final norm.
 
     Args:
         config: sizes and rules of its layers; its hidden states are as wide as the target's.
@@ -33,22 +30,11 @@ class EagleHead(Head):
     """
 
     def __init__(self, config: DecoderConfig, names: Container[str], vocab_size: int) -> None:
-        super().__init__()
+        super().__init__(config, names, vocab_size)
         size = config.hidden_size
-        self.input_size, self.max_len = 2 * size, config.max_len
-        self.rotary = Rotary(config)
         self.fc = nn.Linear(2 * size, size, bias="fc.bias" in names)
         # The first layer has no norm before its attention.
         self.layers = nn.ModuleList(HeadLayer(config, i, names, normed=i > 0) for i in range(config.num_layers))
-        self.embed_tokens = nn.Embedding(vocab_size, size) if "embed_tokens.weight" in names else None
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return tuple(cast("HeadLayer", layer).spec for layer in self.layers)
-
-    def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:
-        """Embeddings ``[…, hidden_size]`` of token ids, from the head's own table or the target's."""
-        return embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The feature behind each token, which is also what is fed back.

@@ -11,7 +11,7 @@ import torch
 from emssd_eagle.loading import LoadedEagle, load_eagle
 
 from emssd.errors import ConfigError
-from emssd.heads import TargetSizes, read_trees
+from emssd.heads import TargetSizes
 from tests.support.heads import (
     CPU,
     Weights,
@@ -135,10 +135,3 @@ def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str,
         load(write_head(tmp_path, CONFIG | config, weights))
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_the_authors_tree_comes_along() -> None:
-    trees = read_trees("emssd_eagle")
-    assert list(trees) == ["mc_sim_7b_63"]
-    tree = trees["mc_sim_7b_63"]
-    assert (len(tree.parents), max(tree.depths), max(tree.ranks)) == (25, 5, 3)

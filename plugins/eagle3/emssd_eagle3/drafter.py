@@ -1,223 +1,37 @@
-"""Drafts with an EAGLE-3 head for the whole batch at once: trees that grow level by level, or chains.
-
-Li et al. 2025, EAGLE-3, arXiv 2503.01840; trees as in Li et al. 2024, EAGLE-2, arXiv 2406.16858, §4.
-"""
+"""Builds the drafter: the head, the hidden states that it reads, and a shape of its trees."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 
-import torch
-
-from emssd.attention import Kept, PackedInputs
-from emssd.attention.transfer import on_device
-from emssd.decoding.choosing import first_node
-from emssd.decoding.packing import pack_nodes
-from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.drafting.levels import GrowingTree, joined_best, with_room
-from emssd.drafting.shapes import DynamicShape, Expansion
-from emssd.errors import ConfigError
-from emssd.heads import HeadRunner, TargetSizes
-from emssd.model import BorrowedTarget
-from emssd.sampling.choice import Node
-from emssd.sampling.draws import behind
-from emssd.sequences import Batch
+from emssd.drafting import DrafterContext
+from emssd.heads.lent import Lent
+from emssd.heads.options import chosen, head_path, shape_of
+from emssd.heads.paired import PairedDrafter
 from emssd_eagle3 import Eagle3Config, LayerIds
-from emssd_eagle3.choices import head_choices
-from emssd_eagle3.loading import LoadedEagle3, load_eagle3
-from emssd_eagle3.options import chosen, shape_of
-from emssd_eagle3.pairs import KnownPairs
+from emssd_eagle3.loading import load_eagle3
+from emssd_eagle3.measuring import MeasuringDrafter
+from emssd_eagle3.parallel import MeasuringParallelDrafter, ParallelDrafter
 
-__all__ = ["Eagle3Drafter"]
+__all__ = ["load_drafter"]
 
 logger = logging.getLogger("emssd")
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row that is drafted for.
+def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter:
+    """A drafter with the head of `config`.
 
-    Attributes:
-        pairs: its features.
-        tree: that grows behind its pairs, as its newest token is the second half of the last one.
-        node: where the target chooses the token behind the newest one.
+    Raises:
+        ConfigError: an option cannot work, or there is no such head for this target.
+        OutOfMemoryError: the target's device has no room for it.
     """
-
-    request_id: str
-    tokens: Seq[int]
-    pairs: KnownPairs
-    tree: GrowingTree
-    node: Node
-
-
-Level = list[tuple[_Row, list[Expansion]]]
-"""What is expanded in one pass: nodes of each row."""
-
-
-class Eagle3Drafter(Drafter):
-    """Drafts with a head that has a KV cache of its own.
-
-    The head reads pairs: the embedding of token ``i + 1`` beside the feature of token ``i``, at position ``i``. A row
-    of `n` tokens has ``n - 1`` of them, and the output behind the last is for the first drafted token. A node of the
-    tree is paired with the head's own output behind its parent. When a draft is done, the KV of its nodes is dropped:
-    the next draft computes those that were accepted from the target's hidden states.
-
-    A row is drafted for once the target has computed all of its tokens but the newest, so not in its first step. On a
-    GPU the host waits once a level, for the likeliest tokens behind each node; twice in a batch of greedy and sampled
-    rows.
-
-    Args:
-        loaded: the head, and which hidden states it reads.
-        runner: of the head; its KV cache takes trees if `shape` has any.
-        target: whose embeddings and vocabulary projection the head may borrow.
-        shape: of the trees; one child for each node makes chains.
-        max_len: pairs of the longest row in the head's cache.
-    """
-
-    def __init__(
-        self, loaded: LoadedEagle3, runner: HeadRunner, target: BorrowedTarget, shape: DynamicShape, max_len: int
-    ) -> None:
-        self.hidden_layers, self.drafts_trees = loaded.layers.layers, shape.width > 1
-        self.num_speculative_tokens = shape.num_nodes
-        self._head, self._runner, self._target, self._shape = loaded.head, runner, target, shape
-        self._max_len = max_len
-        self._pairs: dict[str, KnownPairs] = {}
-
-    @classmethod
-    def load(cls, config: Eagle3Config, context: DrafterContext) -> Eagle3Drafter:
-        """Load the head of `config`.
-
-        Raises:
-            ConfigError: an option cannot work, or there is no such head for this target.
-            OutOfMemoryError: the target's device has no room for it.
-        """
-        shape, layer_ids = shape_of(config), chosen(LayerIds, "layer_ids", config.layer_ids)
-        if config.path is None:
-            raise ConfigError("drafter=eagle3 drafts with a trained head: give drafter.path=FOLDER, or a hub id")
-        target, spec = context.target, context.cache_spec
-        if target is None or spec is None or context.make_cache is None:
-            raise ConfigError("drafter=eagle3 reads hidden states of the target, and there is no model to take them of")
-        sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers)
-        loaded = load_eagle3(config.path, sizes, dtype=target.dtype, device=target.device, layer_ids=layer_ids)
-        for line in loaded.described:
-            logger.info("drafter=eagle3: %s", line)
-        own = replace(loaded.head.kv_cache_spec(spec), trees=shape.width > 1)
-        runner = HeadRunner(loaded.head, context.make_cache(own))
-        return cls(loaded, runner, target, shape, own.max_model_len)
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        rows = self._begin(batch, budget)
-        if not rows:
-            return Draft.empty(len(batch))
-        level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
-        outputs = self._catch_up(rows)
-        self._grow(level, outputs)
-        while following := self._next_level(rows):
-            outputs = self._compute(following, level, outputs)
-            level = following
-            self._grow(level, outputs)
-        self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.pairs.num_cached for row in rows)))
-        trees = {row.request_id: row.tree for row in rows}
-        draft = joined_best([trees.get(row.request_id) for row in batch])
-        return draft if self.drafts_trees else replace(draft, parents=None)
-
-    def observe(self, outcome: Outcome) -> None:
-        """Keep the features of all tokens that the target has computed."""
-        if (hidden := outcome.hidden) is None:
-            return
-        features = self._head.features(torch.cat(hidden.states, dim=-1))
-        for name, start, (own,) in replace(hidden, layers=(0,), states=(features,)).rows():
-            self._pairs.setdefault(name, KnownPairs()).add(start, own)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        request_ids = list(request_ids)
-        self._runner.release(request_ids)
-        for request_id in request_ids:
-            self._pairs.pop(request_id, None)
-
-    def _begin(self, batch: Batch, budget: Seq[int]) -> list[_Row]:
-        """The rows that may and can draft, each with a tree without nodes."""
-        rows = list[_Row]()
-        for row, limit in zip(batch, budget, strict=True):
-            num_pairs, pairs = len(row.tokens) - 1, self._pairs.get(row.request_id)
-            reach = self._max_len - num_pairs
-            num_nodes, depth = min(limit, self._shape.num_nodes), min(self._shape.depth, row.num_remaining - 1)
-            if pairs is None or not pairs.covers(num_pairs) or min(num_nodes, depth) < 1 or reach < 0:
-                continue
-            most_cached = min(self._shape.most_cached(num_nodes, depth), reach)
-            tree = GrowingTree(num_pairs, num_nodes, depth, most_cached)
-            rows.append(_Row(row.request_id, row.tokens, pairs, tree, first_node(row)))
-        held = {name: pairs.num_cached for name, pairs in self._pairs.items() if pairs.num_cached}
-        wanted = [(row.request_id, row.tree.num_tokens + row.tree.max_cached) for row in rows]
-        fitting = with_room(self._runner.fits, held, wanted)
-        return [row for row, fits in zip(rows, fitting, strict=True) if fits]
-
-    def _catch_up(self, rows: Seq[_Row]) -> torch.Tensor:
-        """Compute all pairs that are not cached. Returns the output behind the last of each row, ``[r, hidden]``."""
-        features = [row.pairs.new(row.tree.num_tokens) for row in rows]
-        lengths, token_ids = [len(new) for new in features], list[int]()
-        for row, length in zip(rows, lengths, strict=True):
-            token_ids += row.tokens[-length:]  # token i + 1 stands beside the feature of token i
-        packed = pack_nodes(
-            [row.request_id for row in rows], torch.tensor(token_ids), lengths, [row.tree.num_tokens for row in rows]
-        )
-        outputs = self._run(packed, torch.cat(features))
-        for row in rows:
-            row.pairs.computed(row.tree.num_tokens)
-        return outputs[on_device([stop - 1 for stop in packed.qo_indptr[1:]], outputs.device)]
-
-    def _next_level(self, rows: Seq[_Row]) -> Level:
-        """The rows that are not done, with the nodes to expand."""
-        level = []
-        for row in rows:
-            tree = row.tree
-            expansions = self._shape.expand(tree, tree.frontier())[: tree.max_cached - len(tree.cached)]
-            if expansions:
-                tree.cached.extend(node for node, _ in expansions)
-                level.append((row, expansions))
-        return level
-
-    def _compute(self, level: Level, before: Level, outputs: torch.Tensor) -> torch.Tensor:
-        """Compute the nodes of a level. Returns the output behind each, ``[n, hidden]``.
-
-        Args:
-            level: whose nodes are children of nodes of the level before.
-            before: that level.
-            outputs: behind its nodes.
-        """
-        places = {(row.request_id, node): place for place, (row, node) in enumerate(_nodes(before))}
-        nodes = list(_nodes(level))
-        packed = pack_nodes(
-            [row.request_id for row, _ in level],
-            torch.tensor([row.tree.token_ids[node] for row, node in nodes]),
-            [len(expansions) for _, expansions in level],
-            [row.tree.num_tokens + len(row.tree.cached) for row, _ in level],
-            [row.tree.cached_parents() for row, _ in level],
-        )
-        parents = [places[row.request_id, row.tree.parents[node]] for row, node in nodes]
-        return self._run(packed, outputs[on_device(parents, outputs.device)])
-
-    def _run(self, packed: PackedInputs, features: torch.Tensor) -> torch.Tensor:
-        """The outputs ``[nnz, hidden]`` behind tokens that stand beside ``features [nnz, hidden]``."""
-        embeds = self._head.embed(packed.input_ids.to(features.device), self._target.embed)
-        return self._runner.run(packed, torch.cat([embeds, features], dim=-1))
-
-    def _grow(self, level: Level, outputs: torch.Tensor) -> None:
-        """Give each node of a level its children, from the head's ``outputs [n, hidden]`` behind them."""
-        paths = [(row.node, row.tree.path(node)) for row, node in _nodes(level)]
-        nodes = [behind(first, len(path), path) for first, path in paths]
-        logits = self._head.logits(outputs, self._target.project)
-        tokens, log_probs = head_choices(logits, nodes, self._shape, self._head.target_ids, self._target.vocab_size)
-        children = zip(tokens, log_probs, strict=True)
-        for row, expansions in level:
-            row.tree.level = []
-            for node, ranks in expansions:
-                row.tree.grow(node, ranks, *next(children))
-
-
-def _nodes(level: Level) -> Iterator[tuple[_Row, int]]:
-    """The nodes of a level, in the order in which they are computed."""
-    return ((row, node) for row, expansions in level for node, _ in expansions)
+    shape, layer_ids = shape_of(config), chosen(LayerIds, "layer_ids", config.layer_ids)
+    path, lent = head_path(config.path, "eagle3"), Lent.by(context, "eagle3")
+    loaded = load_eagle3(path, lent.sizes, dtype=lent.target.dtype, device=lent.target.device, layer_ids=layer_ids)
+    for line in loaded.described:
+        logger.info("drafter=eagle3: %s", line)
+    head, layers, is_parallel = loaded.head, loaded.layers, loaded.head.mask_token_id is not None
+    if layers.other is None:
+        return (ParallelDrafter if is_parallel else PairedDrafter)(head, layers.layers, shape, lent)
+    unsure = MeasuringParallelDrafter if is_parallel else MeasuringDrafter
+    return unsure(head, (layers.layers, layers.other), shape, lent)

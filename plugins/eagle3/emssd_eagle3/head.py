@@ -12,9 +12,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from emssd.attention import LayerSpec
-from emssd.heads import DecoderConfig, Embed, Head, HeadLayer, HeadNorm, Project, Rotary, TargetSizes
+from emssd.heads import DecoderConfig, HeadLayer, HeadNorm, Project, TargetSizes
 from emssd.heads.layers import Angles, Attend
+from emssd.heads.pairs import PairedHead
 from emssd_eagle3.variant import Variant
 
 __all__ = ["Eagle3Head"]
@@ -35,25 +35,23 @@ class _FirstLayer(HeadLayer):
         return self.forward(normed if self._norm_before_residual else features, angles, attend, attended)
 
 
-class Eagle3Head(Head):
+class Eagle3Head(PairedHead):
     """An EAGLE-3 head.
-
-    Token ``i + 1`` stands with the feature of token ``i`` at position ``i``, and the output there is for token
-    ``i + 2``. In a draft, the feature is the head's own output for the token before.
 
     Args:
         variant: what kind it is.
         names: of the module's tensors that the checkpoint has.
         target: that it drafts for.
+
+    Attributes:
+        mask_token_id: of a head that drafts in parallel, the token in the place of those that are drafted.
     """
 
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
-        super().__init__()
         config = variant.decoder
+        super().__init__(config, names, target.vocab_size)
         size, eps, num_features = config.hidden_size, config.rms_norm_eps, variant.num_features
-        self.input_size, self.max_len = 2 * size, config.max_len
         self._variant = variant
-        self.rotary = Rotary(config)
         if num_features:
             wide = num_features * target.hidden_size
             self.fc = nn.Linear(wide, size, bias="fc.bias" in names)
@@ -61,19 +59,15 @@ class Eagle3Head(Head):
                 self.input_norm = HeadNorm(wide, eps)
             if variant.fc_norm:
                 self.fc_norm = nn.ModuleList(HeadNorm(target.hidden_size, eps) for _ in range(num_features))
+            if variant.mask_token_id is not None:
+                self.mask_hidden = nn.Parameter(torch.empty(1, 1, wide))
+        self.mask_token_id = variant.mask_token_id
         first = _FirstLayer(config, names, variant.norm_before_residual)
         self.layers = nn.ModuleList([first, *(HeadLayer(config, i, names) for i in range(1, config.num_layers))])
         self.norm = HeadNorm(size, eps)
-        self.embed_tokens = nn.Embedding(target.vocab_size, size) if "embed_tokens.weight" in names else None
         self.lm_head = None
         if "lm_head.weight" in names:
             self.lm_head = nn.Linear(size, variant.draft_vocab_size, bias=False)
-        self.target_ids: torch.Tensor | None  # [draft_vocab_size] the target's ids of the tokens that it drafts
-        self.register_buffer("target_ids", None, persistent=False)
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return tuple(cast("HeadLayer", layer).spec for layer in self.layers)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         """Features ``[n, hidden_size]`` of the target's hidden states ``[n, num_features * target_hidden_size]``.
@@ -89,9 +83,9 @@ class Eagle3Head(Head):
             hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
         return cast("torch.Tensor", self.fc(hidden))
 
-    def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:
-        """Embeddings ``[…, hidden_size]`` of token ids, from the head's own table or the target's."""
-        return embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+    def mask_feature(self) -> torch.Tensor:
+        """The feature ``[1, hidden_size]`` that stands beside `mask_token_id`."""
+        return self.features(self.mask_hidden[0])
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The feature behind each token, which is also what is fed back.
@@ -120,7 +114,3 @@ class Eagle3Head(Head):
             if self.target_ids is not None:
                 logits = logits[:, self.target_ids]
         return cast("torch.Tensor", logits * self._variant.logit_scale if self._variant.logit_scale != 1 else logits)
-
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of columns of `logits`, of any shape."""
-        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]

@@ -17,8 +17,8 @@ class AuxLayers:
 
     Attributes:
         layers: their numbers, see `emssd.heads.LAST_NORMED`, in the order in which the head reads them.
-        other: those of the other reading, where it is possible and nothing tells which is right. A wrong one changes no
-            output, only how much is accepted.
+        other: those of the other reading, where it is possible and nothing in the file tells which is right. A wrong
+            one changes no output, only how much is accepted.
         why: how they were chosen, in words.
     """
 
@@ -63,7 +63,7 @@ def aux_layers(
         chosen = AuxLayers(_streams(ids, LayerIds.output), None, "outputs of layers, as the first is 1")
     else:
         likely, other = (LayerIds.output, LayerIds.hs) if nested else (LayerIds.hs, LayerIds.output)
-        why = f"a guess from where the config has them: layer_ids={likely.value}, and {other.value} may be right"
+        why = f"a guess from where the config has them: layer_ids={likely.value}; {other.value} is measured, too"
         chosen = AuxLayers(_streams(ids, likely), _streams(ids, other), why)
     if len(chosen.layers) != num_features:
         raise ConfigError(

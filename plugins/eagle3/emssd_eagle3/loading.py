@@ -55,7 +55,7 @@ def load_eagle3(
         OutOfMemoryError: the device has no room for it.
     """
     checkpoint = read_checkpoint(path)
-    expect(checkpoint, Format.eagle3)
+    expect(checkpoint, Format.eagle3, Format.peagle)
     names = rename(checkpoint, _new_name)
     if tied := _tied_head(checkpoint, names):
         names["lm_head.weight"] = tied
@@ -123,8 +123,9 @@ def _described(checkpoint: Checkpoint, variant: Variant, layers: AuxLayers, head
     states = f"residual streams before layers {', '.join(map(str, layers.layers))}"
     if layers.layers == (LAST_NORMED,):
         states = "the target's last hidden state, behind its final norm"
+    kind = "EAGLE-3 head" if head.mask_token_id is None else "EAGLE-3 head that drafts in parallel (P-EAGLE),"
     return (
-        f"EAGLE-3 head {container}, read from {checkpoint.source.name}",
+        f"{kind} {container}, read from {checkpoint.source.name}",
         f"reads {states} ({layers.why})",
         f"options {', '.join(flags) or 'none'}",
         variant.decoder.described,

@@ -28,6 +28,7 @@ class Variant:
         layer_ids: the config's numbers of the target's layers, whose meaning differs; ``None`` without.
         nested_ids: they stand in ``eagle_config``, where SGLang and SpecForge have them.
         container: of the library ``speculators``.
+        mask_token_id: of a head that drafts in parallel (P-EAGLE), what stands in the place of drafted tokens.
     """
 
     decoder: DecoderConfig
@@ -41,6 +42,7 @@ class Variant:
     layer_ids: tuple[int, ...] | None
     nested_ids: bool
     container: bool
+    mask_token_id: int | None = None
 
 
 def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetSizes) -> Variant:
@@ -56,6 +58,7 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
     """
     path, config = checkpoint.path, checkpoint.config
     container = config.get("speculators_model_type") is not None
+    is_parallel = "mask_hidden" in names or config.get("speculators_model_type") == "peagle"
     inner = config.get("eagle_config") or {}
     values = _of_container(path, config) if container else config
 
@@ -69,7 +72,7 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
         decoder=decoder,
         num_features=_num_features(checkpoint, names, target) if uses_aux else 0,
         draft_vocab_size=int(flag("draft_vocab_size", 32000 if container else None) or target.vocab_size),
-        norm_before_residual=bool(flag("norm_before_residual", container)),
+        norm_before_residual=bool(flag("norm_before_residual", container and not is_parallel)),
         norm_before_fc=bool(flag("norm_before_fc", "input_norm.weight" in names)),
         fc_norm=bool(flag("fc_norm", "fc_norm.0.weight" in names)),
         norm_output=bool(flag("norm_output", False)),
@@ -77,6 +80,7 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
         layer_ids=tuple(map(int, ids)) if ids else None,
         nested_ids=not config.get("eagle_aux_hidden_state_layer_ids"),
         container=container,
+        mask_token_id=_mask_token_id(path, flag("mask_token_id", flag("pard_token")), target) if is_parallel else None,
     )
     _check(checkpoint, variant, values, names, target, flag("num_aux_hidden_states"))
     return variant
@@ -95,6 +99,16 @@ def _of_container(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # Transformers checks values with errors of several libraries
         said = " ".join(str(error).split())[:200].rstrip(" .")
         raise cannot_load(path, f"Transformers does not take its transformer_layer_config ({said})") from error
+
+
+def _mask_token_id(path: str, token: Any, target: TargetSizes) -> int:
+    if type(token) is not int or not 0 <= token < target.vocab_size:
+        raise cannot_load(
+            path,
+            f"it drafts in parallel, and its mask_token_id is {token}; that must be a token of the target's, below "
+            f"{target.vocab_size}",
+        )
+    return token
 
 
 def _num_features(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetSizes) -> int:

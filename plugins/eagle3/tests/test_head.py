@@ -110,6 +110,20 @@ def speculators_config(**more: Any) -> dict[str, Any]:
     } | more
 
 
+def test_a_parallel_head_is_read_of_a_container(tmp_path: Path) -> None:
+    """Where it says nothing of `norm_before_residual`, that is false, other than in containers of EAGLE-3."""
+    config = speculators_config(speculators_model_type="peagle", mask_token_id=3)
+    del config["norm_before_residual"]
+    weights = renamed(head_weights(), ("midlayer.", "layers.0.")) | {"mask_hidden": numbers(1, 1, 3 * H).float()}
+    path = write_head(tmp_path, config, weights)
+    head = load(path).head
+    assert head.mask_token_id == 3
+    assert_same(head.mask_feature(), weights["mask_hidden"][0].double() @ weights["fc.weight"].double().T)
+    pairs = numbers(5, 2 * H)
+    ((last, _, _),) = run_ragged(head, [(pairs, 2, pairs[:1], (-1,))])
+    assert_same(last, dense_outputs(weights, *pairs.chunk(2, -1), first="layers.0.")[-1])
+
+
 LAYOUTS = {
     "original": (CONFIG | {"architectures": ["LlamaForCausalLM"]}, (), "pytorch_model.bin"),
     "SpecForge": (CONFIG, (), "model.safetensors"),

@@ -100,10 +100,13 @@ def put(**more: torch.Tensor) -> Callable[[Weights], object]:
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, None, "reads 3 hidden states of the target, and its config na"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 10]}, None, "hidden states 2, 4, 10, and a target of 9 layers"),
         (
-            {"speculators_model_type": "peagle"},
+            {"speculators_model_type": "medusa"},
             None,
-            "what it holds is a P-EAGLE head, which drafts in parallel; what is wanted is an EAGLE-3",
+            "what is wanted is an EAGLE-3 head or a P-EAGLE head",
         ),
+        ({"speculators_model_type": "peagle"}, None, "it drafts in parallel, and its mask_token_id is None"),
+        ({"mask_token_id": V}, put(mask_hidden=torch.ones(1, 1, 3 * H)), "its mask_token_id is 40; that must be"),
+        ({"mask_token_id": 3}, put(mask_hidden=torch.ones(1, 1, H)), "mask_hidden (1x1x16 in place of 1x1x48)"),
         (
             {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "mamba"}},
             None,

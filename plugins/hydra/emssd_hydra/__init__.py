@@ -1,1 +1,51 @@
-"""Hydra heads (Ankner et al. 2024, arXiv 2402.05109): their files and published tree; nothing drafts with them yet."""
+"""Plugin `drafter=hydra`: trained heads that read the target's last hidden state, and the tokens drafted before theirs.
+
+Ankner et al. 2024, arXiv 2402.05109. Both Hydra and Hydra++ are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.drafting import Drafter, DrafterContext
+from emssd.heads.options import TreeKind
+from emssd.plugins import DrafterSpec, hookimpl
+
+__all__ = ["HydraConfig", "emssd_drafters"]
+
+
+@dataclass
+class HydraConfig:
+    """Options of `drafter=hydra`.
+
+    A level of a tree costs one run of a head for its nodes that are expanded, and a node one token of the target.
+
+    Attributes:
+        path: folder, file of weights or hub id of the heads, which must be trained for this target.
+        tree: dynamic follows the most probable ways, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858).
+            static drafts a published tree, which is the same in every step. chain follows the heads' first choices.
+        static_tree: of static, its name: mc_sim_7b_63; or a JSON file with a list of paths. Levels without a head are
+            left out.
+        num_nodes: of dynamic, the most nodes of a row's tree. Static trees have 63.
+        depth: the most levels of a tree, or tokens of a chain; null for one for each head.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
+    """
+
+    path: str | None = None
+    tree: TreeKind = TreeKind.dynamic
+    static_tree: str = "mc_sim_7b_63"
+    num_nodes: int = 16
+    depth: int | None = None
+    top_k: int = 4
+
+
+def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
+    from emssd_hydra.drafter import HydraDrafter
+
+    return HydraDrafter.load(config, context)
+
+
+@hookimpl
+def emssd_drafters() -> list[DrafterSpec]:
+    """Offer the drafter."""
+    return [DrafterSpec("hydra", HydraConfig, _build)]

@@ -1,1 +1,51 @@
-"""Medusa heads (Cai et al. 2024, arXiv 2401.10774): their files and published trees; nothing drafts with them yet."""
+"""Plugin `drafter=medusa`: trained heads that each guess one of the next tokens from the target's last hidden state.
+
+Cai et al. 2024, arXiv 2401.10774.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.drafting import Drafter, DrafterContext
+from emssd.heads.options import TreeKind
+from emssd.plugins import DrafterSpec, hookimpl
+
+__all__ = ["MedusaConfig", "emssd_drafters"]
+
+
+@dataclass
+class MedusaConfig:
+    """Options of `drafter=medusa`.
+
+    All heads run once a step, whatever the tree. So a tree costs the tokens that the target verifies, and no more.
+
+    Attributes:
+        path: folder, file of weights or hub id of the heads, which must be trained for this target.
+        tree: dynamic drafts the most probable combinations of the heads' choices, by the product of their
+            probabilities. static drafts a published tree, which is the same in every step. chain follows the heads'
+            first choices.
+        static_tree: of static, its name: mc_sim_7b_63, or {vicuna_7b,vicuna_13b,vicuna_33b}_{stage1,stage2},
+            vicuna_7b_stage1_ablation, zephyr_stage2; or a JSON file with a list of paths. Levels without a head are
+            left out.
+        num_nodes: of dynamic, the most nodes of a row's tree. Static trees have 63.
+        depth: the most levels of a tree, or tokens of a chain; null for one for each head.
+    """
+
+    path: str | None = None
+    tree: TreeKind = TreeKind.dynamic
+    static_tree: str = "mc_sim_7b_63"
+    num_nodes: int = 16
+    depth: int | None = None
+
+
+def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
+    from emssd_medusa.drafter import MedusaDrafter
+
+    return MedusaDrafter.load(config, context)
+
+
+@hookimpl
+def emssd_drafters() -> list[DrafterSpec]:
+    """Offer the drafter."""
+    return [DrafterSpec("medusa", MedusaConfig, _build)]

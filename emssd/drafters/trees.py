@@ -1,4 +1,4 @@
-"""Drafts token trees with a smaller model: all rows level by level, each within limits of its own.
+"""Drafts token trees, or chains, with a model: all rows level by level, each within limits of its own.
 
 Level by level as in SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858); see `emssd.drafting.shapes`.
 """
@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import torch
 
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import top_choices
-from emssd.drafting import Draft, DrafterContext, Outcome
+from emssd.drafters.base import CachedRow, ModelDrafter
+from emssd.drafting import Draft, Outcome
 from emssd.drafting.levels import GrowingTree, joined_best
 from emssd.drafting.shapes import Expansion, Shape
 from emssd.model import ModelRunner
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch
-from emssd_draft_model import DraftModelConfig
-from emssd_draft_model.base import CachedRow, ModelDrafter, load_draft_model
 
-__all__ = ["TreeDrafter"]
+__all__ = ["Level", "TreeDrafter"]
 
 Level = list[tuple[CachedRow, GrowingTree, list[Expansion]]]
 """What is expanded in one pass: for each row its tree, and the nodes."""
@@ -34,27 +34,16 @@ class TreeDrafter(ModelDrafter):
     tokens behind each node; twice in a batch of greedy and sampled rows.
 
     Args:
-        runner: the draft model, with a KV cache that takes trees.
+        runner: the draft model; its KV cache takes trees if `shape` has any.
         vocab_size: the target's; ids beyond it are never drafted.
-        shape: of the trees.
+        shape: of the trees; one child for each node makes chains.
     """
-
-    drafts_trees = True
 
     def __init__(self, runner: ModelRunner, vocab_size: int, shape: Shape) -> None:
         super().__init__(runner, vocab_size)
-        self.num_speculative_tokens = shape.num_nodes
+        self.num_speculative_tokens, self.drafts_trees = shape.num_nodes, shape.width > 1
         self.shape = shape
         self._trees: dict[str, GrowingTree] = {}  # of the latest draft
-
-    @classmethod
-    def load(cls, config: DraftModelConfig, context: DrafterContext, shape: Shape) -> TreeDrafter:
-        """Load the model of `config`.
-
-        Raises:
-            ConfigError: it does not share the target's vocabulary.
-        """
-        return cls(load_draft_model(config.path, context, trees=True), context.vocab_size, shape)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._trees = {}
@@ -67,7 +56,8 @@ class TreeDrafter(ModelDrafter):
         while level := self._next_level(rows):
             self._grow(level, self._compute(level))
         self._trees = trees
-        return joined_best([trees.get(row.request_id) for row in batch])
+        draft = joined_best([trees.get(row.request_id) for row in batch])
+        return draft if self.drafts_trees else replace(draft, parents=None)
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of the accepted way, moved together, and drop the rest. Count what the target chose."""

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from emssd.attention import Kept
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack
-from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.drafting import Draft, Drafter
 from emssd.drafting.levels import with_room
-from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Sequence
 
-__all__ = ["CachedRow", "ModelDrafter", "load_draft_model"]
+__all__ = ["CachedRow", "ModelDrafter"]
 
 _GREEDY = Node(SamplingParams(temperature=0.0))
 
@@ -114,29 +112,3 @@ class ModelDrafter(Drafter):
         if kv_lens:
             moved = tuple(sources[request_id] for request_id in kv_lens) if sources else ()
             self._runner.commit(Kept(tuple(kv_lens), tuple(kv_lens.values()), moved))
-
-
-def load_draft_model(path: str, context: DrafterContext, *, trees: bool = False) -> ModelRunner:
-    """The draft model at `path`, with a KV cache that takes token trees or not.
-
-    Raises:
-        ConfigError: it does not share the target's vocabulary.
-    """
-    runner, tokenizer = context.load_runner(path, trees=True) if trees else context.load_runner(path)
-    _check_vocabulary(path, runner, tokenizer, context)
-    return runner
-
-
-def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
-    if tokenizer is not None and context.tokenizer is not None:
-        if tokenizer.get_vocab() == context.tokenizer.get_vocab():
-            return  # vocabulary sizes of the models may still differ by unused padding ids
-        what = f"its tokenizer ({len(tokenizer)} tokens) is not the target's ({len(context.tokenizer)} tokens)"
-    elif model.vocab_size == context.vocab_size:
-        return
-    else:
-        what = f"its vocabulary has {model.vocab_size} tokens and the target's {context.vocab_size}"
-    raise ConfigError(
-        f"draft model {path!r} cannot draft for this target: {what}. Set drafter.path to a model that was trained "
-        f"with the target's tokenizer, usually a smaller one of the same family."
-    )

@@ -8,16 +8,20 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.decoding.top_tokens import top_choices, top_tokens
-from emssd.drafting.shapes import Shape
 from emssd.sampling.choice import Node
 
 __all__ = ["head_choices"]
 
 
 def head_choices(
-    logits: torch.Tensor, nodes: Seq[Node], shape: Shape, target_ids: torch.Tensor | None, vocab_size: int
+    logits: torch.Tensor,
+    nodes: Seq[Node],
+    width: int,
+    target_ids: torch.Tensor | None,
+    vocab_size: int,
+    temperature: float = 1.0,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """For each node the `shape.width` tokens that the target most likely chooses, as `top_choices` gives them.
+    """For each node the `width` tokens that the target most likely chooses, as `top_choices` gives them.
 
     Where all nodes are greedy, only the head's own columns are looked at. Others need all of the target's tokens, as
     its noise, penalties and biases are for those: tokens that the head does not draft are impossible there.
@@ -25,11 +29,12 @@ def head_choices(
     Args:
         logits: ``[n, draft_vocab_size]`` of the head.
         nodes: ``[n]``.
-        shape: whose `width` is cut to the head's vocabulary, and whose `temperature` logits are divided by.
+        width: at least 1; cut to the head's vocabulary.
         target_ids: ``[draft_vocab_size]`` the target's ids of the columns; ``None`` if they are the same.
         vocab_size: of the target.
+        temperature: that logits are divided by.
     """
-    width, temperature = min(shape.width, logits.shape[1]), shape.temperature
+    width = min(width, logits.shape[1])
     if target_ids is None:
         return top_choices(logits, nodes, width, temperature)
     if all(node.params.is_greedy for node in nodes):

@@ -1,0 +1,203 @@
+"""`PairedDrafter`: an EAGLE head drafts for the whole batch at once, trees that grow level by level, or chains.
+
+Li et al. 2024, EAGLE, arXiv 2401.15077; EAGLE-2, arXiv 2406.16858, §4; 2025, EAGLE-3, arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+
+from emssd.attention import Kept, PackedInputs
+from emssd.attention.transfer import on_device
+from emssd.decoding.choosing import first_node
+from emssd.decoding.packing import pack_nodes
+from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
+from emssd.drafting.levels import GrowingTree, joined_best, with_room
+from emssd.drafting.shapes import Expansion, Shape
+from emssd.heads.choices import head_choices
+from emssd.heads.lent import Lent
+from emssd.heads.pairs import PairedHead
+from emssd.heads.runner import HeadRunner
+from emssd.heads.states import KnownStates
+from emssd.sampling.choice import Node
+from emssd.sampling.draws import behind
+from emssd.sequences import Batch
+
+__all__ = ["Level", "PairedDrafter", "PairedRow", "nodes_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRow:
+    """A row that is drafted for.
+
+    Attributes:
+        pairs: its features.
+        tree: that grows behind its pairs, as its newest token is the second half of the last one.
+        node: where the target chooses the token behind the newest one.
+    """
+
+    request_id: str
+    tokens: Seq[int]
+    pairs: KnownStates
+    tree: GrowingTree
+    node: Node
+
+
+Level = list[tuple[PairedRow, list[Expansion]]]
+"""What is expanded in one pass: nodes of each row."""
+
+
+class PairedDrafter(Drafter):
+    """Drafts with a head that reads pairs, see `PairedHead`, and has a KV cache of its own.
+
+    A row of `n` tokens has ``n - 1`` pairs, and the output behind the last is for the first drafted token. A node of
+    the tree is paired with the head's own output behind its parent. When a draft is done, the KV of its nodes is
+    dropped: the next draft computes those that were accepted from the target's hidden states.
+
+    A row is drafted for once the target has computed all of its tokens but the newest, so not in its first step. On a
+    GPU the host waits once a level, for the likeliest tokens behind each node; twice in a batch of greedy and sampled
+    rows.
+
+    Args:
+        head: with its weights.
+        layers: the target's hidden states that it reads, in this order.
+        shape: of the trees; one child for each node makes chains.
+        lent: what it borrows.
+    """
+
+    def __init__(self, head: PairedHead, layers: Seq[int], shape: Shape, lent: Lent) -> None:
+        self.hidden_layers, self.drafts_trees = tuple(layers), shape.width > 1
+        self.num_speculative_tokens = shape.num_nodes
+        spec = replace(head.kv_cache_spec(lent.spec), trees=self.drafts_trees)
+        self._head, self._runner, self._max_len = head, HeadRunner(head, lent.make_cache(spec)), spec.max_model_len
+        self._target, self._shape = lent.target, shape
+        self._pairs: dict[str, KnownStates] = {}
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        rows = self._begin(batch, budget)
+        if not rows:
+            return Draft.empty(len(batch))
+        level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
+        outputs = self._catch_up(rows)
+        self._grow(level, outputs)
+        while following := self._next_level(rows):
+            outputs = self._compute(following, level, outputs)
+            level = following
+            self._grow(level, outputs)
+        self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.pairs.num_used for row in rows)))
+        trees = {row.request_id: row.tree for row in rows}
+        draft = joined_best([trees.get(row.request_id) for row in batch])
+        return draft if self.drafts_trees else replace(draft, parents=None)
+
+    def observe(self, outcome: Outcome) -> None:
+        """Keep the features of all tokens that the target has computed."""
+        if (hidden := outcome.hidden) is None:
+            return
+        features = self._features(hidden)
+        for name, start, (own,) in replace(hidden, layers=(0,), states=(features,)).rows():
+            self._pairs.setdefault(name, KnownStates()).add(start, own)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        self._runner.release(request_ids)
+        for request_id in request_ids:
+            self._pairs.pop(request_id, None)
+
+    def _features(self, hidden: HiddenStates) -> torch.Tensor:
+        """The features ``[n, hidden]`` of all tokens of `hidden`."""
+        return self._head.features(torch.cat(hidden.states, dim=-1))
+
+    def _begin(self, batch: Batch, budget: Seq[int]) -> list[PairedRow]:
+        """The rows that may and can draft, each with a tree without nodes."""
+        rows = list[PairedRow]()
+        for row, limit in zip(batch, budget, strict=True):
+            num_pairs, pairs = len(row.tokens) - 1, self._pairs.get(row.request_id)
+            reach = self._max_len - num_pairs
+            num_nodes, depth = min(limit, self._shape.num_nodes), min(self._shape.depth, row.num_remaining - 1)
+            if pairs is None or not pairs.covers(num_pairs) or min(num_nodes, depth) < 1 or reach < 0:
+                continue
+            most_cached = min(self._shape.most_cached(num_nodes, depth), reach)
+            tree = GrowingTree(num_pairs, num_nodes, depth, most_cached)
+            rows.append(PairedRow(row.request_id, row.tokens, pairs, tree, first_node(row)))
+        held = {name: pairs.num_used for name, pairs in self._pairs.items() if pairs.num_used}
+        wanted = [(row.request_id, row.tree.num_tokens + row.tree.max_cached) for row in rows]
+        fitting = with_room(self._runner.fits, held, wanted)
+        return [row for row, fits in zip(rows, fitting, strict=True) if fits]
+
+    def _catch_up(self, rows: Seq[PairedRow]) -> torch.Tensor:
+        """Compute all pairs that are not cached. Returns the output behind the last of each row, ``[r, hidden]``."""
+        features = [row.pairs.new(row.tree.num_tokens) for row in rows]
+        lengths, token_ids = [len(new) for new in features], list[int]()
+        for row, length in zip(rows, lengths, strict=True):
+            token_ids += row.tokens[-length:]  # token i + 1 stands beside the feature of token i
+        packed = pack_nodes(
+            [row.request_id for row in rows], torch.tensor(token_ids), lengths, [row.tree.num_tokens for row in rows]
+        )
+        outputs = self._run(packed, torch.cat(features))
+        for row in rows:
+            row.pairs.used(row.tree.num_tokens)
+        return outputs[on_device([stop - 1 for stop in packed.qo_indptr[1:]], outputs.device)]
+
+    def _next_level(self, rows: Seq[PairedRow]) -> Level:
+        """The rows that are not done, with the nodes to expand."""
+        level = []
+        for row in rows:
+            tree = row.tree
+            expansions = self._shape.expand(tree, tree.frontier())[: tree.max_cached - len(tree.cached)]
+            if expansions:
+                tree.cached.extend(node for node, _ in expansions)
+                level.append((row, expansions))
+        return level
+
+    def _compute(self, level: Level, before: Level, outputs: torch.Tensor) -> torch.Tensor:
+        """Compute the nodes of a level. Returns the output behind each, ``[n, hidden]``.
+
+        Args:
+            level: whose nodes are children of nodes of the level before.
+            before: that level.
+            outputs: behind its nodes.
+        """
+        places = {(row.request_id, node): place for place, (row, node) in enumerate(nodes_of(before))}
+        nodes = list(nodes_of(level))
+        packed = pack_nodes(
+            [row.request_id for row, _ in level],
+            torch.tensor([row.tree.token_ids[node] for row, node in nodes]),
+            [len(expansions) for _, expansions in level],
+            [row.tree.num_tokens + len(row.tree.cached) for row, _ in level],
+            [row.tree.cached_parents() for row, _ in level],
+        )
+        parents = [places[row.request_id, row.tree.parents[node]] for row, node in nodes]
+        return self._run(packed, outputs[on_device(parents, outputs.device)])
+
+    def _run(self, packed: PackedInputs, features: torch.Tensor) -> torch.Tensor:
+        """The outputs ``[nnz, hidden]`` behind tokens that stand beside ``features [nnz, hidden]``."""
+        embeds = self._head.embed(packed.input_ids.to(features.device), self._target.embed)
+        return self._runner.run(packed, torch.cat([embeds, features], dim=-1))
+
+    def _grow(self, level: Level, outputs: torch.Tensor) -> None:
+        """Give each node of a level its children, from the head's ``outputs [n, hidden]`` behind them."""
+        paths = [(row.node, row.tree.path(node)) for row, node in nodes_of(level)]
+        nodes = [behind(first, len(path), path) for first, path in paths]
+        logits = self._head.logits(outputs, self._target.project)
+        tokens, log_probs = head_choices(
+            logits,
+            nodes,
+            self._shape.width,
+            self._head.target_ids,
+            self._target.vocab_size,
+            self._shape.temperature,
+        )
+        children = zip(tokens, log_probs, strict=True)
+        for row, expansions in level:
+            row.tree.level = []
+            for node, ranks in expansions:
+                row.tree.grow(node, ranks, *next(children))
+
+
+def nodes_of(level: Level) -> Iterator[tuple[PairedRow, int]]:
+    """The nodes of a level, in the order in which they are computed."""
+    return ((row, node) for row, expansions in level for node, _ in expansions)

@@ -1,0 +1,44 @@
+"""Plugin `drafter=kangaroo`: the target's own first layers draft, with a trained adapter behind them.
+
+Liu et al. 2024, Kangaroo, arXiv 2404.18911.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.drafting import Drafter, DrafterContext
+from emssd.plugins import DrafterSpec, hookimpl
+
+__all__ = ["KangarooConfig", "emssd_drafters"]
+
+
+@dataclass
+class KangarooConfig:
+    """Options of `drafter=kangaroo`; the defaults are those of its authors.
+
+    Attributes:
+        path: folder, file of weights or hub id of the adapter, which must be trained for this target.
+        num_layers: how many of the target's layers the adapter was trained behind. Its files do not say. A wrong number
+            changes no token, but hardly anything is accepted.
+        num_speculative_tokens: the most tokens drafted per row and step.
+        min_confidence: behind a drafted token that is less probable, as the adapter sees it, nothing is drafted; 0
+            never ends a draft early.
+    """
+
+    path: str | None = None
+    num_layers: int = 2
+    num_speculative_tokens: int = 6
+    min_confidence: float = 0.6
+
+
+def _build(config: KangarooConfig, context: DrafterContext) -> Drafter:
+    from emssd_kangaroo.drafter import build
+
+    return build(config, context)
+
+
+@hookimpl
+def emssd_drafters() -> list[DrafterSpec]:
+    """Offer the drafter."""
+    return [DrafterSpec("kangaroo", KangarooConfig, _build)]

@@ -1,0 +1,325 @@
+"""An adapter that is always right is always accepted; with any fault it is not, and no token ever changes.
+
+Oracles: plain decoding and sampling by hand; the adapter's formulas written anew, without a cache. float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import emssd_kangaroo
+import pytest
+import torch
+from emssd_kangaroo import KangarooConfig
+from emssd_kangaroo.runner import KangarooRunner
+
+import emssd.drafters.trees
+from emssd.decoding.packing import pack_nodes
+from emssd.drafters import TreeDrafter
+from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.errors import ConfigError
+from emssd.model import TargetModel
+from emssd.model.shallow import ShallowRunner
+from emssd.sequences import Batch
+from emssd.testing.models import tiny_model
+from tests.support.heads import Weights, dense_layer, dense_rms, random_weights, write_head
+from tests.support.perfect_head import SIZE, VOCAB
+from tests.support.self_drafts import (
+    KINDS,
+    NUM_NEW,
+    PROMPTS,
+    decode,
+    is_full,
+    make_engine,
+    run_in_little_memory,
+    target,
+)
+
+LENGTH, EXIT = 4, 2
+Build = Callable[[DrafterContext], Drafter]
+
+
+@cache
+def perfect_adapter() -> tuple[dict[str, Any], Weights]:
+    """The last layer of a target whose MLPs do nothing, and its final norm."""
+    model: Any = target().model
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    names = ["input_layernorm.weight", *(f"self_attn.{name}.weight" for name in attention)]
+    state = model.state_dict()
+    weights = {f"layers.0.{name}": state[f"model.layers.{EXIT}.{name}"] for name in names}
+    config = {key: value for key, value in model.config.to_dict().items() if key not in ("architectures", "dtype")}
+    return config | {"num_hidden_layers": 1}, weights | {"norm.weight": state["model.norm.weight"]}
+
+
+def written(config: dict[str, Any], weights: Weights, file: str = "pytorch_model.bin") -> str:
+    return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, weights, file)
+
+
+@cache
+def perfect_path() -> str:
+    return written(*perfect_adapter())
+
+
+def drafter(*, sure: bool = True, **options: Any) -> Build:
+    """`sure`: of the noise of sampling too."""
+
+    def build(context: DrafterContext) -> Drafter:
+        (spec,) = emssd_kangaroo.emssd_drafters()
+        usual = {"path": perfect_path(), "num_layers": EXIT, "num_speculative_tokens": LENGTH, "min_confidence": 0.0}
+        made: TreeDrafter = spec.build(KangarooConfig(**(usual | options)), context)
+        if sure:
+            made.shape.temperature = 0.01
+        return made
+
+    return build
+
+
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_an_adapter_that_is_always_right_is_always_accepted(kinds: str, backend: str) -> None:
+    engine = make_engine(drafter(), backend)
+    decode(engine, KINDS[kinds])
+    assert is_full(engine, LENGTH)
+
+
+def test_an_adapter_that_adds_nothing_is_right_behind_all_layers() -> None:
+    config, weights = perfect_adapter()
+    nothing = {"layers.0.self_attn.o_proj.weight": torch.zeros(SIZE, 30, dtype=torch.float64)}
+    engine = make_engine(drafter(path=written(config, weights | nothing), num_layers=3))
+    decode(engine)
+    assert is_full(engine, LENGTH)
+
+
+def test_prompts_in_pieces() -> None:
+    engine = make_engine(drafter(), max_step_tokens=6, batch_size=2)
+    assert all(generation.num_accepted > NUM_NEW // 2 for generation in decode(engine))
+
+
+def test_rows_that_are_preempted_begin_anew() -> None:
+    engine = run_in_little_memory(drafter())
+    assert engine.report.num_accepted == engine.report.num_drafted > 0
+
+
+def test_a_chain_ends_behind_a_token_that_is_not_sure_enough() -> None:
+    few, more = (make_engine(drafter(sure=False, min_confidence=least)) for least in (1.0, 0.5))
+    decode(few)
+    decode(more)
+    assert {*few.report.acceptance_histogram} == {1, 2}, "one token at most is drafted where none is sure"
+    assert max(more.report.acceptance_histogram) > 2
+    assert more.report.num_accepted == more.report.num_drafted
+
+
+def test_an_adapter_with_a_longest_row_drafts_no_further() -> None:
+    config, weights = perfect_adapter()
+    short = {"max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
+    engine = make_engine(drafter(path=written(config | short, weights)))
+    long = decode(engine)[3]
+    assert len(PROMPTS[3]) == 17
+    assert 0 < long.num_accepted <= 3
+
+
+def test_the_memory_of_both_caches_is_told_and_given_back() -> None:
+    engine = make_engine(drafter())
+    runner: Any = engine.drafting.drafters[0].drafter._runner  # type: ignore[attr-defined]
+    decode(engine)
+    parts = runner._shallow.usage, runner._adapter.usage
+    assert all(part.peak_held > 0 for part in parts)
+    assert runner.usage.peak_held == sum(part.peak_held for part in parts)
+    assert runner.usage.held == 0
+
+
+def streams_of_other_tokens(patch: pytest.MonkeyPatch) -> None:
+    run = ShallowRunner.run
+
+    def rolled(self: Any, packed: Any) -> Any:
+        output = run(self, packed)
+        return replace(output, hidden={index: each.roll(1, 0) for index, each in output.hidden.items()})
+
+    patch.setattr(ShallowRunner, "run", rolled)
+
+
+def positions_of_nodes(patch: pytest.MonkeyPatch) -> None:
+    def shifted(*arguments: Any) -> Any:
+        packed = pack_nodes(*arguments)
+        return replace(packed, position_ids=packed.position_ids + 1)
+
+    patch.setattr(emssd.drafters.trees, "pack_nodes", shifted)
+
+
+def positions_of_the_adapter(patch: pytest.MonkeyPatch) -> None:
+    """Those of drafted tokens are one too low."""
+    run = KangarooRunner.run
+
+    def shifted(self: Any, packed: Any) -> Any:
+        adapter, wrong = self._adapter.run, packed.position_ids - int(packed.lengths[0] == 1)
+
+        def low(packed: Any, inputs: torch.Tensor) -> torch.Tensor:
+            return adapter(replace(packed, position_ids=wrong.clamp(min=0)), inputs)
+
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self._adapter, "run", low)
+            return run(self, packed)
+
+    patch.setattr(KangarooRunner, "run", shifted)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch], None] | None]] = {
+    "behind one layer less": ({"num_layers": EXIT - 1}, None),
+    "behind one layer more": ({"num_layers": EXIT + 1}, None),
+    "streams of other tokens": ({}, streams_of_other_tokens),
+    "nodes one position too deep": ({}, positions_of_nodes),
+    "nodes one position too shallow in the adapter": ({}, positions_of_the_adapter),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_accepted_less_and_no_token_changes(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, plant = FAULTS[fault]
+    if plant is not None:
+        plant(monkeypatch)
+    engine = make_engine(drafter(**options))
+    decode(engine)
+    assert not is_full(engine, LENGTH)
+    assert engine.report.num_drafted > 0
+
+
+CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG |= {"head_dim": 8, "rms_norm_eps": 1e-5, "vocab_size": 13, "rope_theta": 500.0}
+SHAPES = {
+    "layers.0.input_layernorm.weight": (32,),
+    "layers.0.self_attn.q_proj.weight": (32, 32),
+    "layers.0.self_attn.k_proj.weight": (16, 32),
+    "layers.0.self_attn.v_proj.weight": (16, 32),
+    "layers.0.self_attn.o_proj.weight": (32, 32),
+    "norm.weight": (32,),
+}
+NO_MLP = {f"layers.0.mlp.{name}_proj.weight": torch.zeros(1, 32) for name in ("gate", "up")}
+NO_MLP |= {
+    "layers.0.mlp.down_proj.weight": torch.zeros(32, 1),
+    "layers.0.post_attention_layernorm.weight": torch.ones(32),
+}
+
+
+@torch.inference_mode()
+def naive(model: Any, weights: Weights, tokens: Seq[int], count: int) -> list[int]:
+    """What the adapter continues with behind the first layer: the whole text again for each token."""
+    text, eps = list(tokens), CONFIG["rms_norm_eps"]
+    for _ in range(count):
+        stream = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states[1][0]
+        normed = dense_rms(stream, weights["layers.0.input_layernorm.weight"].double(), eps)
+        out = dense_layer(weights | NO_MLP, "layers.0.", CONFIG, stream, normed, range(len(text)))
+        last = dense_rms(out[-1:], weights["norm.weight"].double(), eps)
+        text.append(int(model.get_output_embeddings()(last).argmax()))
+    return text[len(tokens) :]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox", "opt"])
+def test_it_drafts_what_the_formulas_say_without_a_cache(architecture: str) -> None:
+    """In every step of a run."""
+    model = TargetModel(tiny_model(architecture, vocab_size=13, max_model_len=64))
+    weights, drafts = random_weights(SHAPES), list[tuple[list[int], list[int]]]()
+
+    class Noted(TreeDrafter):
+        def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+            draft = super().propose(batch, budget)
+            rows = draft.token_ids.split(draft.lengths)
+            drafts.extend((list(row.tokens), own.tolist()) for row, own in zip(batch, rows, strict=True))
+            return draft
+
+    def build(context: DrafterContext) -> Drafter:
+        made = drafter(path=written(CONFIG, weights), num_layers=1, num_speculative_tokens=3)(context)
+        made.__class__ = Noted
+        return made
+
+    engine = make_engine(build, model=model)
+    engine.generate([(3, 4, 5, 6, 3, 4), (8,), (9, 10, 9, 10, 9, 10, 11)], 12, ignore_eos=True)
+    for tokens, drafted in drafts:
+        assert drafted == naive(model.model, weights, tokens, len(drafted))
+    assert len({tuple(drafted) for _, drafted in drafts}) > 5
+    assert engine.report.num_accepted < engine.report.num_drafted
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_names_of_a_whole_model_are_known(file: str) -> None:
+    config, weights = perfect_adapter()
+    named = {f"model.{name}": each.clone() for name, each in weights.items()}
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
+    engine = make_engine(drafter(path=written(config, named | computed, file)))
+    decode(engine)
+    assert is_full(engine, LENGTH)
+
+
+def test_what_was_chosen_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "emssd"):
+        make_engine(drafter())
+    assert caplog.messages == [
+        "drafter=kangaroo: Kangaroo adapter, read from pytorch_model.bin",
+        "drafter=kangaroo: rotary base 10000, the head's own",
+        "drafter=kangaroo: reads the residual stream behind 2 layers, as drafter.num_layers says and no file does",
+    ]
+
+
+Change = Callable[[dict[str, Any], Weights], None]
+FILES: dict[str, tuple[Change, str]] = {
+    "an MLP": (
+        lambda config, weights: weights.update({"layers.0.mlp.up_proj.weight": torch.ones(4, SIZE)}),
+        "what it holds is a language model; what is wanted is a Kangaroo adapter",
+    ),
+    "an EAGLE head": (
+        lambda config, weights: weights.update({"fc.weight": torch.ones(SIZE, 2 * SIZE)}),
+        "what it holds is an EAGLE-1 or EAGLE-2 head; what is wanted is a Kangaroo adapter",
+    ),
+    "no queries": (
+        lambda config, weights: weights.__delitem__("layers.0.self_attn.q_proj.weight"),
+        "of its weights, layers.0.self_attn.q_proj.weight is missing",
+    ),
+    "a second layer": (
+        lambda config, weights: weights.update({"layers.1.input_layernorm.weight": torch.ones(SIZE)}),
+        "of its weights, layers.1.input_layernorm.weight is without a place in such a head",
+    ),
+    "another shape": (
+        lambda config, weights: weights.update({"norm.weight": torch.ones(SIZE + 1)}),
+        f"of its weights, norm.weight ({SIZE + 1} in place of {SIZE}) is of another shape than its config and",
+    ),
+    "another hidden size": (
+        lambda config, weights: config.update({"hidden_size": 32}),
+        f"it has a hidden size of 32, and the target {SIZE}",
+    ),
+    "another vocabulary": (
+        lambda config, weights: config.update({"vocab_size": 32000}),
+        f"its vocabulary has 32000 tokens, and the target's has {VOCAB}",
+    ),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_of_something_else_are_refused(file: str) -> None:
+    config, weights = dict(perfect_adapter()[0]), dict(perfect_adapter()[1])
+    change, words = FILES[file]
+    change(config, weights)
+    with pytest.raises(ConfigError) as raised:
+        make_engine(drafter(path=written(config, weights)))
+    assert f": {words}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"path": None}, "give drafter.path=FOLDER, or a hub id"),
+        ({"path": "./nowhere"}, "there is no such folder"),
+        ({"num_layers": 4}, "drafter.num_layers is 4; choose 1 to 3, as the target has"),
+        ({"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0; it must be at least 1"),
+        ({"min_confidence": -0.1}, "drafter.min_confidence is -0.1; it must be from 0 to 1"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_engine(drafter(**options))
+    assert words in str(raised.value)

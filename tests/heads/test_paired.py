@@ -1,0 +1,264 @@
+"""A head that its target always agrees with is always accepted, and with any fault in what it is fed it is not.
+
+Oracles: plain decoding and sampling by hand, without a cache. float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import emssd.heads.paired
+from emssd.attention import PackedInputs
+from emssd.decoding.packing import pack_nodes
+from emssd.heads import KnownStates
+from emssd.heads.paired import PairedDrafter
+from emssd.sampling import SamplingParams
+from emssd.sequences import Request
+from emssd.testing.oracle import greedy_reference
+from tests.support.paired import DEPTH, HEADS, NUM_NEW, PROMPTS, decode, is_full, make_engine, sure, target, text
+from tests.support.perfect_head import VOCAB
+from tests.support.random_heads import random_head
+
+KINDS: dict[str, list[SamplingParams | None]] = {
+    "greedy": [None] * 4,
+    "sampled": [SamplingParams(temperature=1 + row, seed=row) for row in range(4)],
+    "mixed": [
+        None,
+        SamplingParams(temperature=6.0, seed=1),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5),
+        SamplingParams(temperature=3.0, top_p=0.9, frequency_penalty=0.4, logit_bias={2: 3.0}, seed=2),
+    ],
+}
+SHAPES = {
+    "chain": {"tree": "chain"},
+    "static": {"tree": "static"},
+    "dynamic": {"tree": "dynamic", "num_nodes": 14, "top_k": 3},
+}
+DEPTHS = {"chain": DEPTH, "static": 5, "dynamic": DEPTH}
+
+
+def test_the_text_is_worth_guessing() -> None:
+    """It repeats itself late, no rounding decides it, and all of its last three tokens count."""
+    texts = [text(str(row), tuple(prompt), None) for row, prompt in enumerate(PROMPTS)]
+    assert len({each[place : place + 3] for each in texts for place in range(NUM_NEW - 2)}) > 30
+
+
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_that_is_always_right_is_always_accepted(head: str, shape: str, kinds: str, backend: str) -> None:
+    engine = make_engine(head, SHAPES[shape], backend, adapted=sure)
+    decode(engine, KINDS[kinds])
+    assert is_full(engine, DEPTHS[shape])
+
+
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("max_step_tokens", [5, 24])
+@pytest.mark.parametrize("head", HEADS)
+def test_prompts_in_pieces(head: str, shape: str, max_step_tokens: int) -> None:
+    engine = make_engine(head, SHAPES[shape], adapted=sure, max_step_tokens=max_step_tokens, batch_size=2)
+    for generation in decode(engine):
+        if shape == "chain":
+            assert generation.num_accepted == generation.num_drafted
+        assert generation.num_accepted > NUM_NEW // 2
+
+
+@cache
+def long_text(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(greedy_reference(target().model, prompt, 120))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_rows_that_are_preempted_begin_anew(head: str) -> None:
+    limit = str(256 * target().kv_cache_spec(1).bytes_per_token())
+    engine = make_engine(head, SHAPES["chain"], kv_memory=limit, max_step_tokens=16, batch_size=3)
+    for prompt, generation in zip(PROMPTS, engine.generate(PROMPTS, 120, ignore_eos=True), strict=True):
+        assert generation.token_ids == long_text(tuple(prompt))
+        assert generation.num_accepted == generation.num_drafted > 0
+    assert engine.report.num_preempted > 0
+
+
+def other_embeddings(patch: pytest.MonkeyPatch) -> None:
+    run = PairedDrafter._run
+
+    def shifted(self: Any, packed: PackedInputs, features: torch.Tensor) -> torch.Tensor:
+        return run(self, replace(packed, input_ids=packed.input_ids.roll(1)), features)
+
+    patch.setattr(PairedDrafter, "_run", shifted)
+
+
+def embeddings_of_the_feature(patch: pytest.MonkeyPatch) -> None:
+    """Token i in the place of token i + 1, where the target has computed both."""
+    begin = PairedDrafter._begin
+
+    def shifted(self: Any, batch: Any, budget: Any) -> Any:
+        return [replace(row, tokens=row.tokens[:-1]) for row in begin(self, batch, budget)]
+
+    patch.setattr(PairedDrafter, "_begin", shifted)
+
+
+def earlier_features(patch: pytest.MonkeyPatch) -> None:
+    """The feature of token i - 1 in the place of that of token i."""
+    add, latest = KnownStates.add, dict[int, torch.Tensor]()
+
+    def shifted(self: KnownStates, start: int, features: torch.Tensor) -> None:
+        before = latest[id(self)] if start else features[:1]
+        latest[id(self)] = features[-1:]
+        add(self, start, torch.cat([before, features])[:-1])
+
+    patch.setattr(KnownStates, "add", shifted)
+
+
+def no_feedback(patch: pytest.MonkeyPatch) -> None:
+    """Each level gets the outputs of another node than its parent."""
+    compute = PairedDrafter._compute
+
+    def shifted(self: Any, level: Any, before: Any, outputs: torch.Tensor) -> torch.Tensor:
+        return compute(self, level, before, outputs.roll(1, 0))
+
+    patch.setattr(PairedDrafter, "_compute", shifted)
+
+
+def positions_of_trees(by: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def shifted(names: Any, ids: Any, lengths: Any, kv_lens: Any, trees: Any = None) -> PackedInputs:
+            packed = pack_nodes(names, ids, lengths, kv_lens, trees)
+            return packed if trees is None else replace(packed, position_ids=packed.position_ids + by)
+
+        patch.setattr(emssd.heads.paired, "pack_nodes", shifted)
+
+    return plant
+
+
+def positions_of_pairs(patch: pytest.MonkeyPatch) -> None:
+    """Those of the newest pairs are one too high, as if counted with the prompt's first token."""
+
+    def shifted(names: Any, ids: Any, lengths: Any, kv_lens: Any, trees: Any = None) -> PackedInputs:
+        packed = pack_nodes(names, ids, lengths, kv_lens, trees)
+        return packed if trees is not None else replace(packed, position_ids=packed.position_ids + 1)
+
+    patch.setattr(emssd.heads.paired, "pack_nodes", shifted)
+
+
+def kv_of_rejected_nodes(patch: pytest.MonkeyPatch) -> None:
+    """The tree's first nodes stay in the cache as the pairs of the tokens that came in their place."""
+    propose, add = PairedDrafter.propose, KnownStates.add
+
+    def keep(self: Any, batch: Any, budget: Any) -> Any:
+        commit, self._runner.commit = self._runner.commit, lambda kept: None
+        draft = propose(self, batch, budget)
+        self._runner.commit = commit
+        return draft
+
+    def added(self: KnownStates, start: int, features: torch.Tensor) -> None:
+        add(self, start, features)
+        if start:
+            self.num_used += len(features) - 1
+
+    patch.setattr(PairedDrafter, "propose", keep)
+    patch.setattr(KnownStates, "add", added)
+
+
+def other_layers(patch: pytest.MonkeyPatch) -> None:
+    """Those of the head in another order; what is before the final norm in the place of what is behind it."""
+    make = PairedDrafter.__init__
+
+    def shifted(self: Any, head: Any, layers: Any, *others: Any) -> None:
+        make(self, head, (3,) if tuple(layers) == (-1,) else (*layers[-1:], *layers[:-1]), *others)
+
+    patch.setattr(PairedDrafter, "__init__", shifted)
+
+
+FAULTS = {
+    "other embeddings": other_embeddings,
+    "embeddings of the feature": embeddings_of_the_feature,
+    "earlier features": earlier_features,
+    "another node's output fed back": no_feedback,
+    "tree one position too deep": positions_of_trees(1),
+    "tree one position too shallow": positions_of_trees(-1),
+    "newest pairs one position too deep": positions_of_pairs,
+    "KV of rejected nodes": kv_of_rejected_nodes,
+    "other layers": other_layers,
+}
+
+
+@pytest.mark.parametrize(("head", "fault"), [(head, fault) for head in HEADS for fault in FAULTS])
+def test_a_head_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
+    head: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS[fault](monkeypatch)
+    engine = make_engine(head, SHAPES["dynamic"], adapted=sure)
+    decode(engine)
+    assert not is_full(engine)
+    assert engine.report.num_drafted > 0
+
+
+PROMPT = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12).map(tuple)
+SAMPLING = st.sampled_from([None, None, *KINDS["sampled"], *KINDS["mixed"]])
+
+
+@given(
+    rows=st.lists(st.tuples(PROMPT, st.integers(1, 14), SAMPLING), min_size=1, max_size=5),
+    head=st.sampled_from(["eagle", "eagle3", "peagle"]),
+    layer_ids=st.sampled_from(["auto", "hs"]),
+    seed=st.integers(0, 2),
+    shape=st.sampled_from(sorted(SHAPES)),
+    backend=st.sampled_from(["ragged", "padded"]),
+    batch_size=st.integers(1, 4),
+    max_step_tokens=st.sampled_from([64, 6]),
+)
+def test_no_token_depends_on_the_head(
+    rows: Any, head: str, layer_ids: str, seed: int, shape: str, backend: str, batch_size: int, max_step_tokens: int
+) -> None:
+    options = SHAPES[shape] | {"path": random_head(head, seed).path}
+    plugin, more = ("eagle", {}) if head == "eagle" else ("eagle3", {"layer_ids": layer_ids})
+    steps = {"max_step_tokens": max_step_tokens} if backend == "ragged" else {}
+    engine = make_engine(plugin, options | more, backend, batch_size=batch_size, **steps)
+    requests = [Request(str(row), prompt, num_new, sampling=kind) for row, (prompt, num_new, kind) in enumerate(rows)]
+    for generation in engine.run(requests):
+        prompt, num_new, kind = rows[int(generation.request_id)]
+        assert generation.token_ids == text(generation.request_id, prompt, kind, 14)[:num_new]
+
+
+def test_a_step_that_failed_is_drafted_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("eagle3", SHAPES["dynamic"], adapted=sure)
+    run, calls = engine.runner.run, list[int]()
+
+    def fails(packed: PackedInputs) -> Any:
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            raise torch.OutOfMemoryError("planted")
+        return run(packed)
+
+    monkeypatch.setattr(engine.runner, "run", fails)
+    requests = [Request(str(row), tuple(prompt), NUM_NEW) for row, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        engine.add(request)
+    done = list[Any]()
+    while engine.has_work:
+        try:
+            done += engine.step()
+        except torch.OutOfMemoryError:
+            continue
+    for row in done:
+        assert tuple(row.output_ids) == text(row.request_id, row.request.prompt_ids, None)
+    assert is_full(engine)
+
+
+def test_a_head_with_a_longest_row_drafts_no_further() -> None:
+    longest = {"max_position_embeddings": 20, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    path = HEADS["eagle3"].write(Path(mkdtemp(prefix="emssd-head-")), **longest)
+    engine = make_engine("eagle3", SHAPES["dynamic"] | {"path": path}, adapted=sure)
+    long = decode(engine)[3]
+    assert 0 < long.num_accepted < 12

@@ -1,0 +1,78 @@
+"""What drafters with EAGLE heads can be told, and that they are offered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.errors import ConfigError
+from emssd.heads.options import TreeKind, TreeOptions, shape_of
+from tests.support.paired import DEPTH, HEADS, decode, head_path, is_full, make_engine, target
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"path": None}, "give drafter.path=FOLDER"),
+        ({"tree": "statics"}, "drafter.tree is 'statics'; did you mean 'static'? choose one of chain, static, dynamic"),
+        ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
+        ({"depth": 0, "tree": "chain"}, "drafter.depth is 0; it must be at least 1"),
+        ({"num_nodes": 0}, "drafter.num_nodes is 0"),
+        ({"path": "./nowhere"}, "there is no such folder"),
+        (
+            {"tree": "static", "static_tree": "mc_sim_7b"},
+            "drafter.static_tree is 'mc_sim_7b'; did you mean 'mc_sim_7b_63'",
+        ),
+        ({"tree": "static", "static_tree": "no.json"}, "drafter.static_tree=no.json is no tree ([Errno 2]"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head", HEADS)
+def test_options_that_cannot_work_are_refused(head: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_engine(head, options)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ("[]", "it needs a node at least"),
+        ("[[0], [-1]]", "numbers from 0 on"),
+        ("[[0.5]]", "numbers from 0 on"),
+        ('["a"]', "numbers from 0 on"),
+        ("[[0, 0], [0]]", "path [0, 0] comes twice, or before its parent"),
+        ("[0, 1]", "not iterable"),
+        ("7", "not iterable"),
+        ("[[0]", "Expecting"),
+    ],
+)
+def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(held)
+    with pytest.raises(ConfigError) as raised:
+        shape_of(TreeOptions(tree=TreeKind.static, static_tree=str(file)))
+    assert words in str(raised.value)
+
+
+def test_the_authors_tree_comes_along() -> None:
+    shape = shape_of(TreeOptions(tree=TreeKind.static))
+    assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_it_is_offered(head: str) -> None:
+    engine = Engine.assemble(
+        target(),
+        None,
+        drafter=HEADS[head].config(path=head_path(head), depth=DEPTH, tree=TreeKind.chain),
+        backend="ragged",
+        budget="fixed",
+        options=EngineOptions(batch_size=4, on_drafter_error=OnDrafterError.fail),
+    )
+    decode(engine)
+    assert is_full(engine)
