@@ -11,7 +11,7 @@ from torch import nn
 from emssd.attention import LayerSpec
 from emssd.heads.config import DecoderConfig
 
-__all__ = ["Angles", "Attend", "HeadAttention", "HeadLayer", "HeadNorm", "Rotary"]
+__all__ = ["Angles", "Attend", "HeadAttention", "HeadLayer", "HeadNorm", "Rotary", "rotated"]
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's index, queries ``[t, num_heads, head_dim]``, and keys and values ``[t, num_kv_heads, head_dim]``, what
@@ -162,8 +162,8 @@ class HeadAttention(nn.Module):
     def forward(self, x: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
         """``[b, n, hidden_size]`` of ``x [b, n, input_size]``."""
         by_head = (*x.shape[:2], -1, self.spec.key_dim)
-        query = _rotated(self.q_norm(self.q_proj(x).view(by_head)), angles)
-        key = _rotated(self.k_norm(self.k_proj(x).view(by_head)), angles)
+        query = rotated(self.q_norm(self.q_proj(x).view(by_head)), angles)
+        key = rotated(self.k_norm(self.k_proj(x).view(by_head)), angles)
         value = self.v_proj(x).view(by_head)
         out = attend(self._index, query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
         return cast("torch.Tensor", self.o_proj(out.reshape(*x.shape[:2], -1)))
@@ -184,7 +184,7 @@ class _MLP(nn.Module):
         return cast("torch.Tensor", self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x)))
 
 
-def _rotated(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+def rotated(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     """``[b, n, heads, dim]`` with the two halves of each head rotated by the token's angles."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles

@@ -13,6 +13,8 @@ import emssd_early_exit
 import emssd_kangaroo
 import pytest
 import torch
+from emssd_dflash import DFlashConfig
+from emssd_dflash.drafter import DFlashDrafter
 from emssd_eagle import EagleConfig
 from emssd_eagle.drafter import load_drafter as load_eagle
 from emssd_eagle3 import Eagle3Config, LayerIds
@@ -23,6 +25,7 @@ from emssd_hydra.drafter import HydraDrafter
 from emssd_kangaroo import KangarooConfig
 from emssd_medusa import MedusaConfig
 from emssd_medusa.drafter import MedusaDrafter
+from emssd_pard.drafter import PardDrafter
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
@@ -130,6 +133,22 @@ class TestEagle3Chain(DrafterConformance):
     def make_drafter(self, context: DrafterContext) -> Drafter:
         path = _random_head(context, "eagle3")
         return load_eagle3(Eagle3Config(path, tree=TreeKind.chain, depth=3), context)
+
+
+class TestDFlash(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        assert context.target is not None
+        path = _written_block_head(context.target.hidden_size, context.vocab_size)
+        return DFlashDrafter.load(DFlashConfig(path=path), context)
+
+
+class TestPard(DrafterConformance):
+    num_examples = 2
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        return PardDrafter(context.load_runner("any")[0], context.vocab_size, 0, 4)
 
 
 class TestCascade(DrafterConformance):
@@ -289,6 +308,27 @@ def _random_adapter(size: int) -> str:
     shapes = {name: shape for name, shape in layer_weights("layers.0.", config, size).items() if "self_attn" in name}
     norms = {"layers.0.input_layernorm.weight": (size,), "norm.weight": (size,)}
     return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, random_weights(shapes | norms))
+
+
+@cache
+def _written_block_head(size: int, vocab_size: int) -> str:
+    """A block drafter of random weights that reads two hidden states of the target."""
+    config = {
+        "hidden_size": size,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": vocab_size - 1, "target_layer_ids": [0, 1]},
+    }
+    shapes = {
+        "fc.weight": (size, 2 * size),
+        "hidden_norm.weight": (size,),
+        "layers.0.input_layernorm.weight": (size,),
+        **layer_weights("layers.0.", config, size),
+        "norm.weight": (size,),
+    }
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes))
 
 
 def similar_places() -> Any:

@@ -70,9 +70,8 @@ class DraftModelConfig:
 
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import TreeDrafter
+    from emssd.drafters import TreeDrafter, load_draft_model
     from emssd_draft_model.drafter import DraftModelDrafter
-    from emssd_draft_model.loading import load_draft_model
     from emssd_draft_model.sampled import SampledDrafter, SampledShape
     from emssd_draft_model.shapes import shape_of
 

@@ -13,7 +13,7 @@ import torch
 
 from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters import CachedRow, ModelDrafter
+from emssd.drafters import CachedRow, ModelDrafter, load_draft_model
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
@@ -21,7 +21,6 @@ from emssd.sampling.choice import Node, choose, greedy_tokens
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 from emssd_draft_model import DraftModelConfig
-from emssd_draft_model.loading import load_draft_model
 
 __all__ = ["DraftModelDrafter"]
 

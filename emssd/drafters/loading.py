@@ -1,4 +1,4 @@
-"""Loads the draft model of `drafter=draft_model`, and refuses one that does not share the target's vocabulary."""
+"""Loads the model at a drafter's ``path``, and refuses one that does not share the target's vocabulary."""
 
 from __future__ import annotations
 

@@ -1,0 +1,316 @@
+"""Each draft of a running engine is that of one dense pass over the whole row, written out from the published formulas.
+
+float64; the target's hidden states are those of Transformers, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import emssd_dflash.runner
+import pytest
+import torch
+from emssd_dflash import DFlashConfig
+from emssd_dflash.drafter import DFlashDrafter
+
+from emssd.decoding.caches import make_backend
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafting import DrafterContext
+from emssd.errors import ConfigError, PluginError
+from emssd.model import BorrowedTarget, TargetModel
+from emssd.plugins.registry import Registry
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+from tests.support.heads import Weights, dense_rms, layer_weights, random_weights, write_head
+
+VOCAB, SIZE, NUM_NEW = 17, 32, 14
+PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3, 9, 9, 2, 1], [6], [7, 8, 3]]
+CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": SIZE,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_target_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "vocab_size": VOCAB,
+    "block_size": 5,
+    "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [2, 0]},
+}
+DSPARK = {"projector_type": "dspark", "markov_rank": 3, "sample_from_anchor": True, "enable_confidence_head": True}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "plain": ({}, {}, {}),
+    "sliding": (SLIDING, {}, {}),
+    "causal": (SLIDING, {"causal": True}, {}),
+    "from the anchor": ({}, {"sample_from_anchor": True}, {}),
+    "dspark": (
+        {"architectures": ["DSparkDraftModel"], "block_size": 3},
+        DSPARK,
+        {
+            "markov_head.markov_w1.weight": (VOCAB, 3),
+            "markov_head.markov_w2.weight": (VOCAB, 3),
+            "confidence_head.proj.weight": (1, SIZE + 3),
+            "confidence_head.proj.bias": (1,),
+        },
+    ),
+    "dspark that is sure by itself": (
+        {"architectures": ["DSparkDraftModel"]},
+        DSPARK,
+        {
+            "markov_head.markov_w1.weight": (VOCAB, 3),
+            "markov_head.markov_w2.weight": (VOCAB, 3),
+            "confidence_head.proj.weight": (1, SIZE),
+            "confidence_head.proj.bias": (1,),
+        },
+    ),
+    "dspark without confidence": (
+        {"architectures": ["DSparkDraftModel"]},
+        DSPARK,
+        {"markov_head.markov_w1.weight": (VOCAB, 3), "markov_head.markov_w2.weight": (VOCAB, 3)},
+    ),
+}
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    found = {"fc.weight": (SIZE, 2 * SIZE), "hidden_norm.weight": (SIZE,), "norm.weight": (SIZE,)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"layers.{layer}."
+        found |= layer_weights(prefix, config, SIZE) | {f"{prefix}input_layernorm.weight": (SIZE,)}
+        found |= {f"{prefix}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
+    return found
+
+
+@cache
+def target() -> TargetModel:
+    return TargetModel(tiny_model("qwen3", vocab_size=VOCAB, num_hidden_layers=4, max_model_len=64))
+
+
+def written(folder: Path, kind: str) -> tuple[str, dict[str, Any], Weights]:
+    top, inner, more = KINDS[kind]
+    config = CONFIG | top | {"dflash_config": CONFIG["dflash_config"] | inner}
+    weights = random_weights(shapes_of(config) | more, seed=3)
+    return write_head(folder / "head", config, weights), config, weights
+
+
+def turned(x: torch.Tensor, positions: Sequence[int], theta: float) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    frequencies = (1.0 / theta ** (torch.arange(0, 2 * half, 2).float() / (2 * half))).double()
+    angles = torch.tensor(positions).double()[:, None, None] * frequencies
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+
+
+def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Hidden states ``[B, SIZE]`` of a block with the embeddings `block`, behind the hidden states `context` of all."""
+    eps, start, size = config["rms_norm_eps"], len(context), len(block)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    ctx = dense_rms(context @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+    h = block
+    for layer in range(config["num_hidden_layers"]):
+        own = {name.removeprefix(f"layers.{layer}."): each for name, each in w.items()}
+
+        def by_head(x: torch.Tensor, name: str, count: int, own: Weights = own) -> torch.Tensor:
+            return (x @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(x), count, -1)
+
+        normed = dense_rms(h, own["input_layernorm.weight"], eps)
+        read = torch.cat([ctx, normed])
+        q = dense_rms(by_head(normed, "q", heads), own["self_attn.q_norm.weight"], eps)
+        k = dense_rms(by_head(read, "k", kv_heads), own["self_attn.k_norm.weight"], eps)
+        v = by_head(read, "v", kv_heads)
+        q = turned(q, range(start, start + size), config["rope_theta"])
+        k = turned(k, range(start + size), config["rope_theta"])
+        slides = config.get("layer_types", ["full_attention"] * 9)[layer] == "sliding_attention"
+        rows = []
+        for i in range(size):
+            last = start + i if config["dflash_config"].get("causal") else start + size - 1
+            first = max(0, start + i - config["sliding_window"] + 1) if slides else 0
+            out = []
+            for head in range(heads):
+                group = head // (heads // kv_heads)
+                scores = k[first : last + 1, group] @ q[i, head] / q.shape[-1] ** 0.5
+                out.append(torch.softmax(scores, 0) @ v[first : last + 1, group])
+            rows.append(torch.cat(out))
+        h = h + torch.stack(rows) @ own["self_attn.o_proj.weight"].T
+        x = dense_rms(h, own["post_attention_layernorm.weight"], eps)
+        gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
+        h = h + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+    return h
+
+
+def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int]) -> list[tuple[int, float]]:
+    """The greedy draft behind `tokens`, and how sure the drafter is of each token."""
+    w = {name: each.double() for name, each in weights.items()}
+    model, inner = target().model, config["dflash_config"]
+    states = model(torch.tensor([tokens[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+    context = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], dim=-1)
+    block = [tokens[-1]] + [inner["mask_token_id"]] * (config["block_size"] - 1)
+    h = dense_block(w, config, context, model.get_input_embeddings().weight[block])
+    h = h if inner.get("sample_from_anchor") else h[1:]
+    base = dense_rms(h, w["norm.weight"], config["rms_norm_eps"]) @ model.lm_head.weight.T
+    found, before = list[tuple[int, float]](), tokens[-1]
+    for slot, logits in zip(h, base, strict=True):
+        if "markov_head.markov_w1.weight" in w:
+            low = w["markov_head.markov_w1.weight"][before]
+            logits = logits + w["markov_head.markov_w2.weight"] @ low
+        before = int(logits.argmax())
+        sure = float(logits.softmax(-1).max())
+        if (proj := w.get("confidence_head.proj.weight")) is not None:
+            read = slot if proj.shape[1] == SIZE else torch.cat([slot, low])
+            sure = float(torch.sigmoid(proj[0] @ read + w["confidence_head.proj.bias"][0]))
+        found.append((before, sure))
+    return found
+
+
+def make_context(backend: Any, max_tokens: int | None = None) -> DrafterContext:
+    spec = replace(target().kv_cache_spec(3), continuous=backend == "ragged", max_tokens=max_tokens)
+    return DrafterContext(
+        VOCAB,
+        None,
+        lambda path: pytest.fail("asks for no model"),
+        lambda name, values: pytest.fail("asks for no other"),
+        "fail",
+        BorrowedTarget(target()),
+        spec,
+        lambda own: make_backend(own, backend, Registry()),
+    )
+
+
+def checked(drafter: DFlashDrafter, expected: Callable[[list[int]], list[tuple[int, float]]]) -> list[int]:
+    """Compare all that `drafter` drafts from now on. Gives the numbers of rows that it drafted for."""
+    propose, counts = drafter.propose, list[int]()
+
+    def compared(batch: Any, budget: Any) -> Any:
+        draft = propose(batch, budget)
+        counts.append(sum(length > 0 for length in draft.lengths))
+        for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
+            if start < stop:
+                tokens, sure = zip(*expected(list(row.tokens))[: stop - start], strict=True)
+                assert tuple(draft.token_ids[start:stop].tolist()) == tokens
+                assert draft.confidence is not None
+                assert draft.confidence[start:stop] == pytest.approx(sure, abs=1e-9)
+        return draft
+
+    drafter.propose = compared  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((kind, "ragged") for kind in KINDS), ("sliding", "padded"), ("causal", "padded")]
+)
+def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: Path) -> None:
+    path, config, weights = written(tmp_path, kind)
+    drafter = DFlashDrafter.load(DFlashConfig(path=path), make_context(backend))
+    counts = checked(drafter, lambda tokens: dense_draft(weights, config, tokens))
+    steps = {"max_step_tokens": 16} if backend == "ragged" else {}
+    options = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail, **steps)
+    engine = Engine.assemble(target(), None, drafter=drafter, backend=backend, budget="fixed", options=options)
+    for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, NUM_NEW, ignore_eos=True), strict=True):
+        assert done.token_ids == tuple(greedy_reference(target().model, prompt, NUM_NEW))
+    assert max(counts) == 3
+    assert drafter._runner.usage.held == 0
+
+
+def test_a_block_that_sees_its_second_self_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emssd_dflash.runner, "_HIDDEN", 0.0)
+    with pytest.raises(PluginError, match="failed in propose: AssertionError"):
+        test_every_draft_is_that_of_a_dense_pass("plain", "ragged", tmp_path)
+
+
+def load(path: str, **options: Any) -> DFlashDrafter:
+    return DFlashDrafter.load(DFlashConfig(path=path, **options), make_context("ragged"))
+
+
+def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) -> None:
+    own = {name: value for name, value in CONFIG.items() if name != "dflash_config"}
+    weights = random_weights(shapes_of(CONFIG))
+    one_layer = {name: each for name, each in weights.items() if not name.startswith("layers.1.")}
+    one_layer["fc.weight"] = one_layer["fc.weight"][:, :SIZE].contiguous()
+    path = write_head(tmp_path / "one", own | {"num_hidden_layers": 1, "mask_token_id": 3}, one_layer)
+    assert load(path).hidden_layers == (3,)  # behind layer 4 // 2
+    path = write_head(tmp_path / "two", own | {"mask_token_id": 3, "block_size": 4}, weights)
+    with pytest.raises(ConfigError, match="outputs of layers 1, 1, and needs different ones"):  # as there are but four
+        load(path)
+
+
+INNER = CONFIG["dflash_config"]
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "no block size": ({"block_size": None}, "its config.json has no block_size"),
+    "no mask": ({"dflash_config": {"target_layer_ids": [0, 2]}}, "its config.json has no mask_token_id"),
+    "a list for an object": ({"dflash_config": [1]}, "its dflash_config is no object of JSON"),
+    "a word for a number": ({"block_size": "many"}, "a value of another type than expected"),
+    "a mask beyond": ({"dflash_config": INNER | {"mask_token_id": VOCAB}}, f"the target has embeddings of {VOCAB} ids"),
+    "another vocabulary": ({"vocab_size": 99}, f"its vocabulary has 99 tokens, and the target's has {VOCAB}"),
+    "another size": ({"hidden_size": 24}, "it has a hidden size of 24, and the target's embeddings are of size 32"),
+    "another depth": ({"num_target_layers": 5}, "trained for a target of 5 layers, and this one has 4"),
+    "no such layer": ({"dflash_config": INNER | {"target_layer_ids": [0, 4]}}, "the target has layers 0 to 3"),
+    "a block of one": ({"block_size": 1}, "its block_size is 1, which drafts nothing"),
+    "windows somewhere": ({"dflash_config": INNER | {"use_swa": True}}, "no layer_types say which"),
+    "a container": ({"speculators_model_type": "dflash"}, "in a container of speculators"),
+    "another format": ({"speculators_model_type": "eagle3"}, "what it holds is an EAGLE-3 head"),
+    "more layers": ({"num_hidden_layers": 3}, "are missing"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSALS)
+def test_wrong_files_are_refused_in_one_sentence(fault: str, tmp_path: Path) -> None:
+    config, words = REFUSALS[fault]
+    path = write_head(tmp_path / "head", CONFIG | config, random_weights(shapes_of(CONFIG)))
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "inner", "words"),
+    [
+        ({"candidate_selector.hidden_projection.weight": (2, 2)}, {}, "it is a DFlash2 drafter"),
+        ({"layers.0.extra.weight": (2, 2)}, {}, "layers.0.extra.weight is without a place"),
+        ({"confidence_head.proj.weight": (1, SIZE)}, {}, "a confidence head and no Markov head"),
+        ({"markov_head.markov_w1.weight": (VOCAB, 3)}, {"markov_head_type": "rnn"}, "its Markov head is of type rnn"),
+        ({"markov_head.markov_w1.weight": (VOCAB, 3)}, {}, "markov_head.markov_w2.weight is missing"),
+    ],
+)
+def test_weights_of_other_kinds_are_refused(shapes: Any, inner: Any, words: str, tmp_path: Path) -> None:
+    config = CONFIG | {"dflash_config": INNER | inner}
+    path = write_head(tmp_path / "head", config, random_weights(shapes_of(CONFIG) | shapes))
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    assert words in str(raised.value)
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path(tmp_path / "ran").touch, ())
+
+    path = write_head(tmp_path / "head", CONFIG, {"fc.weight": Evil()}, "pytorch_model.bin")  # type: ignore[dict-item]
+    with pytest.raises(ConfigError):
+        load(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"path": None}, "give drafter.path=FOLDER"),
+        ({"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0; it must be at least 1"),
+        ({"num_speculative_tokens": 5}, "drafter.num_speculative_tokens is 5; a block of this head drafts 4 at most"),
+        ({"path": "./nowhere"}, "there is no such folder"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path, _, _ = written(tmp_path, "plain")
+    with pytest.raises(ConfigError) as raised:
+        load(**({"path": path} | options))
+    assert words in str(raised.value)

@@ -1,0 +1,310 @@
+"""A draft model that the target always agrees with is always accepted, and fed wrongly it is not.
+
+Oracles: plain decoding and sampling by hand, and the draft model's own eager pass over a whole text and its masks, all
+without a cache. float64.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import emssd_pard.drafter
+import pytest
+import torch
+from emssd_pard import PardConfig
+from emssd_pard.drafter import PardDrafter
+from emssd_ragged import Kernels, RaggedConfig
+
+import emssd.drafters.parallel
+from emssd.attention import PackedInputs
+from emssd.decoding.caches import make_backend
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.decoding.packing import pack
+from emssd.drafters import parallel_chains
+from emssd.drafting import DrafterContext, Outcome
+from emssd.errors import ConfigError
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.plugins.registry import Registry
+from emssd.sampling import SamplingParams
+from emssd.sequences import Batch, Generation, Request
+from emssd.sequences import Sequence as Row
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import References, greedy_reference
+from tests.support import sampling as reference
+from tests.support.looking_back import DISTANCE, VOCAB, looking_back_model
+
+MODEL_LEN, NUM_NEW, LENGTH = 144, 31, DISTANCE + 1  # the longest chain that can be foreseen
+WIDE, MASK = VOCAB + 4, VOCAB + 2  # ids of the draft model
+PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6, 1, 1, 5, 0, 2], [7, 8, 2, 2, 6, 4, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1]]
+KINDS: dict[str, list[SamplingParams | None]] = {
+    "greedy": [None] * 4,
+    "sampled": [SamplingParams(temperature=1 + row, seed=row) for row in range(4)],
+    "mixed": [
+        None,
+        SamplingParams(temperature=6.0, seed=1),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5),
+        SamplingParams(temperature=3.0, top_p=0.9, frequency_penalty=0.4, logit_bias={2: 3.0}, seed=2),
+    ],
+}
+
+
+@cache
+def target() -> TargetModel:
+    return TargetModel(looking_back_model(max_model_len=MODEL_LEN))
+
+
+@cache
+def draft_model() -> TargetModel:
+    return TargetModel(looking_back_model(WIDE, MASK, MODEL_LEN))
+
+
+@cache
+def random_model(vocab_size: int = WIDE) -> TargetModel:
+    return TargetModel(tiny_model("qwen3", vocab_size=vocab_size, max_model_len=MODEL_LEN))
+
+
+@cache
+def references() -> References:
+    return References(target(), NUM_NEW)
+
+
+def make_drafter(
+    model: TargetModel, backend: Any = "ragged", mask: int = MASK, length: int = LENGTH, **spec: Any
+) -> PardDrafter:
+    made = make_backend(replace(model.kv_cache_spec(4), **spec), backend, Registry())
+    return PardDrafter(CausalLMRunner(model, made), VOCAB, mask, length)
+
+
+def make_engine(backend: Any = "ragged", drafter: PardDrafter | None = None, **options: Any) -> Engine:
+    chosen = EngineOptions(on_drafter_error=OnDrafterError.fail, **({"batch_size": 4} | options))
+    drafter = drafter or make_drafter(draft_model(), backend)
+    return Engine.assemble(target(), None, drafter=drafter, backend=backend, budget="fixed", options=chosen)
+
+
+@cache
+def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None) -> tuple[int, ...]:
+    if params is None:
+        return references()[prompt]
+    return reference.sampled(target().model, prompt, NUM_NEW, params, name)
+
+
+def decode(engine: Engine, kinds: Sequence[SamplingParams | None] = (None,) * 4) -> list[Generation]:
+    """In order; every token is that of decoding by hand."""
+    pairs = enumerate(zip(PROMPTS, kinds, strict=True))
+    requests = [Request(str(row), tuple(ids), NUM_NEW, sampling=kind) for row, (ids, kind) in pairs]
+    done = {generation.request_id: generation for generation in engine.run(requests)}
+    for request in requests:
+        assert done[request.request_id].token_ids == text(request.request_id, request.prompt_ids, request.sampling)
+    return [done[request.request_id] for request in requests]
+
+
+def is_full(done: Sequence[Generation]) -> bool:
+    """Whether every row was drafted for in all of its steps but the last, and all of that was accepted."""
+    whole, left = divmod(NUM_NEW, LENGTH + 1)
+    steps = whole + (1 if left else 0)
+    return all(each.num_steps == steps and each.num_accepted == each.num_drafted for each in done)
+
+
+def test_the_text_is_worth_guessing() -> None:
+    texts = [text(str(row), tuple(prompt), None) for row, prompt in enumerate(PROMPTS)]
+    assert len({each[place : place + 3] for each in texts for place in range(NUM_NEW - 2)}) > 30
+
+
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_draft_model_that_is_always_right_is_always_accepted(kinds: str, backend: str) -> None:
+    assert is_full(decode(make_engine(backend), KINDS[kinds]))
+
+
+def test_it_says_how_sure_it_is() -> None:
+    """The probability of each token at its own place: where the target is nearly sure, so is the draft model."""
+    drafter = make_drafter(draft_model())
+    rows = [Row(Request(str(row), tuple(prompt), 20)) for row, prompt in enumerate(PROMPTS)]
+    with torch.inference_mode():
+        draft = drafter.propose(Batch(tuple(rows)), [4, 2, 0, 3])
+        expected = []
+        for row, count in zip(rows, [4, 2, 0, 3], strict=True):
+            own = text(row.request_id, tuple(row.tokens), None)
+            for place in range(count):
+                logits = torch.tensor(reference.logits_behind(target().model, [*row.tokens, *own[:place]]))
+                expected.append(float(logits.double().softmax(-1).max()))
+    assert draft.lengths == [4, 2, 0, 3]
+    torch.testing.assert_close(torch.tensor(draft.confidence), torch.tensor(expected))
+
+
+def foreseen(model: TargetModel, tokens: list[int], count: int) -> list[int]:
+    """What the model itself says behind a text and ``count - 1`` masks, without any cache."""
+    logits = model.model(torch.tensor([tokens + [MASK] * (count - 1)]), use_cache=False).logits[0]
+    return [int(token) for token in logits[len(tokens) - 1 :, :VOCAB].argmax(-1)]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+def test_after_any_acceptance_it_drafts_what_one_pass_over_everything_gives(backend: str) -> None:
+    model, draw = random_model(), Random(5)
+    drafter = make_drafter(model, backend)
+    running: list[Row] = []
+    for step in range(12):
+        while len(running) < 3:
+            prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
+            running.append(Row(Request(f"{step}-{len(running)}", tuple(prompt), 100)))
+        batch, budget = Batch(tuple(running)), [draw.randint(0, LENGTH) for _ in running]
+        draft = drafter.propose(batch, budget)
+        for row, (start, count) in enumerate(zip(draft.indptr, budget, strict=False)):
+            found = draft.token_ids[start : start + draft.lengths[row]].tolist()
+            assert found == (foreseen(model, list(running[row].tokens), count) if count else [])
+        accepted = tuple(range(draw.randint(0, length)) for length in draft.lengths)
+        for row, (start, taken) in enumerate(zip(draft.indptr, accepted, strict=False)):
+            running[row].extend([*draft.token_ids[start : start + len(taken)].tolist(), draw.randrange(VOCAB)])
+        drafter.observe(Outcome(batch, draft, accepted, ()))
+        gone = [row for row in running if draw.random() < 0.2]
+        drafter.release([row.request_id for row in gone])
+        running = [row for row in running if row not in gone]
+    drafter.release([row.request_id for row in running])
+    assert drafter._runner.usage.held == 0
+
+
+def masks_too_deep(patch: pytest.MonkeyPatch) -> None:
+    def shifted(rows: Any, draft: Any) -> PackedInputs:
+        packed = pack(rows, draft)
+        return replace(packed, position_ids=packed.position_ids + (packed.input_ids == MASK))
+
+    patch.setattr(emssd_pard.drafter, "pack", shifted)
+
+
+def one_mask_further(patch: pytest.MonkeyPatch) -> None:
+    """The logits behind a mask are taken for the draft before."""
+    patch.setattr(
+        emssd_pard.drafter,
+        "parallel_chains",
+        lambda firsts, lengths, logits: parallel_chains(firsts, lengths, logits.roll(1, 0)),
+    )
+
+
+def kv_of_masks(patch: pytest.MonkeyPatch) -> None:
+    """It stays in the cache as that of the tokens that came in their place."""
+
+    def keep(self: Any, kv_lens: dict[str, int]) -> None:
+        self._num_cached |= {name: length + LENGTH - 1 for name, length in kv_lens.items()}
+
+    patch.setattr(PardDrafter, "_keep", keep)
+
+
+def another_mask(patch: pytest.MonkeyPatch) -> None:
+    begin = PardDrafter.__init__
+
+    def planted(self: Any, runner: Any, vocab_size: int, mask: int, length: int) -> None:
+        begin(self, runner, vocab_size, mask + 1, length)
+
+    patch.setattr(PardDrafter, "__init__", planted)
+
+
+def noise_of_the_newest_token(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(emssd.drafters.parallel, "behind", lambda node, depth, path: node)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "masks one position too deep": masks_too_deep,
+    "logits of the place before": one_mask_further,
+    "KV of masks": kv_of_masks,
+    "another mask": another_mask,
+    "noise of another position": noise_of_the_newest_token,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_model_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS[fault](monkeypatch)
+    done = decode(make_engine(), KINDS["sampled"])
+    assert not is_full(done)
+    assert all(each.num_drafted for each in done)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+def test_no_token_depends_on_the_draft_model(backend: str, kinds: str) -> None:
+    decode(make_engine(backend, make_drafter(random_model(), backend), batch_size=3), KINDS[kinds])
+
+
+def test_prompts_in_pieces_and_rows_that_come_and_go() -> None:
+    assert is_full(decode(make_engine(max_step_tokens=5, batch_size=2)))
+
+
+def test_rows_that_are_preempted_begin_anew() -> None:
+    backend = RaggedConfig(kernels=Kernels.torch)
+    drafter = make_drafter(draft_model(), backend, max_tokens=192)
+    limit = str(192 * target().kv_cache_spec(1).bytes_per_token())
+    engine = make_engine(backend, drafter, kv_memory=limit, max_step_tokens=16, batch_size=3)
+    for prompt, generation in zip(PROMPTS, engine.generate(PROMPTS, 90, ignore_eos=True), strict=True):
+        assert generation.token_ids == tuple(greedy_reference(target().model, prompt, 90))
+        assert generation.num_accepted == generation.num_drafted > 0
+    assert engine.report.num_preempted > 0
+
+
+def test_it_does_not_draft_beyond_its_length_or_its_memory() -> None:
+    backend = RaggedConfig(kernels=Kernels.torch)
+    drafter = make_drafter(draft_model(), backend, max_tokens=48)  # three pages
+    rows = [
+        Row(Request(name, (token,) * count, 9)) for name, token, count in (("a", 3, 14), ("b", 4, 20), ("c", 5, 15))
+    ]
+    with torch.inference_mode():
+        assert drafter.propose(Batch(tuple(rows)), [4, 4, 2]).lengths == [4, 0, 2]
+        long = Row(Request("long", (3,) * (MODEL_LEN - 2), 9))
+        assert make_drafter(draft_model()).propose(Batch((long,)), [4]).lengths == [2]
+        assert make_drafter(random_model(VOCAB - 3), mask=0).propose(Batch((rows[0], long)), [4, 4]).lengths == [4, 2]
+        unknown = Row(Request("unknown", (3, VOCAB - 3), 9))
+        assert make_drafter(random_model(VOCAB - 3), mask=0).propose(Batch((unknown,)), [4]).lengths == [0]
+
+
+def load(folder: Path, config: dict[str, Any] | None, **options: Any) -> PardDrafter:
+    def load_runner(path: str, *, trees: bool = False) -> tuple[CausalLMRunner, Any]:
+        model = random_model(VOCAB)
+        return CausalLMRunner(model, make_backend(model.kv_cache_spec(4), "ragged", Registry())), None
+
+    context = DrafterContext(VOCAB, None, load_runner, lambda name, values: pytest.fail("asks for no other"))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return PardDrafter.load(PardConfig(**({"path": str(folder)} | options)), context)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "mask"),
+    [
+        ({"pard_token": 3}, {}, 3),
+        ({"ptd_token_id": 4}, {}, 4),
+        ({"pard_token": 3, "ptd_token_id": 4}, {}, 3),
+        ({"pard_token": 3}, {"mask_token_id": 0}, 0),
+        ({}, {"mask_token_id": VOCAB - 1}, VOCAB - 1),
+    ],
+)
+def test_the_mask_is_that_of_the_config(config: Any, options: Any, mask: int, tmp_path: Path) -> None:
+    assert load(tmp_path, config, **options)._mask == mask
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        (None, {"path": None}, "give drafter.path=FOLDER"),
+        ({"pard_token": 3}, {"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0"),
+        ({}, {}, "its config.json has no pard_token, so nothing says"),
+        ({"pard_token": VOCAB}, {}, f"pard_token in its config.json is {VOCAB}, and its vocabulary has the ids 0 to"),
+        ({"pard_token": [3, 4]}, {}, "pard_token in its config.json is [3, 4], and"),
+        ({"pard_token": 3}, {"mask_token_id": -1}, "drafter.mask_token_id is -1, and"),
+        ({"pard_token": 3, "spd_type": "pard2"}, {}, "it is a PARD-2 model"),
+        ({"pard_token": 3, "pard2_scale": 0.02}, {}, "it is a PARD-2 model"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(config: Any, options: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(tmp_path, config, **options)
+    assert words in str(raised.value)
