@@ -15,7 +15,11 @@ import nox
 
 ROOT = Path(__file__).parent
 BIN = Path(sys.executable).parent
-MEASURED = ["emssd", *(package.name for package in ROOT.glob("plugins/*/emssd_*"))]  # packages with a coverage
+MEASURED = [
+    "emssd",
+    "emssd_train",
+    *(package.name for package in ROOT.glob("plugins/*/emssd_*")),
+]  # packages with a coverage
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
 CHECKED = "not gpu and not dry_run and not benchmark"  # what has no session of its own
@@ -76,7 +80,10 @@ def oldest(session: nox.Session) -> None:
     project = nox.project.load_toml("pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     wanted = "\n".join(
-        [*project["dependencies"], *(line for name in ("plots", "rest", "testing", "dev") for line in extras[name])]
+        [
+            *project["dependencies"],
+            *(line for name in ("plots", "rest", "testing", "train", "dev") for line in extras[name]),
+        ]
     )
     floors = {name: f"{name}=={floor}.*" for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", wanted, re.MULTILINE)}
     cpu = ["--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]

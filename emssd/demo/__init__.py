@@ -1,4 +1,4 @@
-"""The embedded demo: a tiny target model, a tinier draft model, and prompts from Python's own documentation.
+"""The embedded demo: a tiny target, a tinier draft model, a trained head, and prompts from Python's documentation.
 
 Example:
     >>> from emssd import demo
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["model_path", "prompts"]
 
-_MODELS = ("target", "draft")
+_MODELS = ("target", "draft", "eagle3")
 
 
 def model_path(name: str) -> Path:
     """Folder of the embedded model `name`, for the ``from_pretrained`` of model and tokenizer.
 
     Args:
-        name: ``target``, or ``draft``, which shares the target's tokenizer.
+        name: ``target``; ``draft``, which shares the target's tokenizer; or ``eagle3``, a trained head for the target,
+            which has none and is loaded by `drafter=eagle3`.
 
     Raises:
         ConfigError: no such model, or its files were not installed.

@@ -112,15 +112,15 @@ def digest(docs: Seq[Document]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def make_prompts(docs: Seq[Document]) -> list[DemoPrompt]:
+def make_prompts(docs: Seq[Document], salt: str = "") -> list[DemoPrompt]:
     """Two prompts of each document that has enough text: to continue a passage, and to restate one.
 
     The order mixes topics, and takes eight prompts of each kind by turns: a static batch takes as many steps as its
-    slowest row, so its rows should be alike.
+    slowest row, so its rows should be alike. With another `salt`, other passages are taken.
     """
     kinds: list[list[DemoPrompt]] = [[], []]
     for doc in sorted(docs, key=lambda doc: digest([doc])):
-        rng = Random(digest([doc]))
+        rng = Random(digest([doc]) + salt)
         to_continue = _continue_prompt(doc, rng)
         if to_continue is not None:
             kinds[0].append(DemoPrompt(f"{doc.name}-continue", to_continue))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from emssd.demo import model_path
 from emssd.errors import ConfigError
 from emssd.model.checkpoint_files import file_fault
 
@@ -26,6 +27,7 @@ _WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_EMBEDDED = "demo-eagle3"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".index.json")
 
 
@@ -51,6 +53,8 @@ class Checkpoint:
 def read_checkpoint(path: str) -> Checkpoint:
     """Read the head at `path`: a folder, one of its files of weights, or an id of the Hugging Face hub.
 
+    ``demo-eagle3`` is the embedded head for the demo's target.
+
     Raises:
         ConfigError: something is missing or damaged, or is a pickle with more than tensors in it.
     """
@@ -65,12 +69,14 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 def cannot_load(path: str, why: str) -> ConfigError:
     """The error for a head at `path`, for the reason `why`."""
+    if path == _EMBEDDED:
+        why += "; this is the demo's head, so give drafter.path=FOLDER, or a hub id, for that of your model"
     return ConfigError(f"cannot load the trained head {path!r}: {why}")
 
 
 def _source(path: str) -> Path:
     """The file of weights, or the list of several."""
-    local = Path(path).expanduser()
+    local = model_path("eagle3") if path == _EMBEDDED else Path(path).expanduser()
     if local.is_file():
         if not local.name.endswith(_SUFFIXES):
             raise cannot_load(path, f"it is no file of weights, whose names end with {', '.join(_SUFFIXES)}")

@@ -20,6 +20,7 @@ from emssd.jobs.config import ModelConfig, RunConfig, conf_dir
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.__main__ import main as report_main
 from emssd.simulate.__main__ import main as simulate_main
+from emssd_train.cli import main as train_main
 
 from .conftest import drafter
 
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "emssd": emssd_main,
     "emssd-plugins": plugins_main,
     "emssd-rest": rest_main,
+    "emssd-train": train_main,
     "python -m emssd.report": report_main,
     "python -m emssd.simulate": simulate_main,
 }

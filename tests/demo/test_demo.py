@@ -13,6 +13,7 @@ import torch
 from emssd import Engine, demo
 from emssd.demo.corpus import Document, documents, make_prompts
 from emssd.errors import ConfigError, PromptError
+from emssd.testing.models import tiny_model
 
 MEGABYTE = 10**6
 
@@ -39,7 +40,7 @@ def test_the_models_load_without_a_warning_in_float32(name: str) -> None:
 
 
 def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no embedded model 'oracle'; choose one of target, draft"):
+    with pytest.raises(ConfigError, match="no embedded model 'oracle'; choose one of target, draft, eagle3"):
         demo.model_path("oracle")
 
 
@@ -67,8 +68,15 @@ def test_a_document_too_short_gives_no_prompt() -> None:
     assert make_prompts([Document("short", ("One line.",))]) == []
 
 
-@pytest.mark.parametrize(("drafter", "longest"), [("llma", 8), ("draft_model", 5)])
-def test_both_drafters_are_accepted_and_change_nothing(drafter: str, longest: int) -> None:
+def test_the_head_is_small_and_goes_with_the_demo_only() -> None:
+    size = sum(file.stat().st_size for file in demo.model_path("eagle3").iterdir())
+    assert size <= 1.5 * MEGABYTE
+    with pytest.raises(ConfigError, match=r"has 2048 tokens.*this is the demo's head, so give drafter\.path"):
+        Engine.from_model(tiny_model("llama"), drafter="eagle3")
+
+
+@pytest.mark.parametrize(("drafter", "longest"), [("llma", 8), ("draft_model", 5), ("eagle3", 6)])
+def test_drafters_are_accepted_and_change_nothing(drafter: str, longest: int) -> None:
     prompts = [prompt.text for prompt in demo.prompts(16)]
     greedy = Engine.from_pretrained("demo", drafter="none").generate(prompts, 64)
     engine = Engine.from_pretrained("demo", drafter=drafter, budget="fixed")
@@ -96,3 +104,11 @@ def test_the_models_can_be_trained_anew_and_the_seed_decides(tmp_path: Path, mon
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "draft", dtype="auto")
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "a" / "draft"))
+
+
+def test_the_head_learns_from_other_prompts_than_those_it_is_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "tools")
+    drawn, own = importlib.import_module("train_demo.head").prompts(2)
+    assert own == [prompt.text for prompt in demo.prompts()]
+    assert len(drawn) > len(own)
+    assert not {*drawn} & {*own}

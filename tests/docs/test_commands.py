@@ -25,6 +25,7 @@ from emssd.jobs.config import RunConfig, conf_dir, register_configs
 from emssd.plugins.registry import Registry
 from emssd.report.__main__ import make_parser as report_parser
 from emssd.simulate.__main__ import make_parser as simulate_parser
+from emssd_train.cli import make_parser as train_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "plugins"
@@ -38,6 +39,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "python -m emssd.report": report_parser,
     "python -m emssd.simulate": simulate_parser,
     "emssd-rest": rest_parser,
+    "emssd-train": train_parser,
 }
 SHELL = {".", "cd", "emssd-lm-eval", "export", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
 MODULES = {"python -m build", "python -m pip"}

@@ -35,12 +35,14 @@ class Eagle3Config(TreeOptions):
     for CPUs; EAGLE-2 drafts 59 nodes on 8 levels, 10 of each expanded, for one row on a GPU.
 
     Attributes:
+        path: as of all heads. ``demo-eagle3`` is the one that goes with ``model.path=demo``.
         layer_ids: what the numbers of layers in the head's config mean: hs, the residual stream before a layer, or
             output, that of a layer. A wrong one changes no token, but hardly anything is accepted. auto decides by the
             config; where that leaves both possible, it first measures with which of them the head foresees more of the
             text.
     """
 
+    path: str | None = "demo-eagle3"
     layer_ids: LayerIds = LayerIds.auto
 
 

@@ -1,0 +1,173 @@
+"""A new EAGLE-3 head for a target, and the files that it is saved in: a container of ``speculators``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from emssd_eagle3.head import Eagle3Head
+from emssd_eagle3.variant import variant_of
+from torch import nn
+
+from emssd.errors import ConfigError, OutputError
+from emssd.heads import Checkpoint, TargetSizes
+from emssd.model import TargetModel
+from emssd_train.options import TrainOptions
+from emssd_train.texts import Text
+
+__all__ = ["default_layers", "frequent_tokens", "head_config", "new_head", "save_head"]
+
+_FORMAT = "0.9.0"  # the version of speculators whose format is written
+_ROPE_THETA = 10000.0
+_INITIAL = 0.02  # standard deviation of new weights
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The hidden states that a head reads: those of EAGLE-3's authors; in a shallow target, others.
+
+    Args:
+        num_layers: of the target.
+    """
+    authors = (2, num_layers // 2, num_layers - 3)
+    if authors[0] < authors[1] < authors[2]:
+        return authors
+    spread = (1, (num_layers + 1) // 2, num_layers)
+    return spread if len(set(spread)) == 3 else tuple(range(max(num_layers - 2, 0), num_layers + 1))
+
+
+def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -> list[int] | None:
+    """The `count` tokens that are most frequent in new tokens, in order of their ids; ``None`` for all tokens.
+
+    Lower ids win ties. Tokens that do not occur come last.
+    """
+    if count is None or count >= vocab_size:
+        return None
+    found = Counter(token for text in texts for token in text.output)
+    return sorted(sorted(range(vocab_size), key=lambda token: (-found[token], token))[:count])
+
+
+def head_config(options: TrainOptions, target: TargetModel, layers: Seq[int]) -> dict[str, Any]:
+    """The ``config.json`` of a head that reads `layers` of `target`.
+
+    Raises:
+        ConfigError: its sizes do not go together.
+    """
+    from transformers import LlamaConfig
+
+    text = target.model.config.get_text_config()
+    num_heads = options.num_heads or text.num_attention_heads
+    num_kv_heads = options.num_kv_heads or num_heads
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"--num-kv-heads is {num_kv_heads}; it must divide the head's {num_heads} attention heads")
+    wide = getattr(text, "intermediate_size", None) or getattr(text, "ffn_dim", None) or 4 * text.hidden_size
+    decoder = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": options.intermediate_size or wide,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": target.layers[0].key_dim,
+        "max_position_embeddings": target.max_model_len,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
+    }
+    try:
+        values = LlamaConfig(**decoder).to_diff_dict()
+    except Exception as error:  # Transformers checks values with errors of several libraries
+        said = " ".join(str(error).split())[:200].rstrip(" .")
+        raise ConfigError(f"a head of these sizes cannot be: {said}") from error
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _FORMAT,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": options.depth}],
+            "verifier": {"name_or_path": options.model, "architectures": [type(target.model).__name__]},
+        },
+        "transformer_layer_config": values | {"model_type": "llama"},
+        "draft_vocab_size": min(options.draft_vocab_size or target.vocab_size, target.vocab_size),
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "tie_word_embeddings": False,
+    }
+
+
+def new_head(
+    config: Mapping[str, Any], target: TargetModel, drafted: Seq[int] | None, options: TrainOptions
+) -> Eagle3Head:
+    """A head with random weights, in float32 or wider. Its vocabulary projection begins as that of the target.
+
+    Args:
+        config: see `head_config`.
+        target: that it is to draft for.
+        drafted: the target's ids of the tokens that it drafts; ``None`` for all.
+        options: the seed, and whether it has a vocabulary projection.
+
+    Raises:
+        ConfigError: its sizes do not go together.
+    """
+    size, num_layers = (
+        config["transformer_layer_config"]["hidden_size"],
+        len(config["eagle_aux_hidden_state_layer_ids"]),
+    )
+    sizes = TargetSizes(target.vocab_size, size, len(target.layers))
+    names = {name: name for name in ("fc.weight", *([] if options.share_lm_head else ["lm_head.weight"]))}
+    names |= {} if drafted is None else {"d2t": "d2t"}
+    shapes = {"fc.weight": torch.empty(size, num_layers * size, device="meta")}
+    variant = variant_of(Checkpoint(options.output, Path(options.output), config, shapes), names, sizes)
+    head = Eagle3Head(variant, names, sizes).to(torch.promote_types(target.dtype, torch.float32))
+    generator = torch.Generator().manual_seed(options.seed)
+    for name, weight in head.named_parameters():
+        if "norm" in name:
+            nn.init.ones_(weight)
+        else:
+            nn.init.normal_(weight, std=_INITIAL, generator=generator)
+    if drafted is not None:
+        head.target_ids = torch.tensor(drafted)
+    if head.lm_head is not None:
+        rows = target.model.get_output_embeddings().weight.detach().cpu()
+        with torch.no_grad():
+            head.lm_head.weight.copy_(rows if drafted is None else rows[head.target_ids])
+    return head.to(target.device)
+
+
+def save_head(folder: Path, head: Eagle3Head, config: Mapping[str, Any], vocab_size: int, dtype: torch.dtype) -> None:
+    """Write ``config.json`` and ``model.safetensors``, each whole or not at all.
+
+    Args:
+        folder: for the files.
+        head: whose weights are saved.
+        config: see `head_config`.
+        vocab_size: of the target.
+        dtype: of the weights.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
+    from safetensors.torch import save
+
+    weights = {name: each.detach().to("cpu", dtype).contiguous() for name, each in head.state_dict().items()}
+    if head.target_ids is not None:
+        ids = head.target_ids.cpu()
+        weights["d2t"] = ids - torch.arange(len(ids))
+        weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    try:
+        _write(folder / "model.safetensors", save(weights, {"format": "pt"}))
+        _write(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def _write(file: Path, content: bytes) -> None:
+    unfinished = file.with_name(f".{file.name}")
+    unfinished.write_bytes(content)
+    os.replace(unfinished, file)

@@ -1,0 +1,138 @@
+"""One training from its options to the files of the head: texts, training, and what the head is worth."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from emssd.errors import ConfigError, OutputError
+from emssd.model import TargetModel, load_model
+from emssd.version import __version__
+from emssd_train.acceptance import Acceptance, measure
+from emssd_train.eagle3 import default_layers, frequent_tokens, head_config, new_head, save_head
+from emssd_train.loop import check_can_train, train
+from emssd_train.options import TrainOptions
+from emssd_train.progress import Bar
+from emssd_train.teacher import Teacher
+from emssd_train.texts import generate_texts, read_prompts
+from emssd_train.unrolled import UnrolledLoss
+
+__all__ = ["OPTIONS", "RECORD", "run"]
+
+OPTIONS, TEXTS, CHECKPOINTS, RECORD = "options.json", "texts.jsonl", "checkpoints", "training.json"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def run(options: TrainOptions, console: Console) -> Acceptance | None:
+    """Train an EAGLE-3 head and measure it. Whatever is done already is not done again, if options say resume.
+
+    Args:
+        options: what is trained, how and on what.
+        console: for progress; results are returned.
+
+    Returns:
+        What the head is worth on the held-out prompts; ``None`` without any.
+
+    Raises:
+        EmssdError: an option, a file or the model cannot be used.
+    """
+    from transformers.utils import logging
+
+    check_can_train()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    began, folder = time.perf_counter(), Path(options.output).expanduser()
+    _check_folder(folder, options)
+    target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)
+    layers = options.hidden_layers or default_layers(len(target.layers))
+    teacher = Teacher(target, layers)
+    prompts = read_prompts(options, target, tokenizer)
+    if options.held_out >= len(prompts):
+        raise ConfigError(
+            f"--held-out is {options.held_out}, and there are {len(prompts)} prompts; leave some to train on"
+        )
+    kept, held_out = prompts[: len(prompts) - options.held_out], prompts[len(prompts) - options.held_out :]
+    config = head_config(options, target, layers)
+    _begin(folder, options)
+    _train(folder, kept, config, teacher, options, target, tokenizer, console)
+    acceptance = None
+    if held_out:
+        with Bar(console, "held-out prompts", len(held_out)) as bar:
+            acceptance = measure(held_out, options, target, tokenizer, bar.tell)
+    _record(folder, options, target, acceptance, time.perf_counter() - began)
+    return acceptance
+
+
+def _train(
+    folder: Path,
+    prompts: Seq[tuple[int, ...]],
+    config: Mapping[str, Any],
+    teacher: Teacher,
+    options: TrainOptions,
+    target: TargetModel,
+    tokenizer: Any,
+    console: Console,
+) -> None:
+    """Make the texts, train the head, and save it."""
+    with Bar(console, "texts", len(prompts)) as bar:
+        texts = generate_texts(folder / TEXTS, prompts, options, target, tokenizer, bar.tell)
+    drafted = frequent_tokens(texts, target.vocab_size, options.draft_vocab_size)
+    head = new_head(config, target, drafted, options)
+    if not (usable := [text for text in texts if text.can_teach]):
+        raise ConfigError("the target ends all texts at once, so there is nothing to learn; give other prompts")
+    with Bar(console, "training", 1) as bar:
+        loss = UnrolledLoss(head, teacher, options.depth)
+        train(loss, usable, options, folder / CHECKPOINTS, bar.tell_step)
+    save_head(folder, head, config, target.vocab_size, _DTYPES.get(options.dtype or "", target.dtype))
+
+
+def _check_folder(folder: Path, options: TrainOptions) -> None:
+    """Refuse a folder that is not new, or one that was begun with other options."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not options.resume:
+        raise OutputError(f"{folder} exists already; add --resume to go on with it, or give another --output")
+    try:
+        before = json.loads((folder / OPTIONS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OutputError(
+            f"{folder} holds no training: {OPTIONS} in it cannot be read; give another --output"
+        ) from error
+    options.check_same(before)
+
+
+def _begin(folder: Path, options: TrainOptions) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OPTIONS).write_text(json.dumps(options.decisive(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def _record(
+    folder: Path, options: TrainOptions, target: TargetModel, acceptance: Acceptance | None, seconds: float
+) -> None:
+    """Write how the head came about."""
+    import transformers
+
+    record = {
+        "emssd": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "device": target.device.type,
+        "threads": torch.get_num_threads(),
+        "options": options.decisive(),
+        "held_out": acceptance
+        and {"drafted": acceptance.drafted, "accepted": acceptance.accepted, "tau": round(acceptance.tau, 4)},
+        "wall_seconds": round(seconds),
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,109 @@
+"""`TrainOptions`: what a training is asked for, and what cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from emssd.errors import ConfigError
+
+__all__ = ["TrainOptions"]
+
+_AT_LEAST_ONE = (
+    "limit", "max_new_tokens", "batch_size", "epochs", "rows", "depth", "save_every", "num_layers", "intermediate_size",
+    "num_heads", "num_kv_heads", "draft_vocab_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """A training of one head.
+
+    Attributes:
+        model: the target, by folder or hub id; or ``demo``.
+        data: JSON lines with prompts.
+        output: folder of the head.
+        field, template: which field of a record is the prompt, or what makes one of several, see
+            `emssd.data.records.RecordsConfig`.
+        limit: use the first so many prompts.
+        held_out: so many of the last prompts are not trained on, and acceptance is measured with them.
+        max_new_tokens: of each text.
+        temperature: that texts are drawn with; 0 takes the most probable tokens.
+        batch_size: rows that are decoded together.
+        learn_prompts: the head learns from prompts, too, as if the target had said them.
+        epochs, rows, lr, seed: passes over the texts, texts of a training step, learning rate, seed of everything.
+        depth: passes of the head over its own outputs in training, and tokens of a draft where acceptance is measured.
+        save_every: training steps between two checkpoints.
+        hidden_layers: the target's hidden states that the head reads; ``None`` chooses three, see `default_layers`.
+        num_layers, intermediate_size, num_heads, num_kv_heads: of the head; sizes that are ``None`` are the target's.
+        draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; ``None`` is all.
+        share_lm_head: use the target's vocabulary projection, which is not trained, in the place of an own one.
+        dtype: of the saved weights; ``None`` is the target's.
+        model_dtype, device: of the target, as for `emssd.model.load_model`; the head is trained there in float32.
+        resume: go on with what is in `output`.
+
+    Raises:
+        ConfigError: a value cannot be.
+    """
+
+    model: str
+    data: str
+    output: str
+    field: str = "prompt"
+    template: str | None = None
+    limit: int | None = None
+    held_out: int = 32
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    batch_size: int = 16
+    learn_prompts: bool = False
+    epochs: int = 10
+    rows: int = 4
+    lr: float = 1e-3
+    seed: int = 0
+    depth: int = 5
+    save_every: int = 200
+    hidden_layers: tuple[int, ...] | None = None
+    num_layers: int = 1
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    draft_vocab_size: int | None = None
+    share_lm_head: bool = False
+    dtype: str | None = None
+    model_dtype: str = "auto"
+    device: str = "auto"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{_option(name)} is {value}; it must be at least 1")
+        for name in ("held_out", "temperature"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_option(name)} is {getattr(self, name)}; it must be at least 0")
+        if not 0 < self.lr < float("inf"):
+            raise ConfigError(f"--lr is {self.lr}; it must be above 0")
+
+    def decisive(self) -> dict[str, Any]:
+        """What decides the weights, as JSON has it: a training that goes on must not change it."""
+        values = {name: value for name, value in asdict(self).items() if name not in ("output", "resume", "save_every")}
+        return values | {"hidden_layers": self.hidden_layers and list(self.hidden_layers)}
+
+    def check_same(self, before: dict[str, Any]) -> None:
+        """Hold them to those that the training was begun with.
+
+        Raises:
+            ConfigError: one differs.
+        """
+        for name, value in self.decisive().items():
+            if before.get(name) != value:
+                raise ConfigError(
+                    f"{self.output} was begun with {_option(name)} {before.get(name)}, and this is {value}; resume it "
+                    f"with the same options, or give another --output"
+                )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,138 @@
+"""The texts to train on: prompts of a file, and what the target itself says to them, decoded by emssd."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emssd.data.prompts import FailedPrompt, encode_text
+from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
+from emssd.decoding.assembly import eos_token_ids
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions
+from emssd.errors import OutputError, PromptError
+from emssd.model import TargetModel
+from emssd.sampling import SamplingParams
+from emssd.sequences import Request
+from emssd_train.options import TrainOptions
+
+__all__ = ["Text", "generate_texts", "read_prompts", "requests"]
+
+_TOGETHER = 64  # texts that are written at once; an interrupted run begins anew with the first of them
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Token ids of a prompt, and of what the target says to it."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @property
+    def can_teach(self) -> bool:
+        """Whether a draft has a place in it: behind the first new token."""
+        return len(self.output) > 1
+
+
+def read_prompts(options: TrainOptions, target: TargetModel, tokenizer: Any) -> list[tuple[int, ...]]:
+    """Token ids of the prompts of a file. Those that leave the model no room for new tokens are left out.
+
+    Raises:
+        PromptError: the file or one of its records cannot be read, or nothing is left.
+    """
+    path = existing_file(options.data, "--data ")
+    config = RecordsConfig(field=options.field, template=options.template, limit=options.limit)
+    found = []
+    for prompt in to_prompts(read_records(path, "--data reads nothing else"), config, path.name):
+        if isinstance(prompt, FailedPrompt):
+            raise PromptError(re.sub(r"\bdata\.(field|template)\b", r"--\1", prompt.error))
+        found.append(tuple(encode_text(prompt.text, tokenizer, prompt.prompt_id)))
+    room = target.max_model_len - options.max_new_tokens
+    if fitting := [ids for ids in found if len(ids) <= room]:
+        return fitting
+    raise PromptError(
+        f"no prompt of {path.name} leaves room for --max-new-tokens {options.max_new_tokens} in the model's "
+        f"{target.max_model_len}"
+    )
+
+
+def requests(
+    prompts: Iterable[tuple[int, Seq[int]]], options: TrainOptions, target: TargetModel, tokenizer: Any
+) -> list[Request]:
+    """Requests for pairs of a number and a prompt; the number and the seed decide what is drawn."""
+    sampling = SamplingParams(temperature=options.temperature, seed=options.seed) if options.temperature else None
+    eos = eos_token_ids(target, tokenizer)
+    return [Request(str(number), tuple(ids), options.max_new_tokens, eos, sampling=sampling) for number, ids in prompts]
+
+
+def generate_texts(
+    file: Path,
+    prompts: Seq[tuple[int, ...]],
+    options: TrainOptions,
+    target: TargetModel,
+    tokenizer: Any,
+    tell: Callable[[int], None],
+) -> list[Text]:
+    """The texts of all prompts, in their order. They are kept in `file`; those that it has already are not made again.
+
+    Args:
+        file: JSON lines.
+        prompts: token ids.
+        options: how texts are decoded.
+        target: what says them.
+        tokenizer: of the target.
+        tell: is told how many are done.
+
+    Raises:
+        OutputError: `file` cannot be written, or is none of ours.
+    """
+    texts = _kept(file, prompts)
+    engine = Engine.assemble(
+        target,
+        tokenizer,
+        drafter="none",
+        backend="ragged",
+        budget="fixed",
+        # What one text leaves to the next would be missing where the run goes on.
+        options=EngineOptions(batch_size=options.batch_size, prefix_caching=False),
+    )
+    try:
+        with file.open("a", encoding="utf-8") as out:
+            while len(texts) < len(prompts):
+                tell(len(texts))
+                first, some = len(texts), prompts[len(texts) : len(texts) + _TOGETHER]
+                done = {}
+                for generation in engine.run(requests(enumerate(some, start=first), options, target, tokenizer)):
+                    done[int(generation.request_id)] = Text(generation.prompt_ids, generation.token_ids)
+                    tell(first + len(done))
+                texts += (new := [done[number] for number in sorted(done)])
+                out.writelines(json.dumps({"prompt": each.prompt, "output": each.output}) + "\n" for each in new)
+                out.flush()
+    except OSError as error:
+        raise OutputError(f"{file} cannot be written: {error.strerror or error}") from error
+    return texts
+
+
+def _kept(file: Path, prompts: Seq[tuple[int, ...]]) -> list[Text]:
+    """The texts in `file` that were written whole and together with others; what is behind them is cut off."""
+    if not file.exists():
+        return []
+    lines = file.read_bytes().split(b"\n")[:-1]
+    whole = len(lines) if len(lines) >= len(prompts) else len(lines) // _TOGETHER * _TOGETHER
+    texts = []
+    try:
+        for line in lines[:whole]:
+            record = json.loads(line)
+            texts.append(Text(tuple(record["prompt"]), tuple(record["output"])))
+    except (ValueError, LookupError, TypeError) as error:
+        raise OutputError(f"{file} is damaged in line {len(texts) + 1}; remove it to generate texts anew") from error
+    if [each.prompt for each in texts] != list(prompts[: len(texts)]) or len(texts) > len(prompts):
+        raise OutputError(f"{file} has texts of other prompts; give the file that it was begun with, or remove it")
+    with file.open("rb+") as out:
+        out.truncate(sum(len(line) + 1 for line in lines[:whole]))
+    return texts
