@@ -66,7 +66,7 @@ MACHINES = {
 @pytest.mark.parametrize(("name", "base"), MACHINES.items(), ids=MACHINES)
 def test_rows_that_share_are_those_that_do_not(name: str, base: type[SharingMachine]) -> None:
     machine: type[SharingMachine] = type(f"Sharing-{name}", (base,), {"name": name, "num_adopted": 0})
-    run_with_preemption(machine, share=6, num_steps=12)
+    run_with_preemption(machine, share=2, num_steps=12)
     assert machine.num_adopted
 
 
