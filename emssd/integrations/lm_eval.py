@@ -55,6 +55,8 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
         ConfigError: an option that cannot be.
     """
 
+    batch_size_per_gpu: int | str  # of `HFLM`
+
     def __init__(
         self,
         pretrained: Any,
