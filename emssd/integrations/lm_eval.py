@@ -55,7 +55,7 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
         ConfigError: an option that cannot be.
     """
 
-    batch_size_per_gpu: int  # of `HFLM`
+    batch_size_per_gpu: int | str  # of `HFLM`
 
     def __init__(
         self,

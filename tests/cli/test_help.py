@@ -60,7 +60,7 @@ def test_help_lists_everything_that_is_installed_and_what_is_chosen(emssd: Calla
 def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:
     result = emssd("--help", "data=text", "batch_size=3")
     options = told(result.out)
-    groups = {*KINDS, "model", "sampling", "experiment", "method", "task"}
+    groups = {*KINDS, "model", "sampling", "cluster", "experiment", "method", "task"}
     for field in dataclasses.fields(RunConfig):
         assert (field.name in options) == (field.name not in groups), field.name
     for field in dataclasses.fields(ModelConfig):
