@@ -55,7 +55,7 @@ def of_rules(kind: str, dtype: torch.dtype, length: int = 64) -> World:
     [
         ("histories", range(2)),
         ("histories", range(10, 12)),
-        ("sampled", range(2)),
+        ("sampled", range(1)),
         ("stops", range(2)),
         ("rounded", range(1, 2)),
         ("foul", range(1)),
