@@ -241,7 +241,7 @@ def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_g
     monkeypatch.setattr(CompiledForward, "__call__", lambda *given, **named: steps.append(1) or call(*given, **named))
     result = emssd(
         "model=demo_draft", "model.compile=true", "model.dtype=bfloat16", "backend.kernels=fused", "check=greedy",
-        "max_new_tokens=24", "output_dir=out", "progress=false",
+        "data.limit=4", "max_new_tokens=24", "output_dir=out", "progress=false",
     )  # fmt: skip
     check = result.metrics["check"]
     assert check["exact"] + check["ties"] == 4

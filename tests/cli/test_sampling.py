@@ -97,7 +97,7 @@ def test_a_sampled_difference_is_judged_by_what_was_compared(decode: Callable, m
         return verification
 
     monkeypatch.setattr(engine, "verify", wrong)
-    check = decode(*SAMPLED, "check=plain").metrics["check"]
+    check = decode(*SAMPLED, "budget=fixed", "check=plain").metrics["check"]
     assert check["differences"] > 0
     assert all(each["margin"] > each["tolerance"] for each in check["details"])
 
