@@ -11,6 +11,8 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
+from emssd.sampling import SamplingParams
+from emssd.sampling.noise import hashed, noise_key, noise_state
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import greedy_reference
 
@@ -50,3 +52,20 @@ def test_tokens_on_cuda_equal_greedy_decoding_on_the_cpu(architecture: str, draf
         eos_token_ids={2},
     )
     assert [list(generation.token_ids) for generation in engine.generate(PROMPTS, 24)] == expected
+
+
+def test_noise_has_the_same_bits_on_cuda() -> None:
+    states = [noise_state(noise_key(7, "é"), position) for position in (0, 5, 70_000)]
+    here, there = (hashed(states, 32_000, torch.device(device)).cpu() for device in ("cpu", "cuda"))
+    assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("drafter", ["none", "llma"])
+def test_sampled_tokens_on_cuda_are_those_on_the_cpu(drafter: str) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
+    texts = []
+    for device in ("cpu", "cuda"):
+        target = TargetModel(tiny_model("llama").to(device))
+        engine = Engine.assemble(target, None, drafter=drafter if device == "cuda" else "none", backend="ragged")
+        texts.append([done.token_ids for done in engine.generate(PROMPTS, 24, sampling=params)])
+    assert texts[0] == texts[1]
