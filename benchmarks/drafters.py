@@ -83,9 +83,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument(
-        "--drafter", required=True, action="append", dest="drafters", help="[LABEL:] NAME OPTION=VALUE …"
-    )
+    parser.add_argument("--drafter", required=True, action="append", help="[LABEL:] NAME OPTION=VALUE …")
     parser.add_argument("--data", help="JSONL file with a field 'question'")
     parser.add_argument("--skip", type=int, default=0, help="questions at the file's beginning to leave out")
     parser.add_argument("--spec-bench", help="Spec-Bench's JSONL file")
