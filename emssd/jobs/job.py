@@ -18,6 +18,7 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
+from emssd.decoding.parallel import make_runner
 from emssd.decoding.warmup import warm_up
 from emssd.errors import PromptError
 from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
@@ -29,7 +30,6 @@ from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
 from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
 from emssd.metrics.busy import OtherProcesses
-from emssd.model import CausalLMRunner
 from emssd.model.cache import ModelCache
 from emssd.model.checkpoint import load_tokenizer
 from emssd.plugins.registry import Registry
@@ -243,7 +243,8 @@ def _compare_with_plain(
         show=config.progress,
     )
     expected, figures = _decode(greedy, live)
-    judge = CausalLMRunner(target, make_backend(target.kv_cache_spec(1), config.backend, registry))
+    spec = target.kv_cache_spec(1)
+    judge = make_runner(target, make_backend(spec, config.backend, registry), spec, config.backend, registry)
     sampling = {request.prompt_id: request.sampling for request in work.requests}
     drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
     places = [_place(request) for request in work.requests]

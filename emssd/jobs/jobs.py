@@ -45,6 +45,7 @@ class Jobs:
 
     def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
         """One run with its own tables; `swept` are the overrides of one in a sweep."""
+        self._follow(config)
         if config.cluster is not None:
             from emssd.jobs.cluster import run_on_cluster
 
@@ -72,6 +73,7 @@ class Jobs:
         from emssd.jobs.rows_file import RowsFile
 
         assert config.experiment is not None
+        self._follow(config)
         console = plain_console(stderr=True)
         check_options(config)
         _check_overrides(config, overrides)
@@ -91,6 +93,13 @@ class Jobs:
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
         self._rows.append(row)
         console.print(f"{number:4d}  {_said(row)}", highlight=False, soft_wrap=True)
+
+    def _follow(self, config: RunConfig) -> None:
+        """With tensor parallel, only process 0 comes back from here."""
+        if config.model.tensor_parallel:
+            from emssd.decoding.parallel import follow_unless_first
+
+            follow_unless_first(self._registry)
 
     def close(self) -> None:
         """Let others write to the folder of the experiment."""
