@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,11 +96,20 @@ class Jobs:
         console.print(f"{number:4d}  {_said(row)}", highlight=False, soft_wrap=True)
 
     def _follow(self, config: RunConfig) -> None:
-        """With tensor parallel, only process 0 comes back from here."""
+        """With tensor parallel, only process 0 comes back from here.
+
+        Raises:
+            ConfigError: several processes would do the same.
+        """
         if config.model.tensor_parallel:
             from emssd.decoding.parallel import follow_unless_first
 
             follow_unless_first(self._registry)
+        elif "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError(
+                f"torchrun started {os.environ['WORLD_SIZE']} processes, and each would decode everything; add "
+                f"model.tensor_parallel=true to spread the model over them"
+            )
 
     def close(self) -> None:
         """Let others write to the folder of the experiment."""

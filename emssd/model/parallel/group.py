@@ -25,7 +25,7 @@ __all__ = ["Group", "Shard", "join"]
 _FRAME = 4096  # integers of a broadcast; a step that needs more takes several
 _PASS_TIMEOUT = timedelta(minutes=30)  # of a forward pass; loading may be in it, and disks differ
 _IDLE_TIMEOUT = timedelta(days=365)  # process 0 may have nothing to say for long
-_BEAT_SECONDS, _BEAT_TIMEOUT, _GRACE_SECONDS = 1.0, timedelta(seconds=60), 5.0
+_BEAT_SECONDS, _BEAT_TIMEOUT, _GRACE_SECONDS = 1.0, timedelta(seconds=30), 5.0
 _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ENDED = "another process of this tensor parallel run has ended, or hangs; rows that were finished are kept"
 
@@ -73,7 +73,8 @@ class Group:
 
     def note(self, message: Message) -> None:
         """Say this together with what is said next."""
-        self._pending.append(message)
+        if not self.is_broken:
+            self._pending.append(message)
 
     def say(self, message: Message) -> Seq[int]:
         """Process 0: tell the others everything that is noted, and this. Returns it as they get it.
@@ -135,7 +136,7 @@ class Group:
             raise fault
         for rank, text in enumerate(said):
             if text is not None:
-                raise GroupError(f"process {rank}: {text}")
+                raise ConfigError(f"process {rank} cannot do what process 0 can: {text}")
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -146,14 +147,10 @@ class Group:
         """
         try:
             yield
-        except torch.OutOfMemoryError:
+        except BaseException as error:
             self.is_broken = True
-            raise
-        except RuntimeError as error:  # of torch.distributed, which has one type for all, and of gloo
-            self.is_broken = True
-            raise GroupError(f"{_ENDED} ({_first_line(error)})") from error
-        except BaseException:
-            self.is_broken = True
+            if isinstance(error, self._dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+                raise GroupError(_ENDED) from error
             raise
 
     def close(self) -> None:
@@ -245,8 +242,3 @@ def _init_process_group() -> torch.device:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_PASS_TIMEOUT, device_id=device if on_gpu else None)
     return device
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:200].rstrip(" .")

@@ -10,6 +10,7 @@ from typing import Any
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
+from emssd.model.borrowed import NOT_LENT
 from emssd.model.parallel.checksums import Checksums
 from emssd.model.parallel.messages import Kind, Message, Names, kept_words, object_words, packed_words
 from emssd.model.runner import CausalLMRunner
@@ -68,11 +69,7 @@ class LeadingRunner(CausalLMRunner):
 
     def take_hidden(self, indices: Seq[int]) -> None:
         if indices:
-            raise UnsupportedModelError(
-                "with model.tensor_parallel=true, no drafter reads hidden states of the target or borrows of its "
-                "weights; choose one that reads tokens or has a model of its own, such as drafter=suffix or "
-                "drafter=draft_model"
-            )
+            raise UnsupportedModelError(NOT_LENT)
 
     def _announce(self, packed: PackedInputs) -> None:
         self._told = self._group.say(Message(Kind.RUN, self._number, packed_words(packed, self._names)))
