@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from emssd.decoding.caches import Caches
 from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
-from emssd.decoding.parallel import follow_unless_first, make_runner
+from emssd.decoding.parallel import follow_unless_first, lent, make_runner
 from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel, load_model
+from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.model.loading import LoadModel
 from emssd.plugins.registry import Registry
 
@@ -180,7 +180,7 @@ def _context(
         load_runner=load_runner,
         make_drafter=make_drafter,
         on_drafter_error=options.on_drafter_error,
-        target=BorrowedTarget(target),
+        target=lent(target),
         cache_spec=caches.target,
         make_cache=lambda spec: caches.make(spec, trees=spec.trees),
     )

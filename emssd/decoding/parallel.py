@@ -7,13 +7,14 @@ from typing import Any
 
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.decoding.caches import make_backend
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel
 from emssd.model.parallel.follower import follow
 from emssd.model.parallel.group import join
 from emssd.model.parallel.leader import LeadingRunner
+from emssd.model.parallel.lending import LendingShard
 from emssd.plugins.registry import Registry
 
-__all__ = ["follow_unless_first", "make_runner"]
+__all__ = ["follow_unless_first", "lent", "make_runner"]
 
 
 def make_runner(
@@ -33,6 +34,11 @@ def make_runner(
     plugin, config = registry.resolve("backend", choice)
     values = {each.name: getattr(config, each.name) for each in dataclasses.fields(plugin.config)}
     return LeadingRunner(target, backend, spec, (plugin.name, values))
+
+
+def lent(target: TargetModel) -> BorrowedTarget:
+    """What drafters may borrow of a target, whole or in shards."""
+    return BorrowedTarget(target) if target.shard is None else LendingShard(target)
 
 
 def follow_unless_first(registry: Registry) -> None:

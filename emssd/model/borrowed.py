@@ -16,12 +16,8 @@ from emssd.model.shallow import ShallowRunner
 from emssd.model.streams import Streams
 from emssd.model.target import TargetModel
 
-__all__ = ["NOT_LENT", "BorrowedTarget"]
+__all__ = ["BorrowedTarget"]
 
-NOT_LENT = (
-    "with model.tensor_parallel=true, no drafter reads hidden states of the target or borrows of its weights; choose "
-    "one that reads tokens or has a model of its own, such as drafter=suffix or drafter=draft_model"
-)
 _PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multiple of others, in bfloat16
 
 
@@ -62,7 +58,6 @@ class BorrowedTarget:
             token_ids: on the target's device.
             raw: the rows of the table as they are, where the model multiplies them by a number (Gemma, Granite).
         """
-        self._check_whole()
         table = self._model.get_input_embeddings()
         if raw:
             return F.embedding(token_ids, table.weight)
@@ -109,16 +104,10 @@ class BorrowedTarget:
         Raises:
             UnsupportedModelError: the layers are not found, or cannot be left out.
         """
-        self._check_whole()
         return ShallowRunner(self._target, cache, num_layers)
-
-    def _check_whole(self) -> None:
-        if self._target.shard is not None:
-            raise UnsupportedModelError(NOT_LENT)
 
     @cached_property
     def _streams(self) -> Streams:
-        self._check_whole()
         return self._target.streams or Streams(self._target)
 
     @cached_property

@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.testing import tiny_model
+from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle, write_perfect_eagle3
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -26,14 +32,28 @@ SAMPLING = {"greedy": None, "sampled": SamplingParams(temperature=0.8, seed=3)}
 
 def save(folder: Path, name: str, *, seed: int = 0) -> None:
     """A random checkpoint with a tokenizer."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
+    _save(folder / f"{name}-{seed}", tiny_model(name, seed=seed, vocab_size=VOCABULARY, **MODELS[name]))
 
-    path = folder / f"{name}-{seed}"
-    tiny_model(name, seed=seed, vocab_size=VOCABULARY, **MODELS[name]).save_pretrained(path)
-    words = WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), bos_token="w1", unk_token="w3").save_pretrained(path)
+
+def save_perfect(folder: Path) -> None:
+    """The target of `tests.support.perfect_head` with three more heads, which do nothing, and perfect heads for it."""
+    three = perfect_target()
+    config = type(three.config)(**three.config.to_dict() | {"num_attention_heads": 6, "num_key_value_heads": 6})
+    more = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    weights = more.state_dict()
+    for name, weight in three.state_dict().items():
+        weights[name].zero_()
+        weights[name][tuple(map(slice, weight.shape))] = weight
+    more.load_state_dict(weights)
+    _save(folder / "perfect", more)
+    write_perfect_eagle3(folder / "eagle3")
+    write_perfect_eagle(folder / "eagle")
+
+
+def _save(path: Path, model: Any) -> None:
+    model.save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w3"))
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", unk_token="w3").save_pretrained(path)
 
 
 def drafter(name: str, model: str) -> Any:
@@ -61,6 +81,20 @@ def decoded(
     engine = Engine.assemble(target, tokenizer, drafter=drafter, backend=backend, budget="fixed", options=options)
     rows = engine.generate([*PROMPTS, PROMPTS[1]], max_new_tokens=16, sampling=sampling, ignore_eos=True)
     return [list(row.token_ids) for row in rows]
+
+
+def headed(loaded: tuple[TargetModel, Any], name: str, folder: Path) -> dict[str, list[Any]]:
+    """What the perfect target says, and how many drafted tokens of its perfect head it accepts, row by row."""
+    from emssd_eagle import EagleConfig
+    from emssd_eagle3 import Eagle3Config
+
+    target, tokenizer = loaded
+    config = {"eagle": EagleConfig, "eagle3": Eagle3Config}[name](path=str(folder / name))
+    options = EngineOptions(batch_size=2, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(target, tokenizer, drafter=config, backend="ragged", budget="fixed", options=options)
+    prompts = [[1, 3, 4], [1, 7, *(i % VOCAB for i in range(11))], [4, 4]]
+    rows = engine.generate(prompts, max_new_tokens=16, ignore_eos=True)
+    return {"tokens": [[*row.token_ids] for row in rows], "accepted": [row.num_accepted for row in rows]}
 
 
 def backends() -> dict[str, Any]:

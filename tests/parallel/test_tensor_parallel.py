@@ -8,18 +8,27 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from emssd import Engine
+from emssd.data.sources import RandomConfig, random_prompts
 from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.jobs.config import RunConfig, changed_options
+from emssd.jobs.jobs import Jobs
 from emssd.model import load_model
 from emssd.model.parallel.plans import check_shards
+from emssd.plugins.registry import Registry
 from emssd.testing import tiny_model
-from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, save
+from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, save, save_perfect
 
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.current_accelerator() is not None, reason="two processes share a CPU only with a PyTorch for CPUs"
+)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SECONDS = 180
 
@@ -30,6 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         for seed in (0, 1):
             save(folder, name, seed=seed)
+    save_perfect(folder)
     return folder
 
 
@@ -44,7 +54,7 @@ def found(checkpoints: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow  # two processes start, which takes most of the time
+@pytest.mark.torchrun
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_give_the_tokens_of_one(model: str, checkpoints: Path, found: dict[str, Any]) -> None:
     loaded = load_model(str(checkpoints / f"{model}-0"))
@@ -53,26 +63,34 @@ def test_two_processes_give_the_tokens_of_one(model: str, checkpoints: Path, fou
     assert {name: tokens for name, tokens in found["tokens"].items() if name.startswith(f"{model} ")} == expected
 
 
-@pytest.mark.slow  # as above, with the same two processes
+@pytest.mark.torchrun
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+def test_a_trained_head_drafts_as_well_for_a_spread_target(name: str, checkpoints: Path, found: dict[str, Any]) -> None:
+    alone = headed(load_model(str(checkpoints / "perfect")), name, checkpoints)
+    assert found["headed"][name] == alone
+    assert max(alone["accepted"]) > 3, "the head is perfect"
+
+
+@pytest.mark.torchrun
 def test_each_process_holds_its_heads_and_refuses_what_needs_all(found: dict[str, Any]) -> None:
     said = found["said"]
     assert found["heads"] == [2], "OPT has four"
     assert "process 1 was told something else than process 0" in said["told"]
     assert "process 1 has computed other hidden states than process 0" in said["computed"]
     assert "there is no such folder" in said["missing"]
-    assert "no drafter reads hidden states of the target or borrows of its weights" in said["borrowed"]
+    assert "no drafter runs layers of the target" in said["borrowed"]
     assert "Engine.from_pretrained(path, tensor_parallel=True)" in said["shard"]
 
 
-@pytest.mark.slow  # two processes start, one is killed, and one process goes on
+@pytest.mark.torchrun
 def test_a_killed_process_ends_the_others_and_finished_rows_are_kept(checkpoints: Path, tmp_path: Path) -> None:
     job = tmp_path / "job"
     options = [
         f"model.path={checkpoints / 'llama-0'}", "data=random", "data.num_tokens=16", "data.vocab_size=13",
-        "ignore_eos=true", "batch_size=2", "progress=false", f"output_dir={job}",
+        "data.limit=4000", "max_new_tokens=100", "ignore_eos=true", "batch_size=2", "progress=false",
+        f"output_dir={job}", "model.tensor_parallel=true",
     ]  # fmt: skip
-    many = ["data.limit=4000", "max_new_tokens=100"]
-    command = [*TORCHRUN, "-m", "emssd", *options, *many, "model.tensor_parallel=true"]
+    command = [*TORCHRUN, "-m", "emssd", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         _wait_for(job / "generations.jsonl")
         os.kill(_process_of(run.pid, rank=1), signal.SIGKILL)
@@ -81,14 +99,14 @@ def test_a_killed_process_ends_the_others_and_finished_rows_are_kept(checkpoints
     assert "another process of this tensor parallel run has ended" in output
     assert f"resume=true output_dir={job} goes on from there" in output
     assert "Traceback" not in output.partition("torch/distributed")[0], output
-    kept = (job / "generations.jsonl").read_text().splitlines()
-    rows = {row["id"]: row for row in map(json.loads, kept)}
-    again = [*options, f"data.limit={len(kept) + 2}", "max_new_tokens=100", "resume=true"]
-    alone = subprocess.run([sys.executable, "-m", "emssd", *again], timeout=SECONDS, capture_output=True, text=True)
-    assert alone.returncode == 0, alone.stderr
-    after = {row["id"]: row for row in map(json.loads, (job / "generations.jsonl").read_text().splitlines())}
-    assert rows.items() <= after.items()
-    assert len(after) >= len(kept) + 2
+    rows = {
+        row["id"]: row["token_ids"] for row in map(json.loads, (job / "generations.jsonl").read_text().splitlines())
+    }
+    prompts = random_prompts(RandomConfig(limit=4000, num_tokens=16, vocab_size=13))
+    kept = [prompt for prompt in prompts if prompt.prompt_id in rows]
+    engine = Engine.from_pretrained(str(checkpoints / "llama-0"), drafter="none")
+    alone = engine.generate([prompt.token_ids for prompt in kept], max_new_tokens=100, ignore_eos=True)
+    assert [rows[prompt.prompt_id] for prompt in kept] == [list(row.token_ids) for row in alone]
 
 
 def _wait_for(rows: Path) -> None:
@@ -136,6 +154,20 @@ def test_options_that_cannot_go_together_are_refused(options: dict[str, Any], sa
     with pytest.raises(ConfigError) as caught:
         load_model("demo", **{"tensor_parallel": True} | options)
     assert said in str(caught.value)
+
+
+def test_a_job_may_go_on_with_other_processes() -> None:
+    alone = "model:\n  path: DIR\n"
+    spread = f"{alone}  tensor_parallel: true\n  checksums: true\n"
+    assert changed_options(alone, spread) == []
+    assert changed_options(alone, spread.replace("DIR", "OTHER")) == ["model.path"]
+
+
+def test_processes_that_would_all_decode_everything_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with closing(Jobs(Registry())) as jobs, pytest.raises(ConfigError, match=r"add model\.tensor_parallel=true"):
+        jobs.run(RunConfig(), "", Path("nowhere"))
 
 
 def test_a_model_on_several_devices_is_refused() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from emssd.attention import AttentionBackend, KVCacheSpec
-from emssd.errors import EmssdError, GroupError
+from emssd.errors import EmssdError, GroupError, UnsupportedModelError
 from emssd.model.loading import load_shard
 from emssd.model.parallel.checksums import Checksums
 from emssd.model.parallel.group import Group, Shard
 from emssd.model.parallel.leader import CacheWanted
+from emssd.model.parallel.lending import whole_weights
 from emssd.model.parallel.messages import Kind, Message, kept_of, object_of, packed_of
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import TargetModel
@@ -61,6 +62,11 @@ class _Follower:
         elif kind is Kind.DROP:
             for each in (self._targets, self._runners, self._checksums):
                 each.pop(number, None)
+        elif kind is Kind.HIDDEN:
+            with suppress(UnsupportedModelError):  # as in process 0
+                self._targets[number].prepare_hidden(words)
+        elif kind is Kind.GATHER:
+            whole_weights(self._targets[number])
         elif kind is Kind.RUN:
             checked = self._checksums.get(number)
             with nullcontext() if checked is None else checked.compared(told):

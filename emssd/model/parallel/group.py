@@ -223,7 +223,13 @@ def _init_process_group() -> torch.device:
     """Join the processes that torchrun started, unless the program has done so. Returns this process's device."""
     import torch.distributed as dist
 
-    on_gpu = torch.cuda.is_available()
+    accelerator = torch.accelerator.current_accelerator()  # by which Transformers goes; of this build, present or not
+    on_gpu = accelerator is not None
+    if accelerator is not None and (accelerator.type != "cuda" or not torch.cuda.is_available()):
+        raise ConfigError(
+            f"model.tensor_parallel=true runs on CUDA GPUs, or on a CPU with a PyTorch for CPUs alone; this one is for "
+            f"{accelerator.type}, and there is no GPU that it can use here"
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if dist.is_initialized():

@@ -9,9 +9,8 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, PackedInputs, StepPlan
-from emssd.errors import UnsupportedModelError
-from emssd.model.borrowed import NOT_LENT
 from emssd.model.parallel.checksums import Checksums
+from emssd.model.parallel.lending import prepare_hidden
 from emssd.model.parallel.messages import Kind, Message, Names, kept_words, object_words, packed_words
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import Computed, TargetModel
@@ -69,7 +68,8 @@ class LeadingRunner(CausalLMRunner):
 
     def take_hidden(self, indices: Seq[int]) -> None:
         if indices:
-            raise UnsupportedModelError(NOT_LENT)
+            prepare_hidden(self.model, indices)
+        self._hidden = tuple(indices)
 
     def _announce(self, packed: PackedInputs) -> None:
         self._told = self._group.say(Message(Kind.RUN, self._number, packed_words(packed, self._names)))

@@ -41,6 +41,8 @@ class Kind(IntEnum):
     PUBLISH = 7
     FORGET = 8
     DROP = 9
+    HIDDEN = 10
+    GATHER = 11
 
 
 class Message(NamedTuple):
