@@ -102,8 +102,12 @@ class Jobs:
             ConfigError: several processes would do the same.
         """
         if config.model.tensor_parallel:
+            import torch
+
             from emssd.decoding.parallel import follow_unless_first
 
+            if config.num_threads:
+                torch.set_num_threads(config.num_threads)
             follow_unless_first(self._registry)
         elif "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(

@@ -83,6 +83,15 @@ def decoded(
     return [list(row.token_ids) for row in rows]
 
 
+def preempted(loaded: tuple[TargetModel, Any], kv_memory: str) -> tuple[list[list[int]], int]:
+    """Tokens of rows that outgrow the memory together, and how often one lost its KV to others and began again."""
+    target, tokenizer = loaded
+    options = EngineOptions(batch_size=3, kv_memory=kv_memory)
+    engine = Engine.assemble(target, tokenizer, drafter="suffix", backend="ragged", budget="fixed", options=options)
+    rows = engine.generate([[4], [5], [6]], max_new_tokens=110, ignore_eos=True)
+    return [list(row.token_ids) for row in rows], engine.report.num_preempted
+
+
 def headed(loaded: tuple[TargetModel, Any], name: str, folder: Path) -> dict[str, list[Any]]:
     """What the perfect target says, and how many drafted tokens of its perfect head it accepts, row by row."""
     from emssd_eagle import EagleConfig

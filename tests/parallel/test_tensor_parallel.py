@@ -24,7 +24,7 @@ from emssd.model import load_model
 from emssd.model.parallel.plans import check_shards
 from emssd.plugins.registry import Registry
 from emssd.testing import tiny_model
-from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, save, save_perfect
+from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.current_accelerator() is not None, reason="two processes share a CPU only with a PyTorch for CPUs"
@@ -69,6 +69,14 @@ def test_a_trained_head_drafts_as_well_for_a_spread_target(name: str, checkpoint
     alone = headed(load_model(str(checkpoints / "perfect")), name, checkpoints)
     assert found["headed"][name] == alone
     assert max(alone["accepted"]) > 3, "the head is perfect"
+
+
+@pytest.mark.torchrun
+def test_rows_that_lose_their_kv_begin_again_in_every_process(checkpoints: Path, found: dict[str, Any]) -> None:
+    alone, num_preempted = preempted(load_model(str(checkpoints / "llama-0")), "1MiB")
+    tokens, num_preempted_spread = found["preempted"]
+    assert (tokens, num_preempted) == (alone, 0)
+    assert num_preempted_spread > 0, "there was room for all rows"
 
 
 @pytest.mark.torchrun

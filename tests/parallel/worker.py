@@ -19,7 +19,7 @@ from emssd.model.parallel import follower
 from emssd.model.parallel.group import Group, join
 from emssd.model.parallel.messages import Kind, Message, messages_of, words_of
 from emssd.plugins.registry import Registry
-from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed
+from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
 
 _FIRST_TOKEN = 13  # of a step of three rows, in its words
 
@@ -90,13 +90,14 @@ def main(folder: Path) -> None:
             made = drafter(name, str(folder / model))
             tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling])
             found[f"{model} {name} {backend} {sampling}"] = tokens
+    again = preempted(load_model(str(folder / "llama-0"), tensor_parallel=True), "60KiB")
     perfect = load_model(str(folder / "perfect"), tensor_parallel=True)
     with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
     said["borrowed"] = refused(lambda: decoded(loaded, "early_exit", "ragged", None))
     said["shard"] = refused(lambda: Engine.from_model(loaded[0].model))
     heads = {layer.num_kv_heads for layer in loaded[0].layers}
     (folder / "found.json").write_text(
-        json.dumps({"tokens": found, "headed": with_heads, "said": said, "heads": [*heads]})
+        json.dumps({"tokens": found, "headed": with_heads, "preempted": again, "said": said, "heads": [*heads]})
     )
 
 
