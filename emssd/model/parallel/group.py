@@ -80,8 +80,10 @@ class Group:
         """Process 0: tell the others everything that is noted, and this. Returns it as they get it.
 
         Raises:
-            GroupError: one of them has ended.
+            GroupError: one of them has ended, or an earlier step failed.
         """
+        if self.is_broken:
+            raise GroupError("an earlier step of this tensor parallel run failed, so the run must be started again")
         noted, self._pending = self._pending, []
         words = words_of([*noted, message])
         with self.in_step():
