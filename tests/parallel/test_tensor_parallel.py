@@ -102,7 +102,7 @@ def test_a_killed_process_ends_the_others_and_finished_rows_are_kept(checkpoints
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         _wait_for(job / "generations.jsonl")
         os.kill(_process_of(run.pid, rank=1), signal.SIGKILL)
-        output, _ = run.communicate(timeout=30)
+        output, _ = run.communicate(timeout=SECONDS)
     assert run.returncode != 0
     assert "another process of this tensor parallel run has ended" in output
     assert f"resume=true output_dir={job} goes on from there" in output
