@@ -53,6 +53,8 @@ class CompiledForward:
         self.hidden = hidden
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
+        if any(layer.sinks is not None for layer in target.layers):
+            raise CompileError(f"{type(target.model).__name__} has attention sinks, which no program is made with")
         try:
             declare_operators()
             self._layers, self._target = target.layers, weakref.ref(target)
