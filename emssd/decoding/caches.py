@@ -64,8 +64,8 @@ class Caches:
         self._made.append((owner, backend, spec))
         return backend
 
-    def allocate(self) -> None:
-        """Divide the memory among all that were made.
+    def allocate(self) -> list[KVCacheSpec]:
+        """Divide the memory among all that were made. Returns what each is allocated for, in the order of `make`.
 
         Raises:
             ConfigError: the user's limit is none.
@@ -76,9 +76,12 @@ class Caches:
             with guarded(owner, "bytes_per_token"):
                 costs.append((backend.bytes_per_token(spec), spec.bytes_per_token()))
         max_tokens = [None] * len(costs) if limit is None else shares(limit, costs)
-        for (owner, backend, spec), most in zip(self._made, max_tokens, strict=True):
+        made = zip(self._made, max_tokens, strict=True)
+        specs = [dataclasses.replace(spec, max_tokens=most) for (_, _, spec), most in made]
+        for (owner, backend, _), spec in zip(self._made, specs, strict=True):
             with guarded(owner, "allocate"):
-                backend.allocate(dataclasses.replace(spec, max_tokens=most))
+                backend.allocate(spec)
+        return specs
 
     def scheduler(self) -> Scheduler:
         """Who runs when, as far as the backend can."""

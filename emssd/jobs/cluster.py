@@ -113,6 +113,8 @@ def _check_cluster(config: RunConfig, cluster: ClusterConfig) -> None:
         raise ConfigError("cluster=ray needs Ray Data: pip install 'emssd[ray]', on all machines of the cluster")
     if config.check is not None:
         raise ConfigError("check compares runs of one process; leave check= or cluster= out")
+    if config.model.tensor_parallel:
+        raise ConfigError("cluster=ray gives each worker a model that is whole; leave it or model.tensor_parallel out")
     for name, least in (("workers", 1), ("prompts_per_task", 1)):
         if getattr(cluster, name) < least:
             raise ConfigError(f"cluster.{name} is {getattr(cluster, name)}; it must be at least {least}")

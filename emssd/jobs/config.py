@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
+_NO_ROW_OPTIONS = ("data.limit", "sampling.n", "model.tensor_parallel", "model.checksums")
 _ROW_OPTIONS = ("model", "prompt", "data", "sampling", "max_new_tokens", "stop", "ignore_eos")
 
 
@@ -71,6 +72,8 @@ class ModelConfig:
             weights; `path` is then only its name. ``data=random`` gives it prompts.
         trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
             Transformers has none for it; that code can do anything.
+        tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
+        checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
     """
 
     path: str = "demo"
@@ -80,6 +83,8 @@ class ModelConfig:
     compile: bool = False
     architecture: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
+    tensor_parallel: bool = False
+    checksums: bool = False
 
 
 class Size(str, Enum):
@@ -222,7 +227,8 @@ def changed_options(before: str, now: str) -> list[str]:
     """Names of the options that determine a row's tokens and differ between two ``config.yaml``.
 
     Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor are
-    ``data.limit`` and ``sampling.n``, as they only say how many rows there are.
+    ``data.limit`` and ``sampling.n``, as they only say how many rows there are, nor over how many processes a model is
+    spread.
 
     Raises:
         ConfigError: the first is no such text.
@@ -242,7 +248,7 @@ def _row_options(text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in groups.items():
         options |= {f"{name}.{key!s}": value[key] for key in value} if isinstance(value, DictConfig) else {name: value}
-    return {name: value for name, value in options.items() if name not in ("data.limit", "sampling.n")}
+    return {name: value for name, value in options.items() if name not in _NO_ROW_OPTIONS}
 
 
 def no_size(size: str) -> str:

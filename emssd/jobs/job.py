@@ -18,6 +18,7 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
+from emssd.decoding.parallel import make_runner
 from emssd.decoding.warmup import warm_up
 from emssd.errors import PromptError
 from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
@@ -28,8 +29,7 @@ from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, 
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
 from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
-from emssd.metrics.busy import OtherProcesses
-from emssd.model import CausalLMRunner
+from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model.cache import ModelCache
 from emssd.model.checkpoint import load_tokenizer
 from emssd.plugins.registry import Registry
@@ -243,7 +243,8 @@ def _compare_with_plain(
         show=config.progress,
     )
     expected, figures = _decode(greedy, live)
-    judge = CausalLMRunner(target, make_backend(target.kv_cache_spec(1), config.backend, registry))
+    spec = target.kv_cache_spec(1)
+    judge = make_runner(target, make_backend(spec, config.backend, registry), spec, config.backend, registry)
     sampling = {request.prompt_id: request.sampling for request in work.requests}
     drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
     places = [_place(request) for request in work.requests]
@@ -259,7 +260,8 @@ def _decode(
 ) -> tuple[dict[tuple[str, int], Generation], dict[str, Any]]:
     """Decode all requests under live figures; rows are written as they finish. Gives all by `_place`, and metrics."""
     done: dict[tuple[str, int], Generation] = {}
-    with live, OtherProcesses() as others:
+    spread = work.engine.target.shard is not None
+    with live, OtherProcesses(partial(cpu_times, siblings=spread)) as others:
         for generation in work.engine.run(work.requests):
             done[generation.request_id, generation.sample] = generation
             if output is not None:
@@ -281,10 +283,11 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
     cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
     made_up = " (random weights)" if config.model.architecture else ""
     setting = setting_of(config)
+    where = f"{cuda or target.device}" + (f", {target.shard.group.size} processes" if target.shard else "")
     return {
         "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
         f"budget={label_of(config.budget)} · "
-        f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {cuda or target.device}",
+        f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {where}",
         "setting": setting,
         "versions": versions(),
         "plugins": plugins(registry),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ class Jobs:
 
     def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
         """One run with its own tables; `swept` are the overrides of one in a sweep."""
+        self._follow(config)
         if config.cluster is not None:
             from emssd.jobs.cluster import run_on_cluster
 
@@ -72,6 +74,7 @@ class Jobs:
         from emssd.jobs.rows_file import RowsFile
 
         assert config.experiment is not None
+        self._follow(config)
         console = plain_console(stderr=True)
         check_options(config)
         _check_overrides(config, overrides)
@@ -91,6 +94,26 @@ class Jobs:
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
         self._rows.append(row)
         console.print(f"{number:4d}  {_said(row)}", highlight=False, soft_wrap=True)
+
+    def _follow(self, config: RunConfig) -> None:
+        """With tensor parallel, only process 0 comes back from here.
+
+        Raises:
+            ConfigError: several processes would do the same.
+        """
+        if config.model.tensor_parallel:
+            import torch
+
+            from emssd.decoding.parallel import follow_unless_first
+
+            if config.num_threads:
+                torch.set_num_threads(config.num_threads)
+            follow_unless_first(self._registry)
+        elif "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigError(
+                f"torchrun started {os.environ['WORLD_SIZE']} processes, and each would decode everything; add "
+                f"model.tensor_parallel=true to spread the model over them"
+            )
 
     def close(self) -> None:
         """Let others write to the folder of the experiment."""

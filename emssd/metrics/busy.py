@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -34,8 +35,8 @@ class CPUTimes:
     own: float
 
 
-def cpu_times() -> CPUTimes:
-    """As the system counts them now."""
+def cpu_times(*, siblings: bool = False) -> CPUTimes:
+    """As the system counts them now; given `siblings`, all processes of this one's parent count as its own."""
     import psutil
 
     cores = psutil.cpu_times(percpu=True)
@@ -45,8 +46,11 @@ def cpu_times() -> CPUTimes:
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
     # What guests take is counted as their host's processes, too.
     every = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in cores)
-    own = psutil.Process().cpu_times()
-    used = own.user + own.system + getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
+    used = 0.0
+    for process in psutil.Process(os.getppid()).children() if siblings else [psutil.Process()]:
+        with suppress(psutil.NoSuchProcess):
+            own = process.cpu_times()
+            used += own.user + own.system + getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
     return CPUTimes(time.perf_counter(), len(cores), every - idle, idle, used)
 
 

@@ -35,7 +35,12 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def load_checkpoint(
-    path: str, *, dtype: torch.dtype | str, max_model_len: int | None = None, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype | str,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+    num_shards: int = 1,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM, with all of its weights, and its tokenizer.
 
@@ -44,6 +49,7 @@ def load_checkpoint(
         dtype: of the weights, or ``auto``.
         max_model_len: refused, where the model cannot take it, before weights are read.
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
+        num_shards: load one of so many shards, in each process of the group.
 
     Raises:
         ConfigError: it is not there, is damaged, is not whole, or needs code that is not trusted.
@@ -53,6 +59,7 @@ def load_checkpoint(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from emssd.model import support as model_support
+    from emssd.model.parallel import plans
 
     source = _source(path)
     with _told(path, "its config.json is none that Transformers can read"):
@@ -63,6 +70,8 @@ def load_checkpoint(
         if not trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
             model_support.check_config(config, None)
         model_support.resolve_max_model_len(config, max_model_len)
+        if num_shards > 1:
+            plans.check_shards(config, num_shards)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     what = "Transformers cannot make the model of its config.json and weights"
     with _told(path, what, lambda: weights_fault(source)), _report_kept_back():
@@ -72,9 +81,12 @@ def load_checkpoint(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # judged below, by name
             output_loading_info=True,
+            **({"distributed_config": plans.distributed_options(config)} if num_shards > 1 else {}),
         )
     model, info = loaded
     _check_whole(path, info)
+    if num_shards > 1:
+        plans.mend(model, num_shards)
     return model, tokenizer
 
 

@@ -32,8 +32,9 @@ class Costs:
 
     @classmethod
     def of(cls, target: TargetModel) -> Costs:
-        """Count the weights and heads of `target`."""
+        """Count the weights and heads of `target`, and of a target in shards those of this process."""
         import torch
+        from torch.distributed.tensor import DTensor
 
         model = target.model
         projection = model.get_output_embeddings()
@@ -41,8 +42,9 @@ class Costs:
         tables -= {id(projection.weight)} if projection is not None else set()
         taken = _share_of_experts(model.config.get_text_config())
         weights = [
-            (weight, weight.numel() * (taken if ".experts." in name else 1))
+            (weight, (weight.to_local() if isinstance(weight, DTensor) else weight).numel() * share)
             for name, weight in model.named_parameters()
+            for share in [taken if ".experts." in name else 1]
             if id(weight) not in tables
         ]
         return cls(

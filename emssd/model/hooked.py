@@ -9,11 +9,12 @@ import torch
 
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.model.interface import ATTENTION_NAME, MASKED_NAME, Attend, Visible, implementation, register, with_windows
-from emssd.model.support import check_config, resolve_max_model_len
+from emssd.model.support import check_config, check_whole, resolve_max_model_len
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from emssd.model.parallel.group import Shard
     from emssd.model.streams import Hidden, Streams
 
 __all__ = ["HookedModel"]
@@ -25,8 +26,10 @@ class HookedModel:
     Args:
         model: any `PreTrainedModel` that speaks the attention interface.
         max_model_len: longest sequence to allow; ``None`` takes the model's own limit.
+        shard: where the others are, if this process has but a shard of the model; ``None`` if it is whole.
 
     Attributes:
+        shard: as given.
         layers: shape and rules of each attention layer, once they are known.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
@@ -36,11 +39,14 @@ class HookedModel:
         ConfigError: `max_model_len` beyond the model's limit.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, shard: Shard | None = None) -> None:
         register()
         self.model: Any = model  # Transformers' own annotations do not describe how its models are called
         model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
+        self.shard = shard
         check_config(model.config, type(model))
+        if shard is None:
+            check_whole(model)
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

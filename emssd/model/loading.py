@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
+from emssd.model.parallel.group import Shard, join
+from emssd.model.parallel.messages import Kind, Message, object_words
+from emssd.model.parallel.plans import check_heads
 from emssd.model.target import TargetModel
 
-__all__ = ["LoadModel", "load_model"]
+__all__ = ["LoadModel", "Wanted", "load_model", "load_shard"]
 
 LoadModel = Callable[..., tuple[TargetModel, Any]]
 """`load_model`, or what stands in for it."""
@@ -26,6 +30,8 @@ def load_model(
     compile: bool = False,
     architecture: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    tensor_parallel: bool = False,
+    checksums: bool = False,
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -37,12 +43,27 @@ def load_model(
         architecture: make a model of this shape with random weights and no tokenizer, and let `path` be no more than
             its name; see `emssd.model.random_weights.counting_model`. Its ``auto`` dtype is bfloat16.
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
+        tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
+            `emssd.model.parallel.follower.follow`.
+        checksums: with that, compare in every step what the processes were told and what they computed.
 
     Raises:
         ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
         UnsupportedModelError: see `TargetModel`.
         OutOfMemoryError: there is no room for the weights.
     """
+    if tensor_parallel:
+        _check_parallel(device, compile=compile, architecture=architecture)
+        wanted = Wanted(path, dtype, max_model_len, trust_remote_code, checksums)
+        group = join()
+        assert group.rank == 0, "the other processes load what they are told to, see emssd.model.parallel.follower"
+        shard = Shard(group, group.number(), checksums)
+        group.say(Message(Kind.LOAD, shard.number, object_words(wanted)))
+        target, tokenizer = load_shard(wanted, shard)
+        weakref.finalize(target, group.note, Message(Kind.DROP, shard.number)).atexit = False
+        return target, tokenizer
+    if checksums:
+        raise ConfigError("model.checksums compares the processes of model.tensor_parallel=true; leave it out")
     if architecture:
         from emssd.model.random_weights import counting_model
 
@@ -59,6 +80,52 @@ def load_model(
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"{torch_device} has no room for the weights of {path!r}; take a smaller one") from error
     return TargetModel(model, max_model_len=max_model_len, compile=compile), tokenizer
+
+
+class Wanted(NamedTuple):
+    """The model that all processes load a shard of; see `load_model`."""
+
+    path: str
+    dtype: str
+    max_model_len: int | None
+    trust_remote_code: bool
+    checksums: bool
+
+
+def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
+    """What every process of a group does when a model is loaded. If it fails in one, it fails in all.
+
+    Raises:
+        EmssdError: see `load_model`.
+    """
+    with shard.group.agreed():
+        model, tokenizer = load_checkpoint(
+            wanted.path,
+            dtype=_resolve_dtype(wanted.dtype),
+            max_model_len=wanted.max_model_len,
+            trust_remote_code=wanted.trust_remote_code,
+            num_shards=shard.group.size,
+        )
+    with shard.group.agreed():
+        target = TargetModel(model, max_model_len=wanted.max_model_len, shard=shard)
+        check_heads(target, shard.group.size)
+    return target, tokenizer
+
+
+def _check_parallel(device: str, *, compile: bool, architecture: Mapping[str, Any] | None) -> None:
+    if compile:
+        raise ConfigError("model.compile compiles a whole model; leave it or model.tensor_parallel out")
+    if architecture:
+        raise ConfigError(
+            "model.architecture makes a whole model in one process; leave model.tensor_parallel out, or save a model "
+            "of random weights to a folder and give that as model.path"
+        )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("auto", here):
+        raise ConfigError(
+            f"device is {device!r}, and with model.tensor_parallel=true every process takes its own {here} device; "
+            f"leave model.device out"
+        )
 
 
 def _resolve_dtype(name: str) -> torch.dtype | str:

@@ -118,9 +118,13 @@ class CausalLMRunner(ModelRunner):
         with phase("plan"):
             plan = self.backend.plan(packed)
         with phase("forward"):
+            self._announce(packed)
             logits, computed = self._compute(plan)
         hidden = {index: plan.packed(computed[index], packed.num_tokens) for index in self._hidden}
         return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens, hidden)
+
+    def _announce(self, packed: PackedInputs) -> None:
+        """What is to happen between a plan that succeeded and its pass."""
 
     def _compute(self, plan: StepPlan) -> Computed:
         return self.model(plan, self.backend, self._hidden)

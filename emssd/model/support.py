@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from emssd.errors import ConfigError, UnsupportedModelError
 
-__all__ = ["check_config", "resolve_max_model_len"]
+__all__ = ["check_config", "check_whole", "resolve_max_model_len"]
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
 
@@ -63,6 +63,29 @@ def check_config(config: Any, model_class: type | None) -> None:
             name,
             "its code does not use Transformers' attention interface (recurrent and older architectures), so its "
             "KV cache cannot be managed from outside",
+        )
+
+
+def check_whole(model: Any) -> None:
+    """Refuse a loaded model that is not whole on one device.
+
+    Raises:
+        UnsupportedModelError: with what can be done.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(weight, DTensor) for weight in model.parameters()):
+        raise _refused(
+            model.config.model_type,
+            "it is a shard of a model that is spread over several processes; let emssd load it, with "
+            "Engine.from_pretrained(path, tensor_parallel=True)",
+        )
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise _refused(
+            model.config.model_type,
+            f"its layers are on several devices ({', '.join(devices)}), and emssd keeps the KV cache on one; load it "
+            f"without device_map, or spread it with tensor_parallel=True",
         )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.model.compiled import CompiledForward
+    from emssd.model.parallel.group import Shard
 
 __all__ = ["Computed", "TargetModel"]
 
@@ -44,6 +45,8 @@ class TargetModel(HookedModel):
         max_model_len: longest sequence to allow; ``None`` takes the model's own limit.
         compile: run the forward pass as one compiled program, see `emssd.model.compiled`. Where that cannot be, a
             warning says why, and the model runs as it is.
+        shard: where the others are, if this process has but a shard of the model. All processes do this, and every
+            call, together.
 
     Attributes:
         compiled: that program, or ``None``.
@@ -53,8 +56,15 @@ class TargetModel(HookedModel):
         ConfigError: `max_model_len` beyond the model's limit.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, compile: bool = False) -> None:
-        super().__init__(model, max_model_len=max_model_len)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int | None = None,
+        compile: bool = False,
+        shard: Shard | None = None,
+    ) -> None:
+        super().__init__(model, max_model_len=max_model_len, shard=shard)
         self._windows = learn_windows(self)
         self.layers = probe_layers(self)
         self.compiled = self._compile() if compile else None

@@ -87,7 +87,7 @@ def test_a_busy_machine(shares: tuple[float | None, float | None], said: str | N
 
 
 def test_the_share_is_in_the_metrics_of_both_runs(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.jobs.job.OtherProcesses", lambda: OtherProcesses(counted((4.0, 10.0, 0.0))))
+    monkeypatch.setattr("emssd.jobs.job.OtherProcesses", lambda *_: OtherProcesses(counted((4.0, 10.0, 0.0))))
     result = decode("check=greedy")
     assert (result.metrics["other_cpu_share"], result.metrics["greedy"]["other_cpu_share"]) == (0.2, 0.2)
     assert "the machine was busy: other processes used 20% of its cores" in result.out

@@ -142,6 +142,10 @@ def test_every_command_is_one_that_works(page: Path, store: None) -> None:
         head = _head(words)
         if head == "python -m emssd":
             check_run(words[3:])
+        elif head == "torchrun":
+            assert words[1] == "--nproc-per-node", words
+            assert words[3:5] == ["-m", "emssd"], words
+            check_run(words[5:])
         elif head in PARSERS:
             check_arguments(PARSERS[head](), words[len(head.split()) :])
         elif head == "nox":

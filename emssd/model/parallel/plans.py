@@ -1,0 +1,107 @@
+"""Which models can be spread over processes, and how: Transformers' own plans, and those that it lacks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from emssd.errors import UnsupportedModelError
+
+__all__ = ["check_heads", "check_shards", "distributed_options", "mend"]
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnPlan:
+    """A plan for models that Transformers has none for.
+
+    Attributes:
+        rules: by module, with ``*`` for the number of a layer, a parallel style of Transformers.
+        attention: the attention module of a layer.
+        counts: attributes of it that count heads, which a process has fewer of.
+    """
+
+    rules: dict[str, str]
+    attention: str
+    counts: tuple[str, ...]
+
+
+_OWN = {
+    "opt": _OwnPlan(
+        rules={
+            "model.decoder.layers.*.self_attn.q_proj": "colwise",
+            "model.decoder.layers.*.self_attn.k_proj": "colwise",
+            "model.decoder.layers.*.self_attn.v_proj": "colwise",
+            "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+            "model.decoder.layers.*.fc1": "colwise",
+            "model.decoder.layers.*.fc2": "rowwise",
+            "model.decoder.embed_tokens": "embedding_rowwise",
+            "lm_head": "colwise_gather_output",
+        },
+        attention="model.decoder.layers.*.self_attn",
+        counts=("num_heads",),
+    )
+}
+
+
+def check_shards(config: Any, size: int) -> None:
+    """Refuse a model that cannot be spread over `size` processes, before any weights are loaded.
+
+    Raises:
+        UnsupportedModelError: Transformers has no plan for it, or its heads do not divide.
+    """
+    text, name = config.get_text_config(), config.model_type
+    if name not in _OWN and not (config.base_model_tp_plan or text.base_model_tp_plan):
+        raise UnsupportedModelError(
+            f"{name} cannot be spread over {size} processes: Transformers has no tensor parallel plan for it. Leave "
+            f"model.tensor_parallel out, and run it on one device"
+        )
+    num_heads = text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    if num_heads % size or num_kv_heads % size:
+        possible = [n for n in range(2, num_kv_heads + 1) if num_heads % n == 0 and num_kv_heads % n == 0]
+        what = f"take {' or '.join(map(str, possible))} processes" if possible else "run it on one device"
+        raise UnsupportedModelError(
+            f"{name} cannot be spread over {size} processes: it has {num_heads} query heads and {num_kv_heads} key "
+            f"heads, and each process has to get equally many; {what}"
+        )
+
+
+def distributed_options(config: Any) -> Any:
+    """What `from_pretrained` is given as ``distributed_config``; the size is that of the process group."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    own = _OWN.get(config.model_type)
+    return DistributedConfig(tp_plan="auto" if own is None else dict(own.rules))
+
+
+def mend(model: Any, size: int) -> None:
+    """Where a model's attention counts its heads by its config, let it count those of this process."""
+    own = _OWN.get(model.config.model_type)
+    if own is None:
+        return
+    attention = re.compile(re.escape(own.attention).replace(r"\*", r"\d+"))
+    for name, module in model.named_modules():
+        if attention.fullmatch(name):
+            for count in own.counts:
+                setattr(module, count, getattr(module, count) // size)
+
+
+def check_heads(target: Any, size: int) -> None:
+    """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them.
+
+    Args:
+        target: a `TargetModel`.
+        size: number of processes.
+
+    Raises:
+        UnsupportedModelError: with the first such layer.
+    """
+    text = target.model.config.get_text_config()
+    whole = text.num_attention_heads
+    for index, layer in enumerate(target.layers):
+        if layer.num_qo_heads not in (whole, whole // size):
+            raise UnsupportedModelError(
+                f"{type(target.model).__name__} cannot be spread over {size} processes: layer {index} runs "
+                f"{layer.num_qo_heads} of {whole} query heads in each"
+            )

@@ -1,0 +1,127 @@
+"""What the processes of a tensor parallel run decode, and one process alone: the same cases, the same code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.model import TargetModel
+from emssd.sampling import SamplingParams
+from emssd.testing import tiny_model
+from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle, write_perfect_eagle3
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "mistral": {},  # a sliding window of 7
+    "gpt_neox": {},  # queries, keys and values of a head lie side by side in one matrix
+    "opt": {},  # the plan is ours
+}
+DRAFTERS = ("none", "suffix", "llma", "draft_model", "tree")
+VOCABULARY = 13  # it does not divide by two, and chance acceptance is frequent
+PROMPTS = [[1, 5, 6, 5, 6, 5, 6], [1, *(3 + i * i % 7 for i in range(40))], [4], [1, 5, 6, 5, 6, 7, 8, 9, 9, 3]]
+SAMPLING = {"greedy": None, "sampled": SamplingParams(temperature=0.8, seed=3)}
+
+
+def save(folder: Path, name: str, *, seed: int = 0) -> None:
+    """A random checkpoint with a tokenizer."""
+    _save(folder / f"{name}-{seed}", tiny_model(name, seed=seed, vocab_size=VOCABULARY, **MODELS[name]))
+
+
+def save_perfect(folder: Path) -> None:
+    """The target of `tests.support.perfect_head` with three more heads, which do nothing, and perfect heads for it."""
+    three = perfect_target()
+    config = type(three.config)(**three.config.to_dict() | {"num_attention_heads": 6, "num_key_value_heads": 6})
+    more = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    weights = more.state_dict()
+    for name, weight in three.state_dict().items():
+        weights[name].zero_()
+        weights[name][tuple(map(slice, weight.shape))] = weight
+    more.load_state_dict(weights)
+    _save(folder / "perfect", more)
+    write_perfect_eagle3(folder / "eagle3")
+    write_perfect_eagle(folder / "eagle")
+
+
+def _save(path: Path, model: Any) -> None:
+    model.save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w3"))
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", unk_token="w3").save_pretrained(path)
+
+
+def drafter(name: str, model: str) -> Any:
+    """The drafter of a case. A chain is drafted by the target itself, and a tree by another model of its kind.
+
+    Args:
+        name: of the case.
+        model: folder of the checkpoints, without their seeds.
+    """
+    from emssd_draft_model import DraftModelConfig, TreeKind
+
+    if name == "draft_model":
+        return DraftModelConfig(path=f"{model}-0")
+    if name == "tree":
+        return DraftModelConfig(path=f"{model}-1", tree=TreeKind.dynamic, num_nodes=6, depth=3, top_k=2)
+    return name
+
+
+def decoded(
+    loaded: tuple[TargetModel, Any], drafter: Any, backend: Any, sampling: SamplingParams | None
+) -> list[list[int]]:
+    """The tokens of `PROMPTS`: some rows wait, prompts come in pieces, and the last one begins like another."""
+    target, tokenizer = loaded
+    options = EngineOptions(batch_size=3, max_step_tokens=24, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(target, tokenizer, drafter=drafter, backend=backend, budget="fixed", options=options)
+    rows = engine.generate([*PROMPTS, PROMPTS[1]], max_new_tokens=16, sampling=sampling, ignore_eos=True)
+    return [list(row.token_ids) for row in rows]
+
+
+def preempted(loaded: tuple[TargetModel, Any], kv_memory: str) -> tuple[list[list[int]], int]:
+    """Tokens of rows that outgrow the memory together, and how often one lost its KV to others and began again."""
+    target, tokenizer = loaded
+    options = EngineOptions(batch_size=3, kv_memory=kv_memory)
+    engine = Engine.assemble(target, tokenizer, drafter="suffix", backend="ragged", budget="fixed", options=options)
+    rows = engine.generate([[4], [5], [6]], max_new_tokens=110, ignore_eos=True)
+    return [list(row.token_ids) for row in rows], engine.report.num_preempted
+
+
+def headed(loaded: tuple[TargetModel, Any], name: str, folder: Path) -> dict[str, list[Any]]:
+    """What the perfect target says, and how many drafted tokens of its perfect head it accepts, row by row."""
+    from emssd_eagle import EagleConfig
+    from emssd_eagle3 import Eagle3Config
+
+    target, tokenizer = loaded
+    config = {"eagle": EagleConfig, "eagle3": Eagle3Config}[name](path=str(folder / name))
+    options = EngineOptions(batch_size=2, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(target, tokenizer, drafter=config, backend="ragged", budget="fixed", options=options)
+    prompts = [[1, 3, 4], [1, 7, *(i % VOCAB for i in range(11))], [4, 4]]
+    rows = engine.generate(prompts, max_new_tokens=16, ignore_eos=True)
+    return {"tokens": [[*row.token_ids] for row in rows], "accepted": [row.num_accepted for row in rows]}
+
+
+def backends() -> dict[str, Any]:
+    """By name: ragged in C++ and in torch, and padded, with one padding and with two."""
+    from emssd_padded import PaddedConfig
+    from emssd_ragged import Kernels, RaggedConfig
+
+    return {
+        "fused": RaggedConfig(kernels=Kernels.fused),
+        "torch": RaggedConfig(kernels=Kernels.torch),
+        "padded": PaddedConfig(),
+        "unpad_kv": PaddedConfig(pad_kv=False),
+    }
+
+
+def cases(model: str) -> list[tuple[str, str, str]]:
+    """Drafter, backend and sampling of what is decoded with a model."""
+    if model != "llama":
+        return [("suffix", "fused", "sampled"), ("draft_model", "fused", "greedy"), ("tree", "padded", "sampled")]
+    every = [(name, "fused", sampling) for name in DRAFTERS for sampling in SAMPLING]
+    return [*every, *(("tree", backend, "greedy") for backend in ("torch", "padded", "unpad_kv"))]

@@ -1,0 +1,187 @@
+"""Tensor parallel decoding, on two processes that torchrun starts: tokens, refusals, and a process that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from emssd import Engine
+from emssd.data.sources import RandomConfig, random_prompts
+from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.jobs.config import RunConfig, changed_options
+from emssd.jobs.jobs import Jobs
+from emssd.model import load_model
+from emssd.model.parallel.plans import check_shards
+from emssd.plugins.registry import Registry
+from emssd.testing import tiny_model
+from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
+
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.current_accelerator() is not None, reason="two processes share a CPU only with a PyTorch for CPUs"
+)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SECONDS = 180
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name in MODELS:
+        for seed in (0, 1):
+            save(folder, name, seed=seed)
+    save_perfect(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(checkpoints: Path) -> dict[str, Any]:
+    """What two processes did."""
+    run = subprocess.run(
+        [*TORCHRUN, "-m", "tests.parallel.worker", str(checkpoints)], timeout=SECONDS, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    result: dict[str, Any] = json.loads((checkpoints / "found.json").read_text())
+    return result
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_give_the_tokens_of_one(model: str, checkpoints: Path, found: dict[str, Any]) -> None:
+    loaded = load_model(str(checkpoints / f"{model}-0"))
+    alone = {name: decoded(loaded, "none", "ragged", params) for name, params in SAMPLING.items()}
+    expected = {f"{model} {name} {backend} {how}": alone[how] for name, backend, how in cases(model)}
+    assert {name: tokens for name, tokens in found["tokens"].items() if name.startswith(f"{model} ")} == expected
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+def test_a_trained_head_drafts_as_well_for_a_spread_target(name: str, checkpoints: Path, found: dict[str, Any]) -> None:
+    alone = headed(load_model(str(checkpoints / "perfect")), name, checkpoints)
+    assert found["headed"][name] == alone
+    assert max(alone["accepted"]) > 3, "the head is perfect"
+
+
+@pytest.mark.torchrun
+def test_rows_that_lose_their_kv_begin_again_in_every_process(checkpoints: Path, found: dict[str, Any]) -> None:
+    alone, num_preempted = preempted(load_model(str(checkpoints / "llama-0")), "1MiB")
+    tokens, num_preempted_spread = found["preempted"]
+    assert (tokens, num_preempted) == (alone, 0)
+    assert num_preempted_spread > 0, "there was room for all rows"
+
+
+@pytest.mark.torchrun
+def test_each_process_holds_its_heads_and_refuses_what_needs_all(found: dict[str, Any]) -> None:
+    said = found["said"]
+    assert found["heads"] == [2], "OPT has four"
+    assert "process 1 was told something else than process 0" in said["told"]
+    assert "process 1 has computed other hidden states than process 0" in said["computed"]
+    assert "there is no such folder" in said["missing"]
+    assert "no drafter runs layers of the target" in said["borrowed"]
+    assert "Engine.from_pretrained(path, tensor_parallel=True)" in said["shard"]
+
+
+@pytest.mark.torchrun
+def test_a_killed_process_ends_the_others_and_finished_rows_are_kept(checkpoints: Path, tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    options = [
+        f"model.path={checkpoints / 'llama-0'}", "data=random", "data.num_tokens=16", "data.vocab_size=13",
+        "data.limit=4000", "max_new_tokens=100", "ignore_eos=true", "batch_size=2", "progress=false",
+        f"output_dir={job}", "model.tensor_parallel=true",
+    ]  # fmt: skip
+    command = [*TORCHRUN, "-m", "emssd", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        _wait_for(job / "generations.jsonl")
+        os.kill(_process_of(run.pid, rank=1), signal.SIGKILL)
+        output, _ = run.communicate(timeout=SECONDS)
+    assert run.returncode != 0
+    assert "another process of this tensor parallel run has ended" in output
+    assert f"resume=true output_dir={job} goes on from there" in output
+    assert "Traceback" not in output.partition("torch/distributed")[0], output
+    rows = {
+        row["id"]: row["token_ids"] for row in map(json.loads, (job / "generations.jsonl").read_text().splitlines())
+    }
+    prompts = random_prompts(RandomConfig(limit=4000, num_tokens=16, vocab_size=13))
+    kept = [prompt for prompt in prompts if prompt.prompt_id in rows]
+    engine = Engine.from_pretrained(str(checkpoints / "llama-0"), drafter="none")
+    alone = engine.generate([prompt.token_ids for prompt in kept], max_new_tokens=100, ignore_eos=True)
+    assert [rows[prompt.prompt_id] for prompt in kept] == [list(row.token_ids) for row in alone]
+
+
+def _wait_for(rows: Path) -> None:
+    """Until some rows are finished."""
+    end = time.monotonic() + SECONDS
+    while not rows.is_file() or rows.read_text().count("\n") < 2:
+        assert time.monotonic() < end, "no row was finished"
+        time.sleep(0.05)
+
+
+def _process_of(parent: int, rank: int) -> int:
+    import psutil
+
+    for child in psutil.Process(parent).children():
+        if child.environ().get("RANK") == str(rank):
+            return child.pid
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "size", "said"),
+    [
+        ("gpt2", {}, 2, "Transformers has no tensor parallel plan for it. Leave model.tensor_parallel out"),
+        ("llama", {}, 4, "it has 4 query heads and 2 key heads, and each process has to get equally many; take 2 proc"),
+        ("opt", {"num_attention_heads": 3, "hidden_size": 36}, 2, "take 3 processes"),
+        ("llama", {"num_key_value_heads": 1}, 2, "run it on one device"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(architecture: str, options: dict[str, Any], size: int, said: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_shards(tiny_model(architecture, **options).config, size)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compile": True}, "model.compile compiles a whole model"),
+        ({"device": "cuda:1"}, "every process takes its own"),
+        ({}, "torchrun --nproc-per-node 2 -m emssd"),
+        ({"tensor_parallel": False, "checksums": True}, "model.checksums compares the processes"),
+    ],
+)
+def test_options_that_cannot_go_together_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_model("demo", **{"tensor_parallel": True} | options)
+    assert said in str(caught.value)
+
+
+def test_a_job_may_go_on_with_other_processes() -> None:
+    alone = "model:\n  path: DIR\n"
+    spread = f"{alone}  tensor_parallel: true\n  checksums: true\n"
+    assert changed_options(alone, spread) == []
+    assert changed_options(alone, spread.replace("DIR", "OTHER")) == ["model.path"]
+
+
+def test_processes_that_would_all_decode_everything_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with closing(Jobs(Registry())) as jobs, pytest.raises(ConfigError, match=r"add model\.tensor_parallel=true"):
+        jobs.run(RunConfig(), "", Path("nowhere"))
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = tiny_model("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(
+        UnsupportedModelError, match=r"on several devices \(cpu, meta\), and emssd keeps the KV cache on"
+    ):
+        Engine.from_model(model, drafter="none")

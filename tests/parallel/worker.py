@@ -1,0 +1,107 @@
+"""One process of a tensor parallel run, started by torchrun: decodes every case, and process 0 writes what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from emssd import Engine
+from emssd.decoding.parallel import follow_unless_first
+from emssd.errors import EmssdError, GroupError
+from emssd.model import TargetModel, load_model
+from emssd.model.parallel import follower
+from emssd.model.parallel.group import Group, join
+from emssd.model.parallel.messages import Kind, Message, messages_of, words_of
+from emssd.plugins.registry import Registry
+from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
+
+_FIRST_TOKEN = 13  # of a step of three rows, in its words
+
+
+def plant_told(patch: pytest.MonkeyPatch) -> None:
+    """This process hears of another token than process 0 has said, once."""
+    hear = Group.hear
+
+    def other(group: Group) -> tuple[list[Message], Sequence[int]]:
+        messages, _ = hear(group)
+        for place, (kind, number, words) in enumerate(messages):
+            if kind is Kind.RUN and words[0] == 3:
+                assert words[2] <= words[1], "the words of a step begin otherwise"
+                changed = [*words]
+                changed[4 + 4 * words[0] + 1] = (changed[4 + 4 * words[0] + 1] + 1) % 13
+                messages[place] = Message(kind, number, changed)
+        words = words_of(messages)
+        return list(messages_of(words)), words
+
+    patch.setattr(Group, "hear", other)
+
+
+def plant_computed(patch: pytest.MonkeyPatch) -> None:
+    """A weight that all processes have is another one here, by its last bits."""
+    load = follower.load_shard
+
+    def other(*arguments: Any) -> tuple[TargetModel, Any]:
+        target, tokenizer = load(*arguments)
+        with torch.no_grad():
+            target.model.model.norm.weight.mul_(1 + 1e-15)
+        return target, tokenizer
+
+    patch.setattr(follower, "load_shard", other)
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {"told": plant_told, "computed": plant_computed}
+
+
+def follow() -> None:
+    """A process that is not the first: faults are planted here, one after the other; then none."""
+    for plant in PLANTED.values():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            with pytest.raises(GroupError):
+                follow_unless_first(Registry())
+        join().is_broken = False
+    follow_unless_first(Registry())
+
+
+def refused(act: Callable[[], Any]) -> str:
+    """What is said in the place of doing this."""
+    with pytest.raises(EmssdError) as caught:
+        act()
+    return str(caught.value)
+
+
+def main(folder: Path) -> None:
+    """Process 0."""
+    choices, said, found = backends(), dict[str, str](), dict[str, list[list[int]]]()
+    for name in PLANTED:
+        loaded = load_model(str(folder / "llama-0"), tensor_parallel=True, checksums=True)
+        said[name] = refused(lambda loaded=loaded: decoded(loaded, "none", "ragged", None))  # type: ignore[misc]
+        join().is_broken = False
+    said["missing"] = refused(lambda: load_model(str(folder / "nowhere"), tensor_parallel=True))
+    for model in MODELS:
+        loaded = load_model(str(folder / f"{model}-0"), tensor_parallel=True, checksums=model == "opt")
+        for name, backend, sampling in cases(model):
+            made = drafter(name, str(folder / model))
+            tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling])
+            found[f"{model} {name} {backend} {sampling}"] = tokens
+    again = preempted(load_model(str(folder / "llama-0"), tensor_parallel=True), "60KiB")
+    perfect = load_model(str(folder / "perfect"), tensor_parallel=True)
+    with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
+    said["borrowed"] = refused(lambda: decoded(loaded, "early_exit", "ragged", None))
+    said["shard"] = refused(lambda: Engine.from_model(loaded[0].model))
+    heads = {layer.num_kv_heads for layer in loaded[0].layers}
+    (folder / "found.json").write_text(
+        json.dumps({"tokens": found, "headed": with_heads, "preempted": again, "said": said, "heads": [*heads]})
+    )
+
+
+if __name__ == "__main__":
+    if join().rank:
+        follow()
+    main(Path(sys.argv[1]))
