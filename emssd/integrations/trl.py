@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Rollouts"]
 
-_OLDEST, _NEXT = (1, 16), (2, 0)  # versions of TRL, as in pyproject.toml
+_OLDEST, _NEXT = (1, 0), (2, 0)  # versions of TRL, as in pyproject.toml
+_OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
 _OPTIONS = [field.name for field in fields(EngineOptions)]
 
 
@@ -96,8 +97,6 @@ class Rollouts:
         model = _model_of(trainer)
         if trainer.tools:
             raise ConfigError("TRL answers the results of tools with a generate of its own; leave out rollout_func")
-        if trainer.use_vllm or trainer.use_transformers_continuous_batching:
-            raise ConfigError("emssd decodes in the place of other engines; leave out use_vllm and the like")
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
         if images is not None:
             raise ConfigError("emssd decodes text, and these prompts have images; leave out rollout_func")
@@ -127,8 +126,6 @@ class Rollouts:
             ConfigError: something of the trainer that cannot be honoured.
         """
         model = _model_of(trainer)
-        if getattr(trainer, "use_vllm", False) or getattr(trainer, "use_transformers_continuous_batching", False):
-            raise ConfigError("emssd decodes in the place of other engines; leave out use_vllm and the like")
         model.generate = partial(model.generate, custom_generate=partial(self._decode, None, trainer.processing_class))
         try:
             yield
@@ -169,9 +166,19 @@ class Rollouts:
         return _padded(input_ids, [each.token_ids for each in done], generation_config.pad_token_id or 0)
 
     def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
-        """The generations of `requests`, in their order."""
+        """The generations of `requests`, in their order.
+
+        Raises:
+            ConfigError: a row that may grow longer than the model takes.
+        """
         with training_flags_kept(model), _without_autocast(model):
             engine = self._engine(model, tokenizer, len(requests))
+            longest = max(len(each.prompt_ids) + each.max_new_tokens for each in requests)
+            if longest > engine.target.max_model_len:
+                raise ConfigError(
+                    f"the longest prompt and its completion are up to {longest} tokens, and this model takes "
+                    f"{engine.target.max_model_len}; lower max_completion_length, or leave out long prompts"
+                )
             done = {(each.request_id, each.sample): each for each in engine.run(requests)}
         self.report = engine.report
         return [done[request.prompt_id, request.sample] for request in requests]
@@ -189,10 +196,14 @@ def _model_of(trainer: Any) -> Any:
     """The model that `trainer` trains, as it generates with it.
 
     Raises:
-        ConfigError: this process does not have all of its weights, or emssd would not see all that is trained.
+        ConfigError: this process does not have all of its weights, emssd would not see all that is trained, or another
+            engine shall decode.
     """
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError("emssd needs the whole model in each process; train without FSDP and DeepSpeed")
+    for name in _OTHER_ENGINES:
+        if getattr(trainer, name, False):
+            raise ConfigError(f"emssd decodes in the place of other engines; leave out {name}")
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     adapter = getattr(model, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import runpy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +23,11 @@ from emssd.integrations import trl as module
 from emssd.integrations.trl import Rollouts
 from emssd.sampling import SamplingParams
 from emssd.testing.models import tiny_model
-from tests.cli.conftest import CHAT_TEMPLATE, byte_tokenizer
+from tests.cli.conftest import CHAT_TEMPLATE, byte_tokenizer, save_model
 from tests.support.sampling import sampled
 
 WHY = "TRL is not installed: nox -s trl, or pip install 'emssd[trl]'"
+ROOT = Path(__file__).resolve().parents[2]
 REMEMBERS = SuffixConfig(cache_tokens=10_000)
 PROMPTS = ["the same words, the same words, the same", "hello hello", "12 12 12 12 12 12"]
 NUM_NEW, NUM_SAMPLES = 16, 4
@@ -104,10 +109,11 @@ def test_what_is_decoded_is_the_model_as_it_is_now(change: Callable[[Any], None]
     rollouts, trainer = Rollouts(drafter=drafter, budget=FixedBudget()), stand_in(model, do_sample=False)
     before = rollouts(PROMPTS, trainer)
     change(model)
+    model.lm_head.eval()  # as a trainer may have it
     after = rollouts(PROMPTS, trainer)
+    assert [name for name, each in model.named_modules() if not each.training] == ["lm_head"]
     assert after["completion_ids"] != before["completion_ids"]
     assert after["completion_ids"] == [plainly(model, ids) for ids in after["prompt_ids"]]
-    assert all(module.training for module in model.modules())
 
 
 def test_rows_are_samples_that_share_a_prompt_and_their_log_probabilities_are_those_of_what_was_drawn() -> None:
@@ -158,6 +164,23 @@ def test_mixed_precision_is_left_for_the_time_of_a_rollout() -> None:
     assert model.forward is wrapped
 
 
+def test_the_cache_lives_as_long_as_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts, made = Rollouts(), list[Any]()
+    engine = rollouts._engine
+
+    def watched(*given: Any) -> Any:
+        made.append(weakref.ref((found := engine(*given)).runner.backend))
+        return found
+
+    monkeypatch.setattr(rollouts, "_engine", watched)
+    gc.disable()
+    try:
+        rollouts(PROMPTS, stand_in(make_model()))
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_within_generating_the_model_itself_decodes_so() -> None:
     model = make_model()
     trainer, rollouts = stand_in(model), Rollouts(drafter=REMEMBERS)
@@ -188,6 +211,7 @@ def test_options_that_cannot_be(options: dict[str, Any], error: type[Exception],
         ({"use_vllm": True}, "leave out use_vllm"),
         ({"tools": [print]}, "generate of its own"),
         ({"is_fsdp_enabled": True}, "train without FSDP"),
+        ({"_tokenize_prompts": lambda texts: ([[5] * 90], None, {})}, "up to 106 tokens, and this model takes 96"),
         ({"_tokenize_prompts": lambda texts: ([[1]], ["image"], {})}, "have images"),
     ],
 )
@@ -198,10 +222,10 @@ def test_trainers_that_cannot_be_served(changes: dict[str, Any], sentence: str) 
         Rollouts()(PROMPTS, trainer)
 
 
-@pytest.mark.parametrize("version", ["1.15.2", "2.0.0"])
+@pytest.mark.parametrize("version", ["0.29.1", "2.0.0"])
 def test_other_versions_are_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "version", lambda _: version)
-    with pytest.raises(ConfigError, match=f"TRL {version} is installed, and emssd needs one from 1.16"):
+    with pytest.raises(ConfigError, match=f"TRL {version} is installed, and emssd needs one from 1.0 to below 2.0"):
         Rollouts()
 
 
@@ -318,3 +342,26 @@ def test_messages_and_evaluation(tmp_path: Path) -> None:
     logs, shown, *_ = trained(tmp_path, "grpo", chats, REMEMBERS, max_steps=1)
     assert shown[0][0][0]["role"] == "assistant"
     assert logs[0]["completions/max_length"] <= NUM_NEW
+
+
+@pytest.mark.slow  # it loads and saves the demo's model as a trainer does
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl", reason=WHY)
+    monkeypatch.chdir(tmp_path)
+    trained = runpy.run_path(str(ROOT / "examples" / "trl_grpo.py"))
+    assert trained["trainer"].state.global_step == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_benchmark_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl", reason=WHY)
+    from benchmarks.trl_rollouts import main
+
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"question": f"{n} and {n} are", "answer": f"#### {2 * n}"}) for n in range(2)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    small = ["--questions", "2", "--epochs", "1", "--generations", "2", "--max-new-tokens", "8"]
+    rows = main(["--model", str(save_model(tmp_path / "model")), "--data", "questions.jsonl", *small])
+    assert [len(row["losses"]) for row in rows] == [1] * 4
+    assert rows[1]["losses"] == rows[3]["losses"]
