@@ -144,6 +144,14 @@ def tensor_parallel(session: nox.Session) -> None:
     session.run(BIN / "pytest", "tests/parallel", *session.posargs)
 
 
+@nox.session(venv_backend="venv", reuse_venv=True)
+def trl(session: nox.Session) -> None:
+    """Tests `emssd.integrations.trl` with the trainers of TRL, and with adapters of PEFT."""
+    _install_beside(session, "trl")
+    session.install("peft")
+    session.run("python", "-m", "pytest", "tests/models/test_trl.py", *session.posargs)
+
+
 def _install_beside(session: nox.Session, extra: str) -> None:
     """Install what `extra` asks for. The session's venv also sees the environment of nox, so torch is there."""
     asked = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"][extra]

@@ -58,7 +58,8 @@ def load_parts(
 
     Args:
         path: local folder, hub id, or ``demo`` for the embedded model.
-        drafter: a name such as ``"llma"``, a plugin's config such as ``LLMAConfig(copy_length=10)``, or a `Drafter`.
+        drafter: a name such as ``"llma"``, a plugin's config such as ``LLMAConfig(copy_length=10)``, a `Drafter`, or a
+            list of them, asked in turn.
         backend: a name or a plugin's config.
         budget: a name, a plugin's config, or a `BudgetPolicy`.
         dtype, device, max_model_len, compile: see `emssd.model.load_model`.
@@ -70,7 +71,7 @@ def load_parts(
     """
     chosen, registry = _options(options), Registry()
     # All names are looked up before the weights are loaded.
-    for kind, choice, ready in (("drafter", drafter, Drafter), ("budget", budget, BudgetPolicy)):
+    for kind, choice, ready in (("drafter", drafter, (Drafter, list)), ("budget", budget, BudgetPolicy)):
         if not isinstance(choice, ready):
             registry.resolve(kind, choice)
     registry.resolve("backend", backend)
@@ -125,7 +126,7 @@ def make_parts(
     registry, options = registry or Registry(), options or EngineOptions()
     caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
     drafter_name = budget_name = None
-    if not isinstance(drafter, Drafter):
+    if not isinstance(drafter, (Drafter, list)):
         plugin, config = registry.resolve("drafter", drafter)
         drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"
         drafter = registry.build(

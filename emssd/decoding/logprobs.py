@@ -10,6 +10,8 @@ from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.verify import Verification
 from emssd.drafting import Draft
 from emssd.metrics.timing import phase
+from emssd.sampling.choice import Node, alike
+from emssd.sampling.processing import processed
 from emssd.sequences import Batch, Sequence, TokenLogprob
 
 __all__ = ["token_logprobs"]
@@ -33,12 +35,14 @@ def token_logprobs(
     if all(width is None for width in widths):
         return ([],) * len(widths)
     places, tokens, deepest = list[int](), list[int](), max(width or 0 for width in widths)
-    for row, width in enumerate(widths):
+    nodes = list[Node | None]()
+    for row, (sequence, width) in enumerate(zip(batch, widths, strict=True)):
         if width is not None:
-            start, nodes = draft.indptr[row] + row, verification.accepted[row]
-            places += [start, *(start + 1 + node for node in nodes)]
-            tokens += verification.new_tokens[row]
-    found = iter(_found(logits, places, tokens, deepest))
+            start, new = draft.indptr[row] + row, verification.new_tokens[row]
+            places += [start, *(start + 1 + node for node in verification.accepted[row])]
+            tokens += new
+            nodes += _nodes(sequence, new)
+    found = iter(_found(logits, places, tokens, nodes, deepest))
     return tuple(
         [] if width is None else [_told(token, next(found), width, deepest) for token in new]
         for width, new in zip(widths, verification.new_tokens, strict=True)
@@ -50,18 +54,42 @@ def _width(row: Sequence) -> int | None:
     return None if row.request.sampling is None else row.request.sampling.logprobs
 
 
-def _found(logits: torch.Tensor, places: list[int], tokens: list[int], width: int) -> list[list[float]]:
+def _nodes(row: Sequence, new: Seq[int]) -> list[Node | None]:
+    """Where each token of `new` was chosen; ``None`` for a row that wants the model's own log-probabilities."""
+    params = row.request.sampling
+    if params is None or not params.processed_logprobs or params.is_greedy:
+        return [None] * len(new)
+    if not params.reads_prefix:
+        return [Node(params)] * len(new)
+    num_prompt = len(row.request.prompt_ids)
+    return [Node(params, prefix=[*row.tokens, *new[:count]], num_prompt=num_prompt) for count in range(len(new))]
+
+
+def _found(
+    logits: torch.Tensor, places: list[int], tokens: list[int], nodes: list[Node | None], width: int
+) -> list[list[float]]:
     """``[n][1 + 2 width]``: for each token, chosen at a row of `logits`, its own, the best ids, and theirs."""
     num_together = max(1, _BLOCK // logits.shape[1])
     parts = []
     for start in range(0, len(places), num_together):
         rows, own = (on_device(each[start : start + num_together], logits.device) for each in (places, tokens))
-        shares = logits[rows].double().log_softmax(dim=-1)
+        shares = _scores(logits[rows], nodes[start : start + num_together]).log_softmax(dim=-1)
         best, ids = shares.topk(width, dim=-1)
         parts.append(torch.cat([shares.gather(1, own.unsqueeze(1)), ids.double(), best], dim=1))
     numbers: Seq[float] = to_host(torch.cat(parts).flatten())
     size = 1 + 2 * width
     return [list(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+
+
+def _scores(logits: torch.Tensor, nodes: list[Node | None]) -> torch.Tensor:
+    """``[n, vocab]`` float64: the `logits`, processed where there is a node."""
+    scores = logits.double()
+    known = [(place, node) for place, node in enumerate(nodes) if node is not None]
+    for block in alike([node for _, node in known], range(len(known)), logits.shape[1]):
+        index, own = on_device([known[each][0] for each in block], logits.device), [known[each][1] for each in block]
+        prefixes, lengths = [node.prefix for node in own], [node.num_prompt for node in own]
+        scores[index] = processed(logits[index], own[0].params, prefixes, lengths)
+    return scores
 
 
 def _told(token: int, numbers: list[float], width: int, deepest: int) -> TokenLogprob:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from emssd.decoding.engine import Engine
     from emssd.sequences import Generation, Request
 
-__all__ = ["check_inputs", "custom_generate", "prompts_of"]
+__all__ = ["check_inputs", "custom_generate", "prompts_of", "training_flags_kept"]
 
 # What `generate` itself hands on; each is checked or without influence on the tokens.
 _MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -89,7 +89,7 @@ def custom_generate(
     max_new_tokens = max_length - input_ids.shape[1]
     if max_new_tokens < 1:
         raise ConfigError(f"max_length leaves no room for new tokens beside inputs of {input_ids.shape[1]} tokens")
-    with _training_flags_kept(model):
+    with training_flags_kept(model):
         engine = Engine.from_model(
             model, draft_tokenizer, drafter=drafter, backend=backend, budget=budget, batch_size=len(prompts)
         )
@@ -189,7 +189,7 @@ def prompts_of(
 
 
 @contextmanager
-def _training_flags_kept(model: PreTrainedModel) -> Iterator[None]:
+def training_flags_kept(model: PreTrainedModel) -> Iterator[None]:
     """An engine switches its model to evaluation for good; whoever calls `generate` in training wants it back."""
     before = [(module, module.training) for module in model.modules()]
     try:

@@ -11,7 +11,13 @@ from emssd.errors import ConfigError, did_you_mean
 
 __all__ = ["SamplingMethod", "SamplingParams"]
 
-_NOT_PROCESSING = ("logit_bias", "seed", "n", "logprobs")  # the first is added apart, as a value that can be hashed
+_NOT_PROCESSING = (
+    "logit_bias",
+    "seed",
+    "n",
+    "logprobs",
+    "processed_logprobs",
+)  # the first is added apart, as a value that can be hashed
 _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range of their numbers
 
 
@@ -48,6 +54,7 @@ class SamplingParams:
         n: how many texts are drawn for a prompt. Each is what it would be if it were drawn alone.
         logprobs: give each new token's log-probability, and those of so many of the most probable tokens. They are the
             model's own: of its logits as it gives them, before anything on this list. ``None`` gives none.
+        processed_logprobs: `logprobs` are those of the distribution that tokens are drawn from, after all of the above.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -67,6 +74,7 @@ class SamplingParams:
     seed: int = 0
     n: int = 1
     logprobs: int | None = None
+    processed_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self._check_number("temperature", lambda t: t == 0 or t >= _COLDEST, f"it must be 0 or at least {_COLDEST}")

@@ -50,6 +50,7 @@ QUOTED = {  # files that a test runs, or nox -s docs
     "examples/similar_places.py",
     "examples/hf_generate.py",
     "examples/ray_data.py",
+    "examples/trl_grpo.py",
     "examples/plugins/bigram/emssd_bigram/__init__.py",
     "examples/plugins/bigram/emssd_bigram/drafter.py",
     "examples/plugins/bigram/tests/test_bigram.py",

@@ -34,6 +34,11 @@ KINDS = [
     SamplingParams(temperature=0, no_repeat_ngram_size=2, logprobs=1),
     HOT,
     None,
+    dataclasses.replace(HOT, top_k=4, logprobs=2, processed_logprobs=True),
+    SamplingParams(
+        temperature=0.7, repetition_penalty=1.5, frequency_penalty=0.3, logprobs=VOCAB, processed_logprobs=True
+    ),
+    SamplingParams(temperature=0, logprobs=1, processed_logprobs=True),
 ]
 
 
@@ -48,7 +53,7 @@ def target() -> TargetModel:
 
 
 @cache
-def shares_behind(tokens: tuple[int, ...]) -> list[float]:
+def logits_behind(tokens: tuple[int, ...]) -> list[float]:
     """The whole text again. By SDPA, as Transformers' eager attention takes its softmax in float32."""
     model: Any = target().model
     before, model.config._attn_implementation = model.config._attn_implementation, "sdpa"
@@ -58,7 +63,17 @@ def shares_behind(tokens: tuple[int, ...]) -> list[float]:
     finally:
         model.config._attn_implementation = before
     assert logits.dtype is torch.float64
-    shares: list[float] = logits.log_softmax(0).tolist()
+    found: list[float] = logits.tolist()
+    return found
+
+
+def shares_behind(done: Generation, place: int, params: SamplingParams) -> list[float]:
+    """The log-softmax of the model's own logits, or of what is drawn from."""
+    before = (*done.prompt_ids, *done.token_ids[:place])
+    logits = logits_behind(before)
+    if params.processed_logprobs:
+        logits = reference.scores(logits, params, before, len(done.prompt_ids))
+    shares: list[float] = torch.tensor(logits, dtype=torch.float64).log_softmax(0).tolist()
     return shares
 
 
@@ -89,7 +104,7 @@ def check(done: Generation, params: SamplingParams | None) -> None:
     assert done.logprobs is not None
     assert tuple(each.token_id for each in done.logprobs) == done.token_ids
     for place, each in enumerate(done.logprobs):
-        expected = shares_behind((*done.prompt_ids, *done.token_ids[:place]))
+        expected = shares_behind(done, place, params)
         assert abs(each.logprob - expected[each.token_id]) <= TOLERANCE
         assert len(each.top) == params.logprobs
         assert all(abs(share - expected[token]) <= TOLERANCE for token, share in each.top)
@@ -159,7 +174,7 @@ def test_nothing_is_computed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("log-probabilities that nobody wants")
 
     monkeypatch.setattr(module, "_found", found)
-    for done in make_engine(RandomDrafter(VOCAB, 4)).run(requests()[4:]):
+    for done in make_engine(RandomDrafter(VOCAB, 4)).run(requests()[4:6]):
         assert done.logprobs is None
 
 

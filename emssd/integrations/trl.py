@@ -1,0 +1,254 @@
+"""`Rollouts`: the trainers of TRL sample their completions with emssd, from the model that they train."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.decoding.assembly import parts_around
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
+from emssd.drafting import BudgetPolicy, Drafter
+from emssd.errors import ConfigError, did_you_mean
+from emssd.integrations.hf import check_inputs, prompts_of, training_flags_kept
+from emssd.integrations.hf_criteria import limits
+from emssd.integrations.hf_options import check_config, check_processors, sampling_of
+from emssd.metrics.stats import RunReport
+from emssd.model.replaced import replaced_forward
+from emssd.plugins.registry import Registry
+from emssd.sampling import SamplingParams
+from emssd.sequences import Generation, Request
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+__all__ = ["Rollouts"]
+
+_OLDEST, _NEXT = (1, 0), (2, 0)  # versions of TRL, as in pyproject.toml
+_OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
+_OPTIONS = [field.name for field in fields(EngineOptions)]
+
+
+class Rollouts:
+    """Decodes the completions that a trainer learns from: the same ones whatever drafts.
+
+    ``GRPOTrainer(…, rollout_func=Rollouts())`` is all there is to do. A trainer that has no such argument calls its
+    model's ``generate``: see `generating`.
+
+    The engine runs the trainer's own model, in evaluation mode and without a copy of weights, so that there is nothing
+    to synchronise. Its KV cache lives as long as one rollout; drafter and budget policy live as long as this object,
+    so a drafter that remembers texts drafts from those of earlier rollouts. Seeds come from PyTorch's global
+    generator, which the trainer seeds.
+
+    Args:
+        drafter, backend, budget: as in `Engine.from_model`.
+        options: fields of `emssd.decoding.options.EngineOptions`. By default, ``batch_size`` is all rows of a rollout.
+
+    Attributes:
+        report: of the last rollout; ``None`` before the first.
+
+    Raises:
+        ConfigError: an option that cannot be, or a version of TRL that this was not tested with.
+        PluginError: there is no such plugin.
+    """
+
+    def __init__(
+        self, drafter: Any = DEFAULT_DRAFTER, backend: Any = "ragged", budget: Any = "adaptive", **options: Any
+    ) -> None:
+        _check_version()
+        for name in options:
+            if name == "compile":
+                raise ConfigError("a compiled program has copies of weights that training changes; leave compile out")
+            if name not in _OPTIONS:
+                guess = did_you_mean(name, _OPTIONS) or "."
+                raise ConfigError(f"unknown option {name!r}{guess} Rollouts takes {', '.join(_OPTIONS)}")
+        registry = Registry()
+        for kind, choice, ready in (("drafter", drafter, Drafter), ("budget", budget, BudgetPolicy)):
+            if not isinstance(choice, ready):
+                registry.resolve(kind, choice)
+        registry.resolve("backend", backend)
+        self.report: RunReport | None = None
+        self._asked, self._backend, self._options = (drafter, budget), backend, options
+        self._drafter, self._budget = drafter, budget  # from the first rollout on, what was made of these
+        self._made_for: PreTrainedModel | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """One completion of each prompt, as `GRPOTrainer` wants them of its ``rollout_func``.
+
+        Args:
+            prompts: texts, or lists of messages; equal ones are samples of one prompt, which is computed once.
+            trainer: whose model, tokenizer and sampling options count.
+
+        Returns:
+            By prompt ``prompt_ids``, ``completion_ids`` (an EOS included), and ``logprobs``, those of the completion's
+            tokens in the distribution that they were drawn from.
+
+        Raises:
+            ConfigError: something of the trainer that cannot be honoured.
+        """
+        model = _model_of(trainer)
+        if trainer.tools:
+            raise ConfigError("TRL answers the results of tools with a generate of its own; leave out rollout_func")
+        prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
+        if images is not None:
+            raise ConfigError("emssd decodes text, and these prompts have images; leave out rollout_func")
+        width = max(map(len, prompt_ids))
+        pad = trainer.generation_config.pad_token_id or 0
+        rows = [[pad] * (width - len(ids)) + list(ids) for ids in prompt_ids]
+        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
+        found: list[Generation] = []
+        with torch.no_grad():
+            model.generate(
+                input_ids=torch.tensor(rows, device=trainer.accelerator.device),
+                attention_mask=torch.tensor(mask, device=trainer.accelerator.device),
+                generation_config=trainer.generation_config,
+                custom_generate=partial(self._decode, found, trainer.processing_class),
+            )
+        return {
+            "prompt_ids": [list(ids) for ids in prompt_ids],
+            "completion_ids": [list(each.token_ids) for each in found],
+            "logprobs": [[token.logprob for token in each.logprobs or ()] for each in found],
+        }
+
+    @contextmanager
+    def generating(self, trainer: Any) -> Iterator[None]:
+        """Within, the model of `trainer` generates with emssd: for trainers that call it, as `OnlineDPOTrainer` does.
+
+        Raises:
+            ConfigError: something of the trainer that cannot be honoured.
+        """
+        model = _model_of(trainer)
+        model.generate = partial(model.generate, custom_generate=partial(self._decode, None, trainer.processing_class))
+        try:
+            yield
+        finally:
+            del model.generate
+
+    def _decode(
+        self,
+        found: list[Generation] | None,
+        tokenizer: Any,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: GenerationConfig | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        """What ``generate`` calls: ``[B, n + new]`` for ``input_ids [B, n]``; fills `found`, with log-probabilities."""
+        assert generation_config is not None
+        check_config(generation_config)
+        check_inputs(model_kwargs)
+        max_length, eos, others = limits(generation_config, stopping_criteria)
+        if others or (generation_config.num_return_sequences or 1) > 1:
+            raise ConfigError("a rollout ends at EOS and lengths, and has one text a row; leave other options out")
+        prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+        width = input_ids.shape[1]
+        check_processors(generation_config, logits_processor, [width - len(ids) for ids in prompts], width)
+        sampling = sampling_of(generation_config, None)
+        if found is not None:
+            sampling = replace(sampling or SamplingParams(temperature=0.0), logprobs=0, processed_logprobs=True)
+        requests = [
+            Request(str(row), ids, max_length - width, frozenset(eos), None, sampling, str(prompts.index(ids)), sample)
+            for row, (ids, sample) in enumerate(zip(prompts, _sample_numbers(prompts), strict=True))
+        ]
+        done = self._run(model, tokenizer, requests)
+        if found is not None:
+            found += done
+        return _padded(input_ids, [each.token_ids for each in done], generation_config.pad_token_id or 0)
+
+    def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
+        """The generations of `requests`, in their order.
+
+        Raises:
+            ConfigError: a row that may grow longer than the model takes.
+        """
+        with training_flags_kept(model), _without_autocast(model):
+            engine = self._engine(model, tokenizer, len(requests))
+            longest = max(len(each.prompt_ids) + each.max_new_tokens for each in requests)
+            if longest > engine.target.max_model_len:
+                raise ConfigError(
+                    f"the longest prompt and its completion are up to {longest} tokens, and this model takes "
+                    f"{engine.target.max_model_len}; lower max_completion_length, or leave out long prompts"
+                )
+            done = {(each.request_id, each.sample): each for each in engine.run(requests)}
+        self.report = engine.report
+        return [done[request.prompt_id, request.sample] for request in requests]
+
+    def _engine(self, model: PreTrainedModel, tokenizer: Any, num_rows: int) -> Engine:
+        """A new engine around `model` as it is now, with the drafter and the budget policy of those before."""
+        options = {"batch_size": num_rows, "backend": self._backend} | self._options
+        if self._made_for is not model:
+            parts = parts_around(model, tokenizer, drafter=self._asked[0], budget=self._asked[1], **options)
+            self._drafter, self._budget, self._made_for = parts.drafter, parts.budget, model
+        return Engine.from_model(model, tokenizer, drafter=self._drafter, budget=self._budget, **options)
+
+
+def _model_of(trainer: Any) -> Any:
+    """The model that `trainer` trains, as it generates with it.
+
+    Raises:
+        ConfigError: this process does not have all of its weights, emssd would not see all that is trained, or another
+            engine shall decode.
+    """
+    if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
+        raise ConfigError("emssd needs the whole model in each process; train without FSDP and DeepSpeed")
+    for name in _OTHER_ENGINES:
+        if getattr(trainer, name, False):
+            raise ConfigError(f"emssd decodes in the place of other engines; leave out {name}")
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        raise ConfigError(f"emssd does not see the learned prompts of {adapter.peft_type.value}; use LoRA, say")
+    return model
+
+
+@contextmanager
+def _without_autocast(model: PreTrainedModel) -> Iterator[None]:
+    """Within, `model` computes in the precision of its weights, which is what its KV cache is made for.
+
+    For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
+    """
+    before = vars(model).get("_original_forward")
+    plain = nullcontext() if before is None else replaced_forward(model, before)
+    with torch.autocast(model.device.type, enabled=False), plain:
+        yield
+
+
+def _sample_numbers(prompts: Iterable[tuple[int, ...]]) -> Iterator[int]:
+    """How often each prompt was there before: which of its samples a row is."""
+    seen = Counter[tuple[int, ...]]()
+    for prompt in prompts:
+        yield seen[prompt]
+        seen[prompt] += 1
+
+
+def _padded(input_ids: torch.Tensor, new: Seq[Seq[int]], pad: int) -> torch.Tensor:
+    """``[B, n + longest]``: ``input_ids [B, n]`` and the `new` tokens of each row, padded on the right."""
+    output = input_ids.new_full((len(new), max(map(len, new))), pad)
+    for row, tokens in enumerate(new):
+        output[row, : len(tokens)] = torch.tensor(tokens, device=output.device)
+    return torch.cat([input_ids, output], dim=1)
+
+
+def _check_version() -> None:
+    """Make sure that TRL is there, in a version that this was tested with.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    oldest, after = (".".join(map(str, each)) for each in (_OLDEST, _NEXT))
+    try:
+        found = version("trl")
+    except PackageNotFoundError:
+        raise ConfigError("this needs TRL: pip install 'emssd[trl]'") from None
+    if not _OLDEST <= tuple(int(part) for part in found.split(".")[:2]) < _NEXT:
+        raise ConfigError(f"TRL {found} is installed, and emssd needs one from {oldest} to below {after}")
