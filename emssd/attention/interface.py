@@ -32,6 +32,9 @@ class LayerSpec:
         scale: factor of ``q · k``. OPT scales its queries itself and has 1.0 here.
         sliding_window: a token sees this many of the latest positions, its own included; ``None`` for all.
         softcap: scores become ``softcap * tanh(scores / softcap)``; ``None`` for no cap.
+        sinks: ``[num_qo_heads]`` attention sinks: for each head the score of one more key that every token sees, and
+            whose value is zero (Xiao et al. 2023, arXiv 2309.17453; as learnt numbers in gpt-oss). It is neither
+            scaled nor capped. ``None`` for no such key.
     """
 
     num_qo_heads: int
@@ -41,6 +44,7 @@ class LayerSpec:
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,11 @@ class KVCacheSpec:
     continuous: bool = False
     trees: bool = False
     prefix_caching: bool = False
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether any layer has attention sinks."""
+        return any(layer.sinks is not None for layer in self.layers)
 
     def bytes_per_token(self) -> int:
         """Bytes of KV that one token takes over all layers."""
@@ -159,10 +168,12 @@ class AttentionBackend(ABC):
 
     Attributes:
         takes_trees: whether `plan` takes rows that end with token trees, and `commit` moves KV.
+        takes_sinks: whether it computes `LayerSpec.sinks`.
         prefix_unit: KV is shared by so many tokens; 0 if it is not shared. Of use after `allocate`.
     """
 
     takes_trees: bool = False
+    takes_sinks: bool = False
     prefix_unit: int = 0
 
     @abstractmethod

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from emssd.attention.interface import LayerSpec
 from emssd.attention.seen import mended
 
-__all__ = ["additive_mask", "masked_attention"]
+__all__ = ["additive_mask", "masked_attention", "weights_of"]
 
 _SLOW_ALONE = (torch.bfloat16, torch.float16)
 
@@ -32,7 +32,7 @@ def masked_attention(
     *,
     checked: bool = True,
 ) -> torch.Tensor:
-    """Dense attention under a mask, with grouped heads, the layer's scale and soft-cap, on any device and in any dtype.
+    """Dense attention under a mask, with all rules of the layer but its window, on any device and in any dtype.
 
     Args:
         query: ``[b, n, num_qo_heads, key_dim]``.
@@ -58,14 +58,24 @@ def _attend(
         return _attend(query.repeat(1, 2, 1, 1), key, value, mask.expand(-1, 2, -1), layer)[:, :1]
     query, key, value, mask = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask.unsqueeze(1)
     grouped = layer.num_qo_heads != layer.num_kv_heads
-    if layer.softcap is None:
+    if layer.softcap is None and layer.sinks is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=layer.scale, enable_gqa=grouped)
         return out.transpose(1, 2)
     if grouped:
         groups = layer.num_qo_heads // layer.num_kv_heads
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = torch.matmul(query, key.transpose(2, 3)) * layer.scale
-    scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
     wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores + mask, dim=-1, dtype=wide).to(query.dtype)
+    weights = weights_of(scores + mask, layer, wide).to(query.dtype)
     return torch.matmul(weights, value).transpose(1, 2)
+
+
+def weights_of(scores: torch.Tensor, layer: LayerSpec, dtype: torch.dtype) -> torch.Tensor:
+    """Attention weights ``[…, num_qo_heads, n, m]`` of scores of that shape, computed in `dtype`, sinks left out."""
+    if layer.sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=dtype)
+    sinks = torch.tensor(layer.sinks, dtype=dtype, device=scores.device).view(-1, 1, 1)
+    with_sinks = torch.cat([scores.to(dtype), sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    return torch.softmax(with_sinks, dim=-1)[..., :-1]

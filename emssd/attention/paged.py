@@ -26,9 +26,11 @@ class PagedKernels(ABC):
 
     Attributes:
         takes_trees: whether `plan` takes rows that end with token trees.
+        takes_sinks: whether they compute `LayerSpec.sinks`.
     """
 
     takes_trees: bool = False
+    takes_sinks: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
@@ -93,6 +95,11 @@ class PagedBackend(AttentionBackend):
         """Whether any of its kernels take rows that end with token trees."""
         return any(kernels.takes_trees for kernels in self._choice)
 
+    @property
+    def takes_sinks(self) -> bool:  # type: ignore[override]  # read-only: that of its kernels
+        """Whether any of its kernels compute attention sinks."""
+        return any(kernels.takes_sinks for kernels in self._choice)
+
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         return self._serving(spec).unsupported(spec, self._table.page_size)
 
@@ -151,7 +158,12 @@ class PagedBackend(AttentionBackend):
 
     def _serving(self, spec: KVCacheSpec) -> PagedKernels:
         """The first kernels that can serve `spec`; the last if none can."""
-        *first, last = [each for each in self._choice if each.takes_trees or not spec.trees] or self._choice
+        able = [
+            each
+            for each in self._choice
+            if (each.takes_trees or not spec.trees) and (each.takes_sinks or not spec.has_sinks)
+        ]
+        *first, last = able or self._choice
         return next((each for each in first if not each.unsupported(spec, self._table.page_size)), last)
 
     def _move(self, kept: Kept) -> None:

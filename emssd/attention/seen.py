@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from emssd.attention.interface import LayerSpec
@@ -72,6 +73,12 @@ def _by_hand(
     scores = query @ key.mT * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * (scores / layer.softcap).tanh()
+    if layer.sinks is not None:
+        scores = torch.cat(
+            [scores, scores.new_tensor(layer.sinks).view(-1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1
+        )
+        seen = F.pad(seen, (0, 1), value=True)
+        value = F.pad(value, (0, 0, 0, 1))
     weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
     out = weights @ value.nan_to_num(0.0, 0.0, 0.0)
     sees_bad = seen.to(wide) @ (~value.isfinite()).to(wide) > 0  # element by element, [heads, n, dim]

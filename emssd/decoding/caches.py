@@ -141,6 +141,8 @@ def _unsupported(backend: AttentionBackend, spec: KVCacheSpec, owner: str) -> li
     with guarded(owner, "unsupported"):
         if spec.trees and not backend.takes_trees:
             return ["it takes no token trees, and the drafter drafts them"]
+        if spec.has_sinks and not backend.takes_sinks:
+            return ["it computes no attention sinks, and the model has them"]
         reasons = backend.unsupported(spec)
         if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
             raise PluginError(f"unsupported of {owner} returned {reasons!r}; give a list of sentences")

@@ -23,12 +23,14 @@ class Lent:
         sizes: of the target.
         spec: what the target's KV cache has to hold.
         make_cache: gives the head's KV cache.
+        compile: whether the target runs as a compiled program, and the head is to do so, too.
     """
 
     target: BorrowedTarget
     sizes: TargetSizes
     spec: KVCacheSpec
     make_cache: Callable[[KVCacheSpec], AttentionBackend]
+    compile: bool = False
 
     @classmethod
     def by(cls, context: DrafterContext, drafter: str) -> Lent:
@@ -42,4 +44,5 @@ class Lent:
             raise ConfigError(
                 f"drafter={drafter} reads hidden states of the target, and there is no model to take them of"
             )
-        return cls(target, TargetSizes(context.vocab_size, target.hidden_size, target.num_layers), spec, make_cache)
+        sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers)
+        return cls(target, sizes, spec, make_cache, target.is_compiled)

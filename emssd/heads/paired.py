@@ -27,7 +27,7 @@ from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 
-__all__ = ["Level", "PairedDrafter", "PairedRow", "nodes_of"]
+__all__ = ["Level", "Outputs", "PairedDrafter", "PairedRow", "nodes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,9 @@ class PairedRow:
 
 Level = list[tuple[PairedRow, list[Expansion]]]
 """What is expanded in one pass: nodes of each row."""
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+"""Of a pass, hidden states ``[R, hidden]`` and logits ``[R, draft_vocab_size]`` behind its ``logit_rows``."""
 
 
 class PairedDrafter(Drafter):
@@ -73,7 +76,8 @@ class PairedDrafter(Drafter):
         self.hidden_layers, self.drafts_trees = tuple(layers), shape.width > 1
         self.num_speculative_tokens = shape.num_nodes
         spec = replace(head.kv_cache_spec(lent.spec), trees=self.drafts_trees)
-        self._head, self._runner, self._max_len = head, HeadRunner(head, lent.make_cache(spec)), spec.max_model_len
+        self._head, self._max_len = head, spec.max_model_len
+        self._runner = HeadRunner(head, lent.make_cache(spec), compile=lent.compile)
         self._target, self._shape = lent.target, shape
         self._pairs: dict[str, KnownStates] = {}
 
@@ -82,12 +86,12 @@ class PairedDrafter(Drafter):
         if not rows:
             return Draft.empty(len(batch))
         level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
-        outputs = self._catch_up(rows)
-        self._grow(level, outputs)
+        hidden, logits = self._catch_up(rows)
+        self._grow(level, logits)
         while following := self._next_level(rows):
-            outputs = self._compute(following, level, outputs)
+            hidden, logits = self._compute(following, level, hidden)
             level = following
-            self._grow(level, outputs)
+            self._grow(level, logits)
         self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.pairs.num_used for row in rows)))
         trees = {row.request_id: row.tree for row in rows}
         draft = joined_best([trees.get(row.request_id) for row in batch])
@@ -128,8 +132,8 @@ class PairedDrafter(Drafter):
         fitting = with_room(self._runner.fits, held, wanted)
         return [row for row, fits in zip(rows, fitting, strict=True) if fits]
 
-    def _catch_up(self, rows: Seq[PairedRow]) -> torch.Tensor:
-        """Compute all pairs that are not cached. Returns the output behind the last of each row, ``[r, hidden]``."""
+    def _catch_up(self, rows: Seq[PairedRow]) -> Outputs:
+        """Compute all pairs that are not cached. Returns the outputs behind the last of each row."""
         features = [row.pairs.new(row.tree.num_tokens) for row in rows]
         lengths, token_ids = [len(new) for new in features], list[int]()
         for row, length in zip(rows, lengths, strict=True):
@@ -137,10 +141,10 @@ class PairedDrafter(Drafter):
         packed = pack_nodes(
             [row.request_id for row in rows], torch.tensor(token_ids), lengths, [row.tree.num_tokens for row in rows]
         )
-        outputs = self._run(packed, torch.cat(features))
+        outputs = self._run(replace(packed, logit_rows=torch.tensor(packed.qo_indptr[1:]) - 1), torch.cat(features))
         for row in rows:
             row.pairs.used(row.tree.num_tokens)
-        return outputs[on_device([stop - 1 for stop in packed.qo_indptr[1:]], outputs.device)]
+        return outputs
 
     def _next_level(self, rows: Seq[PairedRow]) -> Level:
         """The rows that are not done, with the nodes to expand."""
@@ -153,13 +157,13 @@ class PairedDrafter(Drafter):
                 level.append((row, expansions))
         return level
 
-    def _compute(self, level: Level, before: Level, outputs: torch.Tensor) -> torch.Tensor:
-        """Compute the nodes of a level. Returns the output behind each, ``[n, hidden]``.
+    def _compute(self, level: Level, before: Level, hidden: torch.Tensor) -> Outputs:
+        """Compute the nodes of a level. Returns the outputs behind each.
 
         Args:
             level: whose nodes are children of nodes of the level before.
             before: that level.
-            outputs: behind its nodes.
+            hidden: behind its nodes.
         """
         places = {(row.request_id, node): place for place, (row, node) in enumerate(nodes_of(before))}
         nodes = list(nodes_of(level))
@@ -171,18 +175,20 @@ class PairedDrafter(Drafter):
             [row.tree.cached_parents() for row, _ in level],
         )
         parents = [places[row.request_id, row.tree.parents[node]] for row, node in nodes]
-        return self._run(packed, outputs[on_device(parents, outputs.device)])
+        return self._run(packed, hidden[on_device(parents, hidden.device)])
 
-    def _run(self, packed: PackedInputs, features: torch.Tensor) -> torch.Tensor:
-        """The outputs ``[nnz, hidden]`` behind tokens that stand beside ``features [nnz, hidden]``."""
+    def _run(self, packed: PackedInputs, features: torch.Tensor) -> Outputs:
+        """The outputs behind tokens that stand beside ``features [nnz, hidden]``."""
         embeds = self._head.embed(packed.input_ids.to(features.device), self._target.embed)
-        return self._runner.run(packed, torch.cat([embeds, features], dim=-1))
+        inputs = torch.cat([embeds, features], dim=-1)
+        return self._runner.run_to_logits(
+            packed, inputs, lambda hidden: self._head.logits(hidden, self._target.project)
+        )
 
-    def _grow(self, level: Level, outputs: torch.Tensor) -> None:
-        """Give each node of a level its children, from the head's ``outputs [n, hidden]`` behind them."""
+    def _grow(self, level: Level, logits: torch.Tensor) -> None:
+        """Give each node of a level its children, from the head's ``logits [n, draft_vocab_size]`` behind them."""
         paths = [(row.node, row.tree.path(node)) for row, node in nodes_of(level)]
         nodes = [behind(first, len(path), path) for first, path in paths]
-        logits = self._head.logits(outputs, self._target.project)
         tokens, log_probs = head_choices(
             logits,
             nodes,

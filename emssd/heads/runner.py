@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs
+from emssd.heads.compiled import compiled_head
 from emssd.heads.layers import Attend
 from emssd.metrics.timing import phase
 
@@ -36,6 +37,13 @@ class Head(nn.Module, ABC):
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states ``[b, n, hidden_size]`` of ``inputs [b, n, input_size]`` at ``position_ids [b, n]``."""
 
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits ``[n, draft_vocab_size]`` behind hidden states ``[n, hidden_size]`` that `forward` gave.
+
+        ``None`` where they need the target's vocabulary projection.
+        """
+        return None
+
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
         """The KV cache that the head needs beside that of the target."""
         longest = target.max_model_len if self.max_len is None else min(target.max_model_len, self.max_len)
@@ -48,10 +56,12 @@ class HeadRunner:
     Args:
         head: with its weights.
         backend: allocated for the head's `kv_cache_spec`.
+        compile: run it as a compiled program, see `emssd.heads.compiled`, where that can be.
     """
 
-    def __init__(self, head: Head, backend: AttentionBackend) -> None:
+    def __init__(self, head: Head, backend: AttentionBackend, *, compile: bool = False) -> None:
         self.head, self._backend = head, backend
+        self._compiled = compiled_head(head) if compile else None
 
     def run(self, packed: PackedInputs, inputs: torch.Tensor) -> torch.Tensor:
         """Compute one ragged step. The KV of its tokens stays until `commit` or `release` drops it.
@@ -63,6 +73,24 @@ class HeadRunner:
         Returns:
             ``[R, hidden_size]`` hidden states, one row for each of the step's ``logit_rows``.
         """
+        return self._outputs(packed, inputs)[0]
+
+    def run_to_logits(
+        self, packed: PackedInputs, inputs: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Like `run`, and with logits.
+
+        Args:
+            packed, inputs: as in `run`.
+            logits: makes them of hidden states, where a compiled program does not.
+
+        Returns:
+            ``[R, hidden_size]`` hidden states and ``[R, draft_vocab_size]`` logits.
+        """
+        hidden, *given = self._outputs(packed, inputs)
+        return hidden, given[0] if given else logits(hidden)
+
+    def _outputs(self, packed: PackedInputs, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with phase("plan"):
             # Token ids are numbers to a backend. So the ids of this step say which input a place of the plan is for.
             plan = self._backend.plan(replace(packed, input_ids=torch.arange(packed.num_tokens), drafted=None))
@@ -71,9 +99,14 @@ class HeadRunner:
             return self._backend.forward(plan, layer, query, key, value)
 
         with phase("forward"):
-            hidden: torch.Tensor = self.head(inputs[plan.input_ids], plan.position_ids, attend)
-            hidden = hidden[:, plan.logits_to_keep].flatten(0, 1)
-        return hidden if plan.logit_index is None else hidden[plan.logit_index]
+            outputs: tuple[torch.Tensor, ...]
+            if self._compiled is not None:
+                outputs = self._compiled(inputs[plan.input_ids], plan.position_ids, attend, plan.logits_to_keep)
+            else:
+                hidden = self.head(inputs[plan.input_ids], plan.position_ids, attend)
+                outputs = (hidden[:, plan.logits_to_keep].flatten(0, 1),)
+        index = plan.logit_index
+        return outputs if index is None else tuple(each[index] for each in outputs)
 
     def commit(self, kept: Kept) -> None:
         """After verification, drop the KV of rejected tokens."""

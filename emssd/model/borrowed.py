@@ -41,6 +41,11 @@ class BorrowedTarget:
         return len(self._target.layers)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the model runs as a compiled program (`model.compile`)."""
+        return self._target.compiled is not None
+
+    @property
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return int(self._model.config.get_text_config().hidden_size)

@@ -6,25 +6,22 @@ that share their input joined into one; Inductor compiles the rest ahead of time
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from emssd.errors import CompileError, EmssdError
-from emssd.model import tracing
+from emssd.model import program, tracing
 from emssd.model.changes import Changes
 from emssd.model.fingerprint import fingerprint, short_pass
-from emssd.model.module_state import named_tensors
 from emssd.model.probe import PROBE_TOLERANCE
-from emssd.native import CacheError, Entry, NativeError, entry, free_weights, load_kernels
+from emssd.model.program import Program, declare_operators
+from emssd.native import CacheError, Entry, NativeError, entry
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -56,12 +53,11 @@ class CompiledForward:
         self.hidden = hidden
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
+        if any(layer.sinks is not None for layer in target.layers):
+            raise CompileError(f"{type(target.model).__name__} has attention sinks, which no program is made with")
         try:
-            self._kernels = load_kernels()
-            _declare_linear()
+            declare_operators()
             self._layers, self._target = target.layers, weakref.ref(target)
-            self._attend: Attend | None = None
-            self._failure: BaseException | None = None  # of attention; PyTorch's runner may raise its own instead
             self._open(target, *_fingerprint(target, hidden))
         except (NativeError, CacheError) as error:
             raise CompileError(str(error)) from error
@@ -88,37 +84,19 @@ class CompiledForward:
         if batch > 1:  # the program takes one row of tokens, and only `attend` knows where rows begin
             starts = torch.arange(0, batch * num_tokens, num_tokens).unsqueeze(1)
             logits_to_keep = (starts + logits_to_keep).flatten()
-        num_logits, self._num_tokens = logits_to_keep.numel(), batch * num_tokens
+        num_logits, layers = logits_to_keep.numel(), self._layers
         inputs = [input_ids.view(1, -1), position_ids.view(1, -1), logits_to_keep]
-        if self._few_sizes:
+        if self._program.few_sizes:
             inputs = [_filled(each) for each in inputs]
-        self._attend = attend
-        try:
-            logits, *states = self._run([*inputs, self._weights])
-        except Exception:
-            if self._failure is not None:
-                raise self._failure from None
-            raise
-        finally:
-            self._attend = self._failure = None
+
+        def attend_layer(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return attend(layer, layers[layer], query, key, value)
+
+        logits, *states = self._program(inputs, attend_layer, batch * num_tokens)
         for index, each in zip(self.hidden, states, strict=True):
             if hidden is not None and index in hidden:
                 hidden[index] = each[:, : batch * num_tokens].view(batch, num_tokens, -1)
         return logits[:, :num_logits].view(batch, -1, logits.shape[-1])
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What the program calls in the place of attention."""
-        assert self._attend is not None, "attention outside of a step"
-        count, spec = self._num_tokens, self._layers[layer]
-        try:
-            if query.shape[0] == count:
-                return self._attend(layer, spec, query, key, value)
-            out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-            out[:count] = self._attend(layer, spec, query[:count], key[:count], value[:count])
-            return out
-        except BaseException as error:
-            self._failure = error
-            raise
 
     def _without(self, change: str) -> Callable[..., torch.Tensor]:
         """The model's own forward, from now on."""
@@ -143,7 +121,7 @@ class CompiledForward:
         wrong = self._why_wrong(target, found, right)
         if wrong is not None and not found.new:
             logger.warning("%s is not the program of this model (%s), and is compiled again", found.folder, wrong)
-            self._free()
+            vars(self).pop("_program", None)  # its weights go before there are others
             found = entry("models", key, write, replace=True)
             wrong = self._why_wrong(target, found, right)
         if wrong is not None:
@@ -165,29 +143,13 @@ class CompiledForward:
 
     def _load(self, model: torch.nn.Module, found: Entry) -> None:
         """The program, with the weights of `model`."""
-        self.folder = found.folder
-        self._weights: torch.Tensor = self._kernels.new_weights()
-        number = int(self._weights)
-        _FORWARDS[number] = self
-        self._free = weakref.finalize(self, free_weights(), number)
-        self._free.atexit = False
-        tensors = named_tensors(model)
-        self._few_sizes = False  # whether linear layers are slow at sizes that they did not meet before
-        for linear in json.loads(found.files[tracing.LINEARS]):
-            biases = [tensors[name].detach() for name in linear["biases"]]
-            weight = torch.cat([tensors[name].detach() for name in linear["weights"]])
-            bias = torch.cat(biases) if biases else None
-            self._few_sizes |= self._kernels.add_weight(self._weights, weight, bias)
-        program = torch._inductor.aoti_load_package(str(found.folder / tracing.PROGRAM), run_single_threaded=True)
-        known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)
-        known |= {tracing.PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
-        self._constants = {name: known[name] for name in program.get_constant_fqns()}  # not copied: they must stay
-        program.load_constants(self._constants, check_full_update=True, user_managed=True)
-        self._run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = program.loader.boxed_run
+        self.folder, self._program = found.folder, Program(found, model)
 
 
 def _fingerprint(target: HookedModel, hidden: tuple[int, ...]) -> tuple[str, list[torch.Tensor]]:
-    return fingerprint(target, [Path(file).read_text() for file in (__file__, tracing.__file__)], hidden)
+    return fingerprint(
+        target, [Path(file).read_text() for file in (__file__, program.__file__, tracing.__file__)], hidden
+    )
 
 
 def _difference(got: torch.Tensor, right: torch.Tensor) -> float:
@@ -200,36 +162,3 @@ def _filled(values: torch.Tensor) -> torch.Tensor:
     size = values.shape[-1]
     step = 1 if size <= 8 else 4 if size <= 128 else 32
     return torch.nn.functional.pad(values, (0, -size % step)) if size % step else values
-
-
-_FORWARDS: weakref.WeakValueDictionary[int, CompiledForward] = weakref.WeakValueDictionary()
-
-_library: Any = torch.library.Library("emssd", "DEF")  # type: ignore[no-untyped-call]  # it has no annotations
-_library.define("attend(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor")
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
-) -> torch.Tensor:
-    out = _FORWARDS[handle.item()].attend(layer, query, key, value)  # type: ignore[index]  # an int64
-    return out.contiguous()  # as the program takes it to be, and does not check
-
-
-def _attend_shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
-) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-_library.impl("attend", _attend, "CPU")
-torch.library.register_fake("emssd::attend", _attend_shape, lib=_library)
-
-
-def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
-    return source.new_empty(*source.shape[:-1], out_features)
-
-
-@cache
-def _declare_linear() -> None:
-    """Tell the compiler the shape of a linear layer; its operator is there once the kernels are loaded."""
-    torch.library.register_fake("emssd_native::linear", _linear_shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from emssd.native import kernels_key
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["fingerprint", "short_pass"]
+__all__ = ["fingerprint", "fingerprint_of", "short_pass"]
 
 _LENGTHS = (5, 3)  # of the sequences of a short pass
 
@@ -49,18 +49,44 @@ def fingerprint(target: HookedModel, sources: Iterable[str], hidden: Seq[int] = 
     with trace:
         given = short_pass(target, target.run, hidden)
     parts = chain(
-        [transformers.__version__, sys.version, str(torch.get_num_threads()), kernels_key(), str(target.layers)],
+        [transformers.__version__, str(target.layers)],
+        _of_machine_and_code(model, tensors),
         sources,
-        (f"{name} {_layout(tensor)}" for name, tensor in tensors.items()),
         describe_modules(model),
-        describe_classes(model),
         trace.lines,
         (f"hidden states {index}" for index in hidden),
     )
+    return _digest(parts), given
+
+
+def fingerprint_of(
+    module: torch.nn.Module, run: Callable[[], tuple[torch.Tensor, ...]], sources: Iterable[str]
+) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """A name for what the program of a module of ours depends on, and what `run` gives.
+
+    Args:
+        module: which holds nothing beside its tensors that changes what `run` computes and is not seen in that.
+        run: a short pass.
+        sources: of what makes the program.
+    """
+    tensors = named_tensors(module)
+    trace = _Trace(tensors)
+    with trace, torch.inference_mode():
+        given = run()
+    return _digest(chain(_of_machine_and_code(module, tensors), sources, trace.lines)), given
+
+
+def _of_machine_and_code(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    yield from (sys.version, str(torch.get_num_threads()), kernels_key())
+    yield from (f"{name} {_layout(tensor)}" for name, tensor in tensors.items())
+    yield from describe_classes(module)
+
+
+def _digest(parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:32], given
+    return digest.hexdigest()[:32]
 
 
 def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:

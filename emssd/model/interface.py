@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
 
-__all__ = ["ATTENTION_NAME", "MASKED_NAME", "Attend", "Visible", "implementation", "register", "with_windows"]
+__all__ = [
+    "ATTENTION_NAME",
+    "MASKED_NAME",
+    "Attend",
+    "Visible",
+    "implementation",
+    "one_expert_after_another",
+    "register",
+    "with_windows",
+]
 
 # Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
 ATTENTION_NAME = "emssd"
@@ -49,15 +59,26 @@ def implementation(model: Any, name: str) -> Iterator[None]:
     """
     config = model.config
     attention = _of_each(config, "_attn_implementation")
-    experts = _of_each(config, "_experts_implementation") if model.dtype is torch.float64 else {}
     config._attn_implementation = name
-    if "grouped_mm" in experts.values():
+    try:
+        with one_expert_after_another(model) if model.dtype is torch.float64 else nullcontext():
+            yield
+    finally:
+        config._attn_implementation = attention
+
+
+@contextmanager
+def one_expert_after_another(model: Any) -> Iterator[None]:
+    """Run the experts of a mixture in a loop, and not in one grouped matrix product, for some calls."""
+    config = model.config
+    experts = _of_each(config, "_experts_implementation")
+    is_grouped = "grouped_mm" in experts.values()
+    if is_grouped:
         config._experts_implementation = "eager"
     try:
         yield
     finally:
-        config._attn_implementation = attention
-        if "grouped_mm" in experts.values():
+        if is_grouped:
             config._experts_implementation = experts
 
 
@@ -95,6 +116,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     emssd_attend: Attend | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -115,6 +137,7 @@ def _attention(
         scale=float(scaling) if scaling is not None else key_dim**-0.5,
         sliding_window=sliding_window,
         softcap=softcap,
+        sinks=None if s_aux is None else _numbers(s_aux),
     )
     out = emssd_attend(
         int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of Transformers has this integer
@@ -124,6 +147,19 @@ def _attention(
         value.transpose(1, 2).reshape(batch * num_tokens, spec.num_kv_heads, spec.value_dim),
     )
     return out.view(batch, num_tokens, num_heads, spec.value_dim), None
+
+
+_SINKS: Any = WeakTensorKeyDictionary()  # of each tensor its version and its numbers; without annotations
+
+
+def _numbers(sinks: torch.Tensor) -> tuple[float, ...]:
+    """The numbers of ``sinks [heads]``, which are read again where they were written to."""
+    if sinks.is_inference():  # which has no version
+        return tuple(sinks.flatten().tolist())
+    known: tuple[int, tuple[float, ...]] | None = _SINKS.get(sinks)
+    if known is None or known[0] != sinks._version:
+        known = _SINKS[sinks] = sinks._version, tuple(sinks.detach().flatten().tolist())
+    return known[1]
 
 
 def _masked_attention(

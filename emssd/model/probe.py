@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.attention import LayerSpec, additive_mask, masked_attention
 from emssd.errors import UnsupportedModelError
-from emssd.model.interface import Attend, implementation
+from emssd.model.interface import Attend, implementation, one_expert_after_another
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -62,16 +62,18 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
         )
     _compare(name, packed, alone, target.dtype)
     if aranges.num_calls:
-        _refuse_counted_positions(target, rows, packed)
+        _refuse_counted_positions(target, rows)
     return tuple(layers[layer] for layer in range(expected))
 
 
-def _refuse_counted_positions(target: HookedModel, rows: ProbeRows, packed: torch.Tensor) -> None:
+def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
     """Refuse a model whose logits change where `torch.arange` gives it the positions that its tokens really have.
 
     Such a model counts the tokens of a call. What it does with the numbers may only show far beyond a short probe.
+    Grouped experts count tokens as well, to sort them.
     """
-    with running(target):
+    with running(target), one_expert_after_another(target.model):
+        packed = rows.run_packed(target, rows.attend)
         with _Aranges(rows.num_tokens, rows.positions):
             moved = rows.run_packed(target, rows.attend)
         if torch.equal(moved, packed):

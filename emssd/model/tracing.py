@@ -18,7 +18,16 @@ from emssd.native import room_hint, trusted
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "compile_program", "first_line"]
+__all__ = [
+    "CONSTANTS",
+    "LINEARS",
+    "PREFIX",
+    "PROGRAM",
+    "compile_module",
+    "compile_program",
+    "first_line",
+    "has_kernel",
+]
 
 PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
 PREFIX = "model."  # of the model's own names in the program
@@ -52,7 +61,7 @@ class _Traced(torch.nn.Module):
 
 
 def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
-    """Trace and compile `target`; `folder` gets the program, what its linear layers consist of, and its constants.
+    """Trace and compile `target` into `folder`, see `compile_module`.
 
     Raises:
         CompileError: that fails.
@@ -61,14 +70,30 @@ def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] =
     logger.info("compiling the forward pass of %s, once; this takes about %d s …", name, 10 + 2 * len(target.layers))
     tokens = torch.arange(24) % target.vocab_size
     inputs = (tokens.unsqueeze(0), torch.arange(24).unsqueeze(0), torch.arange(20), torch.tensor(0))
+    compile_module(_Traced(target, hidden), inputs, folder, own_linears=has_kernel(target.dtype))
+
+
+def compile_module(
+    module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, *, own_linears: bool
+) -> None:
+    """Trace and compile `module`; `folder` gets the program, what its linear layers consist of, and its constants.
+
+    Args:
+        module: whose attribute ``model`` has all its weights.
+        inputs: an example: two with tokens along axis 1, the places ``[m]`` of those that are kept, and the handle.
+        own_linears: use the linear layers of `emssd.native`, with weights in the layout of their kernel.
+
+    Raises:
+        CompileError: that fails.
+    """
     num_tokens, num_kept = (torch.export.Dim(each, max=_MAX_TOKENS) for each in ("num_tokens", "num_kept"))
     try:
         _check_inductor()
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PyTorch about its own code
             shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_kept}, None)
-            program = torch.export.export(_Traced(target, hidden), inputs, dynamic_shapes=shapes, strict=False)
-            linears = _replace_linears(program) if _has_kernel(target.dtype) else []
+            program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+            linears = _replace_linears(program) if own_linears else []
             (folder / LINEARS).write_text(json.dumps(linears, indent=1))
             torch.save(dict(program.constants), folder / CONSTANTS)
             # Small tensors would be written into the code: weights of a checkpoint, in a program for all of them.
@@ -78,7 +103,7 @@ def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] =
             )
     except Exception as error:  # tracing and compiling raise almost anything
         reason = f"{type(error).__name__}: {first_line(error)}{room_hint(error)}"
-        raise CompileError(f"{name} cannot be compiled: {reason}") from error
+        raise CompileError(f"{type(module.model).__name__} cannot be compiled: {reason}") from error
 
 
 def _check_inductor() -> None:
@@ -88,7 +113,7 @@ def _check_inductor() -> None:
     trusted(Path(cache_dir()), variable="TORCHINDUCTOR_CACHE_DIR")
 
 
-def _has_kernel(dtype: torch.dtype) -> bool:
+def has_kernel(dtype: torch.dtype) -> bool:
     """Whether oneDNN has linear layers of this type on this machine; others are compiled with the rest."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # it has no annotations
         return False

@@ -252,6 +252,7 @@ struct Layer {
   const int32_t *query_indptr, *kv_lens, *page_indptr, *pages;
   int64_t num_kv_heads, group, key_cells, key_dim, value_dim, value_lanes;
   Sum scale, softcap;
+  const Sum* sinks = nullptr;  // [heads] scores of a key that every query sees, and that has no value; null for none
   int64_t window;
   const Tree* trees = nullptr;  // [R]; null if no row has a tree
   Cell* joined = nullptr;       // [kv heads] of each tree after the other, [1 + nodes, value_lanes]: see `join`
@@ -374,7 +375,10 @@ struct Layer {
     static thread_local std::vector<Sum> sums;
     sums.assign(N * value_lanes, Sum{});
     Sum maximum[N], denominator[N];
-    for (int i = 0; i < N; ++i) maximum[i] = kNever, denominator[i] = 0;
+    for (int i = 0; i < N; ++i) {
+      maximum[i] = sinks != nullptr ? sinks[q_head[i]] : kNever;
+      denominator[i] = sinks != nullptr ? 1 : 0;
+    }
 
     static thread_local std::vector<Sum> tail;  // [N, tail_slots] the scores of the tail, by slot
     const int64_t tail_page = kTree ? tree->before / kPage : 0;
@@ -656,7 +660,7 @@ template <class T>
 Tensor attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, Tensor& keys, Tensor& values,
                     const Tensor& query_indptr, const Tensor& kv_lens, const Tensor& page_indptr, const Tensor& pages,
                     const std::optional<Tensor>& tree_indptr, const std::optional<Tensor>& parents, double scale,
-                    int64_t window, double softcap) {
+                    int64_t window, double softcap, const std::optional<Tensor>& sinks) {
   using Cell = typename Lane<T>::Cell;
   Layer<T> layer;
   layer.query = query.const_data_ptr<T>(), layer.key = key.const_data_ptr<T>(), layer.value = value.const_data_ptr<T>();
@@ -671,6 +675,7 @@ Tensor attend_typed(const Tensor& query, const Tensor& key, const Tensor& value,
   layer.key_dim = key.size(2), layer.value_dim = value.size(2);
   layer.key_cells = keys.size(2), layer.value_lanes = values.size(3);
   layer.scale = scale, layer.softcap = softcap, layer.window = window;
+  if (sinks) layer.sinks = sinks->const_data_ptr<typename Lane<T>::Sum>();
   Tensor out = at::empty({query.size(0), query.size(1), value.size(2)}, query.options());
   layer.out = out.mutable_data_ptr<T>();
   static thread_local Trees trees;
@@ -691,22 +696,23 @@ Tensor attend_typed(const Tensor& query, const Tensor& key, const Tensor& value,
 // contiguous. keys [pages, kv_heads, cells, 16, width] and values [pages, kv_heads, 16 / width, lanes, width]: the pool.
 // query_indptr [R + 1], kv_lens [R] with the new tokens, page_indptr [R + 1] into pages: int32. window 0 and softcap 0
 // stand for none. tree_indptr [R + 1] into parents, int32: the trees that the last tokens of each row are, their parents
-// as indices within the tree, -1 for the token before it; none if no row has any. Returns [nnz, heads, value_dim].
+// as indices within the tree, -1 for the token before it; none if no row has any. sinks [heads], of the type of sums: see
+// `Layer::sinks`. Returns [nnz, heads, value_dim].
 Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, Tensor& keys, Tensor& values,
               const Tensor& query_indptr, const Tensor& kv_lens, const Tensor& page_indptr, const Tensor& pages,
               const std::optional<Tensor>& tree_indptr, const std::optional<Tensor>& parents, double scale,
-              int64_t window, double softcap) {
+              int64_t window, double softcap, const std::optional<Tensor>& sinks) {
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "heads must be contiguous");
   switch (query.scalar_type()) {
     case at::kBFloat16:
       return attend_typed<BFloat16>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages,
-                                    tree_indptr, parents, scale, window, softcap);
+                                    tree_indptr, parents, scale, window, softcap, sinks);
     case at::kFloat:
       return attend_typed<float>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages,
-                                 tree_indptr, parents, scale, window, softcap);
+                                 tree_indptr, parents, scale, window, softcap, sinks);
     case at::kDouble:
       return attend_typed<double>(query, key, value, keys, values, query_indptr, kv_lens, page_indptr, pages,
-                                  tree_indptr, parents, scale, window, softcap);
+                                  tree_indptr, parents, scale, window, softcap, sinks);
     default:
       TORCH_CHECK(false, "no kernel for ", query.scalar_type());
   }
@@ -1562,7 +1568,7 @@ TORCH_LIBRARY(emssd_native, library) {
   library.def(
       "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor query_indptr, "
       "Tensor kv_lens, Tensor page_indptr, Tensor pages, Tensor? tree_indptr, Tensor? parents, float scale, int window, "
-      "float softcap) -> Tensor");
+      "float softcap, Tensor? sinks) -> Tensor");
   library.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend));
   library.def("move(Tensor(a!) pages, Tensor sources, Tensor targets, bool are_values) -> ()");
   library.impl("move", c10::DispatchKey::CPU, TORCH_FN(move));

@@ -79,6 +79,7 @@ class BackendMachine(RuleBasedStateMachine):
             self.max_model_len,
             trees=self.backend.takes_trees and data.draw(st.booleans(), label="trees"),
         )
+        assume(self.backend.takes_sinks or not self.spec.has_sinks)
         assume(not self.backend.unsupported(self.spec))
         self.backend.allocate(self.spec)
         self.dense.allocate(self.spec)

@@ -97,6 +97,7 @@ class DenseBackend(AttentionBackend):
     """
 
     takes_trees = True
+    takes_sinks = True
 
     def __init__(self) -> None:
         self._keys: dict[str, list[torch.Tensor]] = {}
@@ -203,6 +204,8 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer
         scores = (keys[:, shared] * query[head]).sum(dim=1) * layer.scale
         if layer.softcap is not None:
             scores = layer.softcap * (scores / layer.softcap).tanh()
-        weights = (scores - scores.max()).exp()
-        heads.append((weights[:, None] * values[:, shared]).sum(dim=0) / weights.sum())
+        sinks = scores.new_tensor([] if layer.sinks is None else layer.sinks[head : head + 1])
+        most = torch.cat([scores, sinks]).max()
+        weights = (scores - most).exp()
+        heads.append((weights[:, None] * values[:, shared]).sum(dim=0) / (weights.sum() + (sinks - most).exp().sum()))
     return torch.stack(heads)

@@ -19,16 +19,19 @@ __all__ = ["drafters", "kv_layers", "layer_specs", "policies", "trees"]
 
 @st.composite
 def layer_specs(draw: st.DrawFn) -> LayerSpec:
-    """An attention layer: grouped heads or not, odd and different dimensions, with and without window and soft-cap."""
+    """An attention layer: grouped heads or not, odd and different dimensions, some with window, soft-cap and sinks."""
     num_kv_heads = draw(st.integers(1, 3))
+    num_qo_heads = num_kv_heads * draw(st.integers(1, 3))
+    scores = st.sampled_from([-2.0, 0.0, 0.5, 3.0])
     return LayerSpec(
-        num_qo_heads=num_kv_heads * draw(st.integers(1, 3)),
+        num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         key_dim=draw(st.integers(1, 9)),
         value_dim=draw(st.integers(1, 9)),
         scale=draw(st.sampled_from([1.0, 0.125, 0.37])),
         sliding_window=draw(st.none() | st.integers(1, 9)),
         softcap=draw(st.sampled_from([None, None, 1.5, 30.0])),
+        sinks=draw(st.none() | st.tuples(*[scores] * num_qo_heads)),
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_ragged.fused import FusedKernels
+from emssd_ragged.grouped import GroupedKernels
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama import modeling_llama
@@ -132,9 +134,12 @@ def test_dynamic_rotary_frequencies_are_served_up_to_the_models_length() -> None
         assert list(ours.token_ids) == theirs[0, len(prompt) :].tolist()
 
 
-def test_attention_sinks_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"GptOssAttention asks its attention for s_aux.*does not compute"):
-        Engine.from_model(random_model("gpt_oss", head_dim=8, num_local_experts=2, num_experts_per_tok=1))
+def test_attention_sinks_are_refused_by_backends_that_do_not_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("gpt_oss", head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    for kernels in (FusedKernels, GroupedKernels):
+        monkeypatch.setattr(kernels, "takes_sinks", False)
+    with pytest.raises(PluginError, match=r"'ragged' cannot serve this model: it computes no attention sinks, and the"):
+        Engine.from_model(model)
 
 
 @pytest.mark.parametrize("keyword", ["alibi_slopes", "some_new_feature"])

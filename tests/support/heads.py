@@ -126,6 +126,8 @@ def run_ragged(
     head: Head,
     rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]],
     backend: Any = "ragged",
+    *,
+    compile: bool = False,
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Run sequences of different lengths together: a first piece, the rest, a tree level by level; commit; the rest.
 
@@ -134,13 +136,14 @@ def run_ragged(
         rows: for each its inputs ``[n, input_size]``, how many of them are in the first piece, inputs of tree nodes
             ``[m, input_size]``, and their parents. The way to the last node is committed.
         backend: by name.
+        compile: run a compiled program.
 
     Returns:
         For each row the output behind its last input, those of the tree nodes, and the output of the first tree input
         given once more behind the committed way.
     """
     spec = KVCacheSpec((), torch.float64, CPU, len(rows), 64, continuous=backend == "ragged", trees=True)
-    runner = HeadRunner(head, make_backend(head.kv_cache_spec(spec), backend, Registry()))
+    runner = HeadRunner(head, make_backend(head.kv_cache_spec(spec), backend, Registry()), compile=compile)
     names = [f"row {i}" for i in range(len(rows))]
 
     def step(starts: Seq[int], inputs: Seq[torch.Tensor]) -> torch.Tensor:

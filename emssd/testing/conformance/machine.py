@@ -28,12 +28,17 @@ class WatchedBackend(AttentionBackend):
         """Whether it takes rows that end with token trees."""
         return self.backend.takes_trees
 
+    @property
+    def takes_sinks(self) -> bool:  # type: ignore[override]  # read-only: that of the backend
+        """Whether it computes attention sinks."""
+        return self.backend.takes_sinks
+
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         with named("backend.unsupported", "unsupported"):
             reasons = self.backend.unsupported(spec)
         if not isinstance(reasons, list) or not all(isinstance(reason, str) and reason for reason in reasons):
             broken("backend.unsupported", f"unsupported returned {reasons!r}; give a list of sentences or an empty one")
-        return reasons
+        return ["it computes no attention sinks"] if spec.has_sinks and not self.takes_sinks else reasons
 
     def allocate(self, spec: KVCacheSpec) -> None:
         before = self.unsupported(spec)

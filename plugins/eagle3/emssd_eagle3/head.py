@@ -105,12 +105,16 @@ class Eagle3Head(PairedHead):
 
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
         """Logits ``[n, draft_vocab_size]`` behind tokens whose features ``[n, hidden_size]`` `forward` gave."""
-        if not self._variant.norm_output:
-            hidden = self.norm(hidden)
-        if self.lm_head is not None:
-            logits = self.lm_head(hidden)
-        else:
-            logits = project(hidden)
-            if self.target_ids is not None:
-                logits = logits[:, self.target_ids]
-        return cast("torch.Tensor", logits * self._variant.logit_scale if self._variant.logit_scale != 1 else logits)
+        if (logits := self.own_logits(hidden)) is not None:
+            return logits
+        logits = project(self._normed(hidden))
+        return self._scaled(logits if self.target_ids is None else logits[:, self.target_ids])
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return None if self.lm_head is None else self._scaled(self.lm_head(self._normed(hidden)))
+
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self._variant.norm_output else cast("torch.Tensor", self.norm(hidden))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._variant.logit_scale == 1 else logits * self._variant.logit_scale

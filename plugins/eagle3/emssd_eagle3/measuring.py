@@ -111,7 +111,7 @@ class MeasuringDrafter(PairedDrafter):
             starts += tokens[1 : 1 + length]
             ends += tokens[2 : 2 + length]
         packed = pack_nodes(names, torch.tensor(starts), lengths, lengths)
-        outputs = self._run(packed, torch.cat([features[:, place] for *_, features in texts]))
+        _, logits = self._run(packed, torch.cat([features[:, place] for *_, features in texts]))
         self._runner.release(names)
-        found = self._head.to_target(self._head.logits(outputs, self._target.project).argmax(dim=-1))
+        found = self._head.to_target(logits.argmax(dim=-1))
         return int((found == torch.tensor(ends, device=found.device)).sum())

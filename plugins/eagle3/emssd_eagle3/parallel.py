@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import cast
 
 import torch
 
-from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
-from emssd.heads.paired import Level, PairedDrafter, PairedRow, nodes_of
+from emssd.heads.paired import Level, Outputs, PairedDrafter, PairedRow, nodes_of
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.measuring import MeasuringDrafter
 
@@ -23,9 +23,9 @@ class ParallelDrafter(PairedDrafter):
     output behind the n-th is for all nodes of level ``n + 1``, whatever is above them.
     """
 
-    _slots: dict[str, torch.Tensor]  # by request id the outputs [levels, hidden] behind the last pair and the masks
+    _slots: dict[str, Outputs]  # by request id the outputs behind the last pair and the masks
 
-    def _catch_up(self, rows: Seq[PairedRow]) -> torch.Tensor:
+    def _catch_up(self, rows: Seq[PairedRow]) -> Outputs:
         head = cast("Eagle3Head", self._head)
         mask, features, token_ids = head.mask_feature(), list[torch.Tensor](), list[int]()
         num_masks = [min(row.tree.depth - 1, row.tree.max_cached) for row in rows]
@@ -37,15 +37,24 @@ class ParallelDrafter(PairedDrafter):
             lengths.append(len(new) + more)
         kv_lens = [row.tree.num_tokens + more for row, more in zip(rows, num_masks, strict=True)]
         packed = pack_nodes([row.request_id for row in rows], torch.tensor(token_ids), lengths, kv_lens)
-        outputs = self._run(packed, torch.cat(features))
+        wanted = [
+            torch.arange(stop - 1 - more, stop) for stop, more in zip(packed.qo_indptr[1:], num_masks, strict=True)
+        ]
+        hidden, logits = self._run(replace(packed, logit_rows=torch.cat(wanted)), torch.cat(features))
         for row in rows:
             row.pairs.used(row.tree.num_tokens)
-        ends = [(stop - 1 - more, stop) for stop, more in zip(packed.qo_indptr[1:], num_masks, strict=True)]
-        self._slots = {row.request_id: outputs[start:stop] for row, (start, stop) in zip(rows, ends, strict=True)}
-        return outputs[on_device([start for start, _ in ends], outputs.device)]
+        sizes = [len(each) for each in wanted]
+        slots = zip(torch.split(hidden, sizes), torch.split(logits, sizes), strict=True)
+        self._slots = dict(zip((row.request_id for row in rows), slots, strict=True))
+        return self._picked([(row.request_id, 0) for row in rows])
 
-    def _compute(self, level: Level, before: Level, outputs: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self._slots[row.request_id][len(row.tree.way(node))] for row, node in nodes_of(level)])
+    def _compute(self, level: Level, before: Level, hidden: torch.Tensor) -> Outputs:
+        return self._picked([(row.request_id, len(row.tree.way(node))) for row, node in nodes_of(level)])
+
+    def _picked(self, places: Seq[tuple[str, int]]) -> Outputs:
+        """The outputs of these slots."""
+        hidden, logits = zip(*((each[place] for each in self._slots[name]) for name, place in places), strict=True)
+        return torch.stack(hidden), torch.stack(logits)
 
 
 class MeasuringParallelDrafter(MeasuringDrafter, ParallelDrafter):

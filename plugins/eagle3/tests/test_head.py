@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 from emssd_eagle3.loading import LoadedEagle3, load_eagle3
 
-from emssd.heads import LAST_NORMED, TargetSizes
+from emssd.heads import LAST_NORMED, TargetSizes, compiled
+from emssd.heads.compiled import CompiledHead
+from emssd.model import tracing
+from emssd.native import NativeError
 from tests.support.heads import (
     CPU,
     Weights,
@@ -39,7 +43,9 @@ CONFIG = {
 DRAFTED = sorted(torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD].tolist())
 
 
-def head_weights(config: dict[str, Any] = CONFIG, first: str = "midlayer.", num_states: int = 3) -> Weights:
+def head_weights(
+    config: dict[str, Any] = CONFIG, first: str = "midlayer.", num_states: int = 3, seed: int = 0
+) -> Weights:
     shapes = {
         "fc.weight": (H, num_states * H),
         f"{first}input_layernorm.weight": (H,),
@@ -54,7 +60,7 @@ def head_weights(config: dict[str, Any] = CONFIG, first: str = "midlayer.", num_
         "d2t": torch.tensor(DRAFTED) - torch.arange(VD),
         "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, torch.tensor(DRAFTED), True),
     }
-    return random_weights(shapes) | vocabulary
+    return random_weights(shapes, seed) | vocabulary
 
 
 def load(path: str, target: TargetSizes = TARGET, **options: Any) -> LoadedEagle3:
@@ -304,3 +310,47 @@ def test_logits_of_the_whole_vocabulary_may_be_the_targets_and_scaled(tmp_path: 
     head, table = load(write_head(tmp_path, config, weights)).head, numbers(V, H)
     normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
     assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), 0.5 * normed @ table.T)
+
+
+def drawn_rows(trees: Seq[tuple[int, ...]] = ((-1, -1, 0, 0, 1, 3), (-1, 0, 1))) -> list[Any]:
+    lengths = ((9, 2), (3, 1))
+    return [
+        (numbers(length, 2 * H, seed=row), first, numbers(len(tree), 2 * H, seed=10 + row), tree)
+        for row, ((length, first), tree) in enumerate(zip(lengths, trees, strict=True))
+    ]
+
+
+def test_a_compiled_head_gives_the_same(
+    kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    head, other = (load(write_head(tmp_path / str(seed), CONFIG, head_weights(seed=seed))).head for seed in (0, 1))
+    rows = drawn_rows()
+    assert_same_outputs(run_ragged(head, rows, compile=True), run_ragged(head, rows))
+    monkeypatch.setattr(tracing, "compile_module", pytest.fail)  # from here on it is found
+    assert_same_outputs(run_ragged(head, rows, "padded", compile=True), run_ragged(head, rows))
+    with pytest.raises(AssertionError):
+        assert_same_outputs(run_ragged(other, rows), run_ragged(head, rows))
+    assert_same_outputs(run_ragged(other, rows, compile=True), run_ragged(other, rows))
+
+    program, inputs = CompiledHead(head), numbers(2, 3, 2 * H)
+    hidden, logits = program(inputs, torch.tensor([[4, 5, 6]] * 2), lambda _, q, k, v: 2 * q, torch.tensor([0, 2]))
+    assert_same(hidden, head(inputs, torch.tensor([[4, 5, 6]] * 2), lambda _, q, k, v: 2 * q)[:, [0, 2]].flatten(0, 1))
+    assert_same(logits, head.logits(hidden, pytest.fail))
+    assert not recwarn.list
+
+
+def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise NativeError("no C++ compiler", "no compiler")
+
+    monkeypatch.setattr(compiled, "declare_operators", none)
+    head, rows = load(write_head(tmp_path, CONFIG, head_weights())).head, drawn_rows()
+    with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
+        outputs = run_ragged(head, rows, compile=True)
+    assert_same_outputs(outputs, run_ragged(head, rows))
+
+
+def assert_same_outputs(are: Seq[tuple[torch.Tensor, ...]], wanted: Seq[tuple[torch.Tensor, ...]]) -> None:
+    for row, other in zip(are, wanted, strict=True):
+        for one, two in zip(row, other, strict=True):
+            assert_same(one, two)

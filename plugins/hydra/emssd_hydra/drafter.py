@@ -106,7 +106,7 @@ class HydraDrafter(Drafter):
         shape, runner = shape_of(config, len(loaded.heads.projections)), None
         if loaded.prefix is not None:
             spec = loaded.prefix.kv_cache_spec(replace(spec, trees=False))
-            runner = HeadRunner(loaded.prefix, lent.make_cache(spec))
+            runner = HeadRunner(loaded.prefix, lent.make_cache(spec), compile=lent.compile)
         return cls(loaded, runner, target, shape, spec.max_model_len)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:

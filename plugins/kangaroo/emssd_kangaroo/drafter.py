@@ -38,6 +38,6 @@ def build(config: KangarooConfig, context: DrafterContext) -> Drafter:
     for line in (*loaded.described, layers):
         logger.info("drafter=kangaroo: %s", line)
     own = loaded.adapter.kv_cache_spec(lent.spec)
-    adapter = HeadRunner(loaded.adapter, lent.make_cache(own))
+    adapter = HeadRunner(loaded.adapter, lent.make_cache(own), compile=lent.compile)
     runner = KangarooRunner(shallow, config.num_layers, adapter, own.max_model_len, lent.target)
     return TreeDrafter(runner, context.vocab_size, shape)

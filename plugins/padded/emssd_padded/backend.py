@@ -80,6 +80,7 @@ class PaddedBackend(AttentionBackend):
     """
 
     takes_trees = True
+    takes_sinks = True
 
     def __init__(self, *, pad_kv: bool = True, pad_inputs: bool = True) -> None:
         self._pad_kv = pad_kv

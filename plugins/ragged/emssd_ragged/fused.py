@@ -53,6 +53,7 @@ class FusedKernels(PagedKernels):
     """
 
     takes_trees = True
+    takes_sinks = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reason = why_not_fused(spec, page_size)
@@ -68,6 +69,8 @@ class FusedKernels(PagedKernels):
         kernels = load_kernels()
         self._layers, self._attend, self._move = spec.layers, kernels.attend.default, kernels.move.default
         self._keys, self._values = pool.keys, pool.values
+        wide = torch.promote_types(spec.dtype, torch.float32)
+        self._sinks = [None if layer.sinks is None else torch.tensor(layer.sinks, dtype=wide) for layer in spec.layers]
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         pages = [table.pages(request_id) for request_id in packed.request_ids]
@@ -90,7 +93,7 @@ class FusedKernels(PagedKernels):
         out: torch.Tensor = self._attend(
             query, key, value, self._keys[layer], self._values[layer],
             tables.qo_indptr, tables.kv_lens, tables.kv_indptr, tables.kv_indices, tables.tree_indptr, tables.parents,
-            spec.scale, spec.sliding_window or 0, spec.softcap or 0.0,
+            spec.scale, spec.sliding_window or 0, spec.softcap or 0.0, self._sinks[layer],
         )  # fmt: skip
         return out
 

@@ -95,6 +95,7 @@ class GroupedKernels(PagedKernels):
     """Pages ``[page_size, heads, dim]``, in any dtype and on any device."""
 
     takes_trees = True
+    takes_sinks = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         return []
