@@ -18,6 +18,8 @@ from tests.support import noting_plugin
 from tests.support.noting_plugin import CYCLE, NOTED
 from tests.support.vllm_rows import serve, vllm_config
 
+OURS = ("cascade", "llma", "lookahead", "medusa", "pld", "suffix")
+
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -30,7 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return versions[name]
 
     monkeypatch.setattr(vllm, "version", version)
-    points = [*entry_points(group="emssd"), noting_plugin.POINT]
+    points = [*(point for point in entry_points(group="emssd") if point.name in OURS), noting_plugin.POINT]
     monkeypatch.setattr(vllm, "Registry", lambda: Registry(points))
     NOTED.clear()
     return versions
