@@ -131,7 +131,7 @@ def drafted(draft: Draft, row: int) -> dict[Path, float]:
     ("options", "wanted"),
     [
         ({"tree": "static"}, Naive.static),
-        ({"num_nodes": 11, "depth": 3, "top_k": 3}, lambda naive: naive.dynamic(11, 3, 3)),
+        ({"tree": "dynamic", "num_nodes": 11, "depth": 3, "top_k": 3}, lambda naive: naive.dynamic(11, 3, 3)),
         ({"tree": "chain", "depth": 3}, lambda naive: naive.dynamic(3, 3, 1)),
     ],
     ids=["static", "dynamic", "chain"],
