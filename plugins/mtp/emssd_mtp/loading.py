@@ -162,8 +162,8 @@ def _with_experts_fused(
         right = {"gate_proj": [(wide, size)], "up_proj": [(wide, size)], "down_proj": [(size, wide)]}
         if shapes != right:
             raise cannot_load(checkpoint.path, f"its experts have weights of the shapes {shapes} in place of {right}")
-        for part in parts.values():
-            for name in part.values():
+        for numbered in parts.values():
+            for name in numbered.values():
                 del left[name]
         gate_up = [torch.cat(pair) for pair in zip(old["gate_proj"], old["up_proj"], strict=True)]
         for name, group in (("gate_up_proj", gate_up), ("down_proj", old["down_proj"])):
