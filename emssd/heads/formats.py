@@ -35,6 +35,7 @@ _SPECULATORS = {
     "mtp": Format.mtp,
 }
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")
+_MTP = re.compile(r"layers\.\d+\.(enorm|hnorm|eh_proj)\.weight$")  # of one more layer, behind the model's own
 
 
 def detect(checkpoint: Checkpoint) -> Format:
@@ -78,6 +79,6 @@ def _by_names(checkpoint: Checkpoint) -> Format:
     attends, has_mlp = (any(f".{part}." in name for name in names) for part in ("self_attn", "mlp"))
     if attends and "norm.weight" in names and not has_mlp and "embed_tokens.weight" not in names:
         return Format.kangaroo
-    if any(name.startswith("mtp.") for name in names):
+    if any(name.startswith("mtp.") or _MTP.match(name) for name in names):
         return Format.mtp
     return Format.causal_lm

@@ -1,4 +1,4 @@
-"""`PairedHead`: EAGLE heads, which read pairs."""
+"""`PairedHead`: heads of EAGLE and of multi-token prediction, which read pairs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from emssd.attention import LayerSpec
-from emssd.heads.config import DecoderConfig
-from emssd.heads.layers import HeadLayer, Rotary
+from emssd.heads.layers import HeadLayer
 from emssd.heads.runner import Head
 from emssd.heads.target import Embed, Project
 
@@ -25,9 +24,10 @@ class PairedHead(Head):
     head's own output for the token before.
 
     Args:
-        config: sizes and rules of its layers.
-        names: of the module's tensors that the checkpoint has.
+        hidden_size: of its hidden states.
+        max_len: the longest sequence; ``None`` for any.
         vocab_size: the target's.
+        names: of the module's tensors that the checkpoint has.
 
     Attributes:
         embed_tokens: its own embeddings; ``None`` for the target's.
@@ -37,12 +37,10 @@ class PairedHead(Head):
     layers: nn.ModuleList
     target_ids: torch.Tensor | None
 
-    def __init__(self, config: DecoderConfig, names: Container[str], vocab_size: int) -> None:
+    def __init__(self, hidden_size: int, max_len: int | None, vocab_size: int, names: Container[str]) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.input_size, self.max_len = 2 * size, config.max_len
-        self.rotary = Rotary(config)
-        self.embed_tokens = nn.Embedding(vocab_size, size) if "embed_tokens.weight" in names else None
+        self.input_size, self.max_len = 2 * hidden_size, max_len
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size) if "embed_tokens.weight" in names else None
         self.register_buffer("target_ids", None, persistent=False)
 
     @property

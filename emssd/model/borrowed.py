@@ -51,6 +51,11 @@ class BorrowedTarget:
         return int(self._model.config.get_text_config().hidden_size)
 
     @property
+    def model(self) -> Any:
+        """The model itself, for drafters with layers of its own classes. It must stay as it is."""
+        return self._model
+
+    @property
     def config(self) -> dict[str, Any]:
         """The values of the model's config, for drafters with layers like the target's own."""
         values: dict[str, Any] = self._model.config.get_text_config().to_dict()

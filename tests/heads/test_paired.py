@@ -191,9 +191,12 @@ FAULTS = {
     "KV of rejected nodes": kv_of_rejected_nodes,
     "other layers": other_layers,
 }
+FORGIVEN = ("mtp", "other layers")  # such a layer norms once more what it reads, and the target's norm weighs nothing
 
 
-@pytest.mark.parametrize(("head", "fault"), [(head, fault) for head in HEADS for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("head", "fault"), [(head, fault) for head in HEADS for fault in FAULTS if (head, fault) != FORGIVEN]
+)
 def test_a_head_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
     head: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +213,7 @@ SAMPLING = st.sampled_from([None, None, *KINDS["sampled"], *KINDS["mixed"]])
 
 @given(
     rows=st.lists(st.tuples(PROMPT, st.integers(1, 14), SAMPLING), min_size=1, max_size=5),
-    head=st.sampled_from(["eagle", "eagle3", "peagle"]),
+    head=st.sampled_from(["eagle", "eagle3", "peagle", "mtp"]),
     layer_ids=st.sampled_from(["auto", "hs"]),
     seed=st.integers(0, 2),
     shape=st.sampled_from(sorted(SHAPES)),
@@ -222,7 +225,7 @@ def test_no_token_depends_on_the_head(
     rows: Any, head: str, layer_ids: str, seed: int, shape: str, backend: str, batch_size: int, max_step_tokens: int
 ) -> None:
     options = SHAPES[shape] | {"path": random_head(head, seed).path}
-    plugin, more = ("eagle", {}) if head == "eagle" else ("eagle3", {"layer_ids": layer_ids})
+    plugin, more = (head, {}) if head in ("eagle", "mtp") else ("eagle3", {"layer_ids": layer_ids})
     steps = {"max_step_tokens": max_step_tokens} if backend == "ragged" else {}
     engine = make_engine(plugin, options | more, backend, batch_size=batch_size, **steps)
     requests = [Request(str(row), prompt, num_new, sampling=kind) for row, (prompt, num_new, kind) in enumerate(rows)]

@@ -21,7 +21,7 @@ from tests.support.paired import DEPTH, HEADS, decode, head_path, is_full, make_
         ({"tree": "statics"}, "drafter.tree is 'statics'; did you mean 'static'? choose one of chain, static, dynamic"),
         ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
         ({"depth": 0, "tree": "chain"}, "drafter.depth is 0; it must be at least 1"),
-        ({"num_nodes": 0}, "drafter.num_nodes is 0"),
+        ({"num_nodes": 0, "tree": "dynamic"}, "drafter.num_nodes is 0"),
         ({"path": "./nowhere"}, "there is no such folder"),
         (
             {"tree": "static", "static_tree": "mc_sim_7b"},

@@ -21,6 +21,7 @@ from tests.support.random_heads import DRAFTED, random_head
 
 NUM_NEW, EPS = 12, 1e-6
 PATHS = json.loads(files("emssd.heads").joinpath("eagle_trees.json").read_text())["mc_sim_7b_63"]
+MTP, TARGET_EPS = "model.layers.3.", 1e-12  # the layer is one more of the target's
 Path = tuple[int, ...]
 
 
@@ -42,7 +43,7 @@ class Naive:
     def features(self) -> torch.Tensor:
         """``[n - 1, size]`` of all tokens but the last."""
         said = target().model(torch.tensor([self.tokens[:-1]]), output_hidden_states=True).hidden_states
-        if self.head == "eagle":
+        if self.head in ("eagle", "mtp"):
             return said[-1][0]  # Transformers' last one is behind the norm
         return torch.cat([said[0][0], said[2][0]], -1) @ self.w["fc.weight"].T
 
@@ -56,7 +57,10 @@ class Naive:
                 fed_back, further = [self.output(path[:place]) for place in range(len(path))], list(path)
                 table = target().model.get_input_embeddings().weight
             features = torch.cat([self.features, *(each[None] for each in fed_back)])
-            self.outputs[path] = self.layer(table[torch.tensor([*self.tokens[1:], *further])], features)[-1]
+            out = self.layer(table[torch.tensor([*self.tokens[1:], *further])], features)[-1]
+            if self.head == "mtp":
+                out = dense_rms(out, self.w[f"{MTP}shared_head.norm.weight"], TARGET_EPS)
+            self.outputs[path] = out
         return self.outputs[path]
 
     def layer(self, embeds: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -64,6 +68,12 @@ class Naive:
         if self.head == "eagle":
             fused = torch.cat([embeds, features], -1) @ w["fc.weight"].T + w["fc.bias"]
             return dense_layer(self.weights, "layers.0.", self.config, fused, fused, places)
+        if self.head == "mtp":
+            halves = (embeds, "enorm"), (features, "hnorm")
+            normed = [dense_rms(half, w[f"{MTP}{name}.weight"], TARGET_EPS) for half, name in halves]
+            fused = torch.cat(normed, -1) @ w[f"{MTP}eh_proj.weight"].T
+            attended = dense_rms(fused, w[f"{MTP}input_layernorm.weight"], TARGET_EPS)
+            return dense_layer(self.weights, MTP, self.config, fused, attended, places)
         normed = dense_rms(embeds, w["midlayer.input_layernorm.weight"], EPS)
         attended = torch.cat([normed, dense_rms(features, w["midlayer.hidden_norm.weight"], EPS)], -1)
         return dense_layer(self.weights, "midlayer.", self.config, features, attended, places)
@@ -73,6 +83,8 @@ class Naive:
         out = self.output(path)
         if self.head == "eagle":
             logits, ids = out @ target().model.lm_head.weight.T, list(range(9))
+        elif self.head == "mtp":
+            logits, ids = out @ self.w[f"{MTP}shared_head.head.weight"].T, list(range(9))
         else:
             logits, ids = dense_rms(out, self.w["norm.weight"], EPS) @ self.w["lm_head.weight"].T, DRAFTED
         shares, places = logits.log_softmax(-1).topk(min(width, len(ids)))
@@ -119,15 +131,15 @@ def drafted(draft: Draft, row: int) -> dict[Path, float]:
     ("options", "wanted"),
     [
         ({"tree": "static"}, Naive.static),
-        ({"num_nodes": 11, "depth": 3, "top_k": 3}, lambda naive: naive.dynamic(11, 3, 3)),
+        ({"tree": "dynamic", "num_nodes": 11, "depth": 3, "top_k": 3}, lambda naive: naive.dynamic(11, 3, 3)),
         ({"tree": "chain", "depth": 3}, lambda naive: naive.dynamic(3, 3, 1)),
     ],
     ids=["static", "dynamic", "chain"],
 )
-@pytest.mark.parametrize("head", ["eagle", "eagle3", "peagle"])
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "peagle", "mtp"])
 def test_trees_are_those_of_the_papers(head: str, options: Any, wanted: Any, backend: str) -> None:
     made, num_compared = random_head(head), 0
-    plugin, more = ("eagle", {}) if head == "eagle" else ("eagle3", {"layer_ids": "hs"})
+    plugin, more = (head, {}) if head in ("eagle", "mtp") else ("eagle3", {"layer_ids": "hs"})
 
     def watched(load: Load) -> Load:
         def loaded(config: Any, context: DrafterContext) -> PairedDrafter:

@@ -122,6 +122,7 @@ LAYER = {"layers.0.self_attn.q_proj.weight": torch.ones(1), "layers.0.mlp.up_pro
         ({}, {"fc.weight", *LAYER}, "pytorch_model.bin", Format.eagle),
         ({}, {"layers.0.self_attn.q_proj.weight", "norm.weight"}, "pytorch_model.bin", Format.kangaroo),
         ({}, {"mtp.fc.weight", "embed_tokens.weight", "norm.weight", *LAYER}, "model.safetensors", Format.mtp),
+        ({}, {"model.norm.weight", "model.layers.7.eh_proj.weight", *LAYER}, "model.safetensors", Format.mtp),
         ({}, {"model.embed_tokens.weight", "model.norm.weight", *LAYER}, "model.safetensors", Format.causal_lm),
     ],
 )

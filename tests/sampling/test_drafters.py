@@ -88,7 +88,16 @@ DRAFTERS: dict[str, Any] = {
     "replay": ReplayConfig(known="known", p=0.7),
     "replay, tree": ReplayConfig(known="known", branches=[2, 1], chances=[[0.4, 0.3]]),
 }
-TRAINED = {"dflash", "eagle", "eagle3", "hydra", "kangaroo", "medusa", "pard"}  # their own tests draw random weights
+TRAINED = {
+    "dflash",
+    "eagle",
+    "eagle3",
+    "hydra",
+    "kangaroo",
+    "medusa",
+    "mtp",
+    "pard",
+}  # their own tests draw random weights
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # to explain a failure takes minutes
 
 

@@ -15,6 +15,8 @@ from emssd_eagle import EagleConfig
 from emssd_eagle.drafter import load_drafter as load_eagle
 from emssd_eagle3 import Eagle3Config
 from emssd_eagle3.drafter import load_drafter as load_eagle3
+from emssd_mtp import MtpConfig
+from emssd_mtp.drafter import load_drafter as load_mtp
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
@@ -27,7 +29,13 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from emssd.testing.oracle import References
 from tests.support import sampling as reference
-from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle, write_perfect_eagle3
+from tests.support.perfect_head import (
+    VOCAB,
+    perfect_target,
+    write_perfect_eagle,
+    write_perfect_eagle3,
+    write_perfect_mtp,
+)
 
 __all__ = ["DEPTH", "HEADS", "NUM_NEW", "PROMPTS", "Load", "decode", "is_full", "make_engine", "sure", "target", "text"]
 
@@ -48,6 +56,7 @@ class HeadKind(NamedTuple):
 HEADS = {
     "eagle": HeadKind(EagleConfig, load_eagle, write_perfect_eagle),
     "eagle3": HeadKind(Eagle3Config, load_eagle3, write_perfect_eagle3),
+    "mtp": HeadKind(MtpConfig, load_mtp, write_perfect_mtp),
 }
 
 

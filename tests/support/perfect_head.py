@@ -16,7 +16,7 @@ import torch
 from emssd.testing.models import tiny_model
 from tests.support.heads import Weights, write_head
 
-__all__ = ["SIZE", "VOCAB", "perfect_target", "write_perfect_eagle", "write_perfect_eagle3"]
+__all__ = ["SIZE", "VOCAB", "perfect_target", "write_perfect_eagle", "write_perfect_eagle3", "write_perfect_mtp"]
 
 VOCAB = 9
 UNDRAFTED = (2, 5)  # which the target never says, and the head cannot draft
@@ -182,3 +182,34 @@ def write_perfect_eagle(folder: Path, **config: Any) -> str:
     }
     _heads(weights, "layers.0.", [(1, VOCAB, 1.0)], (ONE, normed), SIZE)
     return write_head(folder, values | config, weights)
+
+
+def write_perfect_mtp(folder: Path, **config: Any) -> str:
+    """Write a layer for multi-token prediction for `perfect_target`, in DeepSeek's layout. Returns its path.
+
+    The norm of features turns the sign of one token, so no other norm can stand in its place.
+    """
+    embedded, featured, fused = (math.sqrt(SIZE / ones) for ones in (2, 4, 3))
+    back, prefix = (MOVED @ MOVED).T.double(), f"model.layers.{NUM_LAYERS}."
+    projection = torch.zeros(SIZE, 2 * SIZE, dtype=torch.float64)
+    projection[_block(0), :VOCAB] = back.T / embedded
+    projection[_block(1), SIZE : SIZE + VOCAB] = -back / featured
+    projection[ONE, ONE] = 1 / embedded
+    turned = torch.ones(SIZE)
+    turned[_block(0)] = -1
+    out = torch.zeros(SIZE, 3 * DIM, dtype=torch.float64)
+    _put(out, 0, 2, torch.eye(VOCAB))
+    weights: Weights = {
+        f"{prefix}eh_proj.weight": projection,
+        f"{prefix}enorm.weight": torch.ones(SIZE),
+        f"{prefix}hnorm.weight": turned,
+        f"{prefix}input_layernorm.weight": torch.ones(SIZE),
+        f"{prefix}post_attention_layernorm.weight": torch.ones(SIZE),
+        f"{prefix}shared_head.norm.weight": torch.ones(SIZE),
+        f"{prefix}self_attn.o_proj.weight": out,
+        f"{prefix}mlp.gate_proj.weight": torch.zeros(4, SIZE),
+        f"{prefix}mlp.up_proj.weight": torch.zeros(4, SIZE),
+        f"{prefix}mlp.down_proj.weight": torch.zeros(SIZE, 4),
+    }
+    _heads(weights, prefix, [(1, VOCAB, fused)] * 3, (ONE, fused), SIZE)
+    return write_head(folder, {"hidden_size": SIZE, "vocab_size": VOCAB} | config, weights)

@@ -25,6 +25,8 @@ from emssd_hydra.drafter import HydraDrafter
 from emssd_kangaroo import KangarooConfig
 from emssd_medusa import MedusaConfig
 from emssd_medusa.drafter import MedusaDrafter
+from emssd_mtp import MtpConfig
+from emssd_mtp.drafter import load_drafter as load_mtp
 from emssd_pard.drafter import PardDrafter
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
@@ -142,6 +144,19 @@ class TestDFlash(DrafterConformance):
         assert context.target is not None
         path = _written_block_head(context.target.hidden_size, context.vocab_size)
         return DFlashDrafter.load(DFlashConfig(path=path), context)
+
+
+class TestMtp(DrafterConformance):
+    """A layer of random weights, of which little is accepted."""
+
+    num_examples = 2
+    models = ("llama",)  # whose layers have rotary positions
+
+    def make_drafter(self, context: DrafterContext) -> Drafter:
+        assert context.target is not None
+        values = context.target.config
+        config = {**{name: values[name] for name in _SIZES}, "vocab_size": context.vocab_size}
+        return load_mtp(MtpConfig(path=_written_layer(tuple(config.items()), context.target.num_layers)), context)
 
 
 class TestPard(DrafterConformance):
@@ -308,6 +323,20 @@ def _random_adapter(size: int) -> str:
     shapes = {name: shape for name, shape in layer_weights("layers.0.", config, size).items() if "self_attn" in name}
     norms = {"layers.0.input_layernorm.weight": (size,), "norm.weight": (size,)}
     return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, random_weights(shapes | norms))
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@cache
+def _written_layer(config: tuple[tuple[str, int], ...], number: int) -> str:
+    """A layer for multi-token prediction of random weights."""
+    values, prefix = dict(config), f"model.layers.{number}."
+    size = values["hidden_size"]
+    norms = ("enorm", "hnorm", "input_layernorm", "shared_head.norm")
+    shapes = {f"{prefix}{name}.weight": (size,) for name in norms} | {f"{prefix}eh_proj.weight": (size, 2 * size)}
+    weights = random_weights(shapes | layer_weights(prefix, values, size))
+    return write_head(Path(mkdtemp(prefix="emssd-layer-")), values, weights)
 
 
 @cache

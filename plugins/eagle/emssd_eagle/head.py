@@ -11,7 +11,7 @@ from collections.abc import Container
 import torch
 from torch import nn
 
-from emssd.heads import DecoderConfig, HeadLayer, Project
+from emssd.heads import DecoderConfig, HeadLayer, Project, Rotary
 from emssd.heads.layers import Attend
 from emssd.heads.pairs import PairedHead
 
@@ -30,8 +30,9 @@ class EagleHead(PairedHead):
     """
 
     def __init__(self, config: DecoderConfig, names: Container[str], vocab_size: int) -> None:
-        super().__init__(config, names, vocab_size)
         size = config.hidden_size
+        super().__init__(size, config.max_len, vocab_size, names)
+        self.rotary = Rotary(config)
         self.fc = nn.Linear(2 * size, size, bias="fc.bias" in names)
         # The first layer has no norm before its attention.
         self.layers = nn.ModuleList(HeadLayer(config, i, names, normed=i > 0) for i in range(config.num_layers))

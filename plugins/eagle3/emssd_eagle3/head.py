@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from emssd.heads import DecoderConfig, HeadLayer, HeadNorm, Project, TargetSizes
+from emssd.heads import DecoderConfig, HeadLayer, HeadNorm, Project, Rotary, TargetSizes
 from emssd.heads.layers import Angles, Attend
 from emssd.heads.pairs import PairedHead
 from emssd_eagle3.variant import Variant
@@ -49,7 +49,8 @@ class Eagle3Head(PairedHead):
 
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
         config = variant.decoder
-        super().__init__(config, names, target.vocab_size)
+        super().__init__(config.hidden_size, config.max_len, target.vocab_size, names)
+        self.rotary = Rotary(config)
         size, eps, num_features = config.hidden_size, config.rms_norm_eps, variant.num_features
         self._variant = variant
         if num_features:

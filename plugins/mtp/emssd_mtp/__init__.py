@@ -1,0 +1,43 @@
+"""Plugin `drafter=mtp`: the target's own layer for multi-token prediction drafts from its last hidden state.
+
+DeepSeek-AI 2024, DeepSeek-V3, arXiv 2412.19437, §2.2; GLM-4.5 and Qwen3-Next have such layers, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.drafting import Drafter, DrafterContext
+from emssd.heads.options import TreeKind, TreeOptions
+from emssd.plugins import DrafterSpec, hookimpl
+
+__all__ = ["MtpConfig", "emssd_drafters"]
+
+
+@dataclass
+class MtpConfig(TreeOptions):
+    """Options of `drafter=mtp`.
+
+    The layer was trained to foresee one token beyond the target's own. It drafts further ones from its own output, less
+    surely with each.
+
+    Attributes:
+        path: folder, file of weights or hub id of a checkpoint with the layer; by default the target's own.
+        tree: as of heads of EAGLE; chain follows the layer's first choices.
+        depth: of dynamic and chain, the most levels of a tree, or tokens of a chain.
+    """
+
+    tree: TreeKind = TreeKind.chain
+    depth: int = 3
+
+
+def _build(config: MtpConfig, context: DrafterContext) -> Drafter:
+    from emssd_mtp.drafter import load_drafter
+
+    return load_drafter(config, context)
+
+
+@hookimpl
+def emssd_drafters() -> list[DrafterSpec]:
+    """Offer the drafter."""
+    return [DrafterSpec("mtp", MtpConfig, _build)]

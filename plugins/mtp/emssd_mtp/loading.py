@@ -1,0 +1,178 @@
+"""Loads layers for multi-token prediction from checkpoints in the layouts of DeepSeek-V3, GLM-4-MoE and Qwen3-Next."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from emssd.errors import EmssdError
+from emssd.heads import Checkpoint, Format, expect, fill, made_empty, read_checkpoint, rename
+from emssd.heads.files import cannot_load
+from emssd.heads.lent import Lent
+from emssd_mtp.head import MtpHead
+
+__all__ = ["LoadedMtp", "load_mtp"]
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
+_OF_MODULE = {"shared_head.norm.weight": "norm.weight", "shared_head.head.weight": "lm_head.weight"} | {
+    name: name for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight", "embed_tokens.weight")
+}
+_OF_MTP = {
+    "mtp.fc.weight": "eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
+    "mtp.norm.weight": "norm.weight",
+}
+_EXPERT = re.compile(r"(block\..*experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_WHOLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_EXACT = "e_score_correction_bias"  # which models keep in float32
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMtp:
+    """A layer, and how it is to be used.
+
+    Attributes:
+        head: with its weights. It reads the target's last hidden state, behind the final norm.
+        described: the conventions that were chosen, a line each.
+    """
+
+    head: MtpHead
+    described: tuple[str, ...]
+
+
+def load_mtp(path: str, lent: Lent) -> LoadedMtp:
+    """Load a layer. Tables of embeddings and logits that are copies of the target's are not loaded again.
+
+    Args:
+        path: folder, file of weights or hub id of the target's checkpoint, or of one with the layer alone.
+        lent: the target.
+
+    Raises:
+        ConfigError: there is no such layer, or none for this target, or it is not whole.
+        OutOfMemoryError: the device has no room for it.
+    """
+    checkpoint, target = read_checkpoint(path), lent.target
+    expect(checkpoint, Format.mtp)
+    _check(checkpoint, lent)
+    names = rename(checkpoint, lambda name: _place(name, lent.sizes.num_layers))
+    if odd := next((name for name in names.values() if checkpoint.tensors[name].dtype not in _WHOLE), None):
+        raise cannot_load(path, f"its weights are quantized ({odd}), which drafter=mtp does not read")
+    tables = {"lm_head.weight": target.model.get_output_embeddings()}
+    tables["embed_tokens.weight"] = target.model.get_input_embeddings()
+    for place, table in tables.items():
+        if place in names and _is_copy(checkpoint.tensors[names[place]], table):
+            del names[place]
+    try:
+        head = made_empty(lambda: MtpHead(target.model, target.dtype, names, target.vocab_size))
+    except Exception as error:  # code of models raises anything
+        raise _no_layer(path, lent, error) from error
+    checkpoint, names = _with_experts_fused(checkpoint, names, head.state_dict())
+    fill(head, checkpoint, names, dtype=target.dtype, device=target.device)
+    for name, buffer in head.named_buffers():
+        if name.endswith(_EXACT):
+            buffer.data = checkpoint.tensors[names[name]].to(target.device, torch.float32)
+    try:
+        _ = head.specs  # the first pass
+    except EmssdError:
+        raise
+    except Exception as error:
+        raise _no_layer(path, lent, error) from error
+    layout = "Qwen3-Next" if names["eh_proj.weight"].startswith("mtp.") else "DeepSeek-V3 and GLM-4-MoE"
+    own = {name: "the target’s" if f"{name}.weight" not in names else "its own" for name in ("embed_tokens", "lm_head")}
+    return LoadedMtp(
+        head,
+        (
+            f"layer for multi-token prediction in the layout of {layout}, read from {checkpoint.source.name}",
+            "reads the target's last hidden state, behind its final norm",
+            f"embeddings {own['embed_tokens']}, vocabulary projection {own['lm_head']}",
+        ),
+    )
+
+
+def _check(checkpoint: Checkpoint, lent: Lent) -> None:
+    config, sizes, decoder = checkpoint.config, lent.sizes, lent.target.model.get_decoder()
+    config = config.get("text_config") or config
+    layers = {int(found[1]) for name in checkpoint.tensors if (found := _LAYER.fullmatch(name)) and _is_mtp(found[2])}
+    layers |= {int(found[1]) for name in checkpoint.tensors if (found := re.match(r"mtp\.layers\.(\d+)\.", name))}
+    kind = type(decoder.layers[-1]).__name__
+    size, vocab_size = config.get("hidden_size"), config.get("vocab_size")
+    if checkpoint.config.get("speculators_model_type") is not None:
+        why = "it is in a container of speculators, which drafter=mtp does not read"
+    elif size not in (None, sizes.hidden_size):
+        why = f"it has a hidden size of {size}, and the target's is {sizes.hidden_size}"
+    elif vocab_size not in (None, sizes.vocab_size):
+        why = f"its vocabulary has {vocab_size} tokens, and the target's has {sizes.vocab_size}"
+    elif len(layers) != 1:
+        why = f"it has {len(layers)} layers for multi-token prediction; drafter=mtp drafts with exactly one"
+    elif "mtp.fc.weight" not in checkpoint.tensors and layers != {sizes.num_layers}:
+        why = f"its layer for multi-token prediction is number {min(layers)}; this target's would be {sizes.num_layers}"
+    elif config.get("mtp_hidden_states_first"):
+        why = "it puts hidden states before embeddings (mtp_hidden_states_first), which drafter=mtp does not do"
+    elif any(spec.sliding_window is not None for spec in lent.spec.layers):
+        why = "the target has layers with sliding windows, and no file says which its layer would have"
+    elif not hasattr(decoder, "rotary_emb") or not hasattr(decoder.layers[-1], "input_layernorm"):
+        why = f"layers of the target's kind, {kind}, have no rotary positions or no norm of their input"
+    else:
+        return
+    raise cannot_load(checkpoint.path, why)
+
+
+def _is_mtp(rest: str) -> bool:
+    return rest in ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+
+
+def _place(name: str, num_layers: int) -> str | None:
+    """The head's name for a tensor; ``None`` for those of the target itself."""
+    if name in _OF_MTP:
+        return _OF_MTP[name]
+    if name.startswith("mtp."):
+        return "block." + name.removeprefix("mtp.layers.0.")
+    found = _LAYER.fullmatch(name)
+    if found is None or int(found[1]) != num_layers:
+        return None
+    return _OF_MODULE.get(found[2], "block." + found[2])
+
+
+def _is_copy(tensor: torch.Tensor, table: torch.nn.Module | None) -> bool:
+    weight = getattr(table, "weight", None)
+    return weight is not None and tensor.shape == weight.shape and torch.equal(tensor.to(weight), weight)
+
+
+def _with_experts_fused(
+    checkpoint: Checkpoint, names: Mapping[str, str], wanted: Mapping[str, torch.Tensor]
+) -> tuple[Checkpoint, dict[str, str]]:
+    """Weights of all experts in one tensor, where the target's code wants them so and files have one for each."""
+    found: dict[str, dict[str, dict[int, str]]] = {}
+    for name in names:
+        if (part := _EXPERT.fullmatch(name)) and f"{part[1]}.gate_up_proj" in wanted:
+            found.setdefault(part[1], {}).setdefault(part[3], {})[int(part[2])] = name
+    tensors, left = dict(checkpoint.tensors), dict(names)
+    for place, parts in found.items():
+        each = range(len(wanted[f"{place}.gate_up_proj"]))
+        if any(sorted(parts.get(name, ())) != list(each) for name in ("gate_proj", "up_proj", "down_proj")):
+            missing = len(each) * 3 - sum(index in each for part in parts.values() for index in part)
+            raise cannot_load(checkpoint.path, f"it should have {len(each)} experts of three weights; {missing} lack")
+        old = {part: [tensors[names[parts[part][index]]] for index in each] for part in parts}
+        shapes = {part: sorted({tuple(tensor.shape) for tensor in group}) for part, group in old.items()}
+        size, wide = wanted[f"{place}.down_proj"].shape[1:]
+        right = {"gate_proj": [(wide, size)], "up_proj": [(wide, size)], "down_proj": [(size, wide)]}
+        if shapes != right:
+            raise cannot_load(checkpoint.path, f"its experts have weights of the shapes {shapes} in place of {right}")
+        for numbered in parts.values():
+            for name in numbered.values():
+                del left[name]
+        gate_up = [torch.cat(pair) for pair in zip(old["gate_proj"], old["up_proj"], strict=True)]
+        for name, group in (("gate_up_proj", gate_up), ("down_proj", old["down_proj"])):
+            left[f"{place}.{name}"] = f"{place}.{name}"
+            tensors[f"{place}.{name}"] = torch.stack(group)
+    return replace(checkpoint, tensors=tensors), left
+
+
+def _no_layer(path: str, lent: Lent, error: Exception) -> EmssdError:
+    said = " ".join(str(error).split())[:200].rstrip(" .")
+    kind = type(lent.target.model.get_decoder().layers[-1]).__name__
+    return cannot_load(path, f"a further layer of the target's kind, {kind}, cannot be run ({said})")
