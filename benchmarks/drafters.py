@@ -39,10 +39,11 @@ BUDGETS = {"adaptive": AdaptiveConfig, "fixed": FixedBudgetConfig}
 
 def drafter_of(text: str, registry: Registry) -> tuple[str, Any]:
     """The label and the config of ``LABEL: NAME OPTION=VALUE …``."""
-    label, _, choice = text.rpartition(":")
+    label, found, choice = text.partition(": ")
+    label, choice = (label, choice) if found else ("", text)
     name, *options = choice.split()
     values = {key: yaml.safe_load(value) for key, _, value in (option.partition("=") for option in options)}
-    return label.strip() or " ".join([name, *(f"{k}={v}" for k, v in values.items() if k != "path")]), registry.find(
+    return label or " ".join([name, *(f"{k}={v}" for k, v in values.items() if k != "path")]), registry.find(
         "drafter", name
     ).config(**values)
 
