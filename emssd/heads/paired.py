@@ -15,7 +15,7 @@ from emssd.attention import Kept, PackedInputs
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
-from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
+from emssd.drafting import Draft, Drafter, Outcome
 from emssd.drafting.levels import GrowingTree, joined_best, with_room
 from emssd.drafting.shapes import Expansion, Shape
 from emssd.heads.choices import head_choices
@@ -46,6 +46,8 @@ class PairedRow:
     tree: GrowingTree
     node: Node
 
+
+_MOST_WAITING = 64  # tokens of a row
 
 Level = list[tuple[PairedRow, list[Expansion]]]
 """What is expanded in one pass: nodes of each row."""
@@ -80,8 +82,12 @@ class PairedDrafter(Drafter):
         self._runner = HeadRunner(head, lent.make_cache(spec), compile=lent.compile)
         self._target, self._shape = lent.target, shape
         self._pairs: dict[str, KnownStates] = {}
+        # Of each row the positions and hidden states that no feature was made of yet: as long as nothing is drafted,
+        # that would cost something in every step. Many at once cost less.
+        self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = {}
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self._make_features([row.request_id for row, limit in zip(batch, budget, strict=True) if limit])
         rows = self._begin(batch, budget)
         if not rows:
             return Draft.empty(len(batch))
@@ -98,22 +104,35 @@ class PairedDrafter(Drafter):
         return draft if self.drafts_trees else replace(draft, parents=None)
 
     def observe(self, outcome: Outcome) -> None:
-        """Keep the features of all tokens that the target has computed."""
+        """Keep the hidden states of all tokens that the target has computed."""
         if (hidden := outcome.hidden) is None:
             return
-        features = self._features(hidden)
-        for name, start, (own,) in replace(hidden, layers=(0,), states=(features,)).rows():
-            self._pairs.setdefault(name, KnownStates()).add(start, own)
+        joined = torch.cat(hidden.states, dim=-1)
+        for name, start, (own,) in replace(hidden, layers=(0,), states=(joined,)).rows():
+            self._waiting.setdefault(name, []).append((start, own))
+        full = [name for name, pieces in self._waiting.items() if sum(len(own) for _, own in pieces) >= _MOST_WAITING]
+        self._make_features(full)
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
         self._runner.release(request_ids)
         for request_id in request_ids:
             self._pairs.pop(request_id, None)
+            self._waiting.pop(request_id, None)
 
-    def _features(self, hidden: HiddenStates) -> torch.Tensor:
-        """The features ``[n, hidden]`` of all tokens of `hidden`."""
-        return self._head.features(torch.cat(hidden.states, dim=-1))
+    def _make_features(self, request_ids: Iterable[str]) -> None:
+        """Make features of the hidden states of some rows that wait for that."""
+        waiting = [(name, *piece) for name in request_ids for piece in self._waiting.pop(name, ())]
+        if not waiting:
+            return
+        features = self._features(torch.cat([own for *_, own in waiting]))
+        pieces = torch.split(features, [len(own) for *_, own in waiting])
+        for (name, start, _), own in zip(waiting, pieces, strict=True):
+            self._pairs.setdefault(name, KnownStates()).add(start, own)
+
+    def _features(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The features ``[n, hidden]`` of tokens, from ``hidden [n, states * target_hidden]``, side by side."""
+        return self._head.features(hidden)
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[PairedRow]:
         """The rows that may and can draft, each with a tree without nodes."""
