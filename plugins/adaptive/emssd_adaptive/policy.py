@@ -76,7 +76,7 @@ class AdaptiveBudget(BudgetPolicy):
         else:
             budget = self._choose_limits(step, record)
             record.rest_unless(budget, step)
-        return record.probed(budget, step.limits)
+        return record.probed(budget, step, self._lengths)
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         lengths = draft.lengths

@@ -17,7 +17,7 @@ from emssd_adaptive.siblings import levels
 __all__ = ["MAX_BACKOFF", "StageRecord"]
 
 _PROBE_TOKENS = 2
-_PROBE_SHARE = 4  # one row in so many drafts in a probe
+_PROBE_SHARE, _PROBE_ROWS = 4, 4  # one row in so many drafts in a probe, and no more than so many rows
 MAX_BACKOFF = 16
 _TOKENS = 32.0  # unit of the features
 _AT_ONCE, _LATER = 4, 16  # catching up with more tokens than this is charged to as many steps
@@ -106,31 +106,33 @@ class StageRecord:
         They are looked at again after 8 steps, for a row that they were not looked at for, and as soon as something
         was learnt of drafts.
         """
-        if not self._rest or not _able(step) <= self._rows_at_rest:
+        if not self._rest or not self._rows_at_rest.issuperset(_able(step)):
             return False
         self._rest -= 1
         return True
 
     def rest_unless(self, budget: Seq[int], step: BudgetStep) -> None:
         """Take it for granted for a while that drafts do not pay, unless some of `budget` does."""
-        self._rest, self._rows_at_rest = (0, set()) if any(budget) else (_REST, _able(step))
+        self._rest, self._rows_at_rest = (0, set()) if any(budget) else (_REST, {*_able(step)})
 
     def wake(self) -> None:
         """Look at drafts again in the next step."""
         self._rest = 0
 
-    def probed(self, budget: list[int], limits: Seq[int]) -> list[int]:
-        """`budget`, or that of a probe if nothing was drafted for long."""
+    def probed(self, budget: list[int], step: BudgetStep, lengths: Mapping[str, int]) -> list[int]:
+        """`budget`, or that of a probe if nothing was drafted for long, for rows that the drafter is least behind."""
         self.is_probing = False
         if any(budget):
             self.num_idle, self._backoff = 0, 1
-        elif any(limits):
+        elif any(step.limits):
             self.num_idle += 1
             if self.num_idle >= self._probe_interval * self._backoff:
                 self.num_idle, self._backoff = 0, min(2 * self._backoff, MAX_BACKOFF)
                 self.is_probing = True
-                able = [row for row, limit in enumerate(limits) if limit][::_PROBE_SHARE]
-                return [min(limit, _PROBE_TOKENS) if row in able else 0 for row, limit in enumerate(limits)]
+                able = sorted(_able(step), key=lambda row: lengths[row] - self._seen.get(row, 0))
+                chosen = able[: min(-(-len(able) // _PROBE_SHARE), _PROBE_ROWS)]
+                rows = zip(step.batch.request_ids, step.limits, strict=True)
+                return [min(limit, _PROBE_TOKENS) if row in chosen else 0 for row, limit in rows]
         return budget
 
     def observe(self, outcome: Outcome, stats: StageStats, lengths: Mapping[str, int], pace: float = 1.0) -> None:
@@ -183,6 +185,6 @@ class StageRecord:
             self._seen.pop(request_id, None)
 
 
-def _able(step: BudgetStep) -> set[str]:
+def _able(step: BudgetStep) -> list[str]:
     """The rows that may draft."""
-    return {row for row, limit in zip(step.batch.request_ids, step.limits, strict=True) if limit}
+    return [row for row, limit in zip(step.batch.request_ids, step.limits, strict=True) if limit]
