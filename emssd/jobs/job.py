@@ -25,6 +25,7 @@ from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.jobs.closing import print_texts, remarks
 from emssd.jobs.config import RunConfig
 from emssd.jobs.experiment import label_of, setting_of
+from emssd.jobs.imports import import_transformers
 from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests, unfinished
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
@@ -91,8 +92,8 @@ def run_job(
         EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
     """
     import torch
-    import transformers
 
+    transformers = import_transformers(distributed=config.model.tensor_parallel)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
     check_options(config)
     registry.in_use.clear()  # what earlier runs of a sweep used
