@@ -47,6 +47,8 @@ class PairedRow:
     node: Node
 
 
+_MOST_ARRIVED, _MOST_WAITING = 1024, 256  # tokens of all rows, and of one
+
 Level = list[tuple[PairedRow, list[Expansion]]]
 """What is expanded in one pass: nodes of each row."""
 
@@ -80,8 +82,17 @@ class PairedDrafter(Drafter):
         self._runner = HeadRunner(head, lent.make_cache(spec), compile=lent.compile)
         self._target, self._shape = lent.target, shape
         self._pairs: dict[str, KnownStates] = {}
+        # As long as nothing is drafted, hidden states are laid aside: first as they come, then, row by row, with the
+        # position of the first. Features of many at once cost less, and none those of rows that are never drafted for.
+        self._arrived: list[HiddenStates] = []
+        self._num_arrived = 0  # tokens
+        self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = {}
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        if not any(budget):
+            return Draft.empty(len(batch))
+        self._sort_arrived()
+        self._make_features([row.request_id for row, limit in zip(batch, budget, strict=True) if limit])
         rows = self._begin(batch, budget)
         if not rows:
             return Draft.empty(len(batch))
@@ -98,22 +109,45 @@ class PairedDrafter(Drafter):
         return draft if self.drafts_trees else replace(draft, parents=None)
 
     def observe(self, outcome: Outcome) -> None:
-        """Keep the features of all tokens that the target has computed."""
+        """Keep the hidden states of all tokens that the target has computed."""
         if (hidden := outcome.hidden) is None:
             return
-        features = self._features(hidden)
-        for name, start, (own,) in replace(hidden, layers=(0,), states=(features,)).rows():
-            self._pairs.setdefault(name, KnownStates()).add(start, own)
+        self._arrived.append(hidden)
+        self._num_arrived += hidden.indptr[-1]
+        if self._num_arrived > _MOST_ARRIVED:
+            self._sort_arrived()
+            waiting = {name: sum(len(own) for _, own in pieces) for name, pieces in self._waiting.items()}
+            self._make_features([name for name, number in waiting.items() if number > _MOST_WAITING])
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
+        self._sort_arrived()  # later rows may have the same ids
         self._runner.release(request_ids)
         for request_id in request_ids:
             self._pairs.pop(request_id, None)
+            self._waiting.pop(request_id, None)
 
-    def _features(self, hidden: HiddenStates) -> torch.Tensor:
-        """The features ``[n, hidden]`` of all tokens of `hidden`."""
-        return self._head.features(torch.cat(hidden.states, dim=-1))
+    def _sort_arrived(self) -> None:
+        """Lay aside row by row what arrived."""
+        for hidden in self._arrived:
+            joined = torch.cat(hidden.states, dim=-1)
+            for name, start, (own,) in replace(hidden, layers=(0,), states=(joined,)).rows():
+                self._waiting.setdefault(name, []).append((start, own))
+        self._arrived, self._num_arrived = [], 0
+
+    def _make_features(self, request_ids: Iterable[str]) -> None:
+        """Make features of the hidden states of some rows that wait for that."""
+        waiting = [(name, *piece) for name in request_ids for piece in self._waiting.pop(name, ())]
+        if not waiting:
+            return
+        features = self._features(torch.cat([own for *_, own in waiting]))
+        pieces = torch.split(features, [len(own) for *_, own in waiting])
+        for (name, start, _), own in zip(waiting, pieces, strict=True):
+            self._pairs.setdefault(name, KnownStates()).add(start, own)
+
+    def _features(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The features ``[n, hidden]`` of tokens, from ``hidden [n, states * target_hidden]``, side by side."""
+        return self._head.features(hidden)
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[PairedRow]:
         """The rows that may and can draft, each with a tree without nodes."""

@@ -18,11 +18,12 @@ _FADE_UNDRAFTED = 0.97  # a step, for a row that drafts nothing: what was learnt
 class _Counts:
     """Accepted and tried tokens, by whether the token was the first of its draft or a later one; they fade."""
 
-    __slots__ = ("first_accepted", "first_tried", "later_accepted", "later_tried")
+    __slots__ = ("first_accepted", "first_tried", "later_accepted", "later_tried", "step")
 
     def __init__(self, first: tuple[float, float] = (0.0, 0.0), later: tuple[float, float] = (0.0, 0.0)) -> None:
         self.first_accepted, self.first_tried = first
         self.later_accepted, self.later_tried = later
+        self.step = 0  # the last one that they have faded for
 
     def fade(self, factor: float) -> None:
         self.first_accepted *= factor
@@ -57,6 +58,7 @@ class Acceptance:
     def __init__(self, memory: float) -> None:
         self._fade = 1.0 - 1.0 / max(memory, 1.0)
         self._rows: dict[str, _Counts] = {}
+        self._step = 0
         self._all = _Counts(first=(1.0, 2.0), later=(1.6, 2.0))  # hopeful, until something is known
         self.siblings = Siblings()
 
@@ -77,17 +79,24 @@ class Acceptance:
         """A probe is about to be observed: the run's average is from long ago, so it counts for little beside it."""
         self._all.cut(_MEMORY_OF_PROBES)
 
-    def skip(self, request_ids: Iterable[str]) -> None:
-        """Nothing was drafted for these rows in this step."""
-        for request_id in request_ids:
-            if (row := self._rows.get(request_id)) is not None:
-                row.fade(_FADE_UNDRAFTED)
+    def begin_step(self) -> None:
+        """A step is about to be observed. Rows for which it drafted nothing need not be."""
+        self._step += 1
+        self.siblings.fade()
+
+    def _row(self, request_id: str, last: int) -> _Counts | None:
+        """What is known of a row, faded for the steps up to `last`, in which nothing was drafted for it."""
+        row = self._rows.get(request_id)
+        if row is not None and row.step < last:
+            row.fade(_FADE_UNDRAFTED ** (last - row.step))
+            row.step = last
+        return row
 
     def _learn(self, request_id: str, tried: int, accepted: int, is_first_accepted: bool) -> None:
         if tried == 0:
-            self.skip([request_id])
             return
-        row = self._rows.setdefault(request_id, _Counts())
+        row = self._row(request_id, self._step - 1) or self._rows.setdefault(request_id, _Counts())
+        row.step = self._step
         row.fade(self._fade**tried)
         row.add(tried, accepted, is_first_accepted)
         self._all.fade((1.0 - 1.0 / _GLOBAL_MEMORY) ** tried)
@@ -117,7 +126,7 @@ class Acceptance:
         later = (run.later_accepted + 0.5) / (run.later_tried + 1.0)
         found = []
         for request_id in request_ids:
-            row = self._rows.get(request_id, _NOTHING)
+            row = self._row(request_id, self._step) or _NOTHING
             gain = (row.first_accepted + _PRIOR_WEIGHT * first) / (row.first_tried + _PRIOR_WEIGHT)
             chance = (row.later_accepted + _PRIOR_WEIGHT * later) / (row.later_tried + _PRIOR_WEIGHT)
             found.append((gain, chance))

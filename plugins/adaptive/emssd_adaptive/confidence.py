@@ -26,14 +26,20 @@ class Calibration:
     def __init__(self) -> None:
         self._tried = [0.0] * _NUM_BINS  # those of first children, then those of others
         self._right = [0.0] * _NUM_BINS
+        self._num_passed = 0  # steps that they have yet to fade for
 
     def fade(self) -> None:
         """A step has passed."""
-        self._tried = [count * _FADE for count in self._tried]
-        self._right = [count * _FADE for count in self._right]
+        self._num_passed += 1
+
+    def _settle(self) -> None:
+        factor, self._num_passed = _FADE**self._num_passed, 0
+        self._tried = [count * factor for count in self._tried]
+        self._right = [count * factor for count in self._right]
 
     def observe(self, choices: Iterable[tuple[list[int], int]], confidences: Seq[float]) -> None:
         """What became of a tree, its `levels`, in one step; `confidences` are those of its nodes."""
+        self._settle()
         for children, taken in choices:
             kind = 0
             for node in children:
@@ -44,6 +50,7 @@ class Calibration:
 
     def lines(self) -> list[tuple[float, float]]:
         """By bin, a node's chance at confidence 0, and by how much it is more at confidence 1."""
+        self._settle()
         overall = (sum(self._right) + 0.5) / (sum(self._tried) + 1.0)
         start, half = _PRIOR_WEIGHT * overall / 2, _PRIOR_WEIGHT / 2
         return [

@@ -41,14 +41,21 @@ class Siblings:
     def __init__(self) -> None:
         self._tried = [[0.0] * _MOST_RANKS for _ in range(2)]
         self._right = [[0.0] * _MOST_RANKS for _ in range(2)]
+        self._num_passed = 0  # steps that they have yet to fade for
 
     def fade(self) -> None:
         """A step has passed."""
+        self._num_passed += 1
+
+    def _settle(self) -> None:
+        factor, self._num_passed = _FADE**self._num_passed, 0
         for counts in (*self._tried, *self._right):
-            counts[:] = [count * _FADE for count in counts]
+            counts[:] = [count * factor for count in counts]
 
     def observe(self, is_later: bool, num_children: int, rank: int | None) -> None:
         """What became of a node's children: that of `rank` was right, counted from 0, or none."""
+        if self._num_passed:
+            self._settle()
         for tried in range(1, num_children if rank is None else rank + 1):
             place = min(tried, _MOST_RANKS) - 1
             self._tried[is_later][place] += 1
@@ -61,6 +68,8 @@ class Siblings:
             tree: the parents of the nodes.
             first, later: of the row, the chance of a first child at the first level, and of one further down.
         """
+        if self._num_passed:
+            self._settle()
         chances = [
             [of_first, *((right + _PRIOR_WEIGHT * _FIRST_GUESS) / (tried + _PRIOR_WEIGHT)
                          for right, tried in zip(self._right[level], self._tried[level], strict=True))]

@@ -136,16 +136,15 @@ class StageRecord:
     def observe(self, outcome: Outcome, stats: StageStats, lengths: Mapping[str, int], pace: float = 1.0) -> None:
         """Learn from a step; `lengths` are the tokens that each row had before it, `pace` the machine's."""
         names = outcome.batch.request_ids
-        self.acceptance.siblings.fade()
+        self.acceptance.begin_step()
         self._calibration.fade()
         if any(stats.drafted):
             if self.is_probing:
                 self.acceptance.look_anew()
             self._observe_rows(names, outcome, stats.drafted)
-        else:
-            self.acceptance.skip(names)
         if any(stats.budget):
             self.wake()
+        if any(self._depths):  # to find nothing is quick, and says nothing about what it takes to draft
             self._see_depths(stats.budget)
             rows = [row for row, limit in zip(names, stats.budget, strict=True) if limit]
             num_behind = sum([lengths[row] - self._seen.get(row, 0) for row in rows])
@@ -166,8 +165,8 @@ class StageRecord:
         draft = outcome.draft
         for name, number, accepted, row in zip(names, drafted, outcome.accepted, range(len(names)), strict=True):
             if not number:
-                self.acceptance.skip([name])
-            elif confidences := self._confidences.get(name):
+                continue
+            if confidences := self._confidences.get(name):
                 self._calibration.observe(levels(draft.tree(row), accepted), confidences)
             elif draft.parents is None:
                 self.acceptance.observe(name, number, len(accepted))

@@ -19,7 +19,7 @@ class StepTime:
 
     def __init__(self) -> None:
         self._verify = FadingRegression(2 + len(_KNOTS))
-        self._rises = [0.0] * len(_KNOTS)
+        self._rises = [0.0] * len(_KNOTS)  # seconds of one more token behind each knot
 
     @property
     def is_known(self) -> bool:
@@ -34,16 +34,18 @@ class StepTime:
     def observe(self, num_tokens: int, num_kv_tokens: int, seconds: float) -> None:
         """Learn from a step that computed `num_tokens` over `num_kv_tokens` of KV; `seconds` without drafting."""
         hinges = [max(0, num_tokens - knot) / _TOKENS for knot in _KNOTS]
-        self._verify.observe([1.0, *hinges, num_kv_tokens / _CONTEXT], seconds)
-        self._rises = [rise / _TOKENS for rise in accumulate(self._verify.coefficients[1:-1])]
+        if self._verify.observe([1.0, *hinges, num_kv_tokens / _CONTEXT], seconds):
+            self._rises = [rise / _TOKENS for rise in accumulate(self._verify.coefficients[1:-1])]
 
     def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
         """Expected seconds of a step of `num_tokens` tokens."""
-        start, *hinges, context = self._verify.coefficients
-        seconds = start + context * num_kv_tokens / _CONTEXT
-        return seconds + sum(
-            coefficient / _TOKENS * max(0, num_tokens - knot) for knot, coefficient in zip(_KNOTS, hinges, strict=True)
-        )
+        start, context = self._verify.coefficients[0], self._verify.coefficients[-1]
+        seconds, before = start + context * num_kv_tokens / _CONTEXT, 0.0
+        for knot, rise in zip(_KNOTS, self._rises, strict=True):
+            if num_tokens <= knot:
+                break
+            seconds, before = seconds + (rise - before) * (num_tokens - knot), rise
+        return seconds
 
     def rises(self, num_tokens: int, count: int) -> list[float]:
         """``[count]`` the expected seconds that each of `count` tokens adds to a step of `num_tokens`, 0 or more."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.decoding.packing import pack_nodes
-from emssd.drafting import Draft, HiddenStates
+from emssd.drafting import Draft
 from emssd.drafting.levels import with_room
 from emssd.drafting.shapes import Shape
 from emssd.heads.lent import Lent
@@ -56,6 +56,8 @@ class MeasuringDrafter(PairedDrafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         if self._chosen is None:
+            self._sort_arrived()
+            self._make_features(list(self._waiting))
             texts = self._texts(batch)
             self._num_waited += 1
             if sum(len(features) for *_, features in texts) < ENOUGH and self._num_waited < ENOUGH:
@@ -63,12 +65,14 @@ class MeasuringDrafter(PairedDrafter):
             self._choose(texts)
         return super().propose(batch, budget)
 
-    def _features(self, hidden: HiddenStates) -> torch.Tensor:
-        """The features ``[n, hidden]`` of all tokens of `hidden`; until one is chosen, of both: ``[n, 2, hidden]``."""
-        if self._chosen is not None:
-            return super()._features(hidden.of(self._chosen))
-        likely, other = (PairedDrafter._features(self, hidden.of(reading)) for reading in self._readings)
-        return torch.stack([likely, other], dim=1)
+    def _features(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The features ``[n, hidden]`` of tokens; until a reading is chosen, of both: ``[n, 2, hidden]``."""
+        states = dict(zip(self.hidden_layers, hidden.chunk(len(self.hidden_layers), dim=-1), strict=True))
+
+        def of(reading: Reading) -> torch.Tensor:
+            return self._head.features(torch.cat([states[layer] for layer in reading], dim=-1))
+
+        return of(self._chosen) if self._chosen is not None else torch.stack([*map(of, self._readings)], dim=1)
 
     def _texts(self, batch: Batch) -> list[_Text]:
         """The rows of which a pair and the token that it foresees are known."""

@@ -305,7 +305,7 @@ def quantized(weights: Weights) -> None:
         (None, {"mtp_hidden_states_first": True}, "it puts hidden states before embeddings"),
         (None, {"speculators_model_type": "mtp"}, "it is in a container of speculators"),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_wrong_files_are_refused_in_a_sentence(change: Any, config: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
