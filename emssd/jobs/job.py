@@ -97,7 +97,7 @@ def run_job(
     import torch
 
     transformers = import_transformers(distributed=config.model.tensor_parallel)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    transformers.utils.logging.disable_progress_bar()
     check_options(config)
     registry.in_use.clear()  # what earlier runs of a sweep used
     own_threads = _own_threads()  # read before it is changed
