@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -126,6 +126,8 @@ def _type(hint: Any) -> str:
     parts = [part for part in get_args(hint) if part is not NoneType]
     if NoneType in get_args(hint):
         return f"{' or '.join(map(_type, parts))}, or `null`"
+    if isinstance(hint, UnionType):
+        return " or ".join(map(_type, parts))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return " \\| ".join(f"`{each.value}`" for each in hint)
     words = {str: "text", int: "integer", float: "number", bool: "`true` \\| `false`"}

@@ -16,6 +16,7 @@ from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.model.loading import LoadModel
+from emssd.model.target import Compile
 from emssd.plugins.registry import Registry
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def load_parts(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     trust_remote_code: bool = False,
     tensor_parallel: bool = False,
     checksums: bool = False,
@@ -100,7 +101,7 @@ def parts_around(
     backend: Any = "ragged",
     budget: Any = "adaptive",
     max_model_len: int | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Parts:
@@ -162,8 +163,9 @@ def _context(
     load: LoadModel | None = None,
 ) -> DrafterContext:
     def load_runner(path: str, *, trees: bool = False) -> tuple[ModelRunner, Any]:
-        dtype, compiled = str(target.dtype).removeprefix("torch."), target.compiled is not None
-        model, own_tokenizer = (load or load_model)(path, dtype=dtype, device=str(target.device), compile=compiled)
+        dtype = str(target.dtype).removeprefix("torch.")
+        compile = target.may_compile if target.compiled is not None else False
+        model, own_tokenizer = (load or load_model)(path, dtype=dtype, device=str(target.device), compile=compile)
         cache = caches.make(model.kv_cache_spec(options.batch_size), trees=trees)
         return CausalLMRunner(model, cache), own_tokenizer
 

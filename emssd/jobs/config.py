@@ -66,8 +66,9 @@ class ModelConfig:
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16``, ``float16`` or ``float64``.
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``, …
         max_model_len: longest sequence, prompt and output together; ``null`` takes the model's own limit.
-        compile: run the forward pass as one compiled program, on a CPU. The first run of a model compiles it, for half
-            a minute or more; later ones load it. Worth it for long jobs; a draft model is compiled as well.
+        compile: run the forward pass as one compiled program, on a CPU: ``auto``, ``true`` or ``false``. Compiling
+            takes half a minute or more, once for a model; the program is kept. ``auto`` uses a kept program, and
+            compiles where a run is long enough to pay for it. A draft model is compiled as well.
         architecture: for timing without a checkpoint: make a model of this shape, a config of Transformers, with random
             weights; `path` is then only its name. ``data=random`` gives it prompts.
         trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
@@ -80,7 +81,7 @@ class ModelConfig:
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    compile: bool = False
+    compile: bool | str = "auto"
     architecture: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     tensor_parallel: bool = False

@@ -88,6 +88,8 @@ def check_options(config: RunConfig) -> None:
     if isinstance(config.data, OpenAIBatchConfig):
         numbers["data.limit"] = config.data.limit
         _check_batch(config)
+    if config.model.compile not in (True, False, "auto"):
+        raise ConfigError(f"model.compile is {config.model.compile}; it must be true, false or auto")
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"{name} is {number}; it must be at least 1")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache, partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.jobs.closing import print_texts, remarks
 from emssd.jobs.config import RunConfig
 from emssd.jobs.experiment import label_of, setting_of
+from emssd.jobs.imports import import_transformers
 from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests, unfinished
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
@@ -76,6 +78,7 @@ def run_job(
     *,
     models: ModelCache | None = None,
     brief: bool = False,
+    alone: bool = True,
 ) -> JobResult:
     """Run `config`.
 
@@ -86,14 +89,15 @@ def run_job(
         registry: the plugins.
         models: that are loaded already, for runs one after the other.
         brief: show progress only, and leave the tables to the caller.
+        alone: no other runs are compared with it. Of those that are, none compiles where another would not.
 
     Raises:
         EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
     """
     import torch
-    import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    transformers = import_transformers(distributed=config.model.tensor_parallel)
+    transformers.utils.logging.disable_progress_bar()
     check_options(config)
     registry.in_use.clear()  # what earlier runs of a sweep used
     own_threads = _own_threads()  # read before it is changed
@@ -101,7 +105,8 @@ def run_job(
     console, models = plain_console(stderr=True), models or ModelCache()
     show_messages(console)
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
-        work = _prepare(config, config_text, output, plain_console(stderr=True, quiet=brief), registry, models)
+        quiet = plain_console(stderr=True, quiet=brief)
+        work = _prepare(config, config_text, output, quiet, registry, models, alone=alone)
         if work is None:
             return JobResult(output.read_metrics())
         output.begin(config_text, work.failures.prompts)
@@ -162,7 +167,14 @@ def _own_threads() -> int:
 
 
 def _prepare(
-    config: RunConfig, config_text: str, output: OutputFolder, console: Console, registry: Registry, models: ModelCache
+    config: RunConfig,
+    config_text: str,
+    output: OutputFolder,
+    console: Console,
+    registry: Registry,
+    models: ModelCache,
+    *,
+    alone: bool,
 ) -> _Work | None:
     """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
     failures = Failures(config.on_error, config.data)
@@ -178,7 +190,9 @@ def _prepare(
         console.print("nothing is left to do")
         return None
     console.print(f"loading {config.model.path} …", highlight=False)
-    engine = make_engine(config, registry, models)
+    engine = make_engine(config, registry, models, num_steps=_most_steps(config, left) if alone else None)
+    if config.model.compile == "auto":
+        console.print(engine.target.why_compiled, highlight=False, soft_wrap=True)
     if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
         console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
     requests = to_requests(config, engine, left, failures, output.finished)
@@ -201,12 +215,31 @@ def write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt],
         write_batch_output(output.path, prompts, failures.prompts, model.path, tokenizer)
 
 
-def make_engine(config: RunConfig, registry: Registry, models: ModelCache, *, baseline: Engine | None = None) -> Engine:
-    """The engine of `config`, or plain decoding with the target of `baseline`."""
+def _most_steps(config: RunConfig, prompts: Seq[Prompt]) -> int:
+    """So many steps the rows of `prompts` take without drafts, if none of them ends early."""
+    limits = (each.max_new_tokens or config.max_new_tokens for each in prompts)
+    num_tokens = sum(limit * num_samples(config, each) for limit, each in zip(limits, prompts, strict=True))
+    return ceil(num_tokens / config.batch_size)
+
+
+def make_engine(
+    config: RunConfig,
+    registry: Registry,
+    models: ModelCache,
+    *,
+    baseline: Engine | None = None,
+    num_steps: int | None = None,
+) -> Engine:
+    """The engine of `config`, or plain decoding with the target of `baseline`.
+
+    Given `num_steps`, the most that it has to do, ``model.compile=auto`` may compile the model.
+    """
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer
     else:
         target, tokenizer = models.target(**vars(config.model))
+        if num_steps is not None:
+            target.compile_if_it_pays(num_steps)
         if config.experiment is not None:
             machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
     return Engine.assemble(
@@ -292,6 +325,7 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
         "versions": versions(),
         "plugins": plugins(registry),
         "hardware": hardware(target.device),
+        "compiled": target.why_compiled,
     }
 
 

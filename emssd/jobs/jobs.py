@@ -54,7 +54,7 @@ class Jobs:
         else:
             from emssd.jobs.job import run_job
 
-            result = run_job(config, output_dir, config_text, self._registry, models=self._models)
+            result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
         if swept is not None:
             self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
         for generation in result.generations if config.prompt is not None else ():
@@ -89,7 +89,9 @@ class Jobs:
             return
         # Half a run has no figures of its own, and one whose drafter was switched off has those of no drafter.
         afresh = dataclasses.replace(config, resume=False, overwrite=True, on_drafter_error=OnDrafterError.fail)
-        result = run_job(afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True)
+        result = run_job(
+            afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True, alone=False
+        )
         assert result.engine is not None
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
         self._rows.append(row)

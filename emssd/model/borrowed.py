@@ -42,8 +42,8 @@ class BorrowedTarget:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model runs as a compiled program (`model.compile`)."""
-        return self._target.compiled is not None
+        """Whether the model runs as a compiled program, and parts of a drafter may be compiled as well."""
+        return self._target.compiled is not None and self._target.may_compile is True
 
     @property
     def hidden_size(self) -> int:

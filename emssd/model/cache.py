@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from emssd.model.loading import load_model
@@ -26,6 +27,7 @@ class ModelCache:
         key = _key(path, options)
         if key != self._target:
             self._models.clear()
+            gc.collect()  # models hold themselves, and there is to be room for the next one
             self._target = key
         return self.draft(path, **options)
 

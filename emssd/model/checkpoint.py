@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
 from emssd.model.checkpoint_files import check_json, has_vocabulary, tokenizer_fault, weights_fault
@@ -74,7 +76,7 @@ def load_checkpoint(
             plans.check_shards(config, num_shards)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     what = "Transformers cannot make the model of its config.json and weights"
-    with _told(path, what, lambda: weights_fault(source)), _report_kept_back():
+    with _told(path, what, lambda: weights_fault(source)), _report_kept_back(), _MadeEmpty():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -212,6 +214,20 @@ def _sentence(error: Exception) -> str:
     end = re.search(r"\.(?= [A-Z(])", text)  # the first sentence; a dot inside a file's name ends none
     text = text[: end.start()] if end else text
     return text[:300].rstrip(" :,.") + "."
+
+
+class _MadeEmpty(TorchFunctionMode):
+    """Leaves out random numbers for tensors without memory, which a checkpoint fills: PyTorch loads SymPy for them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Seq[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor: torch.Tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 class _KeepBack(logging.Filter):

@@ -21,16 +21,20 @@ from emssd.model.changes import Changes
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
 from emssd.model.program import Program, declare_operators
-from emssd.native import CacheError, Entry, NativeError, entry
+from emssd.native import CacheError, Entry, NativeError, entry, is_kept
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
     from emssd.model.interface import Attend
     from emssd.model.streams import Hidden
 
-__all__ = ["CompileError", "CompiledForward"]
+__all__ = ["CompileError", "CompiledForward", "NotKeptError"]
 
 logger = logging.getLogger("emssd")
+
+
+class NotKeptError(CompileError):
+    """No earlier run has left a program of this model."""
 
 
 class CompiledForward:
@@ -40,25 +44,31 @@ class CompiledForward:
         target: the model, on a CPU. It is left as it was; its linear weights are copied in the layout of their kernel.
             Where the model has changed when a sequence begins, it runs as it is from then on, with a warning.
         hidden: indices of the hidden states that the program gives beside logits, see `emssd.model.streams.Streams`.
+        only_kept: take a program that an earlier run has left, and compile nothing.
 
     Attributes:
         folder: where the program is kept.
+        is_new: whether it was compiled just now.
 
     Raises:
+        NotKeptError: there is none, and `only_kept`.
         CompileError: another device, no C++ compiler, a cache that others can write, a model that cannot be traced or
             that a later run could not recognise, or a program that computes something else.
     """
 
-    def __init__(self, target: HookedModel, hidden: tuple[int, ...] = ()) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
         self.hidden = hidden
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         if any(layer.sinks is not None for layer in target.layers):
             raise CompileError(f"{type(target.model).__name__} has attention sinks, which no program is made with")
         try:
+            key, right = _fingerprint(target, hidden)
+            if only_kept and not is_kept("models", key):  # before kernels are built that may not be needed
+                raise NotKeptError("no program of it is kept")
             declare_operators()
             self._layers, self._target = target.layers, weakref.ref(target)
-            self._open(target, *_fingerprint(target, hidden))
+            self._open(target, key, right, only_kept=only_kept)
         except (NativeError, CacheError) as error:
             raise CompileError(str(error)) from error
         except EmssdError:
@@ -111,10 +121,12 @@ class CompiledForward:
         target.compiled = None
         return target.run
 
-    def _open(self, target: HookedModel, key: str, right: list[torch.Tensor]) -> None:
+    def _open(self, target: HookedModel, key: str, right: list[torch.Tensor], *, only_kept: bool) -> None:
         """Load the program of that key, once more compiled if what is there is not the model's."""
 
         def write(folder: Path) -> None:
+            if only_kept:
+                raise NotKeptError("the program of it that is kept is damaged")
             tracing.compile_program(target, folder, self.hidden)
 
         found = entry("models", key, write)
@@ -124,6 +136,7 @@ class CompiledForward:
             vars(self).pop("_program", None)  # its weights go before there are others
             found = entry("models", key, write, replace=True)
             wrong = self._why_wrong(target, found, right)
+        self.is_new = found.new
         if wrong is not None:
             raise CompileError(f"{found.folder} is not the program of this model, though it was just compiled: {wrong}")
 

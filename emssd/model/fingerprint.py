@@ -125,6 +125,11 @@ class _Trace(TorchDispatchMode):
         for name, tensor in tensors.items():
             self._name(tensor, name)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import Dynamo, for a second, to keep it from tracing this."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = f"{func} {self._words(args)} {self._words(kwargs or {})}"
         result = func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ from emssd.model.checkpoint import load_checkpoint
 from emssd.model.parallel.group import Shard, join
 from emssd.model.parallel.messages import Kind, Message, object_words
 from emssd.model.parallel.plans import check_heads
-from emssd.model.target import TargetModel
+from emssd.model.target import Compile, TargetModel
 
 __all__ = ["LoadModel", "Wanted", "load_model", "load_shard"]
 
@@ -27,7 +27,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     architecture: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     tensor_parallel: bool = False,
@@ -53,13 +53,14 @@ def load_model(
         OutOfMemoryError: there is no room for the weights.
     """
     if tensor_parallel:
-        _check_parallel(device, compile=compile, architecture=architecture)
+        _check_parallel(device, compile=compile is True, architecture=architecture)
         wanted = Wanted(path, dtype, max_model_len, trust_remote_code, checksums)
         group = join()
         assert group.rank == 0, "the other processes load what they are told to, see emssd.model.parallel.follower"
         shard = Shard(group, group.number(), checksums)
         group.say(Message(Kind.LOAD, shard.number, object_words(wanted)))
         target, tokenizer = load_shard(wanted, shard)
+        target.why_compiled = "not compiled: the model is spread over several processes"
         weakref.finalize(target, group.note, Message(Kind.DROP, shard.number)).atexit = False
         return target, tokenizer
     if checksums:

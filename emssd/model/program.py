@@ -51,12 +51,13 @@ class Program:
             weight = torch.cat([tensors[name].detach() for name in linear["weights"]])
             bias = torch.cat(biases) if biases else None
             self.few_sizes |= kernels.add_weight(self._weights, weight, bias)
-        program = torch._inductor.aoti_load_package(str(found.folder / tracing.PROGRAM), run_single_threaded=True)
+        # What `torch._inductor.aoti_load_package` wraps, without a second of imports: one model, one runner, no device.
+        program = torch._C._aoti.AOTIModelPackageLoader(str(found.folder / tracing.PROGRAM), "model", True, 1, -1)
         known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)
         known |= {tracing.PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
         self._constants = {name: known[name] for name in program.get_constant_fqns()}  # not copied: they must stay
-        program.load_constants(self._constants, check_full_update=True, user_managed=True)
-        self._run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = program.loader.boxed_run
+        program.load_constants(self._constants, False, True, True, False)  # all of them, and none is copied
+        self._run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = program.boxed_run
 
     def __call__(self, inputs: list[torch.Tensor], attend: Attend, num_tokens: int) -> list[torch.Tensor]:
         """Run it.

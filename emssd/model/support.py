@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 from emssd.errors import ConfigError, UnsupportedModelError
@@ -72,9 +73,8 @@ def check_whole(model: Any) -> None:
     Raises:
         UnsupportedModelError: with what can be done.
     """
-    from torch.distributed.tensor import DTensor
-
-    if any(isinstance(weight, DTensor) for weight in model.parameters()):
+    distributed = sys.modules.get("torch.distributed.tensor")  # if nobody has imported it, there are no such tensors
+    if distributed and any(isinstance(weight, distributed.DTensor) for weight in model.parameters()):
         raise _refused(
             model.config.model_type,
             "it is a shard of a model that is spread over several processes; let emssd load it, with "

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from emssd.attention import AttentionBackend, LayerSpec, StepPlan
-from emssd.errors import CompileError, UnsupportedModelError
+from emssd.errors import CompileError, ConfigError, UnsupportedModelError
 from emssd.model.hooked import HookedModel
 from emssd.model.masks import learn_windows
 from emssd.model.probe import probe_layers
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from emssd.model.compiled import CompiledForward
     from emssd.model.parallel.group import Shard
 
-__all__ = ["Computed", "TargetModel"]
+__all__ = ["Compile", "Computed", "TargetModel"]
+
+Compile = bool | Literal["auto"]
+"""Whether a model is compiled: yes, no, or where that costs nothing or pays; see `TargetModel.compile_if_it_pays`."""
+
+_PAYS = 4  # times as long as compiling: a program saves about half of that, and rows may end before their limit
 
 
 class Computed(NamedTuple):
@@ -44,16 +50,19 @@ class TargetModel(HookedModel):
         model: any `PreTrainedModel` that speaks the attention interface. Between two calls it is left as it was.
         max_model_len: longest sequence to allow; ``None`` takes the model's own limit.
         compile: run the forward pass as one compiled program, see `emssd.model.compiled`. Where that cannot be, a
-            warning says why, and the model runs as it is.
+            warning says why, and the model runs as it is. ``"auto"`` takes a program that an earlier run has left, and
+            leaves the rest to `compile_if_it_pays`.
         shard: where the others are, if this process has but a shard of the model. All processes do this, and every
             call, together.
 
     Attributes:
         compiled: that program, or ``None``.
+        why_compiled: in a line, whether it is compiled, and why.
+        may_compile: whether a program that is wanted is compiled if none is kept: ``False`` with ``compile=False``.
 
     Raises:
         UnsupportedModelError: with the reason, if its output would not be that of the model.
-        ConfigError: `max_model_len` beyond the model's limit.
+        ConfigError: `max_model_len` beyond the model's limit, or `compile` is something else.
     """
 
     def __init__(
@@ -61,12 +70,16 @@ class TargetModel(HookedModel):
         model: PreTrainedModel,
         *,
         max_model_len: int | None = None,
-        compile: bool = False,
+        compile: Compile = False,
         shard: Shard | None = None,
     ) -> None:
+        if compile not in (True, False, "auto"):
+            raise ConfigError(f"model.compile is {compile}; it must be true, false or auto")
         super().__init__(model, max_model_len=max_model_len, shard=shard)
         self._windows = learn_windows(self)
         self.layers = probe_layers(self)
+        self.may_compile, self._can_compile = compile, False
+        self.why_compiled = "not compiled: model.compile=false"
         self.compiled = self._compile() if compile else None
 
     def prepare_hidden(self, indices: Seq[int]) -> Streams:
@@ -114,14 +127,44 @@ class TargetModel(HookedModel):
         assert hidden.keys() >= {*indices}, "this step was recorded before these hidden states were asked for"
         return Computed(logits if plan.logit_index is None else logits[plan.logit_index], hidden)
 
-    def _compile(self, hidden: tuple[int, ...] = ()) -> CompiledForward | None:
-        from emssd.model.compiled import CompiledForward
+    def compile_if_it_pays(self, num_steps: int) -> None:
+        """Where ``compile="auto"`` found no program: compile one now, if `num_steps` steps take long enough.
 
+        Before the first row only: a program rounds otherwise than the model, and each run has one arithmetic.
+        """
+        if self.may_compile != "auto" or self.compiled is not None or not self._can_compile:
+            return
+        from emssd.model.fingerprint import short_pass
+        from emssd.model.tracing import expected_seconds
+
+        passes = []
+        for _ in range(3):
+            start = time.perf_counter()
+            short_pass(self, self.run)
+            passes.append(time.perf_counter() - start)
+        seconds = num_steps * min(passes)
+        if seconds < _PAYS * expected_seconds(len(self.layers)):
+            few = f"not compiled: {num_steps:,} steps at most are too few to pay for it"
+            self.why_compiled = f"{few}; model.compile=true does it once, for all later runs"
+            return
+        self.may_compile = True
+        self.compiled = self._compile(asked_for=False)
+
+    def _compile(self, hidden: tuple[int, ...] = (), *, asked_for: bool = True) -> CompiledForward | None:
+        """A program; ``None`` where there can be none, with a warning if it was `asked_for`."""
+        from emssd.model.compiled import CompiledForward, NotKeptError
+
+        only_kept, self._can_compile = self.may_compile == "auto", False
         try:
-            return CompiledForward(self, hidden)
+            compiled = CompiledForward(self, hidden, only_kept=only_kept)
         except CompileError as error:
-            warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
+            self._can_compile = isinstance(error, NotKeptError)
+            self.why_compiled = f"not compiled: {error}"
+            if asked_for and not only_kept:
+                warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
             return None
+        self.why_compiled = f"compiled: {'just now, for later runs too' if compiled.is_new else 'its program was kept'}"
+        return compiled
 
 
 _NOTHING = torch.empty(0)  # in the place of hidden states that are not computed yet

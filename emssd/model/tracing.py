@@ -25,6 +25,7 @@ __all__ = [
     "PROGRAM",
     "compile_module",
     "compile_program",
+    "expected_seconds",
     "first_line",
     "has_kernel",
 ]
@@ -66,11 +67,16 @@ def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] =
     Raises:
         CompileError: that fails.
     """
-    name = type(target.model).__name__
-    logger.info("compiling the forward pass of %s, once; this takes about %d s …", name, 10 + 2 * len(target.layers))
+    name, seconds = type(target.model).__name__, expected_seconds(len(target.layers))
+    logger.info("compiling the forward pass of %s, once; this takes about %d s …", name, seconds)
     tokens = torch.arange(24) % target.vocab_size
     inputs = (tokens.unsqueeze(0), torch.arange(24).unsqueeze(0), torch.arange(20), torch.tensor(0))
     compile_module(_Traced(target, hidden), inputs, folder, own_linears=has_kernel(target.dtype))
+
+
+def expected_seconds(num_layers: int) -> int:
+    """About how long compiling a model takes."""
+    return 10 + 2 * num_layers
 
 
 def compile_module(

@@ -14,7 +14,7 @@ from emssd.native.build import (
     loaded_kernels,
     why_unavailable,
 )
-from emssd.native.cache import CacheError, Entry, cache_dir, entry, room_hint, trusted
+from emssd.native.cache import CacheError, Entry, cache_dir, entry, is_kept, room_hint, trusted
 
 __all__ = [
     "CacheError",
@@ -24,6 +24,7 @@ __all__ = [
     "entry",
     "fallback_reason",
     "free_weights",
+    "is_kept",
     "kernels_key",
     "load_kernels",
     "loaded_kernels",

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from emssd.errors import EmssdError
 
-__all__ = ["CacheError", "Entry", "cache_dir", "entry", "room_hint", "trusted"]
+__all__ = ["CacheError", "Entry", "cache_dir", "entry", "is_kept", "room_hint", "trusted"]
 
 _MANIFEST = "manifest.json"
 
@@ -89,6 +89,15 @@ def entry(kind: str, key: str, write: Callable[[Path], None], *, replace: bool =
             return _write(folder, write, sweep=alone)
     except OSError as error:
         raise _unusable(error) from error
+
+
+def is_kept(kind: str, key: str) -> bool:
+    """Whether there is an entry of that key; `entry` tells whether it is whole. Nothing is written, nobody waited for.
+
+    Raises:
+        CacheError: others than this user could change what is there.
+    """
+    return trusted(cache_dir(), kind, key).is_dir()
 
 
 def trusted(root: Path, *below: str, variable: str = "EMSSD_CACHE") -> Path:

@@ -67,7 +67,7 @@ def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:
         assert f"model.{field.name}" in options
     assert all(text for _, text in options.values()), options
     assert options["batch_size"] == ("3", "rows decoded together")
-    assert options["model.compile"][0] == "false"
+    assert options["model.compile"][0] == "auto"
     assert options["data.path"][0] == "VALUE"
     assert options["data.path"][1].endswith("(needed)")
     assert "data.kind" not in options

@@ -30,6 +30,7 @@ from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters import TreeDrafter
 from emssd.drafting import Drafter
 from emssd.drafting.shapes import DynamicShape
+from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel, tracing
 from emssd.model.fingerprint import fingerprint
 from emssd.native import cache_dir, load_kernels
@@ -394,6 +395,51 @@ def test_a_model_without_source_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
     nowhere = type("Nowhere", (LlamaForCausalLM,), {"__module__": module.__name__})
     assert_runs_as_it_is(nowhere(tiny_model("llama").config).eval(), "Nowhere is not defined in a file")
+
+
+def test_auto_takes_a_program_that_is_kept_and_no_other(
+    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles"))
+    kept = targets["opt-float32"].compiled
+    assert kept is not None
+    target = TargetModel(make("opt-float32"), compile="auto")
+    assert target.compiled is not None
+    assert target.compiled.folder == kept.folder
+    assert target.why_compiled == "compiled: its program was kept"
+    target.compile_if_it_pays(10**12)
+    assert target.compiled.folder == kept.folder
+    target.prepare_hidden([0])  # of which none is kept: the model itself gives them
+    assert target.compiled is None
+
+
+def test_auto_compiles_where_the_work_is_worth_it(
+    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usual = str(cache_dir())
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "empty"))
+    target = TargetModel(make("opt-float32"), compile="auto")
+    assert target.compiled is None
+    target.compile_if_it_pays(10)
+    assert target.compiled is None
+    assert target.why_compiled.startswith("not compiled: 10 steps at most are too few to pay for it")
+    assert not (tmp_path / "empty").exists()  # no lock, nothing built
+    monkeypatch.setenv("EMSSD_CACHE", usual)  # where the program is that it would have to compile
+    target.compile_if_it_pays(10**9)
+    assert target.compiled is not None
+    assert target.may_compile is True
+
+
+def test_auto_says_why_a_model_runs_as_it_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    model = make("opt-float32")
+    model.register_forward_hook(lambda *given: None)
+    target = TargetModel(model, compile="auto")
+    target.compile_if_it_pays(10**9)
+    assert target.compiled is None
+    assert "hook" in target.why_compiled
+    assert not [each for each in recwarn if each.category is RuntimeWarning]
+    with pytest.raises(ConfigError, match="must be true, false or auto"):
+        TargetModel(make("opt-float32"), compile="maybe")  # type: ignore[arg-type]
 
 
 def test_a_drafters_model_is_compiled_if_the_target_is(

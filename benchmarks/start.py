@@ -1,0 +1,101 @@
+"""Seconds from the start of a process to its first token with filled caches, and where they go.
+
+    python benchmarks/start.py --out docs/results/start.json
+
+Each repeat is a process that runs the embedded demo as `python -m emssd` does, up to the first step that gives tokens.
+*Importing PyTorch* is the floor: no program that uses it starts sooner. What comes before is Python and Hydra. The
+untimed steps that precede a run's own (`emssd.decoding.warmup`) count as its first tokens here: they compute the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+PARTS = ("Python, Hydra", "PyTorch", "options, plugins", "Transformers", "model and engine", "first step")
+PROGRAM = """
+import os, sys, time
+started = float(os.environ["STARTED"])
+stamps = []
+def stamp():
+    stamps.append(time.time() - started)
+import emssd.cli.command as command
+import emssd.__main__
+stamp()
+import torch
+stamp()
+from emssd.jobs import job
+from emssd.decoding.engine import Engine
+def before(module, name):
+    found = getattr(module, name)
+    def run(*args, **kwargs):
+        stamp()
+        return found(*args, **kwargs)
+    setattr(module, name, run)
+before(job, "import_transformers")
+before(job, "OutputFolder")
+before(job, "warm_up")
+step = Engine.step
+def first(engine):
+    tokens = step(engine)
+    stamp()
+    print(*stamps, file=sys.__stdout__, flush=True)
+    os._exit(0)
+Engine.step = first
+emssd.__main__.main()
+"""
+
+
+def seconds_of_parts(arguments: list[str]) -> list[float]:
+    """Of one process, in the order of `PARTS`."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", PROGRAM, "progress=false", *arguments]
+        environment = os.environ | {"STARTED": str(time.time())}
+        run = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
+    stamps = [0.0, *map(float, run.stdout.splitlines()[-1].split())]
+    return [later - earlier for earlier, later in pairwise(stamps)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("arguments", nargs="*", help="of python -m emssd")
+    options = parser.parse_args()
+    seconds_of_parts(options.arguments)  # fills the caches
+    found = [seconds_of_parts(options.arguments) for _ in range(options.repeats)]
+    parts = {name: statistics.median(each) for name, each in zip(PARTS, zip(*found, strict=True), strict=True)}
+    totals = [sum(each) for each in found]
+    table = Table("part", "seconds", title=f"from the start to the first token, median of {options.repeats}")
+    for name, seconds in parts.items():
+        table.add_row(name, f"{seconds:.2f}")
+    table.add_section()
+    table.add_row("in all", f"{statistics.median(totals):.2f} ({min(totals):.2f} - {max(totals):.2f})")
+    Console().print(table)
+    if options.out:
+        machine = {"cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()}
+        versions = {
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        }  # fmt: skip
+        rows = {"parts": parts, "in_all": statistics.median(totals), "all_runs": totals}
+        command = " ".join(["python benchmarks/start.py", *sys.argv[1:]])
+        result = rows | {"machine": machine, "versions": versions, "command": command}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
