@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd_train.options import TrainOptions
 
-__all__ = ["Text", "generate_texts", "read_prompts", "requests"]
+__all__ = ["Text", "frequent_tokens", "generate_texts", "read_prompts", "requests"]
 
 _TOGETHER = 64  # texts that are written at once; an interrupted run begins anew with the first of them
 
@@ -37,6 +38,17 @@ class Text:
     def can_teach(self) -> bool:
         """Whether a draft has a place in it: behind the first new token."""
         return len(self.output) > 1
+
+
+def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -> list[int] | None:
+    """The `count` tokens that are most frequent in new tokens, in order of their ids; ``None`` for all tokens.
+
+    Lower ids win ties. Tokens that do not occur come last.
+    """
+    if count is None or count >= vocab_size:
+        return None
+    found = Counter(token for text in texts for token in text.output)
+    return sorted(sorted(range(vocab_size), key=lambda token: (-found[token], token))[:count])
 
 
 def read_prompts(options: TrainOptions, target: TargetModel, tokenizer: Any) -> list[tuple[int, ...]]:
