@@ -16,7 +16,7 @@ __all__ = ["main", "make_parser"]
 
 _DESCRIPTION = """\
 Train {what} for a target. The target continues each prompt of a file. {learns} Then prompts that it has not seen are
-decoded with what was trained, to see what is accepted. {saved}: use it with drafter={kind} drafter.path=DIR.
+decoded with what was trained, to see what is accepted. {saved}. Draft with drafter={kind} drafter.path=DIR.
 """
 
 
@@ -57,7 +57,6 @@ def make_parser() -> argparse.ArgumentParser:
         _add_texts(one, each.options)
         _add_training(one, each.options, each.depth)
         each.add(one, each.options)
-        one.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the saved weights")
     return parser
 
 
@@ -88,6 +87,7 @@ def _add_training(parser: argparse.ArgumentParser, options: type[TrainOptions], 
     _add(training, options, "save_every", type=int, metavar="N", what="steps between two checkpoints")
     _add(training, options, "model_dtype", metavar="DTYPE", what="of the target; float32 is the fastest on many CPUs")
     _add(training, options, "device", metavar="DEVICE", what="cpu, cuda, or auto")
+    training.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the saved weights")
 
 
 def _add_eagle3(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> None:
@@ -159,7 +159,7 @@ _PARSERS = (
         MedusaOptions,
         what="Medusa heads",
         learns="The heads learn from these texts, and from what the target computes as it reads them.",
-        saved="The heads are saved with vLLM's names",
+        saved="The heads are saved in the format of vLLM",
         depth="heads, one for each token of a draft",
         add=_add_medusa,
     ),
@@ -167,7 +167,7 @@ _PARSERS = (
         PardOptions,
         what="a PARD model",
         learns="A small language model learns from these texts to fill in masks, a whole draft in one pass.",
-        saved="The model is saved as Transformers does",
+        saved="The model is saved as a model of Transformers",
         depth="tokens of a draft; all but the first are masks",
         add=_add_pard,
     ),

@@ -109,7 +109,7 @@ class Masked:
             if spec.sliding_window is not None:
                 seen = visible & (self.place > self.place[:, None] - spec.sliding_window)
             mask = additive_mask(seen, query.dtype).expand(num_rows, -1, -1)
-            query, key, value = (each.unflatten(0, (num_rows, -1)) for each in (query, key, value))
+            query, key, value = (each.view(num_rows, -1, *each.shape[1:]) for each in (query, key, value))
             return masked_attention(query, key, value, mask, spec, checked=False).flatten(0, 1)
 
         hidden = {LAST_NORMED: torch.empty(0)}
