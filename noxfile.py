@@ -152,13 +152,26 @@ def trl(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/models/test_trl.py", *session.posargs)
 
 
+@nox.session(venv_backend="venv", reuse_venv=True)
+def speculators(session: nox.Session) -> None:
+    """Opens heads that were trained here with the library `speculators`, and compares logits, in float64."""
+    _see_environment(session)
+    session.install("--no-deps", "speculators==0.9.0")  # it takes an older Transformers, and the newest works
+    session.install("openai", "datasets", "hs-connectors", "loguru", "pydantic", "pydantic-settings")
+    session.run("python", "-m", "pytest", "tests/train/test_speculators.py", *session.posargs)
+
+
 def _install_beside(session: nox.Session, extra: str) -> None:
-    """Install what `extra` asks for. The session's venv also sees the environment of nox, so torch is there."""
-    asked = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"][extra]
+    """Install what `extra` asks for, beside the environment of nox."""
+    _see_environment(session)
+    session.install(*nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"][extra])
+
+
+def _see_environment(session: nox.Session) -> None:
+    """Let the session's venv also see the environment of nox, where torch is."""
     find = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = str(session.run("python", "-c", find, silent=True)).strip()
     Path(site, "beside.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
-    session.install(*asked)
 
 
 @nox.session(venv_backend="none")

@@ -27,6 +27,7 @@ from emssd.decoding.assembly import eos_token_ids
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.decoding.warmup import warm_up
+from emssd.metrics.stats import RunReport
 from emssd.model import TargetModel, load_model
 from emssd.plugins.builtin import FixedBudgetConfig
 from emssd.plugins.registry import Registry
@@ -67,8 +68,15 @@ def engines_of(
     }
 
 
+SLICE = 0.1  # seconds that an engine has to itself before the next one goes on
+
+
 def measure(engines: dict[str, Engine], requests: list[Request], repeats: int, progress: Progress) -> dict[str, Any]:
-    """Seconds of each engine, interleaved; outputs must be the same in all."""
+    """Seconds of each engine; outputs must be the same in all.
+
+    In a repeat all engines decode the same requests, in turns of `SLICE` seconds. So a machine that becomes slower does
+    so for all of them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     outputs: dict[str, dict[str, tuple[int, ...]]] = {}
     for engine in engines.values():
@@ -76,12 +84,19 @@ def measure(engines: dict[str, Engine], requests: list[Request], repeats: int, p
     task = progress.add_task("repeats", total=repeats * len(engines))
     names = list(engines)
     for repeat in range(repeats):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            start = time.perf_counter()
-            done = {generation.request_id: generation.token_ids for generation in engines[name].run(requests)}
-            seconds[name].append(time.perf_counter() - start)
-            outputs[name] = done
-            progress.advance(task)
+        for engine in engines.values():
+            engine.report = RunReport()
+            for request in requests:
+                engine.add(request)
+        taken, outputs = dict.fromkeys(engines, 0.0), {name: {} for name in engines}
+        waiting = names[repeat % len(names) :] + names[: repeat % len(names)]
+        while waiting:
+            for name in waiting:
+                taken[name] += _slice(engines[name], outputs[name])
+            progress.advance(task, sum(not engines[name].scheduler.has_work for name in waiting))
+            waiting = [name for name in waiting if engines[name].scheduler.has_work]
+        for name, own in taken.items():
+            seconds[name].append(own)
     progress.remove_task(task)
     base = outputs["greedy"]
     ratios = {
@@ -104,6 +119,15 @@ def measure(engines: dict[str, Engine], requests: list[Request], repeats: int, p
         }
         for name, values in seconds.items()
     }
+
+
+def _slice(engine: Engine, outputs: dict[str, tuple[int, ...]]) -> float:
+    """Let `engine` decode for `SLICE` seconds; what ended goes to `outputs`. Returns the seconds that it took."""
+    start, taken = time.perf_counter(), 0.0
+    while engine.scheduler.has_work and taken < SLICE:
+        outputs.update({sequence.request_id: tuple(sequence.output_ids) for sequence in engine.step()})
+        taken = time.perf_counter() - start
+    return taken
 
 
 def main() -> None:

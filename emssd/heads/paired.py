@@ -15,7 +15,7 @@ from emssd.attention import Kept, PackedInputs
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
-from emssd.drafting import Draft, Drafter, Outcome
+from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
 from emssd.drafting.levels import GrowingTree, joined_best, with_room
 from emssd.drafting.shapes import Expansion, Shape
 from emssd.heads.choices import head_choices
@@ -47,7 +47,7 @@ class PairedRow:
     node: Node
 
 
-_MOST_WAITING = 64  # tokens of a row
+_MOST_ARRIVED, _MOST_WAITING = 1024, 256  # tokens of all rows, and of one
 
 Level = list[tuple[PairedRow, list[Expansion]]]
 """What is expanded in one pass: nodes of each row."""
@@ -82,11 +82,16 @@ class PairedDrafter(Drafter):
         self._runner = HeadRunner(head, lent.make_cache(spec), compile=lent.compile)
         self._target, self._shape = lent.target, shape
         self._pairs: dict[str, KnownStates] = {}
-        # Of each row the positions and hidden states that no feature was made of yet: as long as nothing is drafted,
-        # that would cost something in every step. Many at once cost less.
+        # As long as nothing is drafted, hidden states are laid aside: first as they come, then, row by row, with the
+        # position of the first. Features of many at once cost less, and none those of rows that are never drafted for.
+        self._arrived: list[HiddenStates] = []
+        self._num_arrived = 0  # tokens
         self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = {}
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        if not any(budget):
+            return Draft.empty(len(batch))
+        self._sort_arrived()
         self._make_features([row.request_id for row, limit in zip(batch, budget, strict=True) if limit])
         rows = self._begin(batch, budget)
         if not rows:
@@ -107,18 +112,28 @@ class PairedDrafter(Drafter):
         """Keep the hidden states of all tokens that the target has computed."""
         if (hidden := outcome.hidden) is None:
             return
-        joined = torch.cat(hidden.states, dim=-1)
-        for name, start, (own,) in replace(hidden, layers=(0,), states=(joined,)).rows():
-            self._waiting.setdefault(name, []).append((start, own))
-        full = [name for name, pieces in self._waiting.items() if sum(len(own) for _, own in pieces) >= _MOST_WAITING]
-        self._make_features(full)
+        self._arrived.append(hidden)
+        self._num_arrived += hidden.indptr[-1]
+        if self._num_arrived > _MOST_ARRIVED:
+            self._sort_arrived()
+            waiting = {name: sum(len(own) for _, own in pieces) for name, pieces in self._waiting.items()}
+            self._make_features([name for name, number in waiting.items() if number > _MOST_WAITING])
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
+        self._sort_arrived()  # later rows may have the same ids
         self._runner.release(request_ids)
         for request_id in request_ids:
             self._pairs.pop(request_id, None)
             self._waiting.pop(request_id, None)
+
+    def _sort_arrived(self) -> None:
+        """Lay aside row by row what arrived."""
+        for hidden in self._arrived:
+            joined = torch.cat(hidden.states, dim=-1)
+            for name, start, (own,) in replace(hidden, layers=(0,), states=(joined,)).rows():
+                self._waiting.setdefault(name, []).append((start, own))
+        self._arrived, self._num_arrived = [], 0
 
     def _make_features(self, request_ids: Iterable[str]) -> None:
         """Make features of the hidden states of some rows that wait for that."""

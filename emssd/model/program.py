@@ -118,7 +118,6 @@ def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_fe
     return source.new_empty(*source.shape[:-1], out_features)
 
 
-@cache
 def declare_operators() -> None:
     """Tell the compiler the shape of a linear layer; its operator is there once the kernels are loaded.
 
@@ -126,4 +125,9 @@ def declare_operators() -> None:
         NativeError: they cannot be built.
     """
     load_kernels()
+    _declare_linear()
+
+
+@cache
+def _declare_linear() -> None:
     torch.library.register_fake("emssd_native::linear", _linear_shape)

@@ -40,10 +40,16 @@ constexpr int64_t kPage = 16;         // tokens per page: one vector of scores
 constexpr int64_t kBlockPages = 32;   // pages between two corrections of the running maximum
 constexpr int64_t kTypicalTokens = 32;  // of a step, for oneDNN's choice of a layout
 constexpr int64_t kShortRow = 32;     // rows up to so many new tokens store and attend in one task per head
+// Queries that share one pass over keys and values; and, for n of them, the pages and the vectors of values that are summed
+// up at once. Sums that do not fit into the registers cost more than what they save.
 #ifdef __AVX512F__
-constexpr int kMaxQueries = 8;        // queries that share one pass over keys and values
+constexpr int kMaxQueries = 8;
+constexpr int pages_at_once(int n) { return n <= 2 ? 4 : n <= 4 ? 2 : 1; }
+constexpr int vectors_at_once(int n) { return n <= 4 ? 4 : 2; }
 #else
 constexpr int kMaxQueries = 4;
+constexpr int pages_at_once(int n) { return n == 1 ? 4 : 1; }
+constexpr int vectors_at_once(int n) { return n == 1 ? 4 : 1; }
 #endif
 
 typedef float Floats __attribute__((vector_size(64)));
@@ -323,7 +329,7 @@ struct Layer {
   // How many of the queries that are left share the next pass.
   static int64_t pass(int64_t left) {
     if (kMaxQueries == 8 && left >= 7) return 8;
-    return left >= 3 ? 4 : left;
+    return std::min<int64_t>(left, 4);
   }
 
   // Queries [first, first + count) of the row's tokens x heads of one KV head.
@@ -332,6 +338,7 @@ struct Layer {
     switch (count) {
       case 1: return is_tree ? attend_some<1, true>(row, head, first) : attend_some<1, false>(row, head, first);
       case 2: return is_tree ? attend_some<2, true>(row, head, first) : attend_some<2, false>(row, head, first);
+      case 3: return is_tree ? attend_some<3, true>(row, head, first) : attend_some<3, false>(row, head, first);
       case 4: return is_tree ? attend_some<4, true>(row, head, first) : attend_some<4, false>(row, head, first);
       default:
         return is_tree ? attend_some<kMaxQueries, true>(row, head, first)
@@ -447,10 +454,10 @@ struct Layer {
       const int64_t cell_end = std::min(kBlock, stop - block + L::kWidth - 1) / L::kWidth;
       for (int64_t dim = 0; dim < value_lanes;) {
         const int64_t left = (value_lanes - dim) / kPage;
-        if (N <= 4 && left >= 4) {
+        if (vectors_at_once(N) >= 4 && left >= 4) {
           add_values<N, 4>(row_pages, head, block, page_begin, cell_end, dim, &weights[0][0], sums.data());
           dim += 4 * kPage;
-        } else if (left >= 2) {
+        } else if (vectors_at_once(N) >= 2 && left >= 2) {
           add_values<N, 2>(row_pages, head, block, page_begin, cell_end, dim, &weights[0][0], sums.data());
           dim += 2 * kPage;
         } else {
@@ -489,7 +496,7 @@ struct Layer {
   inline __attribute__((always_inline)) void score_pages(const int32_t* row_pages, int64_t head, int64_t page_begin,
                                                          int64_t page_end, const Cell* query_cells,
                                                          const Keep& keep) const {
-    constexpr int kPagesAtOnce = N == 1 ? 4 : N == 2 ? 4 : N == 4 ? 2 : 1;
+    constexpr int kPagesAtOnce = pages_at_once(N);
     for (int64_t page = page_begin; page < page_end; page += kPagesAtOnce) {
       const Cell* cells[kPagesAtOnce];
       for (int p = 0; p < kPagesAtOnce; ++p) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import pytest
 
@@ -23,6 +24,7 @@ PROMPTS = [(1, 2, 3, 4), (5,), (1, 2, 3, 4)]
 FOUR = dataclasses.replace(HOT, n=4)
 
 
+@cache
 def by_hand(prompt: tuple[int, ...], request_id: str, sample: int, num_new: int = 12) -> tuple[int, ...]:
     return reference.sampled(target().model, prompt, num_new, HOT, request_id, sample=sample)
 

@@ -144,6 +144,7 @@ class StageRecord:
             self._observe_rows(names, outcome, stats.drafted)
         if any(stats.budget):
             self.wake()
+        if any(self._depths):  # to find nothing is quick, and says nothing about what it takes to draft
             self._see_depths(stats.budget)
             rows = [row for row, limit in zip(names, stats.budget, strict=True) if limit]
             num_behind = sum([lengths[row] - self._seen.get(row, 0) for row in rows])

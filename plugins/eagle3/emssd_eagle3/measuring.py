@@ -56,6 +56,7 @@ class MeasuringDrafter(PairedDrafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         if self._chosen is None:
+            self._sort_arrived()
             self._make_features(list(self._waiting))
             texts = self._texts(batch)
             self._num_waited += 1
