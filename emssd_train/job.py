@@ -48,7 +48,7 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     _check_folder(folder, options)
     target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)
     recipe = make_recipe(options, target, tokenizer)
-    prompts = read_prompts(options, target, tokenizer)
+    prompts = read_prompts(options, recipe.max_len, tokenizer)
     if options.held_out >= len(prompts):
         raise ConfigError(
             f"--held-out is {options.held_out}, and there are {len(prompts)} prompts; leave some to train on"

@@ -49,10 +49,12 @@ class Recipe(NamedTuple):
     Attributes:
         begin: makes a new drafter, given the texts that it will be trained on.
         drafter: the options of a plugin that drafts chains with what is saved, as long as it was trained for.
+        max_len: tokens of the longest text that it can be trained on.
     """
 
     begin: Callable[[Seq[Text]], Trainee]
     drafter: Any
+    max_len: int
 
 
 def make_recipe(options: TrainOptions, target: TargetModel, tokenizer: Any) -> Recipe:
@@ -84,7 +86,9 @@ def _eagle3(options: Eagle3Options, target: TargetModel, dtype: torch.dtype) -> 
         save = partial(save_head, head=head, config=config, vocab_size=target.vocab_size, dtype=dtype)
         return Trainee(UnrolledLoss(head, teacher, options.depth), save)
 
-    return Recipe(begin, Eagle3Config(path=options.output, tree=TreeKind.chain, depth=options.depth))
+    return Recipe(
+        begin, Eagle3Config(path=options.output, tree=TreeKind.chain, depth=options.depth), target.max_model_len
+    )
 
 
 def _medusa(options: MedusaOptions, target: TargetModel, dtype: torch.dtype) -> Recipe:
@@ -96,7 +100,7 @@ def _medusa(options: MedusaOptions, target: TargetModel, dtype: torch.dtype) -> 
         save = partial(save_heads, heads=heads, options=options, target=target, dtype=dtype)
         return Trainee(MedusaLoss(heads, teacher), save)
 
-    return Recipe(begin, MedusaConfig(path=options.output, tree=TreeKind.chain))
+    return Recipe(begin, MedusaConfig(path=options.output, tree=TreeKind.chain), target.max_model_len)
 
 
 def _pard(options: PardOptions, target: TargetModel, tokenizer: Any, dtype: torch.dtype) -> Recipe:
@@ -108,4 +112,5 @@ def _pard(options: PardOptions, target: TargetModel, tokenizer: Any, dtype: torc
         save = partial(save_model, draft=masked, tokenizer=own, dtype=dtype)
         return Trainee(PardLoss(masked, teacher, mask, options.depth), save)
 
-    return Recipe(begin, PardConfig(path=options.output, num_speculative_tokens=options.depth))
+    drafter = PardConfig(path=options.output, num_speculative_tokens=options.depth)
+    return Recipe(begin, drafter, min(draft.max_model_len, target.max_model_len))

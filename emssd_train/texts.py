@@ -51,8 +51,13 @@ def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -
     return sorted(sorted(range(vocab_size), key=lambda token: (-found[token], token))[:count])
 
 
-def read_prompts(options: TrainOptions, target: TargetModel, tokenizer: Any) -> list[tuple[int, ...]]:
-    """Token ids of the prompts of a file. Those that leave the model no room for new tokens are left out.
+def read_prompts(options: TrainOptions, max_len: int, tokenizer: Any) -> list[tuple[int, ...]]:
+    """Token ids of the prompts of a file. Those that leave no room for new tokens are left out.
+
+    Args:
+        options: which file, and how it is read.
+        max_len: tokens of the longest text, new ones included.
+        tokenizer: of the target.
 
     Raises:
         PromptError: the file or one of its records cannot be read, or nothing is left.
@@ -64,12 +69,11 @@ def read_prompts(options: TrainOptions, target: TargetModel, tokenizer: Any) -> 
         if isinstance(prompt, FailedPrompt):
             raise PromptError(re.sub(r"\bdata\.(field|template)\b", r"--\1", prompt.error))
         found.append(tuple(encode_text(prompt.text, tokenizer, prompt.prompt_id)))
-    room = target.max_model_len - options.max_new_tokens
+    room = max_len - options.max_new_tokens
     if fitting := [ids for ids in found if len(ids) <= room]:
         return fitting
     raise PromptError(
-        f"no prompt of {path.name} leaves room for --max-new-tokens {options.max_new_tokens} in the model's "
-        f"{target.max_model_len}"
+        f"no prompt of {path.name} leaves room for --max-new-tokens {options.max_new_tokens} in the model's {max_len}"
     )
 
 

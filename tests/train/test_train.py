@@ -263,7 +263,7 @@ def test_a_draft_model_must_fit_the_target(train: Train, tmp_path: Path, capsys:
     tokenizer.save_pretrained(draft)
     options = ["--draft", str(draft)]
     said = refused(capsys, lambda: train(tmp_path / "head", *options, kind="pard"))
-    assert "takes 64 tokens, and the target 512; give a model that takes as many" in said
+    assert "leaves room for --max-new-tokens 8 in the model's 64" in said
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(draft)
     said = refused(capsys, lambda: train(tmp_path / "head", *options, kind="pard"))
