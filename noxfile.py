@@ -238,6 +238,22 @@ def wheel(session: nox.Session) -> None:
         session.run("pytest", *away_only, ROOT / "tests" / "packaging", env={"EMSSD_WHEEL": str(built)})
 
 
+@nox.session(venv_backend="venv", reuse_venv=True)
+def release(session: nox.Session) -> None:
+    """Builds sdist and wheel into dist/, checks what PyPI would show, and writes notes from the changelog."""
+    session.install("build", "twine")
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", dist, ROOT, silent=True)
+    session.run("twine", "check", "--strict", *dist.iterdir())
+    version = nox.project.load_toml("pyproject.toml")["project"]["version"]
+    sections = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    notes = {section.split()[0].strip("[],"): section.partition("\n")[2].strip() for section in sections}
+    if version not in notes:
+        session.error(f"CHANGELOG.md has no section for {version}; it has {', '.join(notes)}")
+    (dist / "NOTES.md").write_text(notes[version] + "\n", encoding="utf-8")
+
+
 @nox.session(venv_backend="none")
 @nox.parametrize("kind", [nox.param(name, id=name) for name in ("drafter", "budget")])
 def new_plugin(session: nox.Session, kind: str) -> None:

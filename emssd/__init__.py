@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from emssd.version import __version__
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from emssd.sequences import Generation
 
 __all__ = ["Engine", "Generation", "SamplingParams", "__version__", "custom_generate"]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # who runs the program says where messages go
 
 _HOMES = {
     "Engine": "emssd.decoding.engine",

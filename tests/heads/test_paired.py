@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import emssd.heads.paired
 from emssd.attention import PackedInputs
 from emssd.decoding.packing import pack_nodes
+from emssd.drafting import BudgetPolicy, BudgetStep
 from emssd.heads import KnownStates
 from emssd.heads.paired import PairedDrafter
 from emssd.sampling import SamplingParams
@@ -72,6 +73,37 @@ def test_prompts_in_pieces(head: str, shape: str, max_step_tokens: int) -> None:
         if shape == "chain":
             assert generation.num_accepted == generation.num_drafted
         assert generation.num_accepted > NUM_NEW // 2
+
+
+def test_later_rows_of_the_same_names_have_nothing_of_earlier_ones() -> None:
+    engine = make_engine("eagle3", SHAPES["chain"], adapted=sure)
+    for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS[1:]):
+        for generation in engine.generate(prompts, NUM_NEW):
+            assert generation.token_ids == text("", generation.prompt_ids, None)
+            assert generation.num_accepted == generation.num_drafted > NUM_NEW // 2
+
+
+class Seldom(BudgetPolicy):
+    """Drafts in every eleventh step, and then for every other row."""
+
+    num_steps = 0
+
+    def allot(self, step: BudgetStep) -> list[int]:
+        self.num_steps += 1
+        drafts = self.num_steps % 11 == 0
+        return [limit if drafts and (row + self.num_steps) % 2 else 0 for row, limit in enumerate(step.limits)]
+
+
+@pytest.mark.parametrize(("num_arrived", "num_waiting"), [(1024, 256), (9, 4)], ids=str)
+def test_rows_that_seldom_draft(num_arrived: int, num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the target computed in the meantime is laid aside, or made features of where it becomes too much."""
+    monkeypatch.setattr(emssd.heads.paired, "_MOST_ARRIVED", num_arrived)
+    monkeypatch.setattr(emssd.heads.paired, "_MOST_WAITING", num_waiting)
+    engine = make_engine("eagle3", SHAPES["chain"], adapted=sure)
+    engine.drafting.policy = Seldom()
+    done = decode(engine)
+    assert all(generation.num_accepted == generation.num_drafted for generation in done)
+    assert sum(generation.num_drafted for generation in done) > 2 * DEPTH
 
 
 @cache

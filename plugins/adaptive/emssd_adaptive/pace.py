@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from math import exp, log
-
 __all__ = ["Pace"]
 
-_GAIN = 0.1  # of a step's deviation is taken over
-_MOST = 2.0  # times as slow or as quick as expected, at which a single step is counted
+_GAIN = 0.15  # of a step's deviation is taken over
+_MOST = 1.5  # times as quick as expected, at which a single step is counted
+_RETURN = 0.002  # a step: what lasts is learnt as the curve
 
 
 class Pace:
@@ -25,6 +24,10 @@ class Pace:
         self.factor = 1.0
 
     def observe(self, expected: float, seconds: float) -> None:
-        """Learn from a step that took `seconds`, and `expected` if the factor were 1; both are above 0."""
-        deviation = log(min(max(seconds / (expected * self.factor), 1 / _MOST), _MOST))
-        self.factor *= exp(_GAIN * deviation)
+        """Learn from a step that took `seconds`, and `expected` if the factor were 1; both are above 0.
+
+        Its deviation is weighed as `FadingRegression` weighs errors. So both agree on what is usual where steps stray,
+        and neither makes the other drift.
+        """
+        speed = min(expected * self.factor / seconds, _MOST)
+        self.factor = self.factor ** (1.0 - _RETURN) * (1.0 + _GAIN * speed * (1.0 - speed))

@@ -70,3 +70,17 @@ def test_a_pace_is_followed_and_one_long_step_is_not() -> None:
     assert pace.factor == pytest.approx(1.5, rel=0.01)
     pace.observe(1.0, 1e6)
     assert pace.factor < 1.65
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_a_machine_of_a_steady_pace_it_does_not_wander_off(seed: int) -> None:
+    """Steps that are longer by chance are what is usual there; in 20,000 of them nothing may add up."""
+    random, policy = np.random.default_rng(seed), AdaptiveBudget()
+    world = World(policy, 4, lambda n: kneed(n) * math.exp(min(0.4 * abs(random.normal()), 1.5)), lambda row, n: 0)
+    world.warm()
+    factors = []
+    for _ in range(20):
+        world.run(1000, 0)
+        factors.append(policy._pace.factor)
+    assert min(factors) > 0.5
+    assert max(factors) < 2.0

@@ -1,0 +1,62 @@
+"""What goes with a release says the same as the package does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+if not WORKFLOWS:
+    pytest.skip("it tests a checkout, and this is a wheel", allow_module_level=True)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert [author["family-names"] for author in citation["references"][0]["authors"]] == [
+        "Ni", "Liu", "Tang", "Han", "Wang",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_what_is_there(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    lines = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE)
+    named = [line.split()[-1] for line in lines if line.startswith("nox -s ")]
+    scripts = [line.split()[-1] for line in lines if line.startswith("bash ")]
+    assert named or scripts
+    assert set(named) <= set(sessions)
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_as_a_library_it_shows_no_messages() -> None:
+    say = "import logging, emssd; logging.getLogger('emssd').warning('hello')"
+    assert not subprocess.run([sys.executable, "-c", say], capture_output=True, check=True).stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_can_complete_options(shell: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "emssd", "-sc", f"install={shell}"], capture_output=True, text=True, check=True
+    )
+    assert "hydra" in done.stdout
+    assert not done.stderr
+
+
+def test_a_plugins_name_is_completed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "emssd", "-sc", "query=bash"],
+        capture_output=True, text=True, check=True, env={"COMP_LINE": "emssd drafter=llm", "COMP_POINT": "17"},
+    )  # fmt: skip
+    assert "drafter=llma" in done.stdout.split()
