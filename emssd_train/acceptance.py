@@ -1,4 +1,4 @@
-"""What a head is worth: held-out prompts are really decoded with it, and drafts and what was accepted are counted."""
+"""What a drafter is worth: held-out prompts are really decoded with it, and what was accepted is counted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from emssd_eagle3 import Eagle3Config
 from rich.table import Table
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd_train.options import TrainOptions
 from emssd_train.texts import requests
@@ -49,15 +47,17 @@ class Acceptance:
 
 def measure(
     prompts: Seq[Seq[int]],
+    drafter: Any,
     options: TrainOptions,
     target: TargetModel,
     tokenizer: Any,
     tell: Callable[[int], None] = lambda done: None,
 ) -> Acceptance:
-    """Decode `prompts` with the head in the output folder, which drafts chains of the trained depth in each step.
+    """Decode `prompts` with a trained drafter, which drafts chains of the trained depth in each step.
 
     Args:
         prompts: token ids.
+        drafter: options of a plugin.
         options: of the training.
         target, tokenizer: that decode.
         tell: is told how many prompts are done.
@@ -65,7 +65,7 @@ def measure(
     engine = Engine.assemble(
         target,
         tokenizer,
-        drafter=Eagle3Config(path=options.output, tree=TreeKind.chain, depth=options.depth),
+        drafter=drafter,
         backend="ragged",
         budget="fixed",
         options=EngineOptions(batch_size=options.batch_size, on_drafter_error=OnDrafterError.fail),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,13 @@ from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.variant import variant_of
 from torch import nn
 
-from emssd.errors import ConfigError, OutputError
+from emssd.errors import ConfigError
 from emssd.heads import Checkpoint, TargetSizes
 from emssd.model import TargetModel
-from emssd_train.options import TrainOptions
-from emssd_train.texts import Text
+from emssd_train.options import Eagle3Options
+from emssd_train.saving import save_files
 
-__all__ = ["default_layers", "frequent_tokens", "head_config", "new_head", "save_head"]
+__all__ = ["check_layers", "default_layers", "head_config", "new_head", "save_head"]
 
 _FORMAT = "0.9.0"  # the version of speculators whose format is written
 _ROPE_THETA = 10000.0
@@ -41,18 +38,24 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return spread if len(set(spread)) == 3 else tuple(range(max(num_layers - 2, 0), num_layers + 1))
 
 
-def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -> list[int] | None:
-    """The `count` tokens that are most frequent in new tokens, in order of their ids; ``None`` for all tokens.
+def check_layers(layers: Seq[int], target: TargetModel) -> None:
+    """Hold the hidden states that a head is to read to those that `target` has.
 
-    Lower ids win ties. Tokens that do not occur come last.
+    Raises:
+        ConfigError: there are no such layers, or its embeddings are narrower than its hidden states.
     """
-    if count is None or count >= vocab_size:
-        return None
-    found = Counter(token for text in texts for token in text.output)
-    return sorted(sorted(range(vocab_size), key=lambda token: (-found[token], token))[:count])
+    num_layers, size = len(target.layers), target.model.config.get_text_config().hidden_size
+    if len(set(layers)) < len(layers) or not all(0 <= layer <= num_layers for layer in layers):
+        raise ConfigError(
+            f"--hidden-layers is {','.join(map(str, layers))}; it must be different numbers from 0, what the first "
+            f"layer gets, to {num_layers}, what the last one gives"
+        )
+    width = target.model.get_input_embeddings().weight.shape[1]
+    if width != size:
+        raise ConfigError(f"the target's embeddings have {width} elements, and its hidden states {size}")
 
 
-def head_config(options: TrainOptions, target: TargetModel, layers: Seq[int]) -> dict[str, Any]:
+def head_config(options: Eagle3Options, target: TargetModel, layers: Seq[int]) -> dict[str, Any]:
     """The ``config.json`` of a head that reads `layers` of `target`.
 
     Raises:
@@ -102,7 +105,7 @@ def head_config(options: TrainOptions, target: TargetModel, layers: Seq[int]) ->
 
 
 def new_head(
-    config: Mapping[str, Any], target: TargetModel, drafted: Seq[int] | None, options: TrainOptions
+    config: Mapping[str, Any], target: TargetModel, drafted: Seq[int] | None, options: Eagle3Options
 ) -> Eagle3Head:
     """A head with random weights, in float32 or wider. Its vocabulary projection begins as that of the target.
 
@@ -153,21 +156,9 @@ def save_head(folder: Path, head: Eagle3Head, config: Mapping[str, Any], vocab_s
     Raises:
         OutputError: they cannot be written.
     """
-    from safetensors.torch import save
-
     weights = {name: each.detach().to("cpu", dtype).contiguous() for name, each in head.state_dict().items()}
     if head.target_ids is not None:
         ids = head.target_ids.cpu()
         weights["d2t"] = ids - torch.arange(len(ids))
         weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    try:
-        _write(folder / "model.safetensors", save(weights, {"format": "pt"}))
-        _write(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-    except OSError as error:
-        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
-
-
-def _write(file: Path, content: bytes) -> None:
-    unfinished = file.with_name(f".{file.name}")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, file)
+    save_files(folder, config, weights)

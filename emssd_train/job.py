@@ -1,11 +1,10 @@
-"""One training from its options to the files of the head: texts, training, and what the head is worth."""
+"""One training from its options to the files of the drafter: texts, training, and what the drafter is worth."""
 
 from __future__ import annotations
 
 import json
 import platform
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -17,29 +16,26 @@ from emssd.errors import ConfigError, OutputError
 from emssd.model import TargetModel, load_model
 from emssd.version import __version__
 from emssd_train.acceptance import Acceptance, measure
-from emssd_train.eagle3 import default_layers, frequent_tokens, head_config, new_head, save_head
 from emssd_train.loop import check_can_train, train
 from emssd_train.options import TrainOptions
 from emssd_train.progress import Bar
-from emssd_train.teacher import Teacher
+from emssd_train.recipes import Recipe, make_recipe
 from emssd_train.texts import generate_texts, read_prompts
-from emssd_train.unrolled import UnrolledLoss
 
 __all__ = ["OPTIONS", "RECORD", "run"]
 
 OPTIONS, TEXTS, CHECKPOINTS, RECORD = "options.json", "texts.jsonl", "checkpoints", "training.json"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def run(options: TrainOptions, console: Console) -> Acceptance | None:
-    """Train an EAGLE-3 head and measure it. Whatever is done already is not done again, if options say resume.
+    """Train a drafter and measure it. Whatever is done already is not done again, if options say resume.
 
     Args:
         options: what is trained, how and on what.
         console: for progress; results are returned.
 
     Returns:
-        What the head is worth on the held-out prompts; ``None`` without any.
+        What the drafter is worth on the held-out prompts; ``None`` without any.
 
     Raises:
         EmssdError: an option, a file or the model cannot be used.
@@ -51,21 +47,19 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     began, folder = time.perf_counter(), Path(options.output).expanduser()
     _check_folder(folder, options)
     target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)
-    layers = options.hidden_layers or default_layers(len(target.layers))
-    teacher = Teacher(target, layers)
-    prompts = read_prompts(options, target, tokenizer)
+    recipe = make_recipe(options, target, tokenizer)
+    prompts = read_prompts(options, recipe.max_len, tokenizer)
     if options.held_out >= len(prompts):
         raise ConfigError(
             f"--held-out is {options.held_out}, and there are {len(prompts)} prompts; leave some to train on"
         )
     kept, held_out = prompts[: len(prompts) - options.held_out], prompts[len(prompts) - options.held_out :]
-    config = head_config(options, target, layers)
     _begin(folder, options)
-    _train(folder, kept, config, teacher, options, target, tokenizer, console)
+    _train(folder, kept, recipe, options, target, tokenizer, console)
     acceptance = None
     if held_out:
         with Bar(console, "held-out prompts", len(held_out)) as bar:
-            acceptance = measure(held_out, options, target, tokenizer, bar.tell)
+            acceptance = measure(held_out, recipe.drafter, options, target, tokenizer, bar.tell)
     _record(folder, options, target, acceptance, time.perf_counter() - began)
     return acceptance
 
@@ -73,24 +67,21 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
 def _train(
     folder: Path,
     prompts: Seq[tuple[int, ...]],
-    config: Mapping[str, Any],
-    teacher: Teacher,
+    recipe: Recipe,
     options: TrainOptions,
     target: TargetModel,
     tokenizer: Any,
     console: Console,
 ) -> None:
-    """Make the texts, train the head, and save it."""
+    """Make the texts, train the drafter, and save it."""
     with Bar(console, "texts", len(prompts)) as bar:
         texts = generate_texts(folder / TEXTS, prompts, options, target, tokenizer, bar.tell)
-    drafted = frequent_tokens(texts, target.vocab_size, options.draft_vocab_size)
-    head = new_head(config, target, drafted, options)
     if not (usable := [text for text in texts if text.can_teach]):
         raise ConfigError("the target ends all texts at once, so there is nothing to learn; give other prompts")
+    trainee = recipe.begin(texts)
     with Bar(console, "training", 1) as bar:
-        loss = UnrolledLoss(head, teacher, options.depth)
-        train(loss, usable, options, folder / CHECKPOINTS, bar.tell_step)
-    save_head(folder, head, config, target.vocab_size, _DTYPES.get(options.dtype or "", target.dtype))
+        train(trainee.loss, usable, options, folder / CHECKPOINTS, bar.tell_step)
+    trainee.save(folder)
 
 
 def _check_folder(folder: Path, options: TrainOptions) -> None:
@@ -119,7 +110,7 @@ def _begin(folder: Path, options: TrainOptions) -> None:
 def _record(
     folder: Path, options: TrainOptions, target: TargetModel, acceptance: Acceptance | None, seconds: float
 ) -> None:
-    """Write how the head came about."""
+    """Write how the drafter came about."""
     import transformers
 
     record = {

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd_train.options import TrainOptions
 from emssd_train.texts import Text
-from emssd_train.unrolled import UnrolledLoss
 
 __all__ = ["check_can_train", "train"]
 
@@ -35,19 +34,19 @@ def check_can_train() -> None:
         raise ConfigError("training needs the package 'accelerate': pip install 'emssd[train]'")
     if torch.cuda.device_count() > 1:
         raise ConfigError(
-            f"a head is trained on one GPU, and {torch.cuda.device_count()} are visible; choose one with "
+            f"a drafter is trained on one GPU, and {torch.cuda.device_count()} are visible; choose one with "
             f"CUDA_VISIBLE_DEVICES=0"
         )
 
 
-def train(loss: UnrolledLoss, texts: Seq[Text], options: TrainOptions, folder: Path, tell: Tell) -> None:
-    """Train the head of `loss`. An interrupted training goes on from its last checkpoint exactly.
+def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder: Path, tell: Tell) -> None:
+    """Train what `loss` has to train. An interrupted training goes on from its last checkpoint exactly.
 
     The optimiser is AdamW, with the betas and the clipped gradients of EAGLE's authors. The learning rate rises for a
     25th of the steps, and then falls as a cosine.
 
     Args:
-        loss: gives the loss of a batch; its head is changed.
+        loss: gives the loss of a batch, see `emssd_train.recipes.Trainee`.
         texts: to train on.
         options: of the training.
         folder: of checkpoints; the last one in it is begun with.
@@ -111,7 +110,7 @@ class _Batches(torch.utils.data.Dataset[Seq[Text]]):
 
 
 def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, torch.Tensor]:
-    """Those of `UnrolledLoss.forward` for the only one of `batches`."""
+    """Those of a loss for the only one of `batches`."""
     (texts,) = batches
     rows = [torch.tensor(text.prompt + text.output) for text in texts]
     return {

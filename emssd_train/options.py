@@ -1,13 +1,13 @@
-"""`TrainOptions`: what a training is asked for, and what cannot be."""
+"""`TrainOptions`, and those of each kind of drafter: what a training is asked for, and what cannot be."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 from emssd.errors import ConfigError
 
-__all__ = ["TrainOptions"]
+__all__ = ["Eagle3Options", "MedusaOptions", "PardOptions", "TrainOptions"]
 
 _AT_LEAST_ONE = (
     "limit", "max_new_tokens", "batch_size", "epochs", "rows", "depth", "save_every", "num_layers", "intermediate_size",
@@ -17,12 +17,13 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """A training of one head.
+    """A training of one drafter, as far as all kinds have it.
 
     Attributes:
+        kind: of drafter.
         model: the target, by folder or hub id; or ``demo``.
         data: JSON lines with prompts.
-        output: folder of the head.
+        output: folder of the drafter.
         field, template: which field of a record is the prompt, or what makes one of several, see
             `emssd.data.records.RecordsConfig`.
         limit: use the first so many prompts.
@@ -30,21 +31,19 @@ class TrainOptions:
         max_new_tokens: of each text.
         temperature: that texts are drawn with; 0 takes the most probable tokens.
         batch_size: rows that are decoded together.
-        learn_prompts: the head learns from prompts, too, as if the target had said them.
+        learn_prompts: the drafter learns from prompts, too, as if the target had said them.
         epochs, rows, lr, seed: passes over the texts, texts of a training step, learning rate, seed of everything.
-        depth: passes of the head over its own outputs in training, and tokens of a draft where acceptance is measured.
+        depth: tokens of a draft that the drafter is trained for, and of drafts where acceptance is measured.
         save_every: training steps between two checkpoints.
-        hidden_layers: the target's hidden states that the head reads; ``None`` chooses three, see `default_layers`.
-        num_layers, intermediate_size, num_heads, num_kv_heads: of the head; sizes that are ``None`` are the target's.
-        draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; ``None`` is all.
-        share_lm_head: use the target's vocabulary projection, which is not trained, in the place of an own one.
         dtype: of the saved weights; ``None`` is the target's.
-        model_dtype, device: of the target, as for `emssd.model.load_model`; the head is trained there in float32.
+        model_dtype, device: of the target, as for `emssd.model.load_model`; a drafter is trained there in float32.
         resume: go on with what is in `output`.
 
     Raises:
         ConfigError: a value cannot be.
     """
+
+    kind: ClassVar[str]
 
     model: str
     data: str
@@ -63,13 +62,6 @@ class TrainOptions:
     seed: int = 0
     depth: int = 5
     save_every: int = 200
-    hidden_layers: tuple[int, ...] | None = None
-    num_layers: int = 1
-    intermediate_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    draft_vocab_size: int | None = None
-    share_lm_head: bool = False
     dtype: str | None = None
     model_dtype: str = "auto"
     device: str = "auto"
@@ -77,7 +69,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None and value < 1:
                 raise ConfigError(f"{_option(name)} is {value}; it must be at least 1")
         for name in ("held_out", "temperature"):
@@ -89,7 +81,8 @@ class TrainOptions:
     def decisive(self) -> dict[str, Any]:
         """What decides the weights, as JSON has it: a training that goes on must not change it."""
         values = {name: value for name, value in asdict(self).items() if name not in ("output", "resume", "save_every")}
-        return values | {"hidden_layers": self.hidden_layers and list(self.hidden_layers)}
+        listed = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        return {"kind": self.kind} | values | listed
 
     def check_same(self, before: dict[str, Any]) -> None:
         """Hold them to those that the training was begun with.
@@ -99,10 +92,65 @@ class TrainOptions:
         """
         for name, value in self.decisive().items():
             if before.get(name) != value:
+                what = "KIND" if name == "kind" else _option(name)
                 raise ConfigError(
-                    f"{self.output} was begun with {_option(name)} {before.get(name)}, and this is {value}; resume it "
+                    f"{self.output} was begun with {what} {before.get(name)}, and this is {value}; resume it "
                     f"with the same options, or give another --output"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Options(TrainOptions):
+    """A training of an EAGLE-3 head.
+
+    Attributes:
+        depth: passes of the head over its own outputs, too.
+        hidden_layers: the target's hidden states that the head reads; ``None`` chooses three, see `default_layers`.
+        num_layers, intermediate_size, num_heads, num_kv_heads: of the head; sizes that are ``None`` are the target's.
+        draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; ``None`` is all.
+        share_lm_head: use the target's vocabulary projection, which is not trained, in the place of an own one.
+    """
+
+    kind: ClassVar[str] = "eagle3"
+
+    hidden_layers: tuple[int, ...] | None = None
+    num_layers: int = 1
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    draft_vocab_size: int | None = None
+    share_lm_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaOptions(TrainOptions):
+    """A training of Medusa heads.
+
+    Attributes:
+        depth: how many heads, too.
+        num_layers: residual layers of each head.
+        draft_vocab_size: as for `Eagle3Options`.
+    """
+
+    kind: ClassVar[str] = "medusa"
+
+    num_layers: int = 1
+    draft_vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PardOptions(TrainOptions):
+    """A training of a PARD model.
+
+    Attributes:
+        depth: one more than the masks behind a text, too.
+        draft: the language model to begin with, by folder or hub id, or ``demo-draft``; it has the target's tokenizer.
+    """
+
+    kind: ClassVar[str] = "pard"
+
+    lr: float = 3e-4
+    draft: str = field(kw_only=True)
 
 
 def _option(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a head learns from: the target's hidden states and logits, computed anew for each batch of texts."""
+"""What a drafter learns from: the target's hidden states and logits, computed anew for each batch of texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel
 
 __all__ = ["Lesson", "Teacher"]
@@ -18,7 +17,7 @@ class Lesson(NamedTuple):
 
     Attributes:
         embeds: ``[b, n, hidden_size]`` of its tokens.
-        hidden: ``[b, n, num_layers * hidden_size]`` hidden states, side by side.
+        hidden: ``[b, n, num_layers * hidden_size]`` hidden states, side by side; of no layers, ``[b, n, 0]``.
         logits: ``[b, n, vocab]``.
     """
 
@@ -36,20 +35,10 @@ class Teacher:
 
     Raises:
         UnsupportedModelError: the model gives none.
-        ConfigError: it has no such layers, or its embeddings are narrower than its hidden states.
     """
 
     def __init__(self, target: TargetModel, layers: Seq[int]) -> None:
         self.borrowed = BorrowedTarget(target)
-        num_layers, size = self.borrowed.num_layers, self.borrowed.hidden_size
-        if len(set(layers)) < len(layers) or not all(0 <= layer <= num_layers for layer in layers):
-            raise ConfigError(
-                f"--hidden-layers is {','.join(map(str, layers))}; it must be different numbers from 0, what the first "
-                f"layer gets, to {num_layers}, what the last one gives"
-            )
-        width = target.model.get_input_embeddings().weight.shape[1]
-        if width != size:
-            raise ConfigError(f"the target's embeddings have {width} elements, and its hidden states {size}")
         target.prepare_hidden(layers)
         target.model.requires_grad_(False)
         self._target, self._layers = target, tuple(layers)
@@ -63,5 +52,5 @@ class Teacher:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         with streams.taken(hidden):
             logits = self._target.model(input_ids=input_ids, position_ids=positions, use_cache=False).logits
-        states = torch.cat([hidden[layer] for layer in self._layers], dim=-1)
+        states = torch.cat([logits[..., :0], *(hidden[layer] for layer in self._layers)], dim=-1)
         return Lesson(self.borrowed.embed(input_ids), states, logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd_train.options import TrainOptions
 
-__all__ = ["Text", "generate_texts", "read_prompts", "requests"]
+__all__ = ["Text", "frequent_tokens", "generate_texts", "read_prompts", "requests"]
 
 _TOGETHER = 64  # texts that are written at once; an interrupted run begins anew with the first of them
 
@@ -39,8 +40,24 @@ class Text:
         return len(self.output) > 1
 
 
-def read_prompts(options: TrainOptions, target: TargetModel, tokenizer: Any) -> list[tuple[int, ...]]:
-    """Token ids of the prompts of a file. Those that leave the model no room for new tokens are left out.
+def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -> list[int] | None:
+    """The `count` tokens that are most frequent in new tokens, in order of their ids; ``None`` for all tokens.
+
+    Lower ids win ties. Tokens that do not occur come last.
+    """
+    if count is None or count >= vocab_size:
+        return None
+    found = Counter(token for text in texts for token in text.output)
+    return sorted(sorted(range(vocab_size), key=lambda token: (-found[token], token))[:count])
+
+
+def read_prompts(options: TrainOptions, max_len: int, tokenizer: Any) -> list[tuple[int, ...]]:
+    """Token ids of the prompts of a file. Those that leave no room for new tokens are left out.
+
+    Args:
+        options: which file, and how it is read.
+        max_len: tokens of the longest text, new ones included.
+        tokenizer: of the target.
 
     Raises:
         PromptError: the file or one of its records cannot be read, or nothing is left.
@@ -52,12 +69,11 @@ def read_prompts(options: TrainOptions, target: TargetModel, tokenizer: Any) -> 
         if isinstance(prompt, FailedPrompt):
             raise PromptError(re.sub(r"\bdata\.(field|template)\b", r"--\1", prompt.error))
         found.append(tuple(encode_text(prompt.text, tokenizer, prompt.prompt_id)))
-    room = target.max_model_len - options.max_new_tokens
+    room = max_len - options.max_new_tokens
     if fitting := [ids for ids in found if len(ids) <= room]:
         return fitting
     raise PromptError(
-        f"no prompt of {path.name} leaves room for --max-new-tokens {options.max_new_tokens} in the model's "
-        f"{target.max_model_len}"
+        f"no prompt of {path.name} leaves room for --max-new-tokens {options.max_new_tokens} in the model's {max_len}"
     )
 
 

@@ -12,16 +12,14 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from emssd_eagle3.head import Eagle3Head
 from torch import nn
 
 from emssd.heads import Project
+from emssd_train.distance import choosable, divergence, weighted
 from emssd_train.teacher import Teacher
 
 __all__ = ["UnrolledLoss", "unroll"]
-
-_DECAY = 0.8  # of the weight of each further pass, as in the authors' code
 
 
 class _ChainAttention:
@@ -113,21 +111,12 @@ class UnrolledLoss(nn.Module):
         embeds, logits = lesson.embeds[:, 1:].to(dtype), lesson.logits[:, 1:]
         place = torch.arange(embeds.shape[1], device=embeds.device)
         ends, begins = place + 2 < num_tokens[:, None], num_prompt[:, None] - 1
-        choosable = self._choosable(logits)
+        known = choosable(logits, head.target_ids)
         losses = []
         for step, outputs in enumerate(unroll(head, embeds, features, self._num_passes)):
-            counted = ends & (place - step >= begins) & choosable
+            counted = ends & (place - step >= begins) & known
             losses.append(self._divergence(outputs[counted], logits[counted]))
-        stacked = torch.stack(losses)
-        weights = _DECAY ** torch.arange(self._num_passes, device=stacked.device)
-        return {"loss": (stacked * weights).sum(), "losses": stacked.detach()}
-
-    def _choosable(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[b, m]`` whether the head can draft what the target chooses."""
-        known = logits.new_ones(logits.shape[-1], dtype=torch.bool)
-        if self.head.target_ids is not None:
-            known = torch.zeros_like(known).index_fill_(0, self.head.target_ids, True)
-        return known[logits.argmax(-1)]
+        return weighted(losses)
 
     def _divergence(self, outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """The mean Kullback-Leibler divergence of ``outputs [t, hidden_size]`` from logits ``wanted [t, vocab]``."""
@@ -135,10 +124,7 @@ class UnrolledLoss(nn.Module):
             return outputs.sum()
         if self.head.target_ids is not None:
             wanted = wanted[:, self.head.target_ids]
-        logits = self.head.logits(outputs, self._project)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        is_, should = logits.to(wide).log_softmax(-1), wanted.to(wide).log_softmax(-1)
-        return F.kl_div(is_, should, reduction="batchmean", log_target=True)
+        return divergence(self.head.logits(outputs, self._project), wanted)
 
     @property
     def _project(self) -> Project:

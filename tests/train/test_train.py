@@ -1,4 +1,4 @@
-"""``emssd-train`` on the demo: the head loads and drafts, the seed decides all, and interruptions change nothing."""
+"""``emssd-train`` on the demo: what is trained drafts, the seed decides all, and interruptions change nothing."""
 
 from __future__ import annotations
 
@@ -6,22 +6,38 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emssd_eagle3.loading import load_eagle3
+from emssd_medusa import MedusaConfig
+from emssd_medusa.loading import load_medusa
+from emssd_pard import PardConfig
+from transformers import AutoTokenizer
 
 import emssd_train.texts
 from emssd import demo
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.heads import TargetSizes
+from emssd.heads.options import TreeKind
+from emssd.model import load_model
+from emssd.testing.models import tiny_model
 from emssd_train.cli import main
 from emssd_train.progress import Bar
 
 SMALL = ["--limit", "7", "--held-out", "2", "--max-new-tokens", "8", "--rows", "2", "--depth", "2", "--epochs", "2"]
-SMALL += ["--intermediate-size", "16", "--num-kv-heads", "1", "--draft-vocab-size", "50", "--save-every", "1"]
+SMALL += ["--save-every", "1"]
+OWN = {
+    "eagle3": ["--intermediate-size", "16", "--num-kv-heads", "1", "--draft-vocab-size", "50"],
+    "medusa": ["--draft-vocab-size", "50"],
+    "pard": ["--draft", "demo-draft"],
+}
 FILES = ("config.json", "model.safetensors", "texts.jsonl")
+Train = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +48,30 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def train(data: Path) -> Callable[..., None]:
-    def run(output: Path, *more: str) -> None:
-        main(
-            ["eagle3", "--model", "demo", "--data", str(data), "--field", "ask", "--output", str(output), *SMALL, *more]
-        )
+def train(data: Path) -> Train:
+    def run(output: Path, *more: str, kind: str = "eagle3") -> None:
+        options = ["--model", "demo", "--data", str(data), "--field", "ask", "--output", str(output)]
+        main([kind, *options, *SMALL, *OWN[kind], *more])
 
     return run
 
 
 @pytest.fixture(scope="module")
-def trained(train: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("head") / "first"
-    train(folder)
+def trained_by(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a kind of drafter, which is trained once."""
+
+    @cache
+    def folder(kind: str) -> Path:
+        made = tmp_path_factory.mktemp(kind) / "first"
+        train(made, kind=kind)
+        return made
+
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(trained_by: Callable[[str], Path]) -> Path:
+    return trained_by("eagle3")
 
 
 def content(folder: Path) -> list[bytes]:
@@ -65,6 +91,42 @@ def test_the_head_loads_without_a_warning(trained: Path) -> None:
     assert (config["draft_vocab_size"], config["norm_before_residual"]) == (50, True)
 
 
+@pytest.mark.parametrize("kind", ["medusa", "pard"])
+def test_other_kinds_are_opened_and_draft(kind: str, trained_by: Callable[[str], Path]) -> None:
+    folder = trained_by(kind)
+    config: Any = {
+        "medusa": MedusaConfig(path=str(folder), tree=TreeKind.dynamic),
+        "pard": PardConfig(path=str(folder), num_speculative_tokens=2),
+    }[kind]
+    target, tokenizer = load_model("demo")
+    engine = Engine.assemble(
+        target,
+        tokenizer,
+        drafter=config,
+        backend="ragged",
+        budget="fixed",
+        options=EngineOptions(on_drafter_error=OnDrafterError.fail),
+    )
+    engine.generate([prompt.text for prompt in demo.prompts(4)], 16)
+    assert engine.report.num_accepted > 0
+    assert json.loads((folder / "training.json").read_text())["options"]["kind"] == kind
+
+
+def test_files_of_other_kinds(trained_by: Callable[[str], Path]) -> None:
+    config = json.loads((trained_by("medusa") / "config.json").read_text())
+    assert {name: config[name] for name in ("num_heads", "num_hidden_layers", "truncated_vocab_size")} == {
+        "num_heads": 2,
+        "num_hidden_layers": 1,
+        "truncated_vocab_size": 50,
+    }
+    sizes, cpu = TargetSizes(2048, 192, 6), torch.device("cpu")
+    loaded = load_medusa(str(trained_by("medusa")), sizes, dtype=torch.float32, device=cpu)
+    assert loaded.heads.target_ids is not None
+    assert len(loaded.heads.target_ids) == 50
+    model, tokenizer = load_model(str(trained_by("pard")))
+    assert (model.vocab_size, model.model.config.pard_token, len(tokenizer)) == (2049, 2048, 2048)
+
+
 def test_what_it_is_worth_is_kept(trained: Path) -> None:
     record = json.loads((trained / "training.json").read_text())
     drafted, accepted = record["held_out"]["drafted"], record["held_out"]["accepted"]
@@ -75,7 +137,7 @@ def test_what_it_is_worth_is_kept(trained: Path) -> None:
     assert len((trained / "texts.jsonl").read_text().splitlines()) == 5
 
 
-def test_the_seed_decides_every_byte(trained: Path, train: Callable[..., None], tmp_path: Path) -> None:
+def test_the_seed_decides_every_byte(trained: Path, train: Train, tmp_path: Path) -> None:
     train(tmp_path / "same")
     train(tmp_path / "other", "--seed", "1")
     same, other, first = content(tmp_path / "same"), content(tmp_path / "other"), content(trained)
@@ -83,11 +145,17 @@ def test_the_seed_decides_every_byte(trained: Path, train: Callable[..., None], 
     assert [one == two for one, two in zip(other, first, strict=True)] == [True, False, True]
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("kind", "steps"), [("eagle3", 1), ("eagle3", 4), ("medusa", 4), ("pard", 4)])
 def test_an_interrupted_training_goes_on_exactly(
-    steps: int, trained: Path, train: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    steps: int,
+    trained_by: Callable[[str], Path],
+    train: Train,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also in the middle of a pass over the texts: each has three steps."""
+    trained = trained_by(kind)
 
     def interrupt(bar: Any, done: int, total: int, loss: float | None) -> None:
         if done > steps:
@@ -96,20 +164,20 @@ def test_an_interrupted_training_goes_on_exactly(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bar, "tell_step", interrupt)
         with pytest.raises(SystemExit) as leaving:
-            train(tmp_path / "head")
+            train(tmp_path / "head", kind=kind)
     assert leaving.value.code == 130
     assert "--resume goes on" in capsys.readouterr().err
     assert not (tmp_path / "head" / "config.json").exists()
     newest = tmp_path / "head" / "checkpoints" / f"checkpoint-{steps}"
     (newest.parent / f"checkpoint-{steps + 1}").mkdir(exist_ok=True)  # one that was not written whole
-    train(tmp_path / "head", "--resume")
+    train(tmp_path / "head", "--resume", kind=kind)
     assert content(tmp_path / "head") == content(trained)
-    train(tmp_path / "head", "--resume")  # it is done, and stays as it is
+    train(tmp_path / "head", "--resume", kind=kind)  # it is done, and stays as it is
     assert content(tmp_path / "head") == content(trained)
 
 
 def test_texts_that_are_there_are_not_made_again(
-    trained: Path, train: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emssd_train.texts, "_TOGETHER", 2)
     folder = tmp_path / "head"
@@ -167,26 +235,70 @@ def refused(capsys: pytest.CaptureFixture[str], call: Callable[[], None]) -> str
     ids=str,
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
-    options: list[str], words: str, train: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], words: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refused(capsys, lambda: train(tmp_path / "head", *options))
     assert not (tmp_path / "head").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("medusa", ["--num-layers", "0"], "--num-layers is 0; it must be at least 1"),
+        ("medusa", ["--draft-vocab-size", "0"], "--draft-vocab-size is 0; it must be at least 1"),
+        ("pard", ["--draft", "./nowhere"], "there is no such folder"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_for_other_kinds(
+    kind: str, options: list[str], words: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, lambda: train(tmp_path / "head", *options, kind=kind))
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_draft_model_must_fit_the_target(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft, tokenizer = tmp_path / "draft", AutoTokenizer.from_pretrained(demo.model_path("draft"))
+    tiny_model("opt", vocab_size=2049, max_model_len=64).save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    options = ["--draft", str(draft)]
+    said = refused(capsys, lambda: train(tmp_path / "head", *options, kind="pard"))
+    assert "leaves room for --max-new-tokens 8 in the model's 64" in said
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(draft)
+    said = refused(capsys, lambda: train(tmp_path / "head", *options, kind="pard"))
+    assert "has not the target's tokenizer; give a model that has it" in said
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("medusa", "--hidden-layers"), ("medusa", "--draft"), ("pard", "--num-layers")]
+)
+def test_an_option_of_another_kind_is_unknown(
+    kind: str, option: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        train(tmp_path / "head", option, "1", kind=kind)
+    assert leaving.value.code == 2
+    assert f"unrecognized arguments: {option} 1" in capsys.readouterr().err
+
+
 def test_a_folder_is_neither_overwritten_nor_taken_for_another_training(
-    trained: Path, train: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = content(trained)
     assert "exists already; add --resume" in refused(capsys, lambda: train(trained))
     said = refused(capsys, lambda: train(trained, "--resume", "--lr", "0.5"))
     assert "was begun with --lr 0.001, and this is 0.5" in said
+    said = refused(capsys, lambda: train(trained, "--resume", kind="medusa"))
+    assert "was begun with KIND eagle3, and this is medusa" in said
     (tmp_path / "note").touch()
     assert "holds no training" in refused(capsys, lambda: train(tmp_path, "--resume"))
     assert content(trained) == before
 
 
 def test_texts_of_other_prompts_and_damaged_ones_are_refused(
-    trained: Path, data: Path, train: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, data: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "head"
     folder.mkdir()
@@ -200,7 +312,7 @@ def test_texts_of_other_prompts_and_damaged_ones_are_refused(
 
 
 def test_without_its_library_it_says_how_to_get_it(
-    train: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     assert "pip install 'emssd[train]'" in refused(capsys, lambda: train(tmp_path / "head"))

@@ -23,10 +23,10 @@ from emssd.heads.paired import PairedDrafter
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd_train.eagle3 import default_layers, frequent_tokens, head_config, new_head, save_head
-from emssd_train.options import TrainOptions
+from emssd_train.eagle3 import default_layers, head_config, new_head, save_head
+from emssd_train.options import Eagle3Options
 from emssd_train.teacher import Teacher
-from emssd_train.texts import Text
+from emssd_train.texts import Text, frequent_tokens
 from emssd_train.unrolled import UnrolledLoss, unroll
 from tests.support.perfect_head import SIZE, VOCAB, perfect_target, write_perfect_eagle3
 
@@ -40,7 +40,7 @@ def target(architecture: str) -> TargetModel:
 
 def head_in(folder: Path, model: TargetModel, **options: Any) -> Eagle3Head:
     """A random head whose every part matters, saved as a trained one is."""
-    chosen = TrainOptions("m", "d", str(folder), depth=DEPTH, **options)
+    chosen = Eagle3Options("m", "d", str(folder), depth=DEPTH, **options)
     drafted = None if chosen.draft_vocab_size is None else list(range(5, 5 + chosen.draft_vocab_size))
     config = head_config(chosen, model, LAYERS)
     head = new_head(config, model, drafted, chosen)

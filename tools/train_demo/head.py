@@ -16,7 +16,7 @@ from rich.console import Console
 
 from emssd.demo.corpus import documents, make_prompts
 from emssd_train.job import RECORD, run
-from emssd_train.options import TrainOptions
+from emssd_train.options import Eagle3Options
 
 __all__ = ["main", "prompts"]
 
@@ -43,7 +43,7 @@ def main(argv: Seq[str] | None = None) -> None:
     drawn, own = prompts(args.variants)
     data = work / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in drawn + own), encoding="utf-8")
-    options = TrainOptions(
+    options = Eagle3Options(
         model="demo",
         data=str(data),
         output=str(work / "head"),
