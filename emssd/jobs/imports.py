@@ -88,7 +88,7 @@ class _LeftOut(ModuleType):
                 return function(*args, **kwargs)
             import torch
 
-            return torch.compiler.disable(function, recursive, **options)(*args, **kwargs)
+            return torch.compiler.disable(function, recursive, **options)(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         return disabled
 
