@@ -259,11 +259,12 @@ def test_what_cannot_be_for_other_kinds(
 
 def test_a_draft_model_must_fit_the_target(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft, tokenizer = tmp_path / "draft", AutoTokenizer.from_pretrained(demo.model_path("draft"))
-    tiny_model("opt", vocab_size=2049, max_model_len=64).save_pretrained(draft)
+    tiny_model("opt", vocab_size=2049, max_model_len=24).save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     options = ["--draft", str(draft)]
+    capsys.readouterr()  # how far the files are
     said = refused(capsys, lambda: train(tmp_path / "head", *options, kind="pard"))
-    assert "leaves room for --max-new-tokens 8 in the model's 64" in said
+    assert "leaves room for --max-new-tokens 8 in the model's 24" in said
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(draft)
     said = refused(capsys, lambda: train(tmp_path / "head", *options, kind="pard"))
