@@ -14,7 +14,7 @@ import torch
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from emssd_train.eagle3 import head_config, new_head, save_head
-from emssd_train.options import TrainOptions
+from emssd_train.options import Eagle3Options
 from emssd_train.unrolled import unroll
 
 speculators = pytest.importorskip("speculators")
@@ -33,7 +33,7 @@ def test_it_opens_a_head_and_gives_its_logits(
     target = TargetModel(tiny_model("llama", num_hidden_layers=3))
     verifier, folder = tmp_path / "verifier", tmp_path / "head"
     target.model.save_pretrained(verifier)
-    chosen = TrainOptions(str(verifier), "d", str(folder), **options)
+    chosen = Eagle3Options(str(verifier), "d", str(folder), **options)
     config = head_config(chosen, target, LAYERS)
     drafted = list(range(5, 5 + options["draft_vocab_size"])) if "draft_vocab_size" in options else None
     head = new_head(config, target, drafted, chosen)
