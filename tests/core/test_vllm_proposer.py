@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.metadata import PackageNotFoundError, entry_points
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,3 +165,10 @@ def test_another_vllm_is_refused(versions: dict[str, str], sentence: str, instal
     with pytest.raises(ConfigError) as refused:
         vllm.proposer("suffix")
     assert str(refused.value) == sentence
+
+
+def test_the_examples_class_drafts_with_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    made = importlib.import_module("my_drafters").Mine
+    assert issubclass(made, vllm.Proposer)
+    made(vllm_config(8, 64, 100))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ pytest.importorskip("vllm", reason="it needs vLLM; `nox -s vllm` has it")
 
 PROMPTS = [[5, 9, 3], [7, 7, 2, 30, 11], [40, 8], [6, 21, 33, 4]]
 NEW = 40
+ROOT = Path(__file__).resolve().parents[2]
 DRAFTED: dict[tuple[int, ...], list[int]] = {}
 
 
@@ -107,3 +110,14 @@ def test_texts_are_those_without_drafts_and_drafts_those_of_emssd(model: Path) -
     assert sum(each.num_accepted for each in done) > 0
     for text, (chain, room) in notes.drafted.items():
         assert DRAFTED[text][:room] == chain  # vLLM does not tell how much room is left
+
+
+@pytest.mark.slow  # vLLM starts
+def test_the_example_prints_a_text() -> None:
+    example, demo = ROOT / "examples" / "vllm_generate.py", ROOT / "emssd" / "demo" / "weights" / "target"
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    run = subprocess.run(
+        [sys.executable, str(example), str(demo)], capture_output=True, text=True, env=os.environ | own
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip().splitlines()[-1]

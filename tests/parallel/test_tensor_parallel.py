@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SECONDS = 180
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +186,14 @@ def test_a_model_on_several_devices_is_refused() -> None:
         UnsupportedModelError, match=r"on several devices \(cpu, meta\), and emssd keeps the KV cache on"
     ):
         Engine.from_model(model, drafter="none")
+
+
+@pytest.mark.torchrun
+def test_the_example_prints_what_one_process_says() -> None:
+    demo = str(ROOT / "emssd" / "demo" / "weights" / "target")
+    run = subprocess.run(
+        [*TORCHRUN[:-1], "3", str(ROOT / "examples" / "tensor_parallel.py"), demo],  # it has three heads
+        timeout=SECONDS, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (alone,) = Engine.from_pretrained(demo, drafter="none").generate(["One, two, three, one, two,"], max_new_tokens=24)
+    assert alone.text in run.stdout
