@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.model.interface import ATTENTION_NAME, MASKED_NAME, Attend, Visible, implementation, register, with_windows
+from emssd.model.interface import (
+    ATTENTION_NAME,
+    MASKED_NAME,
+    Attend,
+    Visible,
+    implementation,
+    keywords_known,
+    register,
+    with_windows,
+)
 from emssd.model.support import check_config, check_whole, resolve_max_model_len
 
 if TYPE_CHECKING:
@@ -82,7 +91,12 @@ class HookedModel:
             keywords["emssd_masks"] = masks
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
-        with implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME), taking, cut:
+        with (
+            implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME),
+            keywords_known(keywords),
+            taking,
+            cut,
+        ):
             output = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "Attend",
     "Visible",
     "implementation",
+    "keywords_known",
     "one_expert_after_another",
     "register",
     "with_windows",
@@ -90,6 +92,19 @@ def _of_each(config: Any, field: str) -> dict[str, str | None]:
     }
 
 
+_KEYWORDS: ContextVar[Mapping[str, Any] | None] = ContextVar("_KEYWORDS", default=None)
+
+
+@contextmanager
+def keywords_known(keywords: Mapping[str, Any]) -> Iterator[None]:
+    """Give the attention functions `keywords` in a call of a model, for models whose code does not pass them on."""
+    token = _KEYWORDS.set(keywords)
+    try:
+        yield
+    finally:
+        _KEYWORDS.reset(token)
+
+
 def with_windows(attend: Attend, windows: Mapping[int, int]) -> Attend:
     """`attend`, told of the sliding windows of layers that do not pass them on."""
     if not windows:
@@ -121,7 +136,7 @@ def _attention(
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
     """The registered attention function: ``query [b, heads, n, dim]`` in, ``[b, n, heads, dim]`` out."""
-    name = type(module).__name__
+    name, emssd_attend = type(module).__name__, emssd_attend or (_KEYWORDS.get() or {}).get("emssd_attend")
     if emssd_attend is None:
         raise UnsupportedModelError(f"{name} does not pass keywords on to its attention function, so no KV cache")
     refused = sorted(key for key, given in features.items() if given is not None and key not in _HARMLESS)
@@ -174,6 +189,7 @@ def _masked_attention(
 ) -> tuple[torch.Tensor, None]:
     """`_attention`, which notes the mask function behind each layer's mask; a mask that we did not make is refused."""
     visible = getattr(attention_mask, "emssd_visible", None)
+    emssd_masks = emssd_masks if emssd_masks is not None else (_KEYWORDS.get() or {}).get("emssd_masks")
     if visible is not None and emssd_masks is not None:
         emssd_masks[int(module.layer_idx)] = visible  # type: ignore[arg-type]  # as above
         attention_mask = None

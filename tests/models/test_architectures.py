@@ -27,6 +27,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import ARCHITECTURES, tiny_model
+from emssd.testing.oracle import greedy_reference
 from tests.support.trees import DecoyDrafter
 
 NEW_TOKENS = 24
@@ -221,3 +222,19 @@ def test_a_saved_model_runs_in_the_precision_of_its_checkpoint_unless_told_other
     save_with_tokenizer(tmp_path, "llama", words)
     assert Engine.from_pretrained(str(tmp_path), device="cpu").target.dtype == torch.float32
     assert Engine.from_pretrained(str(tmp_path), device="cpu", dtype="bfloat16").target.dtype == torch.bfloat16
+
+
+def test_a_layer_that_passes_no_keywords_on() -> None:
+    """As those of Nemotron."""
+    model: Any = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    original = attention.forward
+
+    def without_keywords(hidden_states: Any, position_embeddings: Any, attention_mask: Any, **_: Any) -> Any:
+        return original(hidden_states, position_embeddings, attention_mask)
+
+    attention.forward = without_keywords
+    engine = Engine.from_model(model, drafter="llma", batch_size=2)
+    prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [9]]
+    for prompt, done in zip(prompts, engine.generate(prompts, 16), strict=True):
+        assert list(done.token_ids) == list(greedy_reference(model, prompt, 16, [2]))
