@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--draft-model", required=True)
     parser.add_argument("--data", required=True, help="JSONL file with a field 'question'")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--compile", action="store_true", help="with model.compile=true")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--drafters", nargs="+", default=["llma", "draft_model", "cascade"])
     parser.add_argument("--prompts", nargs="+", default=list(TEMPLATES), choices=list(TEMPLATES))
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
-    target, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
+    target, tokenizer = load_model(arguments.model, dtype=arguments.dtype, device="cpu", compile=arguments.compile)
     console, rows = Console(width=150), []
     with Progress(console=console, transient=True) as progress:
         for kind in arguments.prompts:
