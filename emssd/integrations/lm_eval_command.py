@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 
-from emssd.errors import ConfigError, exit_on_error
+from emssd.errors import exit_on_error
+from emssd.integrations.installed import check_installed
 
 __all__ = ["main"]
 
@@ -13,7 +13,6 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point of ``emssd-lm-eval``; takes what ``lm_eval`` takes. Exits with 2 for an error of the user's."""
     with exit_on_error("emssd-lm-eval"):
-        if find_spec("lm_eval") is None:
-            raise ConfigError("this needs the evaluation harness: pip install 'emssd[lm_eval]'")
+        check_installed("lm_eval")
         import_module("emssd.integrations.lm_eval")
         import_module("lm_eval.__main__").cli_evaluate()

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from emssd.errors import ConfigError, did_you_mean
 from emssd.integrations.hf import check_inputs, prompts_of, training_flags_kept
 from emssd.integrations.hf_criteria import limits
 from emssd.integrations.hf_options import check_config, check_processors, sampling_of
+from emssd.integrations.installed import check_installed
 from emssd.metrics.stats import RunReport
 from emssd.model.replaced import replaced_forward
 from emssd.plugins.registry import Registry
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Rollouts"]
 
-_OLDEST, _NEXT = (1, 0), (2, 0)  # versions of TRL, as in pyproject.toml
 _OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
 _OPTIONS = [field.name for field in fields(EngineOptions)]
 
@@ -63,7 +62,7 @@ class Rollouts:
     def __init__(
         self, drafter: Any = DEFAULT_DRAFTER, backend: Any = "ragged", budget: Any = "adaptive", **options: Any
     ) -> None:
-        _check_version()
+        check_installed("trl")
         for name in options:
             if name == "compile":
                 raise ConfigError("a compiled program has copies of weights that training changes; leave compile out")
@@ -237,18 +236,3 @@ def _padded(input_ids: torch.Tensor, new: Seq[Seq[int]], pad: int) -> torch.Tens
     for row, tokens in enumerate(new):
         output[row, : len(tokens)] = torch.tensor(tokens, device=output.device)
     return torch.cat([input_ids, output], dim=1)
-
-
-def _check_version() -> None:
-    """Make sure that TRL is there, in a version that this was tested with.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    oldest, after = (".".join(map(str, each)) for each in (_OLDEST, _NEXT))
-    try:
-        found = version("trl")
-    except PackageNotFoundError:
-        raise ConfigError("this needs TRL: pip install 'emssd[trl]'") from None
-    if not _OLDEST <= tuple(int(part) for part in found.split(".")[:2]) < _NEXT:
-        raise ConfigError(f"TRL {found} is installed, and emssd needs one from {oldest} to below {after}")

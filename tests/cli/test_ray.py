@@ -8,13 +8,14 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from emssd.jobs import cluster
+from emssd.integrations import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY = "Ray is not installed: nox -s ray, or pip install 'emssd[ray]'"
@@ -126,7 +127,10 @@ def test_the_example_writes_parquet(ray: Any, work: Path) -> None:
 
 
 def test_without_ray_the_run_says_what_to_install(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda name: None)
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(installed, "version", missing)
     assert decode("cluster=ray").sentence == (
         "cluster=ray needs Ray Data: pip install 'emssd[ray]', on all machines of the cluster"
     )
@@ -142,5 +146,5 @@ def test_without_ray_the_run_says_what_to_install(decode: Callable, monkeypatch:
     ],
 )
 def test_options_that_cannot_be(option: str, sentence: str, decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "find_spec", lambda name: name)  # they are refused before Ray is imported
+    monkeypatch.setattr(installed, "version", lambda name: "2.60.0")  # they are refused before Ray is imported
     assert sentence in decode("cluster=ray", option).sentence

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from emssd.errors import ConfigError
-from emssd.integrations import lm_eval_command
+from emssd.integrations import installed, lm_eval_command
 from tests.cli.conftest import save_model
 
 WHY = "the evaluation harness is not installed: nox -s lm_eval, or pip install 'emssd[lm_eval]'"
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def missing(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
 def test_without_the_harness_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lm_eval_command, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "version", missing)
     with pytest.raises(SystemExit, match="2"):
         lm_eval_command.main()
     said = "emssd-lm-eval: error: this needs the evaluation harness: pip install 'emssd[lm_eval]'\n"
