@@ -25,7 +25,7 @@ def _few_collections() -> Iterator[None]:
 @steady("emssd")
 @_few_collections()
 def main() -> None:
-    """Run the command line. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
+    """Run the command line; `emssd.cli.command.main` says with which status it exits."""
     from emssd.cli import (
         command as cli,  # here, because it brings Hydra: Ctrl-C while that is imported is dealt with already
     )

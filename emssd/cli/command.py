@@ -39,7 +39,10 @@ class _OwnFault(BaseException):
 
 
 def main() -> None:
-    """Entry point of ``emssd`` and ``python -m emssd``. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
+    """Entry point of ``emssd`` and ``python -m emssd``.
+
+    Exits with 1 if a check found a difference, 2 for an error of the user's, 130 for Ctrl-C.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # not a line for every attempt to reach the hub
     warnings.showwarning = lambda message, *_, **__: print(f"emssd: warning: {message}", file=sys.stderr)
@@ -55,6 +58,8 @@ def main() -> None:
             with closing(Jobs(registry)) as jobs:
                 _compose_and_run(jobs, registry)
                 jobs.finish()
+                if jobs.found_difference:
+                    sys.exit(1)
     except KeyboardInterrupt:
         _leave("interrupted")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,13 @@ class Jobs:
 
     Args:
         registry: the plugins.
+
+    Attributes:
+        found_difference: whether ``check=`` found tokens that are not those of the model alone.
     """
 
     def __init__(self, registry: Registry) -> None:
+        self.found_difference = False
         self._registry = registry
         self._cache: ModelCache | None = None
         self._rows: RowsFile | None = None
@@ -55,6 +60,7 @@ class Jobs:
             from emssd.jobs.job import run_job
 
             result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
+        self._note_check(result.metrics)
         if swept is not None:
             self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
         for generation in result.generations if config.prompt is not None else ():
@@ -93,9 +99,14 @@ class Jobs:
             afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True, alone=False
         )
         assert result.engine is not None
+        self._note_check(result.metrics)
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
         self._rows.append(row)
         console.print(f"{number:4d}  {_said(row)}", highlight=False, soft_wrap=True)
+
+    def _note_check(self, metrics: Mapping[str, Any]) -> None:
+        check = metrics.get("check", {})
+        self.found_difference |= check.get("differences", 0) > 0 or not check.get("law", {}).get("right", True)
 
     def _follow(self, config: RunConfig) -> None:
         """With tensor parallel, only process 0 comes back from here.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {},  # a sliding window of 7
     "gpt_neox": {},  # queries, keys and values of a head lie side by side in one matrix
     "opt": {},  # the plan is ours
+    "granitemoe_swa": {},  # experts, attention sinks, and a sliding window in one layer
 }
 DRAFTERS = ("none", "suffix", "llma", "draft_model", "tree")
 VOCABULARY = 13  # it does not divide by two, and chance acceptance is frequent
@@ -32,7 +33,26 @@ SAMPLING = {"greedy": None, "sampled": SamplingParams(temperature=0.8, seed=3)}
 
 def save(folder: Path, name: str, *, seed: int = 0) -> None:
     """A random checkpoint with a tokenizer."""
-    _save(folder / f"{name}-{seed}", tiny_model(name, seed=seed, vocab_size=VOCABULARY, **MODELS[name]))
+    if name == "granitemoe_swa":
+        model = _experts_and_sinks(seed)
+    else:
+        model = tiny_model(name, seed=seed, vocab_size=VOCABULARY, **MODELS[name])
+    _save(folder / f"{name}-{seed}", model)
+
+
+def _experts_and_sinks(seed: int) -> Any:
+    config = AutoConfig.for_model(
+        "granitemoe_swa", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"], max_position_embeddings=128, initializer_range=0.3,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_(1.0, 2.0)
+    return model
 
 
 def save_perfect(folder: Path) -> None:
