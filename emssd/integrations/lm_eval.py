@@ -52,7 +52,8 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
         options: fields of `emssd.decoding.options.EngineOptions`, options of plugins, and arguments of `HFLM`.
 
     Raises:
-        ConfigError: an option that cannot be.
+        ConfigError: an option that cannot be, or a model that cannot be loaded.
+        PluginError: there is no such plugin.
     """
 
     batch_size_per_gpu: int | str  # of `HFLM`
@@ -73,7 +74,15 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
         self._num_rows = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
         if options.get("mixed_precision_dtype") is not None:
             raise ConfigError("mixed_precision_dtype would change what the engine decodes; leave it out, and set dtype")
-        super().__init__(pretrained, batch_size=batch_size, max_batch_size=max_batch_size, **options)
+        try:
+            super().__init__(pretrained, batch_size=batch_size, max_batch_size=max_batch_size, **options)
+        except OSError as error:  # of Transformers, which explains at length
+            why = str(error).partition("\n")[0].rstrip(".")
+            raise ConfigError(f"cannot load {pretrained!r}: {why}. Give a folder, or an id of the hub") from error
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise ConfigError(f"neither emssd nor HFLM has such an argument: {error}") from error
         if self.backend != "causal":
             raise ConfigError(f"emssd decodes causal language models, and this one is {self.backend}; use --model hf")
 
@@ -165,12 +174,13 @@ def _choice(registry: Registry, kind: str, chosen: Any, values: Mapping[str, Any
 
     Raises:
         ConfigError: it is no name, or has no such option.
+        PluginError: nothing has this name.
     """
+    config = registry.find(kind, chosen).config if isinstance(chosen, str) else None
     if not values:
         return chosen
-    if not isinstance(chosen, str):
+    if config is None:
         raise ConfigError(f"{kind}.{next(iter(values))} goes with a name as in {kind}=NAME; {kind} is {chosen!r}")
-    config = registry.find(kind, chosen).config
     known = [field.name for field in dataclasses.fields(config)]
     for name in values:
         if name not in known:

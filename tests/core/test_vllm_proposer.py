@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emssd_llma import Search
+from emssd_rest.build import build_store
 
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError
@@ -20,7 +22,7 @@ from tests.support import noting_plugin
 from tests.support.noting_plugin import CYCLE, NOTED
 from tests.support.vllm_rows import serve, vllm_config
 
-OURS = ("cascade", "llma", "lookahead", "medusa", "pld", "suffix")
+OURS = ("cascade", "draft_model", "llma", "lookahead", "medusa", "pld", "rest", "suffix")
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,22 @@ def test_as_much_is_accepted_as_in_an_engine(name: str, options: dict[str, Any])
     assert sum(each.num_drafted for each in wanted) > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llma", {"search": Search.prompt_and_output, "require_full_copy": False}),
+        ("rest", {"store": "STORE"}),
+        ("cascade", {"drafters": ["llma", "suffix"], "options": {"llma": {"match_length": 5}}}),
+    ],
+)
+def test_other_drafters_of_chains_are_right_as_well(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    texts, prompts = [counted(40 + row, 9) for row in range(3)], [14, 15, 16]
+    build_store(tmp_path / "store", [counted(60, 9)])
+    options = {key: str(tmp_path / "store") if value == "STORE" else value for key, value in options.items()}
+    served = serve(vllm.proposer(name, **options)(vllm_config(4, 64, CYCLE)), texts, prompts, 2, 64)
+    assert all(sum(right for _, right in row) >= 5 for row in served), served
+
+
 def test_a_row_that_cannot_grow_gets_no_draft_and_one_that_comes_back_begins_anew() -> None:
     made = vllm.proposer("noting")(vllm_config(4, 8, CYCLE))
     table = np.array([[0, 1, 2, 3, 4, 5, 6, 0], [3, 4, 5, 6, 0, 0, 0, 0]], dtype=np.int32)
@@ -124,6 +142,13 @@ def test_every_drafter_has_a_class_that_can_be_imported() -> None:
         ),
         ("suffix", {"min_token_prob": 2.0}, "drafter.min_token_prob is 2.0; it must be from 0 to 1"),
         ("lookahead", {}, "it drafts trees"),
+        ("rest", {}, "drafter=rest drafts from a datastore: give drafter.store=FOLDER"),
+        ("cascade", {}, "drafter 'cascade' runs a model of its own, demo-draft, and inside vLLM no drafter"),
+        (
+            "cascade",
+            {"drafters": ["suffix", "lookahead"]},
+            "drafter 'cascade' cannot draft inside vLLM: it drafts trees",
+        ),
         ("medusa", {"path": "x"}, "drafter=medusa reads hidden states of the target, and there is no model"),
         ("noting", {"needs": "model"}, "drafter 'noting' runs a model of its own, small, and inside vLLM no drafter"),
         (

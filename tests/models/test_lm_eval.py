@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, PluginError
 from emssd.integrations import installed, lm_eval_command
 from tests.cli.conftest import save_model
 
@@ -104,11 +104,14 @@ def test_loglikelihoods_are_those_of_hf_also_behind_an_engine(pair: tuple[Any, A
         ({"drafter": "llma", "drafter.copy_lenght": 3}, "drafter 'llma' has no option 'copy_lenght'; did you mean"),
         ({"drafter": object(), "drafter.x": 3}, r"drafter\.x goes with a name as in drafter=NAME"),
         ({"mixed_precision_dtype": "bfloat16"}, "mixed_precision_dtype would change what the engine decodes"),
+        ({"batchsize": 3}, "neither emssd nor HFLM has such an argument: .*'batchsize'"),
+        ({"drafter": "sufix"}, "unknown drafter 'sufix'; did you mean 'suffix'"),
+        ({"pretrained": "nowhere/at/all"}, "cannot load 'nowhere/at/all': "),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], sentence: str, harness: Any, model: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        harness.EmssdLM(pretrained=model, device="cpu", **options)
+    with pytest.raises((ConfigError, PluginError), match=sentence):
+        harness.EmssdLM(**{"pretrained": model, "device": "cpu"} | options)
 
 
 @pytest.mark.parametrize("wish", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True, "temperature": 1.0}])
