@@ -69,7 +69,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {"hidden_size": 32, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "mamba2": {"hidden_size": 32, "num_heads": 8, "head_dim": 8},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]},
     "nemotron": {"num_key_value_heads": 2},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "reformer": {"axial_pos_embds": False},
@@ -77,7 +79,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "opt": {"word_embed_proj_dim": 16},
 }
-"""Values that only one model type needs."""
+"""Values that only one model type needs, such as the layers of its published models that its default config has not."""
 
 _ROPE: dict[str, Any] = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
 _BY_HAND: dict[str, dict[str, dict[str, Any]]] = {

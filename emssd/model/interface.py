@@ -39,7 +39,8 @@ Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 # positions are applied already, caching is ours, and the rest is bookkeeping of other implementations.
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
-     "is_causal", "layer_head_mask", "head_mask", "cache_position", "position_embeddings", "deterministic"}
+     "is_causal", "layer_head_mask", "head_mask", "cache_position", "position_embeddings", "deterministic",
+     "logits_to_keep"}
 )  # fmt: skip
 
 
