@@ -107,7 +107,8 @@ class DFlashDrafter(Drafter):
         size, lead = self._variant.block_size, 0 if self._variant.from_anchor else 1
         slots = [at * size + lead + slot for at, row in enumerate(rows) for slot in range(row.length)]
         hidden = hidden[on_device(slots, hidden.device)]
-        logits = self._target.project(self._head.norm(hidden))
+        hidden = self._head.norm(hidden)
+        logits = self._target.project(hidden)
         firsts, lengths = [row.node for row in rows], [row.length for row in rows]
         if self._variant.markov_rank:
             chains = markov_chains(self._head, firsts, lengths, [row.newest for row in rows], hidden, logits)

@@ -79,12 +79,13 @@ class BlockHead(nn.Module):
 
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
         """The KV cache that the head needs beside that of the target; see `emssd_dflash.runner`."""
-        specs = tuple(self._spec(cast("HeadLayer", layer).spec) for layer in self.layers)
+        own = [cast("HeadLayer", layer).spec for layer in self.layers]
+        specs = tuple(self._spec(*pair) for pair in zip(own, self.variant.causal, strict=True))
         longest = target.max_model_len + 2 * self.variant.block_size
         return replace(target, layers=specs, max_model_len=longest, trees=False, prefix_caching=False)
 
-    def _spec(self, layer: LayerSpec) -> LayerSpec:
-        if self.variant.causal:
+    def _spec(self, layer: LayerSpec, causal: bool) -> LayerSpec:
+        if causal:
             return layer
         window = layer.sliding_window
         wide = None if window is None else window + self.variant.block_size

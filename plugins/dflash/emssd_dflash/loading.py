@@ -47,6 +47,13 @@ def load_dflash(path: str, target: TargetSizes, *, dtype: torch.dtype, device: t
     return LoadedBlockHead(head, _described(checkpoint, variant))
 
 
+def _sees(variant: Variant) -> str:
+    if all(variant.causal):
+        return "causal"
+    causal = [str(layer) for layer, each in enumerate(variant.causal) if each]
+    return "which see each other" + (f" but in layers {', '.join(causal)}, which are causal" if causal else "")
+
+
 def _described(checkpoint: Checkpoint, variant: Variant) -> tuple[str, ...]:
     kind = "DSpark" if variant.markov_rank or variant.has_confidence else "DFlash"
     slots = "the token behind it" if variant.from_anchor else "its own token"
@@ -54,6 +61,6 @@ def _described(checkpoint: Checkpoint, variant: Variant) -> tuple[str, ...]:
         f"{kind} drafter, read from {checkpoint.source.name}",
         f"reads residual streams before layers {', '.join(map(str, variant.layers))}",
         f"blocks of {variant.block_size} tokens with mask {variant.mask_token_id}, "
-        f"{'causal' if variant.causal else 'which see each other'}; a slot is for {slots}",
+        f"{_sees(variant)}; a slot is for {slots}",
         variant.decoder.described,
     )

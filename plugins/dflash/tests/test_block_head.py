@@ -51,6 +51,8 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "plain": ({}, {}, {}),
     "sliding": (SLIDING, {}, {}),
+    "sliding without causality": (SLIDING | {"is_causal": False}, {}, {}),
+    "sliding alone": (SLIDING | {"layer_types": ["sliding_attention"] * 2}, {}, {}),
     "causal": (SLIDING, {"causal": True}, {}),
     "from the anchor": ({}, {"sample_from_anchor": True}, {}),
     "dspark": (
@@ -132,7 +134,8 @@ def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block
         slides = config.get("layer_types", ["full_attention"] * 9)[layer] == "sliding_attention"
         rows = []
         for i in range(size):
-            last = start + i if config["dflash_config"].get("causal") else start + size - 1
+            causal = config.get("is_causal", config["dflash_config"].get("causal", slides))
+            last = start + i if causal else start + size - 1
             first = max(0, start + i - config["sliding_window"] + 1) if slides else 0
             out = []
             for head in range(heads):
@@ -156,7 +159,8 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     block = [tokens[-1]] + [inner["mask_token_id"]] * (config["block_size"] - 1)
     h = dense_block(w, config, context, model.get_input_embeddings().weight[block])
     h = h if inner.get("sample_from_anchor") else h[1:]
-    base = dense_rms(h, w["norm.weight"], config["rms_norm_eps"]) @ model.lm_head.weight.T
+    h = dense_rms(h, w["norm.weight"], config["rms_norm_eps"])
+    base = h @ model.lm_head.weight.T
     found, before = list[tuple[int, float]](), tokens[-1]
     for slot, logits in zip(h, base, strict=True):
         if "markov_head.markov_w1.weight" in w:
