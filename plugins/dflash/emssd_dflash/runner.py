@@ -2,8 +2,9 @@
 
 In most layers, every token of a block sees all others. A backend lets a token see the KV of its row up to its own. So a
 row computes its new features, its block, and its block a second time: keys and values come from the first, and queries
-from the second. In layers that are causal, queries come from the first as well. Whatever is second must hide its own keys. For this, keys have one element more, and queries too: it is 0 in
-what is to be seen, and such in what is not that the weight becomes exactly 0.
+from the second. In layers that are causal, queries come from the first as well. Whatever is second must hide its own
+keys. For this, keys have one element more, and queries too: it is 0 in what is to be seen, and such in what is not that
+the weight becomes exactly 0.
 
 A sliding window is as much longer as the block, so that a query sees as far back as it would from its true place.
 """
