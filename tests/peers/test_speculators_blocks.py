@@ -37,6 +37,7 @@ SHAPE = {
     "vocab_size": VOCAB,
     "rope_theta": 500.0,
 }
+TABLES = (("model.", "embed_tokens.weight"), ("", "lm_head.weight"))
 SLIDING = {  # longer than the texts: theirs is counted from the anchor, and not from each token of the block
     "use_sliding_window": True,
     "sliding_window": 64,
@@ -73,18 +74,20 @@ def made(folder: Path, verifier: Path, kind: str, layers: dict[str, Any], flags:
     return type(head).from_pretrained(str(folder), config=config, dtype=torch.float64).eval()
 
 
-def as_published(container: Path, folder: Path, kind: str) -> str:
-    """The drafter of a container in the layout of z-lab, or in that of DeepSpec."""
+def as_published(container: Path, verifier: Path, folder: Path, kind: str) -> str:
+    """The drafter of a container in the layout of z-lab, or in that of DeepSpec, which has the target's tables."""
     saved = json.loads((container / "config.json").read_text())
     layers = SHAPE | {name: each for name, each in saved["transformer_layer_config"].items() if name in SLIDING}
+    weights, whole = load_file(container / "model.safetensors"), load_file(verifier / "model.safetensors")
     inner: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": [layer - 1 for layer in LAYERS]}
     if kind == "dflash":
         config = {"architectures": ["DFlashDraftModel"], "dflash_config": inner | {"block_size": BLOCK}}
         inner = {"is_causal": False} if saved["sliding_window_non_causal"] else {}
     else:
         config = {"architectures": ["Qwen3DSparkModel"], "block_size": BLOCK, "num_anchors": 512}
+        weights |= {name: whole[f"{of}{name}"] for of, name in TABLES}
         inner |= {name: saved[name] for name in saved if name.startswith(("markov_", "confidence_", "enable_"))}
-    return write_head(folder, layers | config | inner, load_file(container / "model.safetensors"))
+    return write_head(folder, layers | config | inner, weights)
 
 
 @torch.no_grad()
@@ -127,7 +130,7 @@ def test_their_drafters_draft_what_their_classes_compute(
     target.model.save_pretrained(tmp_path / "verifier")
     with all_double():
         head = made(tmp_path / "container", tmp_path / "verifier", kind, layers, flags)
-        path = as_published(tmp_path / "container", tmp_path / "head", kind)
+        path = as_published(tmp_path / "container", tmp_path / "verifier", tmp_path / "head", kind)
         ours = list[tuple[list[int], list[int], list[float], torch.Tensor]]()
 
         def load(context: DrafterContext) -> DFlashDrafter:

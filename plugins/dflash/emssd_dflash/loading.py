@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from emssd.heads import Checkpoint, Format, TargetSizes, expect, fill, made_empty, read_checkpoint, rename
+from emssd.heads import Checkpoint, Format, TargetSizes, drop_copies, expect, fill, made_empty, read_checkpoint, rename
+from emssd.model import BorrowedTarget
 from emssd_dflash.head import BlockHead
 from emssd_dflash.variant import Variant, variant_of
 
@@ -26,13 +25,13 @@ class LoadedBlockHead:
     described: tuple[str, ...]
 
 
-def load_dflash(path: str, target: TargetSizes, *, dtype: torch.dtype, device: torch.device) -> LoadedBlockHead:
-    """Load a head.
+def load_dflash(path: str, target: BorrowedTarget, vocab_size: int) -> LoadedBlockHead:
+    """Load a head. Tables of embeddings and logits that are copies of the target's are not loaded again.
 
     Args:
         path: folder, file of weights or hub id.
         target: that it is to draft for.
-        dtype, device: of the weights.
+        vocab_size: the target's.
 
     Raises:
         ConfigError: it is no DFlash or DSpark drafter, or none for this target, or not whole.
@@ -41,9 +40,11 @@ def load_dflash(path: str, target: TargetSizes, *, dtype: torch.dtype, device: t
     checkpoint = read_checkpoint(path)
     expect(checkpoint, Format.dflash)
     names = rename(checkpoint, lambda name: name.removeprefix("model."))
-    variant = variant_of(checkpoint, names, target)
-    head = made_empty(lambda: BlockHead(variant, names, target))
-    fill(head, checkpoint, names, dtype=dtype, device=device)
+    drop_copies(names, checkpoint, target.model)
+    sizes = TargetSizes(vocab_size, target.hidden_size, target.num_layers)
+    variant = variant_of(checkpoint, names, sizes)
+    head = made_empty(lambda: BlockHead(variant, names, sizes))
+    fill(head, checkpoint, names, dtype=target.dtype, device=target.device)
     return LoadedBlockHead(head, _described(checkpoint, variant))
 
 

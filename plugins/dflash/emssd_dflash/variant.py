@@ -23,6 +23,7 @@ class Variant:
         layers: the target's hidden states that it reads, see `emssd.heads.LAST_NORMED`.
         causal: ``[num_layers]`` whether a token of the block sees those before it alone.
         from_anchor: whether slot ``i`` of a block is for the token behind it, and not for its own.
+        embedding_scale: factor of the embeddings of blocks.
         markov_rank: of the table of what follows which token; 0 without one, as in DFlash.
         has_confidence: whether a layer of its own tells how sure it is.
         confidence_reads_markov: whether that reads the table too.
@@ -34,6 +35,7 @@ class Variant:
     layers: tuple[int, ...]
     causal: tuple[bool, ...]
     from_anchor: bool
+    embedding_scale: float
     markov_rank: int
     has_confidence: bool
     confidence_reads_markov: bool
@@ -92,9 +94,10 @@ def _read(
         decoder=decoder,
         block_size=int(values["block_size"]),
         mask_token_id=int(values["mask_token_id"]),
-        layers=tuple(int(each) + 1 for each in ids),  # the file numbers outputs of layers
+        layers=tuple(int(each) + 1 for each in ids),  # the file numbers outputs of layers; -1: embeddings
         causal=_causal(values, decoder),
         from_anchor=bool(values.get("sample_from_anchor", _is_dspark(values))),
+        embedding_scale=float(values.get("input_embedding_scale", 1.0)),
         markov_rank=width("markov_head.markov_w1.weight"),
         has_confidence=bool(confidence),
         confidence_reads_markov=confidence not in (0, decoder.hidden_size),
@@ -129,7 +132,7 @@ def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], 
         why = f"it has a hidden size of {size}, and the target's embeddings are of size {target.hidden_size}"
     elif num_layers is not None and num_layers != target.num_layers:
         why = f"it was trained for a target of {num_layers} layers, and this one has {target.num_layers}"
-    elif not all(1 <= layer <= target.num_layers for layer in variant.layers):
+    elif not all(0 <= layer <= target.num_layers for layer in variant.layers):
         why = f"it reads the outputs of layers {read}, and the target has layers 0 to {target.num_layers - 1}"
     elif len(set(variant.layers)) < len(variant.layers):
         why = f"it reads the outputs of layers {read}, and needs different ones"

@@ -359,16 +359,15 @@ def test_it_gives_what_transformers_computes_that_opens_the_same_checkpoint(
 
     if not hasattr(modeling_layers, "MtpModel"):
         pytest.skip("this version of Transformers has no layers for multi-token prediction")
+    model, head = target(kind).model, load_mtp(made(kind).path, lent(kind)).head
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [rf"layers\.{NUM_LAYERS}\."])  # published: 61
+    theirs: Any = modeling_layers.MtpModel.from_pretrained(model).double().eval()
+    theirs.config._experts_implementation = "eager"
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     with all_double():
-        model = target(kind).model
-        monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [rf"layers\.{NUM_LAYERS}\."])  # published: 61
-        theirs: Any = modeling_layers.MtpModel.from_pretrained(model).double().eval()
-        theirs.config._experts_implementation = "eager"
-        tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
         states = model.model(tokens).last_hidden_state[:, :-1]
         places = torch.arange(1, tokens.shape[1])[None]
         wanted = theirs.forward_layer(0, states, places, None, input_ids=tokens[:, 1:])[0]
-        head = load_mtp(made(kind).path, lent(kind)).head
         inputs = torch.cat([head.embed(tokens[0, 1:], model.get_input_embeddings()), states[0]], -1)
         for length in range(2, len(inputs) + 1):
             ((last, _, _),) = run_ragged(head, [(inputs[:length], 1, inputs[:1], (-1,))])
