@@ -50,7 +50,7 @@ class Program:
             biases = [tensors[name].detach() for name in linear["biases"]]
             weight = torch.cat([tensors[name].detach() for name in linear["weights"]])
             bias = torch.cat(biases) if biases else None
-            self.few_sizes |= kernels.add_weight(self._weights, weight, bias)
+            self.few_sizes |= kernels.add_weight(self._weights, weight, bias, None)
         # What `torch._inductor.aoti_load_package` wraps, without a second of imports: one model, one runner, no device.
         program = torch._C._aoti.AOTIModelPackageLoader(str(found.folder / tracing.PROGRAM), "model", True, 1, -1)
         known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)
