@@ -1,10 +1,11 @@
-"""A greedy decoding step of an OPT shape on a CPU against its floor, beside Hugging Face's, and the time to start.
+"""A greedy decoding step on a CPU against its floor, beside Hugging Face's, and the time to start.
 
-    python benchmarks/cpu_step.py --out docs/results/cpu_step.json
+    python benchmarks/cpu_step.py --shape qwen2-0.5b --dtype float32 --engines compiled int8 --out step.json
 
 The model has random weights, so that nothing need be downloaded; the time of a step does not depend on them. The floor
 is the larger of two times: all weights and the KV read once at the bandwidth that a sum over a large tensor reaches,
-and the step's arithmetic at the rate that a large matrix product reaches, both measured in the same run.
+and the step's arithmetic at the rate that a large matrix product reaches, both measured beside each batch size. Its
+weights are those of the model, also for ``int8``, whose own floor is up to four times lower.
 
 `--start MODEL` also gives the seconds from the start of a process to its first token with `model.compile=true`, with
 empty and with filled caches.
@@ -34,23 +35,52 @@ from rich.table import Table
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.model import TargetModel
+from emssd.model.int8 import round_weights
 from emssd.sequences import Request
 
-SHAPES = {  # layers, width, heads
-    "opt-125m": (12, 768, 12),
-    "opt-1.3b": (24, 2048, 32),
+ENGINES = {
+    "compiled": "emssd, model.compile",
+    "int8": "emssd, model.compile, model.weights=int8",
+    "plain": "emssd",
+    "hf": "Hugging Face generate",
 }
 
 
-def random_model(shape: str) -> Any:
-    """A bfloat16 OPT of `shape` with random weights."""
-    layers, width, heads = SHAPES[shape]
-    config = transformers.OPTConfig(
+def opt(layers: int, width: int, heads: int) -> Any:
+    return transformers.OPTConfig(
         vocab_size=50272, max_position_embeddings=2048, num_hidden_layers=layers, num_attention_heads=heads,
         hidden_size=width, word_embed_proj_dim=width, ffn_dim=4 * width,
     )  # fmt: skip
+
+
+def qwen2(vocab_size: int) -> Any:
+    return transformers.Qwen2Config(
+        vocab_size=vocab_size, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        intermediate_size=4864, max_position_embeddings=16384, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def llama(layers: int, width: int, heads: int, kv_heads: int, inner: int, vocab_size: int) -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=vocab_size, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, intermediate_size=inner, max_position_embeddings=16384, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "opt-125m": lambda: opt(12, 768, 12),
+    "opt-1.3b": lambda: opt(24, 2048, 32),
+    "qwen2-0.5b": lambda: qwen2(151936),
+    "qwen2-0.5b, vocabulary of 32k": lambda: qwen2(32000),
+    "llama-1b": lambda: llama(16, 2048, 32, 8, 8192, 128256),
+    "llama-16m": lambda: llama(8, 384, 6, 6, 1024, 6144),
+}
+
+
+def random_model(shape: str, dtype: torch.dtype) -> Any:
+    """A model of `shape` with random weights."""
     torch.manual_seed(0)
-    return transformers.OPTForCausalLM(config).to(torch.bfloat16).eval()
+    return transformers.AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=dtype).eval()
 
 
 def best_seconds(run: Callable[[], object], times: int) -> float:
@@ -64,11 +94,14 @@ def best_seconds(run: Callable[[], object], times: int) -> float:
 
 
 def machine_rates() -> tuple[float, float]:
-    """Bytes per second of reading memory, and bfloat16 FLOPs per second of a matrix product."""
+    """Bytes per second of reading memory, and FLOPs per second of a matrix product, in the quicker of two types."""
     large = torch.ones(1 << 27, dtype=torch.float32)
     bandwidth = large.numel() * 4 / best_seconds(large.sum, 10)
-    a, b = torch.randn(1024, 1024).bfloat16(), torch.randn(1024, 1024).bfloat16()
-    return bandwidth, 2 * 1024**3 / best_seconds(lambda: a @ b, 50)
+    rates = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
+        rates.append(2 * 1024**3 / best_seconds(lambda a=a, b=b: a @ b, 20))  # type: ignore[misc]
+    return bandwidth, max(rates)
 
 
 def step_seconds(engine: Engine, prompts: list[list[int]], num_new: int) -> list[float]:
@@ -83,48 +116,67 @@ def step_seconds(engine: Engine, prompts: list[list[int]], num_new: int) -> list
     return seconds[num_new // 4 : -2]
 
 
-def measure(shape: str, batch_sizes: list[int], repeats: int, context: int, console: Console) -> dict[str, Any]:
+def bytes_read(model: Any) -> int:
+    """Of weights, in a step: all but tables that rows are looked up in."""
+    tables = {each.weight for each in model.modules() if isinstance(each, torch.nn.Embedding)}
+    tables -= {each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)}
+    return sum(each.numel() * each.element_size() for each in model.parameters() if each not in tables)
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Interleaved repeats of all ways to decode; milliseconds of a step."""
-    model = random_model(shape)
-    compiled, eager = TargetModel(model, compile=True), TargetModel(model)
-    if compiled.compiled is None:
-        raise SystemExit("the model could not be compiled; see the warning above")
-    bandwidth, rate = machine_rates()
-    num_new, rows = 48, []
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    position_table = model.model.decoder.embed_positions.weight.numel() * 2  # only rows of it are read
-    for batch_size in batch_sizes:
-        prompts = torch.randint(4, 50000, (batch_size, context)).tolist()
-        options = EngineOptions(batch_size=batch_size, prefix_caching=False)
+    dtype, context, num_new = getattr(torch, options.dtype), options.context, options.new
+    model = random_model(options.shape, dtype)
+    targets = {}
+    if "compiled" in options.engines:
+        targets["compiled"] = TargetModel(model, compile=True)
+    if "plain" in options.engines:
+        targets["plain"] = TargetModel(model)
+    if "int8" in options.engines:
+        other = random_model(options.shape, dtype)
+        round_weights(other)
+        targets["int8"] = TargetModel(other, compile=True)
+    for name in targets.keys() & {"compiled", "int8"}:
+        if targets[name].compiled is None:
+            raise SystemExit("the model could not be compiled; see the warning above")
+    weights, rows = bytes_read(model), []
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    for batch_size in options.batch_sizes:
+        prompts = torch.randint(4, model.config.vocab_size, (batch_size, context)).tolist()
+        chosen = EngineOptions(batch_size=batch_size, prefix_caching=False)
         engines = {
-            "emssd, model.compile": Engine.assemble(compiled, None, drafter="none", backend="ragged", options=options),
-            "emssd": Engine.assemble(eager, None, drafter="none", backend="ragged", options=options),
+            name: Engine.assemble(target, None, drafter="none", backend="ragged", options=chosen)
+            for name, target in targets.items()
         }
-        times: dict[str, list[float]] = {name: [] for name in [*engines, "Hugging Face generate"]}
+        times: dict[str, list[float]] = {name: [] for name in options.engines}
+        rates = [machine_rates()]
         ids = torch.tensor(prompts)
-        for repeat in track(range(repeats + 1), f"batch {batch_size}", console=console):
+        for repeat in track(range(options.repeats + 1), f"batch {batch_size}", console=console):
             for name, engine in engines.items():
                 found = statistics.median(step_seconds(engine, prompts, num_new))
                 if repeat:  # the first one warms up
                     times[name].append(found * 1e3)
-            lengths = []
-            for length in (num_new // 4, num_new):
-                start = time.perf_counter()
-                model.generate(ids, do_sample=False, max_new_tokens=length, min_new_tokens=length, pad_token_id=1)
-                lengths.append(time.perf_counter() - start)
-            if repeat:
-                times["Hugging Face generate"].append((lengths[1] - lengths[0]) / (num_new - num_new // 4) * 1e3)
-        spec = compiled.kv_cache_spec(batch_size)
-        bytes_read = weights - position_table + batch_size * (context + num_new // 2) * spec.bytes_per_token()
-        linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-        floor = max(bytes_read / bandwidth, 2 * linear * batch_size / rate) * 1e3
+            if "hf" in options.engines:
+                lengths = []
+                for length in (num_new // 4, num_new):
+                    start = time.perf_counter()
+                    model.generate(ids, do_sample=False, max_new_tokens=length, min_new_tokens=length, pad_token_id=1)
+                    lengths.append(time.perf_counter() - start)
+                if repeat:
+                    times["hf"].append((lengths[1] - lengths[0]) / (num_new - num_new // 4) * 1e3)
+        rates.append(machine_rates())
+        bandwidth, rate = (max(each) for each in zip(*rates, strict=True))
+        spec = next(iter(targets.values())).kv_cache_spec(batch_size)
+        kv = batch_size * (context + num_new // 2) * spec.bytes_per_token()
+        floor = max((weights + kv) / bandwidth, 2 * linear * batch_size / rate) * 1e3
         for name, found in times.items():
             middle = statistics.median(found)
             rows.append(
-                {"batch_size": batch_size, "engine": name, "step_ms": middle, "all_ms": found, "floor_ms": floor,
-                 "times_floor": middle / floor}
+                {"batch_size": batch_size, "engine": ENGINES[name], "step_ms": middle, "all_ms": found,
+                 "floor_ms": floor, "times_floor": middle / floor, "bandwidth_gb_s": bandwidth / 1e9,
+                 "matmul_tflop_s": rate / 1e12}
             )  # fmt: skip
-    return {"shape": shape, "bandwidth_gb_s": bandwidth / 1e9, "matmul_tflop_s": rate / 1e12, "rows": rows}
+    return {"shape": options.shape, "dtype": options.dtype, "context": context, "rows": rows}
 
 
 def first_token_seconds(model: str, console: Console) -> dict[str, float]:
@@ -150,7 +202,10 @@ def first_token_seconds(model: str, console: Console) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="opt-125m")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--engines", choices=list(ENGINES), nargs="+", default=["compiled", "plain", "hf"])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--new", type=int, default=48, help="tokens generated")
     parser.add_argument("--context", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -159,8 +214,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     console = Console()
-    result = measure(options.shape, options.batch_sizes, options.repeats, options.context, console)
-    table = Table("batch", "engine", "ms per step", "floor", "× floor", title=f"greedy step, {options.shape}, bfloat16")
+    result = measure(options, console)
+    table = Table(
+        "batch", "engine", "ms per step", "floor", "× floor", title=f"greedy step, {options.shape}, {options.dtype}"
+    )
     for row in result["rows"]:
         table.add_row(
             str(row["batch_size"]), row["engine"], f"{row['step_ms']:.1f}", f"{row['floor_ms']:.1f}",

@@ -1,4 +1,4 @@
-"""`model.weights=int8`: linear layers with a byte for each weight, on CPUs. That is another target: docs/how_to/int8.md."""
+"""`model.weights=int8`: a byte for each weight of a linear layer, on CPUs. It is another target, see docs/how_to."""
 
 from __future__ import annotations
 
