@@ -51,6 +51,7 @@ def load_parts(
     max_model_len: int | None = None,
     compile: Compile = False,
     trust_remote_code: bool = False,
+    weights: str = "auto",
     tensor_parallel: bool = False,
     checksums: bool = False,
     **options: Any,
@@ -63,7 +64,7 @@ def load_parts(
             list of them, asked in turn.
         backend: a name or a plugin's config.
         budget: a name, a plugin's config, or a `BudgetPolicy`.
-        dtype, device, max_model_len, compile: see `emssd.model.load_model`.
+        dtype, device, max_model_len, compile, weights: see `emssd.model.load_model`.
         trust_remote_code: see there; it holds for draft models too.
         tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call does
             not return: it does its part until process 0 ends, and ends then.
@@ -85,6 +86,7 @@ def load_parts(
         device=device,
         max_model_len=max_model_len,
         compile=compile,
+        weights=weights,
         tensor_parallel=tensor_parallel,
         checksums=checksums,
     )

@@ -10,6 +10,7 @@ import torch
 
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
+from emssd.model.int8 import round_weights
 from emssd.model.parallel.group import Shard, join
 from emssd.model.parallel.messages import Kind, Message, object_words
 from emssd.model.parallel.plans import check_heads
@@ -30,6 +31,7 @@ def load_model(
     compile: Compile = False,
     architecture: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    weights: str = "auto",
     tensor_parallel: bool = False,
     checksums: bool = False,
 ) -> tuple[TargetModel, Any]:
@@ -43,6 +45,8 @@ def load_model(
         architecture: make a model of this shape with random weights and no tokenizer, and let `path` be no more than
             its name; see `emssd.model.random_weights.counting_model`. Its ``auto`` dtype is bfloat16.
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
+        weights: ``auto`` (as they are), or ``int8``: rounded, see `emssd.model.int8.round_weights`. That is another
+            model, and on CPUs alone. ``compile="auto"`` compiles it, as only a program is faster.
         tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
             `emssd.model.parallel.follower.follow`.
         checksums: with that, compare in every step what the processes were told and what they computed.
@@ -52,7 +56,11 @@ def load_model(
         UnsupportedModelError: see `TargetModel`.
         OutOfMemoryError: there is no room for the weights.
     """
+    if weights not in ("auto", "int8"):
+        raise ConfigError(f"model.weights is {weights!r}; choose auto or int8")
     if tensor_parallel:
+        if weights == "int8":
+            raise ConfigError("model.weights=int8 rounds a whole model; leave it or model.tensor_parallel out")
         _check_parallel(device, compile=compile is True, architecture=architecture)
         wanted = Wanted(path, dtype, max_model_len, trust_remote_code, checksums)
         group = join()
@@ -71,7 +79,7 @@ def load_model(
         kind = _resolve_dtype("bfloat16" if dtype == "auto" else dtype)
         assert isinstance(kind, torch.dtype)
         made = counting_model(architecture, kind, _resolve_device(device))
-        return TargetModel(made, max_model_len=max_model_len, compile=compile), None
+        return _target(made, weights, max_model_len, compile), None
     torch_dtype, torch_device = _resolve_dtype(dtype), _resolve_device(device)
     model, tokenizer = load_checkpoint(
         path, dtype=torch_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code
@@ -80,7 +88,19 @@ def load_model(
         model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"{torch_device} has no room for the weights of {path!r}; take a smaller one") from error
-    return TargetModel(model, max_model_len=max_model_len, compile=compile), tokenizer
+    return _target(model, weights, max_model_len, compile), tokenizer
+
+
+def _target(model: Any, weights: str, max_model_len: int | None, compile: Compile) -> TargetModel:
+    if weights == "int8":
+        if model.device.type != "cpu":
+            raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")
+        if round_weights(model) == 0:
+            raise ConfigError(
+                f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
+            )
+        compile = True if compile == "auto" else compile
+    return TargetModel(model, max_model_len=max_model_len, compile=compile)
 
 
 class Wanted(NamedTuple):
