@@ -61,7 +61,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def long(session: nox.Session) -> None:
-    """Tests that ask of more examples, types and models what `tests` asks of some; before a release."""
+    """Tests that ask of more examples and models what `tests` asks of some; before a release."""
     session.run(BIN / "pytest", *SPREAD, "-m", f"long and not ({OWN_SESSION})", *session.posargs)
 
 

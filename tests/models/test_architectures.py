@@ -51,8 +51,7 @@ LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 pytestmark = pytest.mark.slow  # together
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
-# Float64 is compared exactly; float32 only up to ties.
-EVERY_DTYPE = pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.long)])
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 
 @cache
