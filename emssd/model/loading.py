@@ -13,6 +13,7 @@ from emssd.model.checkpoint import load_checkpoint
 from emssd.model.parallel.group import Shard, join
 from emssd.model.parallel.messages import Kind, Message, object_words
 from emssd.model.parallel.plans import check_heads
+from emssd.model.spread import DeviceMap, check_device_map
 from emssd.model.target import Compile, TargetModel
 
 __all__ = ["LoadModel", "Wanted", "load_model", "load_shard"]
@@ -29,6 +30,7 @@ def load_model(
     max_model_len: int | None = None,
     compile: Compile = False,
     architecture: Mapping[str, Any] | None = None,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     tensor_parallel: bool = False,
     checksums: bool = False,
@@ -42,6 +44,8 @@ def load_model(
         max_model_len, compile: see `TargetModel`.
         architecture: make a model of this shape with random weights and no tokenizer, and let `path` be no more than
             its name; see `emssd.model.random_weights.counting_model`. Its ``auto`` dtype is bfloat16.
+        device_map: put the layers on several devices: ``auto``, ``balanced``, ``sequential``, or a device for each
+            module, as Transformers takes it. The KV of a layer lies on its device.
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
         tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
             `emssd.model.parallel.follower.follow`.
@@ -52,6 +56,9 @@ def load_model(
         UnsupportedModelError: see `TargetModel`.
         OutOfMemoryError: there is no room for the weights.
     """
+    if device_map is not None:
+        check_device_map(device_map)
+        _check_spread(device, compile=compile is True, architecture=architecture, tensor_parallel=tensor_parallel)
     if tensor_parallel:
         _check_parallel(device, compile=compile is True, architecture=architecture)
         wanted = Wanted(path, dtype, max_model_len, trust_remote_code, checksums)
@@ -72,10 +79,13 @@ def load_model(
         assert isinstance(kind, torch.dtype)
         made = counting_model(architecture, kind, _resolve_device(device))
         return TargetModel(made, max_model_len=max_model_len, compile=compile), None
-    torch_dtype, torch_device = _resolve_dtype(dtype), _resolve_device(device)
+    torch_dtype = _resolve_dtype(dtype)
+    torch_device = None if device_map is not None else _resolve_device(device)
     model, tokenizer = load_checkpoint(
-        path, dtype=torch_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+        path, dtype=torch_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code, device_map=device_map
     )
+    if torch_device is None:
+        return TargetModel(model, max_model_len=max_model_len, compile=compile), tokenizer
     try:
         model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
     except torch.OutOfMemoryError as error:
@@ -111,6 +121,19 @@ def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
         target = TargetModel(model, max_model_len=wanted.max_model_len, shard=shard)
         check_heads(target, shard.group.size)
     return target, tokenizer
+
+
+def _check_spread(
+    device: str, *, compile: bool, architecture: Mapping[str, Any] | None, tensor_parallel: bool
+) -> None:
+    others = {
+        "model.device": device != "auto",
+        "model.compile=true": compile,
+        "model.architecture": bool(architecture),
+        "model.tensor_parallel=true": tensor_parallel,
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ConfigError(f"model.device_map puts one model on several devices by itself; leave it or {given[0]} out")
 
 
 def _check_parallel(device: str, *, compile: bool, architecture: Mapping[str, Any] | None) -> None:
