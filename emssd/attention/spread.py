@@ -30,9 +30,7 @@ def parts_of(spec: KVCacheSpec) -> dict[torch.device, tuple[tuple[int, ...], KVC
     return {
         device: (
             own,
-            replace(
-                spec, layers=tuple(spec.layers[i] for i in own), device=device, devices=(), prefix_caching=False
-            ),
+            replace(spec, layers=tuple(spec.layers[i] for i in own), device=device, devices=(), prefix_caching=False),
         )
         for device, own in layers.items()
     }

@@ -69,7 +69,7 @@ class ModelConfig:
         compile: run the forward pass as one compiled program, on a CPU: ``auto``, ``true`` or ``false``. Compiling
             takes half a minute or more, once for a model; the program is kept. ``auto`` uses a kept program, and
             compiles where a run is long enough to pay for it. A draft model is compiled as well.
-        device_map: put the layers of a model on several devices: ``auto``, ``balanced``, ``sequential``, or a device for
+        device_map: put a model's layers on several devices: ``auto``, ``balanced``, ``sequential``, or a device for
             each module, as in ``{model.embed_tokens: 0, model.layers.0: cpu, …}``; see docs/how_to/tensor_parallel.md.
         architecture: for timing without a checkpoint: make a model of this shape, a config of Transformers, with random
             weights; `path` is then only its name. ``data=random`` gives it prompts.

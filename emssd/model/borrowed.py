@@ -72,7 +72,9 @@ class BorrowedTarget:
         table = self._model.get_input_embeddings()
         if raw:
             if table.weight.is_meta:
-                raise UnsupportedModelError("model.device_map keeps the embeddings in the host's memory, and the drafter reads them")
+                raise UnsupportedModelError(
+                    "model.device_map keeps the embeddings in the host's memory, and the drafter reads them"
+                )
             return F.embedding(token_ids.to(table.weight.device), table.weight).to(self.device)
         embedded: torch.Tensor = table(token_ids).to(self.device)
         return embedded if self._scale == 1.0 else embedded * self._scale
@@ -124,8 +126,8 @@ class BorrowedTarget:
         """Refuse to lend what Accelerate's hooks would move from device to device."""
         if self._target.is_spread:
             raise UnsupportedModelError(
-                "with model.device_map, no drafter runs or takes layers of the target; choose one that has a model or a "
-                "head of its own, or reads tokens, such as drafter=suffix"
+                "with model.device_map, no drafter runs or takes layers of the target; choose one that has a model or "
+                "a head of its own, or reads tokens, such as drafter=suffix"
             )
 
     @cached_property

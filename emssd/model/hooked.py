@@ -73,7 +73,9 @@ class HookedModel:
 
     def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
         """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
-        return KVCacheSpec(self.layers, self.dtype, self.device, max_batch_size, self.max_model_len, devices=self.devices)
+        return KVCacheSpec(
+            self.layers, self.dtype, self.device, max_batch_size, self.max_model_len, devices=self.devices
+        )
 
     def run(
         self,

@@ -123,9 +123,7 @@ def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
     return target, tokenizer
 
 
-def _check_spread(
-    device: str, *, compile: bool, architecture: Mapping[str, Any] | None, tensor_parallel: bool
-) -> None:
+def _check_spread(device: str, *, compile: bool, architecture: Mapping[str, Any] | None, tensor_parallel: bool) -> None:
     others = {
         "model.device": device != "auto",
         "model.compile=true": compile,

@@ -92,9 +92,13 @@ def output_device(model: Any) -> torch.device:
         device: torch.device = model.device
         return device
     head = model.get_output_embeddings()
-    if head is not None and head.weight.device.type != "meta":
-        return torch.empty(0, device=head.weight.device).device
-    return torch.empty(0, device=model._hf_hook.execution_device).device
+    if head is not None and not head.weight.is_meta:
+        of_head: torch.device = head.weight.device
+        return of_head
+    hooks = [hook for module in (head, model) if (hook := getattr(module, "_hf_hook", None)) is not None]
+    every = [each for hook in hooks for each in getattr(hook, "hooks", [hook])]  # one, or several in a row
+    known = [each.execution_device for each in every if getattr(each, "execution_device", None) is not None]
+    return torch.empty(0, device=known[0] if known else "cpu").device
 
 
 def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:

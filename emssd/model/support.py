@@ -88,8 +88,8 @@ def check_whole(model: Any) -> None:
     if len(devices) > 1:
         raise _refused(
             model.config.model_type,
-            f"its layers are on several devices ({', '.join(devices)}), and nothing moves what they compute from one to "
-            f"the next; load it with device_map",
+            f"its layers are on several devices ({', '.join(devices)}), and nothing moves what they compute from one "
+            f"to the next; load it with device_map",
         )
 
 
