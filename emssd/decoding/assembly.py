@@ -53,6 +53,7 @@ def load_parts(
     compile: Compile = False,
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
+    weights: str = "auto",
     tensor_parallel: bool = False,
     checksums: bool = False,
     **options: Any,
@@ -65,7 +66,7 @@ def load_parts(
             list of them, asked in turn.
         backend: a name or a plugin's config.
         budget: a name, a plugin's config, or a `BudgetPolicy`.
-        dtype, device, max_model_len, compile, device_map: see `emssd.model.load_model`.
+        dtype, device, max_model_len, compile, device_map, weights: see `emssd.model.load_model`.
         trust_remote_code: see there; it holds for draft models too.
         tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call does
             not return: it does its part until process 0 ends, and ends then.
@@ -88,6 +89,7 @@ def load_parts(
         max_model_len=max_model_len,
         compile=compile,
         device_map=device_map,
+        weights=weights,
         tensor_parallel=tensor_parallel,
         checksums=checksums,
     )

@@ -8,7 +8,7 @@ from emssd.heads.runner import Head, HeadRunner
 from emssd.heads.states import KnownStates
 from emssd.heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd.heads.trees import StaticTree, Way, read_trees
-from emssd.heads.weights import fill, made_empty, rename
+from emssd.heads.weights import drop_copies, fill, made_empty, rename
 
 __all__ = [
     "LAST_NORMED",
@@ -28,6 +28,7 @@ __all__ = [
     "TargetSizes",
     "Way",
     "detect",
+    "drop_copies",
     "expect",
     "fill",
     "made_empty",

@@ -61,8 +61,7 @@ class CompiledHead:
             torch.arange(_SHORT).unsqueeze(0),
         )
         traced = _Traced(head)
-        # oneDNN computes one row as two; other kernels read weights of that type once.
-        own_linears = weight.dtype is torch.bfloat16 and tracing.has_kernel(weight.dtype)
+        own_linears = tracing.has_kernel(weight.dtype)
 
         def write(folder: Path) -> None:
             logger.info("compiling the drafter's %s, once; this takes some 15 s …", type(head).__name__)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from emssd.errors import OutOfMemoryError
 from emssd.heads.files import Checkpoint, cannot_load
 
-__all__ = ["fill", "made_empty", "rename"]
+__all__ = ["drop_copies", "fill", "made_empty", "rename"]
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -37,6 +37,24 @@ def rename(checkpoint: Checkpoint, new_name: Callable[[str], str | None]) -> dic
             raise cannot_load(checkpoint.path, f"its weights {names[new]} and {name} are for the same place")
         names[new] = name
     return names
+
+
+def drop_copies(names: dict[str, str], checkpoint: Checkpoint, model: Any) -> None:
+    """Forget tables of embeddings and logits that are copies of the target's, which need no memory of their own.
+
+    Args:
+        names: see `rename`; ``embed_tokens.weight`` and ``lm_head.weight`` are looked at.
+        checkpoint: whose tensors are meant.
+        model: the target.
+    """
+    tables = {"embed_tokens.weight": model.get_input_embeddings(), "lm_head.weight": model.get_output_embeddings()}
+    for place, table in tables.items():
+        weight = getattr(table, "weight", None)
+        if weight is None or place not in names:
+            continue
+        tensor = checkpoint.tensors[names[place]]
+        if tensor.shape == weight.shape and torch.equal(tensor.to(weight), weight):
+            del names[place]
 
 
 def made_empty(make: Callable[[], Module]) -> Module:

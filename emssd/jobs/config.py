@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -75,6 +75,8 @@ class ModelConfig:
             weights; `path` is then only its name. ``data=random`` gives it prompts.
         trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
             Transformers has none for it; that code can do anything.
+        weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, on a CPU. That is another
+            model, somewhat worse and faster; speculation does not change its text.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
         checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
     """
@@ -87,6 +89,7 @@ class ModelConfig:
     device_map: Any = None
     architecture: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
+    weights: str = "auto"
     tensor_parallel: bool = False
     checksums: bool = False
 
@@ -232,13 +235,14 @@ def changed_options(before: str, now: str) -> list[str]:
 
     Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor are
     ``data.limit`` and ``sampling.n``, as they only say how many rows there are, nor over how many processes a model is
-    spread.
+    spread. An option of the model that the first does not have was not there yet, and counts as what it is by default.
 
     Raises:
         ConfigError: the first is no such text.
     """
     first, second = _row_options(before), _row_options(now)
-    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    default = {f"model.{option.name}": option.default for option in fields(ModelConfig)}
+    return [name for name in {**first, **second} if first.get(name, default.get(name)) != second.get(name)]
 
 
 def _row_options(text: str) -> dict[str, Any]:

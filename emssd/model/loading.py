@@ -10,6 +10,7 @@ import torch
 
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
+from emssd.model.int8 import round_weights
 from emssd.model.parallel.group import Shard, join
 from emssd.model.parallel.messages import Kind, Message, object_words
 from emssd.model.parallel.plans import check_heads
@@ -32,6 +33,7 @@ def load_model(
     architecture: Mapping[str, Any] | None = None,
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
+    weights: str = "auto",
     tensor_parallel: bool = False,
     checksums: bool = False,
 ) -> tuple[TargetModel, Any]:
@@ -47,6 +49,8 @@ def load_model(
         device_map: put the layers on several devices: ``auto``, ``balanced``, ``sequential``, or a device for each
             module, as Transformers takes it. The KV of a layer lies on its device.
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
+        weights: ``auto`` (as they are), or ``int8``: rounded, see `emssd.model.int8.round_weights`. That is another
+            model, and on CPUs alone. ``compile="auto"`` compiles it, as only a program is faster.
         tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
             `emssd.model.parallel.follower.follow`.
         checksums: with that, compare in every step what the processes were told and what they computed.
@@ -58,8 +62,22 @@ def load_model(
     """
     if device_map is not None:
         check_device_map(device_map)
-        _check_spread(device, compile=compile is True, architecture=architecture, tensor_parallel=tensor_parallel)
+        others = {
+            "model.device": device != "auto",
+            "model.compile=true": compile is True,
+            "model.architecture": bool(architecture),
+            "model.weights=int8": weights == "int8",
+            "model.tensor_parallel=true": tensor_parallel,
+        }
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise ConfigError(
+                f"model.device_map puts one model on several devices by itself; leave it or {given[0]} out"
+            )
+    if weights not in ("auto", "int8"):
+        raise ConfigError(f"model.weights is {weights!r}; choose auto or int8")
     if tensor_parallel:
+        if weights == "int8":
+            raise ConfigError("model.weights=int8 rounds a whole model; leave it or model.tensor_parallel out")
         _check_parallel(device, compile=compile is True, architecture=architecture)
         wanted = Wanted(path, dtype, max_model_len, trust_remote_code, checksums)
         group = join()
@@ -78,7 +96,7 @@ def load_model(
         kind = _resolve_dtype("bfloat16" if dtype == "auto" else dtype)
         assert isinstance(kind, torch.dtype)
         made = counting_model(architecture, kind, _resolve_device(device))
-        return TargetModel(made, max_model_len=max_model_len, compile=compile), None
+        return _target(made, weights, max_model_len, compile), None
     torch_dtype = _resolve_dtype(dtype)
     torch_device = None if device_map is not None else _resolve_device(device)
     model, tokenizer = load_checkpoint(
@@ -90,7 +108,19 @@ def load_model(
         model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"{torch_device} has no room for the weights of {path!r}; take a smaller one") from error
-    return TargetModel(model, max_model_len=max_model_len, compile=compile), tokenizer
+    return _target(model, weights, max_model_len, compile), tokenizer
+
+
+def _target(model: Any, weights: str, max_model_len: int | None, compile: Compile) -> TargetModel:
+    if weights == "int8":
+        if model.device.type != "cpu":
+            raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")
+        if round_weights(model) == 0:
+            raise ConfigError(
+                f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
+            )
+        compile = True if compile == "auto" else compile
+    return TargetModel(model, max_model_len=max_model_len, compile=compile)
 
 
 class Wanted(NamedTuple):
@@ -121,17 +151,6 @@ def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
         target = TargetModel(model, max_model_len=wanted.max_model_len, shard=shard)
         check_heads(target, shard.group.size)
     return target, tokenizer
-
-
-def _check_spread(device: str, *, compile: bool, architecture: Mapping[str, Any] | None, tensor_parallel: bool) -> None:
-    others = {
-        "model.device": device != "auto",
-        "model.compile=true": compile,
-        "model.architecture": bool(architecture),
-        "model.tensor_parallel=true": tensor_parallel,
-    }
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise ConfigError(f"model.device_map puts one model on several devices by itself; leave it or {given[0]} out")
 
 
 def _check_parallel(device: str, *, compile: bool, architecture: Mapping[str, Any] | None) -> None:

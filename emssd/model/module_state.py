@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from emssd.errors import CompileError
+from emssd.model.int8 import SCALE
 
 __all__ = ["describe_classes", "describe_modules", "hooks_of", "named_tensors", "refuse_hooks"]
 
@@ -29,9 +30,9 @@ class _UnknownError(Exception):
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by each of its names."""
+    """Every parameter and buffer by each of its names, but for the scales of int8 weights, which no program reads."""
     every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return dict[str, torch.Tensor](every)
+    return {name: tensor for name, tensor in every if not name.endswith(f".{SCALE}")}
 
 
 def hooks_of(model: torch.nn.Module) -> Iterator[tuple[str, Mapping[int, Any]]]:

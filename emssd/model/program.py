@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from emssd.model import tracing
+from emssd.model.int8 import bytes_of, scales_of
 from emssd.model.module_state import named_tensors
 from emssd.native import Entry, free_weights, load_kernels
 
@@ -44,13 +45,18 @@ class Program:
         _PROGRAMS[number] = self
         self.free = weakref.finalize(self, free_weights(), number)
         self.free.atexit = False
-        tensors = named_tensors(module)
+        tensors, scales = named_tensors(module), scales_of(module)
         self.few_sizes = False
         for linear in json.loads(found.files[tracing.LINEARS]):
             biases = [tensors[name].detach() for name in linear["biases"]]
-            weight = torch.cat([tensors[name].detach() for name in linear["weights"]])
+            weights = [tensors[name].detach() for name in linear["weights"]]
+            scale = None
+            if all(weight.data_ptr() in scales for weight in weights):
+                each_scale = [scales[weight.data_ptr()] for weight in weights]
+                weights = [bytes_of(*pair) for pair in zip(weights, each_scale, strict=True)]
+                scale = torch.cat(each_scale)
             bias = torch.cat(biases) if biases else None
-            self.few_sizes |= kernels.add_weight(self._weights, weight, bias)
+            self.few_sizes |= kernels.add_weight(self._weights, torch.cat(weights), bias, scale)
         # What `torch._inductor.aoti_load_package` wraps, without a second of imports: one model, one runner, no device.
         program = torch._C._aoti.AOTIModelPackageLoader(str(found.folder / tracing.PROGRAM), "model", True, 1, -1)
         known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)

@@ -27,9 +27,11 @@
 #include <utility>
 #include <vector>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
+
+#define INLINE inline __attribute__((always_inline))
 
 namespace {
 
@@ -52,17 +54,124 @@ constexpr int pages_at_once(int n) { return n == 1 ? 4 : 1; }
 constexpr int vectors_at_once(int n) { return n == 1 ? 4 : 1; }
 #endif
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef double Doubles __attribute__((vector_size(128)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+// Bytes of a register.
+#if defined(__AVX512F__)
+constexpr int kRegister = 64;
+#elif defined(__AVX__)
+constexpr int kRegister = 32;
+#else
+constexpr int kRegister = 16;
+#endif
+
+// kPage numbers in as many registers as they take. GCC's own vectors do the same, but where they are wider than a register
+// they go through memory with each operation, one number at a time where they are compared.
+template <class S>
+struct Wide {
+  static constexpr int kOfPart = kRegister / static_cast<int>(sizeof(S)), kParts = static_cast<int>(kPage) / kOfPart;
+  typedef S Part __attribute__((vector_size(kRegister)));
+  Part part[kParts];
+
+  INLINE Wide() : part{} {}
+  INLINE explicit Wide(S all) {
+    for (Part& each : part) each = all - Part{};  // and not 0 + all, which is an addition
+  }
+  // From and to any place. Copied as a whole, the numbers would go through memory.
+  static INLINE Wide at(const void* from) {
+    Wide result;
+#pragma GCC unroll 16
+    for (int i = 0; i < kParts; ++i) std::memcpy(&result.part[i], static_cast<const char*>(from) + i * kRegister, kRegister);
+    return result;
+  }
+  INLINE void store(void* to) const {
+#pragma GCC unroll 16
+    for (int i = 0; i < kParts; ++i) std::memcpy(static_cast<char*>(to) + i * kRegister, &part[i], kRegister);
+  }
+  INLINE S operator[](int64_t lane) const { return part[lane / kOfPart][lane % kOfPart]; }
+  INLINE void set(int64_t lane, S value) { part[lane / kOfPart][lane % kOfPart] = value; }
+
+  // `use` of the parts of both.
+  template <class Use>
+  static INLINE Wide of(const Wide& a, const Wide& b, const Use& use) {
+    Wide result;
+#pragma GCC unroll 16
+    for (int i = 0; i < kParts; ++i) result.part[i] = use(a.part[i], b.part[i]);
+    return result;
+  }
+  friend INLINE Wide operator+(Wide a, Wide b) { return of(a, b, [](Part x, Part y) { return x + y; }); }
+  friend INLINE Wide operator-(Wide a, Wide b) { return of(a, b, [](Part x, Part y) { return x - y; }); }
+  friend INLINE Wide operator*(Wide a, Wide b) { return of(a, b, [](Part x, Part y) { return x * y; }); }
+  friend INLINE Wide operator&(Wide a, Wide b) { return of(a, b, [](Part x, Part y) { return x & y; }); }
+  friend INLINE Wide operator|(Wide a, Wide b) { return of(a, b, [](Part x, Part y) { return x | y; }); }
+  friend INLINE Wide operator+(Wide a, S b) { return a + Wide(b); }
+  friend INLINE Wide operator-(Wide a, S b) { return a - Wide(b); }
+  friend INLINE Wide operator*(Wide a, S b) { return a * Wide(b); }
+  friend INLINE Wide operator&(Wide a, S b) { return a & Wide(b); }
+  friend INLINE Wide operator<<(Wide a, int bits) { return of(a, a, [bits](Part x, Part) { return x << bits; }); }
+  friend INLINE Wide operator>>(Wide a, int bits) { return of(a, a, [bits](Part x, Part) { return x >> bits; }); }
+  INLINE Wide& operator+=(Wide other) { return *this = *this + other; }
+  INLINE Wide& operator*=(Wide other) { return *this = *this * other; }
+  // Lane by lane: of two numbers the larger, `a` where it is not; and `other` where a number equals `this_one`.
+  friend INLINE Wide larger(Wide a, Wide b) { return of(a, b, [](Part x, Part y) { return x > y ? x : y; }); }
+  friend INLINE Wide where_equal(Wide a, Wide this_one, Wide other, Wide otherwise) {
+    Wide result;
+#pragma GCC unroll 16
+    for (int i = 0; i < kParts; ++i) {
+      result.part[i] = a.part[i] == this_one.part[i] ? other.part[i] : otherwise.part[i];
+    }
+    return result;
+  }
+};
+using Floats = Wide<float>;
+using Doubles = Wide<double>;
+using Ints = Wide<int32_t>;
+using Bits = Wide<uint32_t>;
 
 template <class V>
-inline V load(const void* from) {
-  V vector;
-  std::memcpy(&vector, from, sizeof(V));
-  return vector;
+INLINE V load(const void* from) {
+  if constexpr (requires { V::at(from); }) {
+    return V::at(from);
+  } else {
+    V vector;
+    std::memcpy(&vector, from, sizeof(V));
+    return vector;
+  }
+}
+
+// The same bits as another type.
+template <class V, class S>
+INLINE V as(const Wide<S>& from) {
+  static_assert(sizeof(V) == sizeof(from));
+  V result;
+#pragma GCC unroll 16
+  for (int i = 0; i < V::kParts; ++i) result.part[i] = (typename V::Part)from.part[i];
+  return result;
+}
+
+// The same numbers, towards zero, of any S that stand one after another.
+template <class To, class S>
+INLINE Wide<To> converted(const S* from) {
+  typedef S Some __attribute__((vector_size(sizeof(S) * Wide<To>::kOfPart)));
+  Wide<To> result;
+  for (int i = 0; i < Wide<To>::kParts; ++i) {
+    result.part[i] = __builtin_convertvector(load<Some>(from + i * Wide<To>::kOfPart), typename Wide<To>::Part);
+  }
+  return result;
+}
+
+template <class To, class S>
+INLINE Wide<To> converted(const Wide<S>& from) {
+  if constexpr (sizeof(To) == sizeof(S)) {
+    Wide<To> result;
+#pragma GCC unroll 16
+    for (int i = 0; i < Wide<To>::kParts; ++i) {
+      result.part[i] = __builtin_convertvector(from.part[i], typename Wide<To>::Part);
+    }
+    return result;
+  } else {
+    alignas(kRegister) S all[kPage];
+    from.store(all);
+    return converted<To>(all);
+  }
 }
 
 // How a type is stored and multiplied. A cell holds the kWidth neighbours that one multiplication sums up; `put` fills
@@ -78,11 +187,11 @@ struct WideLane {
   using Vector = V;
   using Cell = T;
   static constexpr int64_t kWidth = 1;
-  static inline Vector multiply_add(Vector sum, const Cell* kv, Cell by) { return sum + load<Vector>(kv) * by; }
-  static inline void put(Cell* cell, int64_t, T value) { *cell = value; }
-  static inline void copy(Cell* cells, int64_t, const Cell* from, int64_t) { std::memcpy(cells, from, sizeof(Vector)); }
-  static inline Vector widen(const T* from) { return load<Vector>(from); }
-  static inline void narrow(Vector values, T* to) { std::memcpy(to, &values, sizeof(values)); }
+  static INLINE Vector multiply_add(Vector sum, const Cell* kv, Cell by) { return sum + load<Vector>(kv) * by; }
+  static INLINE void put(Cell* cell, int64_t, T value) { *cell = value; }
+  static INLINE void copy(Cell* cells, int64_t, const Cell* from, int64_t) { std::memcpy(cells, from, sizeof(Vector)); }
+  static INLINE Vector widen(const T* from) { return load<Vector>(from); }
+  static INLINE void narrow(const Vector& values, T* to) { values.store(to); }
 };
 
 template <>
@@ -97,68 +206,75 @@ struct Lane<BFloat16> {
   using Vector = Floats;
   using Cell = uint32_t;
   static constexpr int64_t kWidth = 2;
-  static inline Vector multiply_add(Vector sum, const Cell* kv, Cell by) {
+  static INLINE Vector multiply_add(Vector sum, const Cell* kv, Cell by) {
 #ifdef __AVX512BF16__
-    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(kv), (__m512bh)_mm512_set1_epi32(by));
+    sum.part[0] = (Floats::Part)_mm512_dpbf16_ps((__m512)sum.part[0], (__m512bh)_mm512_loadu_si512(kv),
+                                                 (__m512bh)_mm512_set1_epi32(by));
+    return sum;
 #else
     const Bits pairs = load<Bits>(kv);
     const uint32_t low = by << 16, high = by & 0xffff0000u;
     float low_value, high_value;
     std::memcpy(&low_value, &low, 4);
     std::memcpy(&high_value, &high, 4);
-    sum += (Vector)(pairs << 16) * low_value;
-    return sum + (Vector)(pairs & 0xffff0000u) * high_value;
+    sum += as<Vector>(pairs << 16) * low_value;
+    return sum + as<Vector>(pairs & 0xffff0000u) * high_value;
 #endif
   }
-  static inline void put(Cell* cell, int64_t place, BFloat16 value) {
+  static INLINE void put(Cell* cell, int64_t place, BFloat16 value) {
     *cell = place == 0 ? uint32_t{value.x} : (*cell & 0xffffu) | uint32_t{value.x} << 16;
   }
-  static inline void copy(Cell* cells, int64_t place, const Cell* from, int64_t from_place) {
-    const Bits values = load<Bits>(from) >> (16 * static_cast<uint32_t>(from_place)) & 0xffffu;
+  static INLINE void copy(Cell* cells, int64_t place, const Cell* from, int64_t from_place) {
+    const Bits values = load<Bits>(from) >> (16 * static_cast<int>(from_place)) & 0xffffu;
     const Bits result = place == 0 ? values : (load<Bits>(cells) & 0xffffu) | values << 16;
-    std::memcpy(cells, &result, sizeof(result));
+    result.store(cells);
   }
-  static inline Vector widen(const BFloat16* from) {
-    return (Vector)(__builtin_convertvector(load<Halves>(from), Bits) << 16);
+  static INLINE Vector widen(const BFloat16* from) {
+    return as<Vector>(converted<uint32_t>(&from->x) << 16);
   }
-  static inline void narrow(Vector values, BFloat16* to) {
+  static INLINE void narrow(const Vector& values, BFloat16* to) {
 #ifdef __AVX512BF16__
-    const __m256bh halves = _mm512_cvtneps_pbh((__m512)values);
-#else
-    const Bits bits = (Bits)values;  // to the nearest, of two equally near the even one
-    const Halves halves = __builtin_convertvector((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16, Halves);
-#endif
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)values.part[0]);
     std::memcpy(to, &halves, sizeof(halves));
+#else
+    const Bits bits = as<Bits>(values);  // to the nearest, of two equally near the even one
+    const Bits rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    typedef uint16_t Halves __attribute__((vector_size(2 * Bits::kOfPart)));
+    for (int i = 0; i < Bits::kParts; ++i) {
+      const Halves halves = __builtin_convertvector(rounded.part[i], Halves);
+      std::memcpy(to + i * Bits::kOfPart, &halves, sizeof(halves));
+    }
+#endif
   }
 };
 
 constexpr float kLowest = -87.3f;  // e^x is still an ordinary float
 
 // e^x for kLowest <= x <= 0, to one unit in the last place of a float or so.
-inline Floats exponential_within(Floats x) {
+INLINE Floats exponential_within(Floats x) {
   const Floats scaled = x * 1.44269504088896341f - 0.5f;
-  const Ints whole = __builtin_convertvector(scaled, Ints);  // towards zero: the nearest, as x <= 0
-  const Floats power = __builtin_convertvector(whole, Floats);
+  const Ints whole = converted<int32_t>(scaled);  // towards zero: the nearest, as x <= 0
+  const Floats power = converted<float>(whole);
   const Floats rest = (x - power * 0.693359375f) + power * 2.12194440e-4f;
-  Floats result = Floats{} + 1.9875691500e-4f;
+  Floats result(1.9875691500e-4f);
   result = result * rest + 1.3981999507e-3f;
   result = result * rest + 8.3334519073e-3f;
   result = result * rest + 4.1665795894e-2f;
   result = result * rest + 1.6666665459e-1f;
   result = result * rest + 5.0000001201e-1f;
   result = result * (rest * rest) + rest + 1.0f;
-  return result * (Floats)((whole + 127) << 23);
+  return result * as<Floats>((whole + 127) << 23);
 }
 
 // The same for x <= 0; e^kLowest below that.
-inline Floats exponential(Floats x) { return exponential_within(x < kLowest ? Floats{} + kLowest : x); }
+INLINE Floats exponential(Floats x) { return exponential_within(larger(Floats(kLowest), x)); }
 
 inline Doubles exponential(Doubles x) {
-  for (int lane = 0; lane < kPage; ++lane) x[lane] = std::exp(x[lane]);
+  for (int lane = 0; lane < kPage; ++lane) x.set(lane, std::exp(x[lane]));
   return x;
 }
 
-inline float exponential(float x) { return exponential(Floats{} + x)[0]; }
+inline float exponential(float x) { return exponential(Floats(x))[0]; }
 inline double exponential(double x) { return std::exp(x); }
 
 template <class V>
@@ -395,7 +511,7 @@ struct Layer {
       Sum* to = tail.data() - tail_page * kPage;
       score_pages<N>(row_pages, head, tail_page, tail_page + tail_slots / kPage, query_cells.data(),
                      [&](int i, int64_t start, Vector score) {
-                       std::memcpy(to + i * tail_slots + start, &score, sizeof(score));
+                       score.store(to + i * tail_slots + start);
                      });
     }
 
@@ -404,16 +520,16 @@ struct Layer {
       const int64_t page_begin = std::max(block, begin) / kPage;
       const int64_t page_end = std::min((block + kBlock) / kPage, latest / kPage + 1);
       Vector block_maximum[N];
-      for (int i = 0; i < N; ++i) block_maximum[i] = Vector{} + kNever;
+      for (int i = 0; i < N; ++i) block_maximum[i] = Vector(kNever);
       const auto keep = [&](int i, int64_t start, Vector score) {
         if (start + kPage - 1 > position[i] || (window > 0 && start <= position[i] - window)) {
           for (int lane = 0; lane < kPage; ++lane) {
             const int64_t at = start + lane;
-            if (at > position[i] || (window > 0 && at <= position[i] - window)) score[lane] = kNever;
+            if (at > position[i] || (window > 0 && at <= position[i] - window)) score.set(lane, kNever);
           }
         }
-        block_maximum[i] = block_maximum[i] > score ? block_maximum[i] : score;
-        std::memcpy(&scores[i][start - block], &score, sizeof(score));
+        block_maximum[i] = larger(block_maximum[i], score);
+        score.store(&scores[i][start - block]);
       };
       score_pages<N>(row_pages, head, page_begin, kTree ? std::min(page_end, tail_page) : page_end, query_cells.data(),
                      keep);
@@ -433,7 +549,7 @@ struct Layer {
         for (int64_t at = page_begin * kPage - block; at < page_end * kPage - block; at += kPage) {
           const Vector score = load<Vector>(&scores[i][at]);
           Vector weight = exponential(score - known);
-          weight = score == kNever ? Vector{} : weight;
+          weight = where_equal(score, Vector(kNever), Vector{}, weight);
           sum += weight;
           L::narrow(weight, reinterpret_cast<T*>(&weights[i][at / L::kWidth]));
         }
@@ -480,8 +596,8 @@ struct Layer {
       alignas(64) T heads[kPage];
       for (int64_t dim = 0; dim < value_dim; dim += kPage) {
         Vector average = load<Vector>(&sums[i * value_lanes + dim]) * inverse;
-        for (int64_t lane = value_dim - dim; lane < kPage; ++lane) average[lane] = 0;
-        nothing += average * 0;
+        for (int64_t lane = value_dim - dim; lane < kPage; ++lane) average.set(lane, 0);
+        nothing += average * Sum{0};
         L::narrow(average, heads);
         std::copy_n(heads, std::min(kPage, value_dim - dim), to + dim);
       }
@@ -493,7 +609,7 @@ struct Layer {
 
   // keep(i, 16 x page, the scores of query i there), for the pages [page_begin, page_end) of a row.
   template <int N, class Keep>
-  inline __attribute__((always_inline)) void score_pages(const int32_t* row_pages, int64_t head, int64_t page_begin,
+  INLINE void score_pages(const int32_t* row_pages, int64_t head, int64_t page_begin,
                                                          int64_t page_end, const Cell* query_cells,
                                                          const Keep& keep) const {
     constexpr int kPagesAtOnce = pages_at_once(N);
@@ -506,20 +622,27 @@ struct Layer {
       for (int p = 0; p < kPagesAtOnce; ++p) {
         coming[p] = value_page(row_pages[std::min(page + p, page_end - 1)], head);
       }
-      Vector dots[N][kPagesAtOnce] = {};
+      Vector dots[N][kPagesAtOnce];
+#pragma GCC unroll 1
       for (int64_t cell = 0; cell < key_cells; ++cell) {
+#pragma GCC unroll 16
         for (int p = 0; p < kPagesAtOnce; ++p) __builtin_prefetch(coming[p] + cell * kPage);
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
+#pragma GCC unroll 16
           for (int p = 0; p < kPagesAtOnce; ++p) {
             dots[i][p] = L::multiply_add(dots[i][p], cells[p] + cell * kPage, query_cells[i * key_cells + cell]);
           }
         }
       }
-      for (int p = 0; p < kPagesAtOnce && page + p < page_end; ++p) {
+#pragma GCC unroll 16
+      for (int p = 0; p < kPagesAtOnce; ++p) {
+        if (page + p >= page_end) break;
+#pragma GCC unroll 16
         for (int i = 0; i < N; ++i) {
           Vector score = dots[i][p] * scale;
           if (softcap > 0) {
-            for (int lane = 0; lane < kPage; ++lane) score[lane] = std::tanh(score[lane] / softcap) * softcap;
+            for (int lane = 0; lane < kPage; ++lane) score.set(lane, std::tanh(score[lane] / softcap) * softcap);
           }
           keep(i, (page + p) * kPage, score);
         }
@@ -555,7 +678,7 @@ struct Layer {
         }
         const Vector sum = L::multiply_add(load<Vector>(sums + dim), reinterpret_cast<const Cell*>(places),
                                            weights[(start - block) / L::kWidth]);
-        std::memcpy(sums + dim, &sum, sizeof(sum));
+        sum.store(sums + dim);
       }
     }
   }
@@ -571,7 +694,7 @@ struct Layer {
         const int64_t node = tree.node(slot, std::min(at + L::kWidth - 1, position));
         sum = L::multiply_add(sum, joined_cells(tree, head, node) + dim, weights[(at - block) / L::kWidth]);
       }
-      std::memcpy(sums + dim, &sum, sizeof(sum));
+      sum.store(sums + dim);
     }
   }
 
@@ -581,7 +704,9 @@ struct Layer {
                   int64_t dim, const Cell* weights, Sum* sums) const {
     constexpr int64_t kCells = kBlockPages * kPage / L::kWidth, kPageCells = kPage / L::kWidth;
     Vector sum[N][kVectors];
+#pragma GCC unroll 16
     for (int i = 0; i < N; ++i) {
+#pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) sum[i][v] = load<Vector>(sums + i * value_lanes + dim + v * kPage);
     }
     const int64_t block_page = block / kPage, next_head = std::min(head + 1, num_kv_heads - 1);
@@ -589,9 +714,13 @@ struct Layer {
       const Cell* from = value_page(row_pages[block_page + cell / kPageCells], head) + dim;
       const int64_t stop = std::min(cell_end - cell, kPageCells);
       const Cell* coming = key_page(row_pages[block_page + cell / kPageCells], next_head) + dim * kPageCells;
+#pragma GCC unroll 1
       for (int64_t c = 0; c < stop; ++c) {
+#pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) __builtin_prefetch(coming + (c * kVectors + v) * kPage);
+#pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 16
           for (int i = 0; i < N; ++i) {
             sum[i][v] = L::multiply_add(sum[i][v], from + c * value_lanes + v * kPage, weights[i * kCells + cell + c]);
           }
@@ -599,8 +728,10 @@ struct Layer {
       }
       cell += kPageCells;
     }
+#pragma GCC unroll 16
     for (int i = 0; i < N; ++i) {
-      for (int v = 0; v < kVectors; ++v) std::memcpy(sums + i * value_lanes + dim + v * kPage, &sum[i][v], sizeof(Vector));
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) sum[i][v].store(sums + i * value_lanes + dim + v * kPage);
     }
   }
 };
@@ -756,88 +887,242 @@ void move(Tensor& pages, const Tensor& sources, const Tensor& targets, bool are_
   }
 }
 
-// y = x W^T + b in bfloat16 by our own hands, where the processor multiplies it in vectors and not in tiles: weights stream
-// through once, any number of rows costs its arithmetic alone, and each output is one sum in order of the inputs.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-constexpr bool kOwnLinear = true;
+// y = x W^T + b by our own hands: weights stream through once for as many rows as there are registers for, and each output is
+// one sum in order of the inputs. Only tiles of bfloat16 are left to oneDNN.
+#ifdef __AMX_BF16__
+constexpr bool kTiles = true;
 #else
-constexpr bool kOwnLinear = false;
+constexpr bool kTiles = false;
 #endif
-constexpr int64_t kPanel = 32;    // outputs whose weights lie together, as [inputs / 2][output][2]
-constexpr int kMaxRows = 14;      // rows that share one pass over a panel
-constexpr int64_t kAhead = 1024;  // cells that are fetched ahead
+constexpr int kLanes = Floats::kOfPart;
+constexpr int kVectors = std::max(2, Floats::kParts);
+constexpr int kMaxRows = kRegister == 64 ? 14 : kRegister == 32 ? 6 : 2;  // rows that share one pass over a panel
+constexpr int64_t kPanel = kVectors * kLanes;  // outputs whose weights lie together, as [cell][output]
+constexpr int64_t kAhead = 2048;               // bytes that are fetched ahead
+constexpr int64_t kTaskSize = 1 << 15;         // multiplications that are worth a task
 
-// weight [out, in] as [panels, in / 2, 32, 2], zeros behind the last output.
-Tensor to_panels(const Tensor& weight) {
-  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + kPanel - 1) / kPanel;
-  Tensor packed = at::zeros({panels, in / 2, kPanel, 2}, weight.options());
-  const uint32_t* from = reinterpret_cast<const uint32_t*>(weight.const_data_ptr<BFloat16>());
-  uint32_t* to = reinterpret_cast<uint32_t*>(packed.mutable_data_ptr<BFloat16>());
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+using Sums = Floats::Part;
+using SumBits = Bits::Part;
+typedef uint16_t SumHalves __attribute__((vector_size(2 * kLanes)));
+typedef int8_t SumBytes __attribute__((vector_size(kLanes)));
+
+// How the weights of a layer are stored, as cells of kWidth inputs, and multiplied: `of` is a vector of weights ready for any
+// number of rows. Inputs are floats, but for pairs.
+struct FloatCells {
+  using Cell = float;
+  using Input = float;
+  static constexpr int64_t kWidth = 1;
+  static INLINE Sums of(const Cell* cells) { return load<Sums>(cells); }
+  static INLINE Sums multiply_add(Sums sum, Sums weights, Input by) { return sum + weights * by; }
+};
+
+struct HalfCells : FloatCells {
+  using Cell = uint16_t;
+  static INLINE Sums of(const Cell* cells) {
+    return (Sums)(__builtin_convertvector(load<SumHalves>(cells), SumBits) << 16);
+  }
+};
+
+struct ByteCells : FloatCells {
+  using Cell = int8_t;
+  static INLINE Sums of(const Cell* cells) {
+#if defined(__AVX512F__)
+    return (Sums)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(cells))));
+#elif defined(__AVX2__)
+    return (Sums)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(cells))));
+#else
+    return __builtin_convertvector(load<SumBytes>(cells), Sums);
+#endif
+  }
+};
+
+#ifdef __AVX512BF16__
+struct PairCells {
+  using Cell = uint32_t;
+  using Input = uint32_t;
+  static constexpr int64_t kWidth = 2;
+  static INLINE __m512bh of(const Cell* cells) { return (__m512bh)_mm512_loadu_si512(cells); }
+  static INLINE Sums multiply_add(Sums sum, __m512bh weights, Input by) {
+    return (Sums)_mm512_dpbf16_ps((__m512)sum, weights, (__m512bh)_mm512_set1_epi32(by));
+  }
+};
+constexpr bool kPairs = true;
+#else
+using PairCells = HalfCells;
+constexpr bool kPairs = false;
+#endif
+
+// weight [out, in] of cells as [panels, in, kPanel], zeros behind the last output.
+template <class Cell>
+void to_panels(const Cell* from, int64_t out, int64_t in, Cell* to) {
+  at::parallel_for(0, (out + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
     for (int64_t output = begin * kPanel; output < std::min(end * kPanel, out); ++output) {
-      uint32_t* panel = to + output / kPanel * (in / 2) * kPanel + output % kPanel;
-      for (int64_t cell = 0; cell < in / 2; ++cell) panel[cell * kPanel] = from[output * (in / 2) + cell];
+      Cell* panel = to + output / kPanel * in * kPanel + output % kPanel;
+      for (int64_t cell = 0; cell < in; ++cell) panel[cell * kPanel] = from[output * in + cell];
     }
   });
-  return packed;
 }
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-template <int N>
-void multiply_panel(const uint32_t* input, const uint32_t* panel, int64_t cells, const float* bias, BFloat16* out,
-                    int64_t out_stride, int64_t outputs) {
-  __m512 sum[N][2];
-  for (int row = 0; row < N; ++row) sum[row][0] = _mm512_loadu_ps(bias), sum[row][1] = _mm512_loadu_ps(bias + 16);
+// N rows of input, as [cells, N], by a panel: sums [N, kPanel].
+template <class Kind, int N>
+void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell* panel, int64_t cells, float* to) {
+  Sums sum[N][kVectors];
+#pragma GCC unroll 16
+  for (int row = 0; row < N; ++row) {
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{};
+  }
+#pragma GCC unroll 1
   for (int64_t cell = 0; cell < cells; ++cell) {
-    const uint32_t* weights = panel + cell * kPanel;
-    _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(weights + kAhead + 16), _MM_HINT_T0);
-    const __m512bh low = (__m512bh)_mm512_loadu_si512(weights), high = (__m512bh)_mm512_loadu_si512(weights + 16);
+    const auto* place = panel + cell * kPanel;
+    __builtin_prefetch(reinterpret_cast<const char*>(place) + kAhead);
+    if (sizeof(*place) * kPanel > 64) __builtin_prefetch(reinterpret_cast<const char*>(place) + kAhead + 64);
+    decltype(Kind::of(place)) weights[kVectors];
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) weights[vector] = Kind::of(place + vector * kLanes);
+#pragma GCC unroll 16
     for (int row = 0; row < N; ++row) {
-      const __m512bh by = (__m512bh)_mm512_set1_epi32(input[row * cells + cell]);
-      sum[row][0] = _mm512_dpbf16_ps(sum[row][0], low, by);
-      sum[row][1] = _mm512_dpbf16_ps(sum[row][1], high, by);
+#pragma GCC unroll 16
+      for (int vector = 0; vector < kVectors; ++vector) {
+        sum[row][vector] = Kind::multiply_add(sum[row][vector], weights[vector], input[cell * N + row]);
+      }
     }
   }
-  const uint32_t mask = outputs >= kPanel ? ~uint32_t{0} : (uint32_t{1} << outputs) - 1;
+#pragma GCC unroll 16
   for (int row = 0; row < N; ++row) {
-    BFloat16* to = out + row * out_stride;
-    _mm256_mask_storeu_epi16(to, mask & 0xffff, (__m256i)_mm512_cvtneps_pbh(sum[row][0]));
-    _mm256_mask_storeu_epi16(to + 16, mask >> 16, (__m256i)_mm512_cvtneps_pbh(sum[row][1]));
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) {
+      std::memcpy(to + row * kPanel + vector * kLanes, &sum[row][vector], sizeof(Sums));
+    }
   }
 }
 
-template <int... kRows>
+template <class Kind, int... kRows>
 auto panel_kernels(std::integer_sequence<int, kRows...>) {
-  return std::array{&multiply_panel<kRows + 1>...};
+  return std::array{&multiply_panel<Kind, kRows + 1>...};
 }
 
-Tensor own_linear(const Tensor& input, const Tensor& panels, const Tensor& bias, int64_t outputs) {
-  static const auto kernels = panel_kernels(std::make_integer_sequence<int, kMaxRows>{});
-  const Tensor rows = input.contiguous();
-  const int64_t in = rows.size(-1), cells = in / 2, num_rows = rows.numel() / in, num_panels = panels.size(0);
-  auto sizes = rows.sizes().vec();
-  sizes.back() = outputs;
-  Tensor out = at::empty(sizes, rows.options());
-  const uint32_t* from = reinterpret_cast<const uint32_t*>(rows.const_data_ptr<BFloat16>());
-  const uint32_t* weights = reinterpret_cast<const uint32_t*>(panels.const_data_ptr<BFloat16>());
-  const float* add = bias.const_data_ptr<float>();
-  BFloat16* to = out.mutable_data_ptr<BFloat16>();
-  const int64_t passes = (num_rows + kMaxRows - 1) / kMaxRows, share = (num_rows + passes - 1) / std::max<int64_t>(passes, 1);
-  at::parallel_for(0, num_panels, 1, [&](int64_t begin, int64_t end) {
+// Rows [count, in] as [cells, count].
+template <class T, class Input>
+void across(const T* rows, int64_t count, int64_t cells, Input* to) {
+  for (int64_t row = 0; row < count; ++row) {
+    for (int64_t cell = 0; cell < cells; ++cell) {
+      if constexpr (std::is_same_v<Input, float>) {
+        to[cell * count + row] = static_cast<float>(rows[row * cells + cell]);
+      } else {
+        std::memcpy(&to[cell * count + row], rows + (row * cells + cell) * 2, sizeof(Input));
+      }
+    }
+  }
+}
+
+// A panel's sums, times `scale` if there is one, plus `bias`, to the first `outputs` of the row at `to`.
+template <class T>
+void finish(const float* sums, const float* scale, const float* bias, int64_t outputs, T* to) {
+  for (int64_t first = 0; first < std::min(outputs, kPanel); first += kPage) {
+    Floats values = load<Floats>(sums + first);
+    if (scale) values *= load<Floats>(scale + first);
+    values += load<Floats>(bias + first);
+    T block[kPage];
+    Lane<T>::narrow(values, block);
+    std::copy_n(block, std::min(outputs - first, kPage), to + first);
+  }
+}
+
+// A linear layer of ours. Weights [panels, cells, kPanel]; scale and bias [panels * kPanel], in float32.
+struct Panels {
+  Tensor weight, bias;
+  std::optional<Tensor> scale;  // of int8
+  bool pairs;
+};
+
+template <class T, class Kind>
+void multiply(const T* rows, int64_t num_rows, int64_t in, const Panels& layer, int64_t outputs, T* to) {
+  static const auto kernels = panel_kernels<Kind>(std::make_integer_sequence<int, kMaxRows>{});
+  using Input = typename Kind::Input;
+  const int64_t cells = in / Kind::kWidth, passes = (num_rows + kMaxRows - 1) / kMaxRows;
+  const int64_t share = (num_rows + passes - 1) / passes;
+  std::vector<Input> inputs(num_rows * cells);
+  at::parallel_for(0, (num_rows + share - 1) / share, kTaskSize / (share * in) + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * share; row < std::min(end * share, num_rows); row += share) {
+      across(rows + row * in, std::min(share, num_rows - row), cells, inputs.data() + row * cells);
+    }
+  });
+  const auto* weights = static_cast<const typename Kind::Cell*>(layer.weight.const_data_ptr());
+  const float* bias = layer.bias.const_data_ptr<float>();
+  const float* scale = layer.scale ? layer.scale->const_data_ptr<float>() : nullptr;
+  at::parallel_for(0, layer.weight.size(0), kTaskSize / (num_rows * in * kPanel) + 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[kMaxRows * kPanel];
     for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first = panel * kPanel;
       for (int64_t row = 0; row < num_rows; row += share) {
-        kernels[std::min(share, num_rows - row) - 1](from + row * cells, weights + panel * cells * kPanel, cells,
-                                                     add + panel * kPanel, to + row * outputs + panel * kPanel, outputs,
-                                                     outputs - panel * kPanel);
+        const int64_t count = std::min(share, num_rows - row);
+        kernels[count - 1](inputs.data() + row * cells, weights + first * cells, cells, sums);
+        for (int64_t i = 0; i < count; ++i) {
+          finish(sums + i * kPanel, scale ? scale + first : nullptr, bias + first, outputs - first,
+                 to + (row + i) * outputs + first);
+        }
       }
     }
   });
+}
+
+template <class T>
+void multiply(const T* rows, int64_t num_rows, int64_t in, const Panels& layer, int64_t outputs, T* to) {
+  if (layer.scale) return multiply<T, ByteCells>(rows, num_rows, in, layer, outputs, to);
+  if constexpr (std::is_same_v<T, float>) {
+    multiply<T, FloatCells>(rows, num_rows, in, layer, outputs, to);
+  } else if (layer.pairs) {
+    multiply<T, PairCells>(rows, num_rows, in, layer, outputs, to);
+  } else {
+    multiply<T, HalfCells>(rows, num_rows, in, layer, outputs, to);
+  }
+}
+
+Tensor own_linear(const Tensor& input, const Panels& layer, int64_t outputs) {
+  const Tensor rows = input.contiguous();
+  const int64_t in = rows.size(-1), num_rows = rows.numel() / in;
+  auto sizes = rows.sizes().vec();
+  sizes.back() = outputs;
+  Tensor out = at::empty(sizes, rows.options());
+  if (num_rows == 0) return out;
+  switch (rows.scalar_type()) {
+    case at::kFloat:
+      multiply(rows.const_data_ptr<float>(), num_rows, in, layer, outputs, out.mutable_data_ptr<float>());
+      break;
+    case at::kBFloat16:
+      multiply(rows.const_data_ptr<BFloat16>(), num_rows, in, layer, outputs, out.mutable_data_ptr<BFloat16>());
+      break;
+    default: TORCH_CHECK(false, "no kernel for ", rows.scalar_type());
+  }
   return out;
 }
-#else
-Tensor own_linear(const Tensor&, const Tensor&, const Tensor&, int64_t) { TORCH_CHECK(false, "not on this processor"); }
-#endif
+
+// `values` [n] in float32, zeros behind them up to whole panels; all zeros if there are none.
+Tensor padded(const std::optional<Tensor>& values, int64_t out) {
+  Tensor whole = at::zeros({(out + kPanel - 1) / kPanel * kPanel}, at::kFloat);
+  if (values) whole.narrow(0, 0, out).copy_(*values);
+  return whole;
+}
+
+Panels own_layer(const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& scale) {
+  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + kPanel - 1) / kPanel;
+  const bool pairs = kPairs && weight.scalar_type() == at::kBFloat16 && in % 2 == 0;
+  Tensor packed = pairs ? at::zeros({panels, in / 2, kPanel, 2}, weight.options()) : at::zeros({panels, in, kPanel}, weight.options());
+  const void* from = weight.const_data_ptr();
+  void* to = packed.mutable_data_ptr();
+  const auto pack = [&](auto cell, int64_t cells) {
+    using Cell = decltype(cell);
+    to_panels(static_cast<const Cell*>(from), out, cells, static_cast<Cell*>(to));
+  };
+  switch (weight.scalar_type()) {
+    case at::kFloat: pack(uint32_t{}, in); break;
+    case at::kBFloat16: pairs ? pack(uint32_t{}, in / 2) : pack(uint16_t{}, in); break;
+    case at::kChar: pack(int8_t{}, in); break;
+    default: TORCH_CHECK(false, "no kernel for ", weight.scalar_type());
+  }
+  return {packed, padded(bias, out), scale ? std::optional(padded(scale, out)) : std::nullopt, pairs};
+}
 
 // oneDNN's linear layer on weights in its own layout; both operators are registered by PyTorch.
 Tensor onednn_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -856,14 +1141,10 @@ Tensor onednn_layout(const Tensor& weight) {
   return op.call(weight, c10::SymInt(kTypicalTokens));
 }
 
-bool is_own(const Tensor& weight) {
-  return kOwnLinear && weight.scalar_type() == at::kBFloat16 && weight.size(1) % 2 == 0;
-}
-
 struct Linear {
-  Tensor weight;  // [panels, in / 2, 32, 2], or in the layout of oneDNN
-  std::optional<Tensor> bias;  // of our own kernel always, in float32
-  bool own;
+  std::optional<Panels> own;
+  Tensor weight;  // else: in the layout of oneDNN
+  std::optional<Tensor> bias;
 };
 
 // The linear layers of each model, by the number that stands in its handle.
@@ -886,18 +1167,18 @@ Tensor new_weights() {
   return at::scalar_tensor(number, at::kLong);
 }
 
-// Adds a layer: weight [out, in], bias [out] or none. Layers are numbered from 0. Returns whether inputs of many different
-// sizes are slower than those of few: oneDNN makes a program for each.
-bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias) {
-  if (!is_own(weight)) {
-    linears_of(handle).push_back({onednn_layout(weight.contiguous()), bias, false});
-    return true;
+// Adds a layer: weight [out, in], bias [out] or none; int8 weights with the scale [out] of each output. Layers are numbered
+// from 0. Returns whether inputs of many different sizes are slower than those of few: oneDNN makes a program for each.
+bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& scale) {
+  TORCH_CHECK(scale.has_value() == (weight.scalar_type() == at::kChar), "int8 weights, and only they, have a scale");
+  const bool by_tiles = kTiles && weight.scalar_type() == at::kBFloat16;
+  if (by_tiles) {
+    linears_of(handle).push_back({std::nullopt, onednn_layout(weight.contiguous()), bias});
+  } else {
+    linears_of(handle).push_back({own_layer(weight.contiguous(), bias, scale), {}, std::nullopt});
   }
-  const Tensor panels = to_panels(weight.contiguous());
-  Tensor padded = at::zeros({panels.size(0) * kPanel}, weight.options().dtype(at::kFloat));
-  if (bias) padded.narrow(0, 0, weight.size(0)).copy_(*bias);
-  linears_of(handle).push_back({panels, padded, true});
-  return false;
+  return by_tiles;
 }
 
 // Frees the layers of a handle. A plain function and not an operator: Python's finalizers call it at any point, also where
@@ -915,7 +1196,7 @@ void free_weights(int64_t number) {
 // one in another order.
 Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t out_features) {
   const Linear& layer = linears_of(handle).at(index);
-  if (layer.own) return own_linear(input, layer.weight, *layer.bias, out_features);
+  if (layer.own) return own_linear(input, *layer.own, out_features);
   if (input.numel() == input.size(-1)) {
     const Tensor twice = input.reshape({1, input.size(-1)}).expand({2, input.size(-1)}).contiguous();
     auto sizes = input.sizes().vec();
@@ -938,13 +1219,13 @@ void argmax_rows(const Tensor& logits, Tensor& best) {
   at::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* from = all + row * stride;
-      Vector largest_seen = Vector{} - std::numeric_limits<Sum>::infinity();
+      Vector largest_seen(-std::numeric_limits<Sum>::infinity());
       Vector nothing = {};  // NaN once an entry is not finite
       int64_t at = 0;
       for (; at + kPage <= size; at += kPage) {
         const Vector entries = L::widen(from + at);
-        nothing += entries * 0;
-        largest_seen = entries > largest_seen ? entries : largest_seen;
+        nothing += entries * Sum{0};
+        largest_seen = larger(entries, largest_seen);
       }
       Sum largest_entry = largest(largest_seen), none = total(nothing);
       for (; at < size; ++at) {
@@ -1012,7 +1293,7 @@ void top_rows(const Tensor& logits, double scale, Tensor& best) {
       Vector shares = {};
       for (at = 0; at + kPage <= size; at += kPage) {
         const Vector below = (L::widen(from + at) - high) * by;
-        shares += below == below ? exponential(below) : below;
+        shares += where_equal(below, below, exponential(below), below);
       }
       double sum = total(shares);
       for (; at < size; ++at) sum += std::exp((static_cast<Sum>(from[at]) - high) * by);
@@ -1189,7 +1470,7 @@ class Sampler {
       int any = 0;
       for (int64_t lane = 0; lane < kChunk; ++lane) any |= exponents[lane] > bound;
       for (int64_t page = 0; page < kChunk; page += kPage) {
-        all += __builtin_convertvector(weights(exponents + page, highest, 1), Doubles);
+        all += converted<double>(weights(exponents + page, highest, 1));
       }
       for (int64_t lane = 0; any != 0 && lane < kChunk; ++lane) {
         if (!(exponents[lane] > bound)) continue;
@@ -1220,7 +1501,7 @@ class Sampler {
   double score(Sum value) const { return static_cast<double>(value) / temperature_; }
 
   // Calls use(values, place of the first) with kChunk at a time; behind the last are some of -inf. What is done with them
-  // stands in plain loops: GCC compares vectors that are wider than a register one number at a time.
+  // stands in plain loops.
   template <class Use>
   void each_chunk(const Use& use) const {
     Sum values[kChunk];
@@ -1233,7 +1514,7 @@ class Sampler {
       }
       for (int64_t page = 0; page < kChunk; page += kPage) {
         const Vector widened = L::widen(from + page);
-        std::memcpy(values + page, &widened, sizeof(widened));
+        widened.store(values + page);
       }
       use(values, at);
     }
@@ -1402,8 +1683,8 @@ class Sampler {
     each_chunk([&](const Sum* values, int64_t at) {
       for (int64_t page = 0; page < kChunk; page += kPage) {
         const Vector found = weights(values + page, high_, by_);
-        all += __builtin_convertvector(found, Doubles);
-        std::memcpy(exponents_.data() + at + page, &found, sizeof(found));
+        all += converted<double>(found);
+        found.store(exponents_.data() + at + page);
       }
     });
     // All values whose share is less than `light` have less than 1 - top_p together.
@@ -1440,8 +1721,8 @@ class Sampler {
       }
       for (int64_t page = 0; page < kChunk; page += kPage) {
         const Floats weights = exponential_within(load<Floats>(below + page));
-        all += __builtin_convertvector(weights, Doubles);
-        above += __builtin_convertvector((Floats)((Ints)weights & load<Ints>(mask + page)), Doubles);
+        all += converted<double>(weights);
+        above += converted<double>(as<Floats>(as<Ints>(weights) & load<Ints>(mask + page)));
       }
     });
     return total(above) / total(all);
@@ -1567,7 +1848,7 @@ TORCH_LIBRARY(emssd_native, library) {
   library.def("noise_bits(Tensor keys, Tensor positions, int vocab_size) -> Tensor");
   library.impl("noise_bits", c10::DispatchKey::CPU, TORCH_FN(noise_bits));
   library.def("new_weights() -> Tensor", TORCH_FN(new_weights));
-  library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias) -> bool");
+  library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias, Tensor? scale) -> bool");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));
   library.def("free_weights_address() -> int", [] { return reinterpret_cast<int64_t>(&free_weights); });
   library.def("linear(Tensor input, Tensor handle, int index, int out_features) -> Tensor");

@@ -141,6 +141,7 @@ def test_a_loaded_model_decodes_as_ever(device_map: Any, tmp_path: Path) -> None
         ({"device_map": {"model": "nowhere"}}, "puts 'model' on 'nowhere', which cannot be used here"),
         ({"device_map": "auto", "device": "cpu"}, "leave it or model.device out"),
         ({"device_map": "auto", "compile": True}, "leave it or model.compile=true out"),
+        ({"device_map": "auto", "weights": "int8"}, "leave it or model.weights=int8 out"),
         ({"device_map": "auto", "tensor_parallel": True}, "leave it or model.tensor_parallel=true out"),
         ({"device_map": "auto", "architecture": {"model_type": "opt"}}, "leave it or model.architecture out"),
     ],

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,6 @@ from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.levels import with_room
 from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
-from emssd.heads import TargetSizes
 from emssd.model import BorrowedTarget
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch
@@ -87,8 +87,7 @@ class DFlashDrafter(Drafter):
         target, spec = context.target, context.cache_spec
         if target is None or spec is None or context.make_cache is None:
             raise ConfigError("drafter=dflash reads hidden states of the target, and there is no model to take them of")
-        sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers)
-        loaded = load_dflash(config.path, sizes, dtype=target.dtype, device=target.device)
+        loaded = load_dflash(config.path, target, context.vocab_size)
         for line in loaded.described:
             logger.info("drafter=dflash: %s", line)
         most = loaded.head.variant.num_drafts
@@ -107,7 +106,8 @@ class DFlashDrafter(Drafter):
         size, lead = self._variant.block_size, 0 if self._variant.from_anchor else 1
         slots = [at * size + lead + slot for at, row in enumerate(rows) for slot in range(row.length)]
         hidden = hidden[on_device(slots, hidden.device)]
-        logits = self._target.project(self._head.norm(hidden))
+        hidden = self._head.norm(hidden)
+        logits = self._head.logits(hidden, self._target.project)
         firsts, lengths = [row.node for row in rows], [row.length for row in rows]
         if self._variant.markov_rank:
             chains = markov_chains(self._head, firsts, lengths, [row.newest for row in rows], hidden, logits)
@@ -149,7 +149,7 @@ class DFlashDrafter(Drafter):
         masks = [self._variant.mask_token_id] * (self._variant.block_size - 1)
         ids = on_device([token for row in rows for token in (row.newest, *masks)], self._target.device)
         blocks = [BlockRow(row.request_id, row.start, row.known.new(row.start)) for row in rows]
-        hidden = self._runner.run(blocks, self._target.embed(ids, raw=True))
+        hidden = self._runner.run(blocks, self._head.embed(ids, partial(self._target.embed, raw=True)))
         for row in rows:
             row.known.computed(row.start)
         return hidden

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.heads import DecoderConfig, HeadLayer, HeadNorm, Rotary, TargetSizes
+from emssd.heads import DecoderConfig, Embed, HeadLayer, HeadNorm, Project, Rotary, TargetSizes
 from emssd.heads.layers import Angles, rotated
 from emssd_dflash.variant import Variant
 
@@ -60,6 +60,9 @@ class BlockHead(nn.Module):
         variant: what kind it is.
         names: of the module's tensors that the checkpoint has.
         target: that it drafts for.
+
+    Attributes:
+        embed_tokens, lm_head: its own embeddings and vocabulary projection; ``None`` for the target's.
     """
 
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
@@ -72,6 +75,9 @@ class BlockHead(nn.Module):
         self.hidden_norm = HeadNorm(size, eps)
         self.layers = nn.ModuleList(_BlockLayer(config, index, names) for index in range(config.num_layers))
         self.norm = HeadNorm(size, eps)
+        own = {name: f"{name}.weight" in names for name in ("embed_tokens", "lm_head")}
+        self.embed_tokens = nn.Embedding(target.vocab_size, size) if own["embed_tokens"] else None
+        self.lm_head = nn.Linear(size, target.vocab_size, bias=False) if own["lm_head"] else None
         if rank := variant.markov_rank:
             self.markov_head = _Markov(target.vocab_size, rank)
         if variant.has_confidence:
@@ -79,12 +85,13 @@ class BlockHead(nn.Module):
 
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
         """The KV cache that the head needs beside that of the target; see `emssd_dflash.runner`."""
-        specs = tuple(self._spec(cast("HeadLayer", layer).spec) for layer in self.layers)
+        own = [cast("HeadLayer", layer).spec for layer in self.layers]
+        specs = tuple(self._spec(*pair) for pair in zip(own, self.variant.causal, strict=True))
         longest = target.max_model_len + 2 * self.variant.block_size
         return replace(target, layers=specs, max_model_len=longest, trees=False, prefix_caching=False)
 
-    def _spec(self, layer: LayerSpec) -> LayerSpec:
-        if self.variant.causal:
+    def _spec(self, layer: LayerSpec, causal: bool) -> LayerSpec:
+        if causal:
             return layer
         window = layer.sliding_window
         wide = None if window is None else window + self.variant.block_size
@@ -96,6 +103,15 @@ class BlockHead(nn.Module):
         Hidden states of one token stand beside each other, in the order of the variant's `layers`.
         """
         return cast("torch.Tensor", self.hidden_norm(self.fc(hidden)))
+
+    def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:
+        """Embeddings ``[n, hidden_size]`` of ``token_ids [n]``, from the head's own table or the target's, scaled."""
+        embeds = embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+        return embeds * self.variant.embedding_scale
+
+    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
+        """Logits ``[n, vocab]`` of ``hidden [n, hidden_size]`` behind the final norm."""
+        return project(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def forward(
         self, embeds: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, attend: BlockAttend

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from emssd.heads import Checkpoint, Format, TargetSizes, expect, fill, made_empty, read_checkpoint, rename
+from emssd.heads import Checkpoint, Format, TargetSizes, drop_copies, expect, fill, made_empty, read_checkpoint, rename
+from emssd.model import BorrowedTarget
 from emssd_dflash.head import BlockHead
 from emssd_dflash.variant import Variant, variant_of
 
@@ -26,13 +25,13 @@ class LoadedBlockHead:
     described: tuple[str, ...]
 
 
-def load_dflash(path: str, target: TargetSizes, *, dtype: torch.dtype, device: torch.device) -> LoadedBlockHead:
-    """Load a head.
+def load_dflash(path: str, target: BorrowedTarget, vocab_size: int) -> LoadedBlockHead:
+    """Load a head. Tables of embeddings and logits that are copies of the target's are not loaded again.
 
     Args:
         path: folder, file of weights or hub id.
         target: that it is to draft for.
-        dtype, device: of the weights.
+        vocab_size: the target's.
 
     Raises:
         ConfigError: it is no DFlash or DSpark drafter, or none for this target, or not whole.
@@ -41,10 +40,19 @@ def load_dflash(path: str, target: TargetSizes, *, dtype: torch.dtype, device: t
     checkpoint = read_checkpoint(path)
     expect(checkpoint, Format.dflash)
     names = rename(checkpoint, lambda name: name.removeprefix("model."))
-    variant = variant_of(checkpoint, names, target)
-    head = made_empty(lambda: BlockHead(variant, names, target))
-    fill(head, checkpoint, names, dtype=dtype, device=device)
+    drop_copies(names, checkpoint, target.model)
+    sizes = TargetSizes(vocab_size, target.hidden_size, target.num_layers)
+    variant = variant_of(checkpoint, names, sizes)
+    head = made_empty(lambda: BlockHead(variant, names, sizes))
+    fill(head, checkpoint, names, dtype=target.dtype, device=target.device)
     return LoadedBlockHead(head, _described(checkpoint, variant))
+
+
+def _sees(variant: Variant) -> str:
+    if all(variant.causal):
+        return "causal"
+    causal = [str(layer) for layer, each in enumerate(variant.causal) if each]
+    return "which see each other" + (f" but in layers {', '.join(causal)}, which are causal" if causal else "")
 
 
 def _described(checkpoint: Checkpoint, variant: Variant) -> tuple[str, ...]:
@@ -54,6 +62,6 @@ def _described(checkpoint: Checkpoint, variant: Variant) -> tuple[str, ...]:
         f"{kind} drafter, read from {checkpoint.source.name}",
         f"reads residual streams before layers {', '.join(map(str, variant.layers))}",
         f"blocks of {variant.block_size} tokens with mask {variant.mask_token_id}, "
-        f"{'causal' if variant.causal else 'which see each other'}; a slot is for {slots}",
+        f"{_sees(variant)}; a slot is for {slots}",
         variant.decoder.described,
     )

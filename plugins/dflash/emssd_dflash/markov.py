@@ -37,7 +37,7 @@ def markov_chains(
         firsts: ``[r]`` where the first token of each chain is chosen.
         lengths: ``[r]`` tokens to draft, at least 1.
         newest: ``[r]`` the token before the first.
-        hidden: ``[sum(lengths), hidden_size]`` of the slots, before the final norm, row after row.
+        hidden: ``[sum(lengths), hidden_size]`` of the slots, behind the final norm, row after row.
         logits: ``[sum(lengths), vocab]`` of the slots.
     """
     starts = [sum(lengths[:row]) for row in range(len(lengths))]

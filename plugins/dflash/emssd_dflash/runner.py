@@ -1,9 +1,10 @@
 """`BlockRunner`: runs a `BlockHead` on an attention backend, whose rows are causal, although a block is not.
 
-In a block every token sees all others. A backend lets a token see the KV of its row up to its own. So a row computes
-its new features, its block, and its block a second time: keys and values come from the first, and queries from the
-second. Whatever is second must hide its own keys. For this, keys have one element more, and queries too: it is 0 in
-what is to be seen, and such in what is not that the weight becomes exactly 0.
+In most layers, every token of a block sees all others. A backend lets a token see the KV of its row up to its own. So a
+row computes its new features, its block, and its block a second time: keys and values come from the first, and queries
+from the second. In layers that are causal, queries come from the first as well. Whatever is second must hide its own
+keys. For this, keys have one element more, and queries too: it is 0 in what is to be seen, and such in what is not that
+the weight becomes exactly 0.
 
 A sliding window is as much longer as the block, so that a query sees as far back as it would from its true place.
 """
@@ -54,7 +55,7 @@ class BlockRunner:
 
     def __init__(self, head: BlockHead, backend: AttentionBackend) -> None:
         self.head, self._backend = head, backend
-        self._size, self._doubled = head.variant.block_size, not head.variant.causal
+        self._size, self._doubled = head.variant.block_size, not all(head.variant.causal)
 
     @property
     def num_slots(self) -> int:
@@ -79,7 +80,8 @@ class BlockRunner:
             packed = pack_nodes(names, ids, lengths, [start + self.num_slots for start in starts])
             plan = self._backend.plan(packed)
         with phase("forward"):
-            step = _Step(self._backend, plan, packed, *self._places(rows, lengths, embeds.device))
+            places = self._places(rows, lengths, embeds.device)
+            step = _Step(self._backend, plan, packed, self.head.variant.causal, *places)
             features = torch.cat([row.features for row in rows])
             hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), step.attend)
         self._backend.commit(Kept(tuple(names), tuple(starts)))
@@ -93,15 +95,15 @@ class BlockRunner:
 
     def _places(
         self, rows: Seq[BlockRow], lengths: Seq[int], device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where in the step are ``[c + m]`` the keys of all features and blocks, and ``[m]`` the queries of blocks."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where in the step are ``[c + m]`` all features and blocks, ``[m]`` the latter, and ``[m]`` what sees all."""
         firsts = [0, *accumulate(lengths)]
         features, blocks = list[int](), list[int]()
         for first, row in zip(firsts, rows, strict=False):
             features += range(first, first + len(row.features))
             blocks += range(first + len(row.features), first + len(row.features) + self._size)
         queries = [place + self._size for place in blocks] if self._doubled else blocks
-        return on_device(features + blocks, device), on_device(queries, device)
+        return on_device(features + blocks, device), on_device(blocks, device), on_device(queries, device)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Free all KV of these requests. Unknown ids are no error."""
@@ -122,20 +124,25 @@ class _Step:
     """A step of the backend.
 
     Attributes:
+        causal: ``[num_layers]`` whether a token of a block sees those before it alone.
         keys: ``[c + m]`` which of its tokens have the keys and values of features and blocks.
-        queries: ``[m]`` which have the queries of blocks.
+        blocks: ``[m]`` those of blocks, which have their queries in causal layers.
+        seconds: ``[m]`` which have the queries of blocks in other layers.
     """
 
     backend: AttentionBackend
     plan: StepPlan
     packed: PackedInputs
+    causal: Seq[bool]
     keys: torch.Tensor
-    queries: torch.Tensor
+    blocks: torch.Tensor
+    seconds: torch.Tensor
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """As `BlockAttend` says."""
         num_tokens, (num_heads, dim), num_kv_heads = self.packed.num_tokens, query.shape[1:], key.shape[1]
-        doubled = self.keys.numel() < num_tokens
+        doubled = not self.causal[layer]
+        places = self.seconds if doubled else self.blocks
         wide = dim + (1 if doubled else 0)
         queries = query.new_zeros(num_tokens, num_heads, wide)
         keys, values = key.new_zeros(num_tokens, num_kv_heads, wide), value.new_zeros(num_tokens, num_kv_heads, dim)
@@ -143,9 +150,9 @@ class _Step:
             queries[..., dim] = _HIDDEN
             keys[..., dim] = -_HIDDEN * dim**0.5  # what queries and keys give is divided by this root
             keys[self.keys, :, dim] = 0
-        queries[self.queries, :, :dim] = query
+        queries[places, :, :dim] = query
         keys[self.keys, :, :dim] = key
         values[self.keys] = value
         fed = self.plan.input_ids.flatten()
         out = self.backend.forward(self.plan, layer, queries[fed], keys[fed], values[fed])
-        return self.plan.packed(out, num_tokens)[self.queries]
+        return self.plan.packed(out, num_tokens)[places]

@@ -21,8 +21,9 @@ class Variant:
         block_size: tokens of a block: the newest one of a row, and masks.
         mask_token_id: of the target's embeddings.
         layers: the target's hidden states that it reads, see `emssd.heads.LAST_NORMED`.
-        causal: whether a token of the block sees those before it alone.
+        causal: ``[num_layers]`` whether a token of the block sees those before it alone.
         from_anchor: whether slot ``i`` of a block is for the token behind it, and not for its own.
+        embedding_scale: factor of the embeddings of blocks.
         markov_rank: of the table of what follows which token; 0 without one, as in DFlash.
         has_confidence: whether a layer of its own tells how sure it is.
         confidence_reads_markov: whether that reads the table too.
@@ -32,8 +33,9 @@ class Variant:
     block_size: int
     mask_token_id: int
     layers: tuple[int, ...]
-    causal: bool
+    causal: tuple[bool, ...]
     from_anchor: bool
+    embedding_scale: float
     markov_rank: int
     has_confidence: bool
     confidence_reads_markov: bool
@@ -92,13 +94,26 @@ def _read(
         decoder=decoder,
         block_size=int(values["block_size"]),
         mask_token_id=int(values["mask_token_id"]),
-        layers=tuple(int(each) + 1 for each in ids),  # the file numbers outputs of layers
-        causal=bool(values.get("causal", False)),
-        from_anchor=bool(values.get("sample_from_anchor", False)),
+        layers=tuple(int(each) + 1 for each in ids),  # the file numbers outputs of layers; -1: embeddings
+        causal=_causal(values, decoder),
+        from_anchor=bool(values.get("sample_from_anchor", _is_dspark(values))),
+        embedding_scale=float(values.get("input_embedding_scale", 1.0)),
         markov_rank=width("markov_head.markov_w1.weight"),
         has_confidence=bool(confidence),
         confidence_reads_markov=confidence not in (0, decoder.hidden_size),
     )
+
+
+def _causal(values: Mapping[str, Any], decoder: DecoderConfig) -> tuple[bool, ...]:
+    """Where the config does not say, layers with sliding windows are, and others are not."""
+    told = values.get("is_causal", values.get("causal"))
+    return tuple(window is not None if told is None else bool(told) for window in decoder.windows)
+
+
+def _is_dspark(values: Mapping[str, Any]) -> bool:
+    """Whether it is a DSpark drafter, with or without a Markov head. DeepSpec's blocks all begin at the anchor."""
+    named = " ".join(map(str, values.get("architectures") or ()))
+    return "DSpark" in named or values.get("projector_type") == "dspark"
 
 
 def _spread(num_own: int, num_layers: int) -> list[int]:
@@ -117,7 +132,7 @@ def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], 
         why = f"it has a hidden size of {size}, and the target's embeddings are of size {target.hidden_size}"
     elif num_layers is not None and num_layers != target.num_layers:
         why = f"it was trained for a target of {num_layers} layers, and this one has {target.num_layers}"
-    elif not all(1 <= layer <= target.num_layers for layer in variant.layers):
+    elif not all(0 <= layer <= target.num_layers for layer in variant.layers):
         why = f"it reads the outputs of layers {read}, and the target has layers 0 to {target.num_layers - 1}"
     elif len(set(variant.layers)) < len(variant.layers):
         why = f"it reads the outputs of layers {read}, and needs different ones"

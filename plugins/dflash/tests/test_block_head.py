@@ -51,7 +51,10 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "plain": ({}, {}, {}),
     "sliding": (SLIDING, {}, {}),
+    "sliding without causality": (SLIDING | {"is_causal": False}, {}, {}),
+    "sliding alone": (SLIDING | {"layer_types": ["sliding_attention"] * 2}, {}, {}),
     "causal": (SLIDING, {"causal": True}, {}),
+    "scaled": ({}, {"input_embedding_scale": 3.0, "target_layer_ids": [-1, 2]}, {}),
     "from the anchor": ({}, {"sample_from_anchor": True}, {}),
     "dspark": (
         {"architectures": ["DSparkDraftModel"], "block_size": 3},
@@ -71,6 +74,16 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]
             "markov_head.markov_w2.weight": (VOCAB, 3),
             "confidence_head.proj.weight": (1, SIZE),
             "confidence_head.proj.bias": (1,),
+        },
+    ),
+    "dspark as DeepSpec has it": (
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3, "markov_head_type": "vanilla", "num_anchors": 512},
+        {},
+        {
+            "markov_head.markov_w1.weight": (VOCAB, 3),
+            "markov_head.markov_w2.weight": (VOCAB, 3),
+            "embed_tokens.weight": (VOCAB, SIZE),
+            "lm_head.weight": (VOCAB, SIZE),
         },
     ),
     "dspark without confidence": (
@@ -132,7 +145,8 @@ def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block
         slides = config.get("layer_types", ["full_attention"] * 9)[layer] == "sliding_attention"
         rows = []
         for i in range(size):
-            last = start + i if config["dflash_config"].get("causal") else start + size - 1
+            causal = config.get("is_causal", config["dflash_config"].get("causal", slides))
+            last = start + i if causal else start + size - 1
             first = max(0, start + i - config["sliding_window"] + 1) if slides else 0
             out = []
             for head in range(heads):
@@ -154,9 +168,11 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     states = model(torch.tensor([tokens[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
     context = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], dim=-1)
     block = [tokens[-1]] + [inner["mask_token_id"]] * (config["block_size"] - 1)
-    h = dense_block(w, config, context, model.get_input_embeddings().weight[block])
-    h = h if inner.get("sample_from_anchor") else h[1:]
-    base = dense_rms(h, w["norm.weight"], config["rms_norm_eps"]) @ model.lm_head.weight.T
+    embeds = w.get("embed_tokens.weight", model.get_input_embeddings().weight)[block]
+    h = dense_block(w, config, context, embeds * inner.get("input_embedding_scale", 1.0))
+    h = h if inner.get("sample_from_anchor", "DSpark" in config["architectures"][0]) else h[1:]
+    h = dense_rms(h, w["norm.weight"], config["rms_norm_eps"])
+    base = h @ w.get("lm_head.weight", model.lm_head.weight).T
     found, before = list[tuple[int, float]](), tokens[-1]
     for slot, logits in zip(h, base, strict=True):
         if "markov_head.markov_w1.weight" in w:
@@ -224,6 +240,13 @@ def test_a_block_that_sees_its_second_self_is_noticed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(emssd_dflash.runner, "_HIDDEN", 0.0)
     with pytest.raises(PluginError, match="failed in propose: AssertionError"):
         test_every_draft_is_that_of_a_dense_pass("plain", "ragged", tmp_path)
+
+
+def test_copies_of_the_targets_tables_take_no_memory(tmp_path: Path) -> None:
+    tables = {"embed_tokens.weight": target().model.get_input_embeddings(), "lm_head.weight": target().model.lm_head}
+    copies = {name: each.weight.detach().clone() for name, each in tables.items()}
+    head = load(write_head(tmp_path / "head", CONFIG, random_weights(shapes_of(CONFIG)) | copies))._head
+    assert head.embed_tokens is head.lm_head is None
 
 
 def load(path: str, **options: Any) -> DFlashDrafter:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from emssd.errors import EmssdError
-from emssd.heads import Checkpoint, Format, expect, fill, made_empty, read_checkpoint, rename
+from emssd.heads import Checkpoint, Format, drop_copies, expect, fill, made_empty, read_checkpoint, rename
 from emssd.heads.files import cannot_load
 from emssd.heads.lent import Lent
 from emssd_mtp.head import MtpHead
@@ -61,11 +61,7 @@ def load_mtp(path: str, lent: Lent) -> LoadedMtp:
     names = rename(checkpoint, lambda name: _place(name, lent.sizes.num_layers))
     if odd := next((name for name in names.values() if checkpoint.tensors[name].dtype not in _WHOLE), None):
         raise cannot_load(path, f"its weights are quantized ({odd}), which drafter=mtp does not read")
-    tables = {"lm_head.weight": target.model.get_output_embeddings()}
-    tables["embed_tokens.weight"] = target.model.get_input_embeddings()
-    for place, table in tables.items():
-        if place in names and _is_copy(checkpoint.tensors[names[place]], table):
-            del names[place]
+    drop_copies(names, checkpoint, target.model)
     try:
         head = made_empty(lambda: MtpHead(target.model, target.dtype, names, target.vocab_size))
     except Exception as error:  # code of models raises anything
@@ -135,11 +131,6 @@ def _place(name: str, num_layers: int) -> str | None:
     if found is None or int(found[1]) != num_layers:
         return None
     return _OF_MODULE.get(found[2], "block." + found[2])
-
-
-def _is_copy(tensor: torch.Tensor, table: torch.nn.Module | None) -> bool:
-    weight = getattr(table, "weight", None)
-    return weight is not None and tensor.shape == weight.shape and torch.equal(tensor.to(weight), weight)
 
 
 def _with_experts_fused(

@@ -33,6 +33,7 @@ from emssd.sequences import Request
 from emssd.testing.oracle import greedy_reference
 from tests.support import sampling as reference
 from tests.support.heads import Weights, dense_rms, run_ragged
+from tests.support.peers import all_double
 
 VOCAB, SIZE, NUM_LAYERS = 23, 16, 2
 COMMON: dict[str, Any] = {
@@ -346,3 +347,28 @@ def test_a_target_whose_layers_are_of_another_make_is_refused(tmp_path: Path) ->
     )
     with pytest.raises(ConfigError, match="OPTDecoderLayer, have no rotary positions"):
         load_mtp(made("glm").path, other)
+
+
+@pytest.mark.parametrize("kind", ["glm", "deepseek"])
+@torch.inference_mode()
+def test_it_gives_what_transformers_computes_that_opens_the_same_checkpoint(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers counts pairs from 1, which turns queries and keys alike."""
+    from transformers import modeling_layers
+
+    if not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"):
+        pytest.skip("this version of Transformers has no layers for multi-token prediction")
+    model, head = target(kind).model, load_mtp(made(kind).path, lent(kind)).head
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [rf"layers\.{NUM_LAYERS}\."])  # published: 61
+    theirs: Any = modeling_layers.MtpModel.from_pretrained(model).double().eval()
+    theirs.config._experts_implementation = "eager"
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with all_double():
+        states = model.model(tokens).last_hidden_state[:, :-1]
+        places = torch.arange(1, tokens.shape[1])[None]
+        wanted = theirs.forward_layer(0, states, places, None, input_ids=tokens[:, 1:])[0]
+        inputs = torch.cat([head.embed(tokens[0, 1:], model.get_input_embeddings()), states[0]], -1)
+        for length in range(2, len(inputs) + 1):
+            ((last, _, _),) = run_ragged(head, [(inputs[:length], 1, inputs[:1], (-1,))])
+            torch.testing.assert_close(last, wanted[length - 1], rtol=1e-9, atol=1e-9)

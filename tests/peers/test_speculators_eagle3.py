@@ -16,8 +16,9 @@ from emssd.testing.models import tiny_model
 from emssd_train.eagle3 import head_config, new_head, save_head
 from emssd_train.options import Eagle3Options
 from emssd_train.unrolled import unroll
+from tests.support.peers import all_double
 
-speculators = pytest.importorskip("speculators")
+speculators = pytest.importorskip("speculators", reason="nox -s speculators installs it")
 
 LAYERS, NUM_PASSES, NUM_TOKENS = (1, 2, 3), 3, 128  # as many as a block of their masks
 
@@ -27,9 +28,7 @@ LAYERS, NUM_PASSES, NUM_TOKENS = (1, 2, 3), 3, 128  # as many as a block of thei
     [{"draft_vocab_size": 24}, {"num_layers": 2, "num_kv_heads": 2, "intermediate_size": 20}],
     ids=["fewer tokens", "two layers"],
 )
-def test_it_opens_a_head_and_gives_its_logits(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_opens_a_head_and_gives_its_logits(options: dict[str, Any], tmp_path: Path) -> None:
     target = TargetModel(tiny_model("llama", num_hidden_layers=3))
     verifier, folder = tmp_path / "verifier", tmp_path / "head"
     target.model.save_pretrained(verifier)
@@ -53,9 +52,7 @@ def test_it_opens_a_head_and_gives_its_logits(
         theirs.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight)
         found = list[torch.Tensor]()
         theirs.lm_head.register_forward_hook(lambda module, given, logits: found.append(logits))
-        with monkeypatch.context() as wide:  # norms and angles are computed in float32, whatever the dtype
-            wide.setattr(torch, "float32", torch.float64)
-            wide.setattr(torch.Tensor, "float", torch.Tensor.double)
+        with all_double():
             theirs(hidden, tokens, torch.zeros_like(tokens), ttt_steps=NUM_PASSES)
         embeds = target.model.get_input_embeddings()(tokens)
         passes = unroll(head, embeds, head.features(hidden[0]).unsqueeze(0), NUM_PASSES)

@@ -1,0 +1,59 @@
+"""`model.weights=int8`: linear layers with a byte for each weight, on CPUs. That is another target: docs/how_to/int8.md."""
+
+from __future__ import annotations
+
+import torch
+
+from emssd.errors import ConfigError
+
+__all__ = ["SCALE", "bytes_of", "round_weights", "scales_of"]
+
+SCALE = "int8_scale"
+"""The name of a buffer that each rounded layer has."""
+
+_MOST = 127
+
+
+def round_weights(model: torch.nn.Module) -> int:
+    """Round the weights of all `torch.nn.Linear` to integers from -127 to 127, times one scale for each output.
+
+    The weights stay tensors of their type, so the model runs as any other; a compiled program keeps a byte of each.
+    Embeddings that share their tensor with a linear layer are rounded with it.
+
+    Returns:
+        How many weights were rounded.
+
+    Raises:
+        ConfigError: one is infinite, or no number.
+    """
+    scales: dict[int, torch.Tensor] = {}
+    count = 0
+    with torch.no_grad():
+        for module in model.modules():
+            if not isinstance(module, torch.nn.Linear) or module.weight.ndim != 2:
+                continue
+            weight = module.weight
+            if weight.data_ptr() not in scales:
+                largest = weight.float().abs().amax(dim=1)
+                if not largest.isfinite().all():
+                    raise ConfigError("model.weights=int8: some weights are infinite, or no numbers; leave it out")
+                scale = torch.where(largest > 0, largest / _MOST, torch.ones_like(largest))
+                weight.copy_((weight.float() / scale.unsqueeze(1)).round() * scale.unsqueeze(1))
+                scales[weight.data_ptr()] = scale
+                count += weight.numel()
+            module.register_buffer(SCALE, scales[weight.data_ptr()], persistent=False)
+    return count
+
+
+def scales_of(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    """By the address of a weight ``[out, in]`` that was rounded, its scales ``[out]`` in float32."""
+    return {
+        module.weight.data_ptr(): getattr(module, SCALE)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and hasattr(module, SCALE)
+    }
+
+
+def bytes_of(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The integers of a rounded weight ``[out, in]``, as int8: they survive that bfloat16 rounds their products."""
+    return (weight.float() / scale.unsqueeze(1)).round().to(torch.int8)
