@@ -34,9 +34,9 @@ _HEAD = """# Options
 Every option of `python -m emssd`, and of the plugins that come with it, with its default. They are set on the command
 line, as in `batch_size=16 drafter=llma drafter.copy_length=10`. In the library those of
 [how rows are decoded](#engine) are arguments of `Engine.from_pretrained`, as are `dtype`, `device`, `max_model_len`,
-`compile` and `trust_remote_code` of [the model](#model), and those of plugins are fields of their dataclasses, as in
-`drafter=LLMAConfig(copy_length=10)`. A name that does not exist is an error. `null` is Python's `None`.
-`python -m emssd --help` lists the options of what is chosen, those of plugins from elsewhere included.
+`compile`, `device_map` and `trust_remote_code` of [the model](#model), and those of plugins are fields of their
+dataclasses, as in `drafter=LLMAConfig(copy_length=10)`. A name that does not exist is an error. `null` is
+Python's `None`. `python -m emssd --help` lists the options of what is chosen, those of plugins from elsewhere included.
 
 This page is made from the dataclasses themselves.
 """

@@ -61,6 +61,8 @@ class KVCacheSpec:
             begins and ends as a whole.
         trees: whether rows may end with token trees, see `PackedInputs.trees`.
         prefix_caching: whether sequences that begin alike share the KV of what they share, if the backend can.
+        devices: by layer where its KV lies, if that is not always `device`. No backend of a plugin sees this: each gets
+            the layers of one device, see `emssd.attention.spread`.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -72,6 +74,7 @@ class KVCacheSpec:
     continuous: bool = False
     trees: bool = False
     prefix_caching: bool = False
+    devices: tuple[torch.device, ...] = ()
 
     @property
     def has_sinks(self) -> bool:
@@ -169,11 +172,14 @@ class AttentionBackend(ABC):
     Attributes:
         takes_trees: whether `plan` takes rows that end with token trees, and `commit` moves KV.
         takes_sinks: whether it computes `LayerSpec.sinks`.
+        takes_devices: whether several of it, on a device each, may serve the layers of one model. Its `StepPlan.replay`
+            may then run within that of another.
         prefix_unit: KV is shared by so many tokens; 0 if it is not shared. Of use after `allocate`.
     """
 
     takes_trees: bool = False
     takes_sinks: bool = False
+    takes_devices: bool = False
     prefix_unit: int = 0
 
     @abstractmethod

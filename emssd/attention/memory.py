@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -17,8 +18,10 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def kv_bytes(kv_memory: str | float | None, device: torch.device) -> int | None:
+def kv_bytes(kv_memory: str | float | None, device: torch.device, free: Callable[[], int] | None = None) -> int | None:
     """Bytes that `kv_memory` means: ``8GiB``, ``500MB``, a number of bytes, or a share of the free memory (``0.8``).
+
+    The free memory is that of `device`, or what `free` says.
 
     Raises:
         ConfigError: `kv_memory` is none of these.
@@ -36,7 +39,7 @@ def kv_bytes(kv_memory: str | float | None, device: torch.device) -> int | None:
             f"kv_memory is {kv_memory!r}; give a size such as 8GiB or 500MB, or a share of the free memory such as 0.8"
         )
     if number <= 1 and not unit:
-        return int(number * free_bytes(device))
+        return int(number * (free_bytes(device) if free is None else free()))
     return num_bytes
 
 

@@ -91,5 +91,5 @@ class PackedInputs:
             return StepInputs(*together([self.input_ids, self.position_ids, self.logit_rows], device))
         inputs = [self.input_ids, self.position_ids, self.logit_rows, self.drafted.places]
         ids, positions, logit_rows, places = together(inputs, device)
-        ids = ids.index_copy(0, places, self.drafted.token_ids)
+        ids = ids.index_copy(0, places, self.drafted.token_ids.to(device))
         return StepInputs(ids, positions, logit_rows)

@@ -27,10 +27,12 @@ class PagedKernels(ABC):
     Attributes:
         takes_trees: whether `plan` takes rows that end with token trees.
         takes_sinks: whether they compute `LayerSpec.sinks`.
+        takes_devices: see `AttentionBackend.takes_devices`.
     """
 
     takes_trees: bool = False
     takes_sinks: bool = False
+    takes_devices: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
@@ -99,6 +101,11 @@ class PagedBackend(AttentionBackend):
     def takes_sinks(self) -> bool:  # type: ignore[override]  # read-only: that of its kernels
         """Whether any of its kernels compute attention sinks."""
         return any(kernels.takes_sinks for kernels in self._choice)
+
+    @property
+    def takes_devices(self) -> bool:  # type: ignore[override]  # read-only: that of its kernels
+        """Whether all of its kernels may be one of several, on a device each."""
+        return all(kernels.takes_devices for kernels in self._choice)
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         return self._serving(spec).unsupported(spec, self._table.page_size)

@@ -16,6 +16,7 @@ from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.model.loading import LoadModel
+from emssd.model.spread import DeviceMap
 from emssd.model.target import Compile
 from emssd.plugins.registry import Registry
 
@@ -50,6 +51,7 @@ def load_parts(
     device: str = "auto",
     max_model_len: int | None = None,
     compile: Compile = False,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     weights: str = "auto",
     tensor_parallel: bool = False,
@@ -64,7 +66,7 @@ def load_parts(
             list of them, asked in turn.
         backend: a name or a plugin's config.
         budget: a name, a plugin's config, or a `BudgetPolicy`.
-        dtype, device, max_model_len, compile, weights: see `emssd.model.load_model`.
+        dtype, device, max_model_len, compile, device_map, weights: see `emssd.model.load_model`.
         trust_remote_code: see there; it holds for draft models too.
         tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call does
             not return: it does its part until process 0 ends, and ends then.
@@ -86,6 +88,7 @@ def load_parts(
         device=device,
         max_model_len=max_model_len,
         compile=compile,
+        device_map=device_map,
         weights=weights,
         tensor_parallel=tensor_parallel,
         checksums=checksums,
@@ -186,7 +189,7 @@ def _context(
         make_drafter=make_drafter,
         on_drafter_error=options.on_drafter_error,
         target=lent(target),
-        cache_spec=caches.target,
+        cache_spec=dataclasses.replace(caches.target, devices=()),  # layers of its own are where the logits are
         make_cache=lambda spec: caches.make(spec, trees=spec.trees),
     )
     return context

@@ -8,6 +8,7 @@ from typing import Any
 
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.attention.memory import kv_bytes
+from emssd.attention.spread import SpreadBackend, free_for
 from emssd.decoding.options import Admission, Batching, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.errors import PluginError
@@ -70,7 +71,7 @@ class Caches:
         Raises:
             ConfigError: the user's limit is none.
         """
-        limit = kv_bytes(self._limit(), self.target.device)
+        limit = kv_bytes(self._limit(), self.target.device, lambda: free_for(self.target))
         costs = []
         for owner, backend, spec in self._made:
             with guarded(owner, "bytes_per_token"):
@@ -106,9 +107,8 @@ class Caches:
         return len(self._reasons(asked)) <= len(self._reasons(self.target))
 
     def _reasons(self, spec: KVCacheSpec) -> list[str]:
-        plugin, config = self.registry.resolve("backend", self.backend)
-        backend: AttentionBackend = self.registry.build("backend", plugin, config)
-        return _unsupported(backend, spec, self.registry.owner("backend", plugin.name))
+        owner, _, backend = _made(spec, self.backend, self.registry)
+        return _unsupported(backend, spec, owner)
 
 
 def shares(limit: int, costs: list[tuple[int, int]]) -> list[int]:
@@ -131,13 +131,22 @@ def shares(limit: int, costs: list[tuple[int, int]]) -> list[int]:
 
 def _built(spec: KVCacheSpec, choice: Any, registry: Registry) -> tuple[str, AttentionBackend]:
     """How errors call the plugin, and its backend."""
-    plugin, config = registry.resolve("backend", choice)
-    owner = registry.owner("backend", plugin.name)
-    backend: AttentionBackend = registry.build("backend", plugin, config)
+    owner, name, backend = _made(spec, choice, registry)
     if reasons := _unsupported(backend, spec, owner):
-        other = "" if plugin.name == "ragged" else ". Try backend=ragged."
-        raise PluginError(f"backend {plugin.name!r} cannot serve this model: {'; '.join(reasons)}{other}")
+        other = "" if name == "ragged" else ". Try backend=ragged."
+        raise PluginError(f"backend {name!r} cannot serve this model: {'; '.join(reasons)}{other}")
     return owner, backend
+
+
+def _made(spec: KVCacheSpec, choice: Any, registry: Registry) -> tuple[str, str, AttentionBackend]:
+    """How errors call the plugin, its name, and its backend; one for each device, if `spec` has several."""
+    plugin, config = registry.resolve("backend", choice)
+
+    def make() -> AttentionBackend:
+        backend: AttentionBackend = registry.build("backend", plugin, config)
+        return backend
+
+    return registry.owner("backend", plugin.name), plugin.name, SpreadBackend(make, spec) if spec.devices else make()
 
 
 def _unsupported(backend: AttentionBackend, spec: KVCacheSpec, owner: str) -> list[str]:
@@ -146,6 +155,8 @@ def _unsupported(backend: AttentionBackend, spec: KVCacheSpec, owner: str) -> li
             return ["it takes no token trees, and the drafter drafts them"]
         if spec.has_sinks and not backend.takes_sinks:
             return ["it computes no attention sinks, and the model has them"]
+        if spec.devices and not backend.takes_devices:
+            return ["it takes no layers on several devices, and model.device_map puts them there"]
         reasons = backend.unsupported(spec)
         if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
             raise PluginError(f"unsupported of {owner} returned {reasons!r}; give a list of sentences")

@@ -69,6 +69,8 @@ class ModelConfig:
         compile: run the forward pass as one compiled program, on a CPU: ``auto``, ``true`` or ``false``. Compiling
             takes half a minute or more, once for a model; the program is kept. ``auto`` uses a kept program, and
             compiles where a run is long enough to pay for it. A draft model is compiled as well.
+        device_map: put a model's layers on several devices: ``auto``, ``balanced``, ``sequential``, or a device for
+            each module, as in ``{model.embed_tokens: 0, model.layers.0: cpu, …}``; see docs/how_to/tensor_parallel.md.
         architecture: for timing without a checkpoint: make a model of this shape, a config of Transformers, with random
             weights; `path` is then only its name. ``data=random`` gives it prompts.
         trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
@@ -84,6 +86,7 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     compile: bool | str = "auto"
+    device_map: Any = None
     architecture: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     weights: str = "auto"

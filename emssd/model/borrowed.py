@@ -53,6 +53,7 @@ class BorrowedTarget:
     @property
     def model(self) -> Any:
         """The model itself, for drafters with layers of its own classes. It must stay as it is."""
+        self._check_together()
         return self._model
 
     @property
@@ -70,8 +71,12 @@ class BorrowedTarget:
         """
         table = self._model.get_input_embeddings()
         if raw:
-            return F.embedding(token_ids, table.weight)
-        embedded: torch.Tensor = table(token_ids)
+            if table.weight.is_meta:
+                raise UnsupportedModelError(
+                    "model.device_map keeps the embeddings in the host's memory, and the drafter reads them"
+                )
+            return F.embedding(token_ids.to(table.weight.device), table.weight).to(self.device)
+        embedded: torch.Tensor = table(token_ids).to(self.device)
         return embedded if self._scale == 1.0 else embedded * self._scale
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -86,7 +91,7 @@ class BorrowedTarget:
             )
         for module in self._streams.tail:
             hidden = module(hidden)
-        return hidden
+        return hidden.to(self.device)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, vocab]`` the logits that the model's own code makes of ``hidden [n, width]``, which is behind `norm`.
@@ -101,7 +106,7 @@ class BorrowedTarget:
 
         with replaced_forward(self._streams.decoder, give):
             logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
-        return logits[0]
+        return logits[0].to(self.device)
 
     def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:
         """The model's first `num_layers` decoder layers, and its final norm and LM head, as a model to draft with.
@@ -114,7 +119,16 @@ class BorrowedTarget:
         Raises:
             UnsupportedModelError: the layers are not found, or cannot be left out.
         """
+        self._check_together()
         return ShallowRunner(self._target, cache, num_layers)
+
+    def _check_together(self) -> None:
+        """Refuse to lend what Accelerate's hooks would move from device to device."""
+        if self._target.is_spread:
+            raise UnsupportedModelError(
+                "with model.device_map, no drafter runs or takes layers of the target; choose one that has a model or "
+                "a head of its own, or reads tokens, such as drafter=suffix"
+            )
 
     @cached_property
     def _streams(self) -> Streams:

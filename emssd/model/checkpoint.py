@@ -19,6 +19,8 @@ from emssd.model.checkpoint_files import check_json, has_vocabulary, tokenizer_f
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from emssd.model.spread import DeviceMap
+
 __all__ = ["load_checkpoint", "load_tokenizer"]
 
 _WHAT_TO_GIVE = (
@@ -43,6 +45,7 @@ def load_checkpoint(
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
     num_shards: int = 1,
+    device_map: DeviceMap | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM, with all of its weights, and its tokenizer.
 
@@ -52,6 +55,7 @@ def load_checkpoint(
         max_model_len: refused, where the model cannot take it, before weights are read.
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
         num_shards: load one of so many shards, in each process of the group.
+        device_map: which module goes to which device; ``None`` loads all to the host.
 
     Raises:
         ConfigError: it is not there, is damaged, is not whole, or needs code that is not trusted.
@@ -83,6 +87,7 @@ def load_checkpoint(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # judged below, by name
             output_loading_info=True,
+            **({} if device_map is None else {"device_map": device_map}),
             **({"distributed_config": plans.distributed_options(config)} if num_shards > 1 else {}),
         )
     model, info = loaded

@@ -18,6 +18,7 @@ from emssd.model.interface import (
     register,
     with_windows,
 )
+from emssd.model.spread import is_spread, output_device
 from emssd.model.support import check_config, check_whole, resolve_max_model_len
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ class HookedModel:
 
     Attributes:
         shard: as given.
+        device: where the logits come out, and all else is that is not a layer's own.
+        is_spread: whether Accelerate moves what the model computes from device to device.
         layers: shape and rules of each attention layer, once they are known.
+        devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
 
@@ -56,18 +60,22 @@ class HookedModel:
         check_config(model.config, type(model))
         if shard is None:
             check_whole(model)
+        self.is_spread = is_spread(model)
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
-        self.device: torch.device = model.device
+        self.device: torch.device = output_device(model)
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
         self.layers: tuple[LayerSpec, ...] = ()
+        self.devices: tuple[torch.device, ...] = ()
         self.compiled: Any = None
         self.streams: Streams | None = None
 
     def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
         """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
-        return KVCacheSpec(self.layers, self.dtype, self.device, max_batch_size, self.max_model_len)
+        return KVCacheSpec(
+            self.layers, self.dtype, self.device, max_batch_size, self.max_model_len, devices=self.devices
+        )
 
     def run(
         self,
@@ -86,6 +94,8 @@ class HookedModel:
         keys of `hidden` say which hidden states are wanted, see `Streams`; it is filled with these, ``[b, n, width]``.
         Given `num_layers`, only so many of the first layers are run. `streams` is wanted for both.
         """
+        if self.is_spread and isinstance(logits_to_keep, torch.Tensor):
+            logits_to_keep = logits_to_keep.tolist()  # type: ignore[assignment]  # which indexes on any device
         keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
@@ -102,7 +112,7 @@ class HookedModel:
                 position_ids=position_ids,
                 use_cache=False,
                 logits_to_keep=logits_to_keep,
-                **keywords,
+                **({} if self.is_spread else keywords),  # Accelerate would pass on copies; they are known as it is
             )
         logits: torch.Tensor = output.logits
         return logits

@@ -202,5 +202,6 @@ def _mask(
 ) -> torch.Tensor:
     """The registered mask function: a mask that hides nothing, and that carries the function that it should follow."""
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    mask.to = lambda *_, **__: mask  # type: ignore[method-assign]  # nobody reads it, so it need not follow a layer
     mask.emssd_visible = mask_function  # type: ignore[attr-defined]  # what the model makes of it does not have that
     return mask

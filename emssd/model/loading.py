@@ -14,6 +14,7 @@ from emssd.model.int8 import round_weights
 from emssd.model.parallel.group import Shard, join
 from emssd.model.parallel.messages import Kind, Message, object_words
 from emssd.model.parallel.plans import check_heads
+from emssd.model.spread import DeviceMap, check_device_map
 from emssd.model.target import Compile, TargetModel
 
 __all__ = ["LoadModel", "Wanted", "load_model", "load_shard"]
@@ -30,6 +31,7 @@ def load_model(
     max_model_len: int | None = None,
     compile: Compile = False,
     architecture: Mapping[str, Any] | None = None,
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     weights: str = "auto",
     tensor_parallel: bool = False,
@@ -44,6 +46,8 @@ def load_model(
         max_model_len, compile: see `TargetModel`.
         architecture: make a model of this shape with random weights and no tokenizer, and let `path` be no more than
             its name; see `emssd.model.random_weights.counting_model`. Its ``auto`` dtype is bfloat16.
+        device_map: put the layers on several devices: ``auto``, ``balanced``, ``sequential``, or a device for each
+            module, as Transformers takes it. The KV of a layer lies on its device.
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
         weights: ``auto`` (as they are), or ``int8``: rounded, see `emssd.model.int8.round_weights`. That is another
             model, and on CPUs alone. ``compile="auto"`` compiles it, as only a program is faster.
@@ -56,6 +60,19 @@ def load_model(
         UnsupportedModelError: see `TargetModel`.
         OutOfMemoryError: there is no room for the weights.
     """
+    if device_map is not None:
+        check_device_map(device_map)
+        others = {
+            "model.device": device != "auto",
+            "model.compile=true": compile is True,
+            "model.architecture": bool(architecture),
+            "model.weights=int8": weights == "int8",
+            "model.tensor_parallel=true": tensor_parallel,
+        }
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise ConfigError(
+                f"model.device_map puts one model on several devices by itself; leave it or {given[0]} out"
+            )
     if weights not in ("auto", "int8"):
         raise ConfigError(f"model.weights is {weights!r}; choose auto or int8")
     if tensor_parallel:
@@ -80,10 +97,13 @@ def load_model(
         assert isinstance(kind, torch.dtype)
         made = counting_model(architecture, kind, _resolve_device(device))
         return _target(made, weights, max_model_len, compile), None
-    torch_dtype, torch_device = _resolve_dtype(dtype), _resolve_device(device)
+    torch_dtype = _resolve_dtype(dtype)
+    torch_device = None if device_map is not None else _resolve_device(device)
     model, tokenizer = load_checkpoint(
-        path, dtype=torch_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+        path, dtype=torch_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code, device_map=device_map
     )
+    if torch_device is None:
+        return TargetModel(model, max_model_len=max_model_len, compile=compile), tokenizer
     try:
         model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
     except torch.OutOfMemoryError as error:

@@ -6,6 +6,7 @@ import sys
 from typing import Any, cast
 
 from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.model.spread import check_offloaded, is_spread
 
 __all__ = ["check_config", "check_whole", "resolve_max_model_len"]
 
@@ -68,7 +69,7 @@ def check_config(config: Any, model_class: type | None) -> None:
 
 
 def check_whole(model: Any) -> None:
-    """Refuse a loaded model that is not whole on one device.
+    """Refuse a loaded model that is not whole, or on several devices without Accelerate's hooks.
 
     Raises:
         UnsupportedModelError: with what can be done.
@@ -80,12 +81,15 @@ def check_whole(model: Any) -> None:
             "it is a shard of a model that is spread over several processes; let emssd load it, with "
             "Engine.from_pretrained(path, tensor_parallel=True)",
         )
+    if is_spread(model):
+        check_offloaded(model)
+        return
     devices = sorted({str(weight.device) for weight in model.parameters()})
     if len(devices) > 1:
         raise _refused(
             model.config.model_type,
-            f"its layers are on several devices ({', '.join(devices)}), and emssd keeps the KV cache on one; load it "
-            f"without device_map, or spread it with tensor_parallel=True",
+            f"its layers are on several devices ({', '.join(devices)}), and nothing moves what they compute from one "
+            f"to the next; load it with device_map",
         )
 
 

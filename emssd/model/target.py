@@ -15,6 +15,7 @@ from emssd.errors import CompileError, ConfigError, UnsupportedModelError
 from emssd.model.hooked import HookedModel
 from emssd.model.masks import learn_windows
 from emssd.model.probe import probe_layers
+from emssd.model.spread import is_spread, layer_devices
 from emssd.model.streams import Hidden, Streams
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class TargetModel(HookedModel):
         compile: Compile = False,
         shard: Shard | None = None,
     ) -> None:
+        if compile is True and is_spread(model):
+            raise ConfigError("model.compile compiles a model on one device; leave it or model.device_map out")
         if compile not in (True, False, "auto"):
             raise ConfigError(f"model.compile is {compile}; it must be true, false or auto")
         super().__init__(model, max_model_len=max_model_len, shard=shard)
@@ -80,7 +83,11 @@ class TargetModel(HookedModel):
         self.layers = probe_layers(self)
         self.may_compile, self._can_compile = compile, False
         self.why_compiled = "not compiled: model.compile=false"
-        self.compiled = self._compile() if compile else None
+        if self.is_spread:
+            devices = layer_devices(self)
+            self.devices = devices if {*devices} != {self.device} else ()
+            self.may_compile, self.why_compiled = False, "not compiled: Accelerate moves it from device to device"
+        self.compiled = self._compile() if self.may_compile else None
 
     def prepare_hidden(self, indices: Seq[int]) -> Streams:
         """From now on, these hidden states can be asked for; see `emssd.model.streams.Streams` for the indices.
@@ -121,7 +128,10 @@ class TargetModel(HookedModel):
             run = whole if num_layers is None else partial(self.run, num_layers=num_layers)
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
-            return Computed(logits.flatten(0, 1), {index: each.flatten(0, 1) for index, each in hidden.items()})
+            logits = logits.to(self.device)
+            return Computed(
+                logits.flatten(0, 1), {index: each.flatten(0, 1).to(self.device) for index, each in hidden.items()}
+            )
 
         logits, hidden = forward() if plan.replay is None else plan.replay(forward)
         assert hidden.keys() >= {*indices}, "this step was recorded before these hidden states were asked for"

@@ -81,6 +81,7 @@ class PaddedBackend(AttentionBackend):
 
     takes_trees = True
     takes_sinks = True
+    takes_devices = True
 
     def __init__(self, *, pad_kv: bool = True, pad_inputs: bool = True) -> None:
         self._pad_kv = pad_kv

@@ -54,6 +54,7 @@ class FusedKernels(PagedKernels):
 
     takes_trees = True
     takes_sinks = True
+    takes_devices = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reason = why_not_fused(spec, page_size)

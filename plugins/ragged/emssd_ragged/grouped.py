@@ -96,6 +96,7 @@ class GroupedKernels(PagedKernels):
 
     takes_trees = True
     takes_sinks = True
+    takes_devices = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         return []

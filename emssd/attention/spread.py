@@ -1,0 +1,131 @@
+"""`SpreadBackend`: a KV cache over several devices, where a model's layers are; and which tensor goes where.
+
+The KV of a layer, and what its attention reads in a step, lie on the layer's device. What the model is fed, and which
+logits are wanted, lie on the cache's own device, where the logits come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+
+from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
+from emssd.attention.memory import free_bytes
+from emssd.attention.packed import PackedInputs
+
+__all__ = ["SpreadBackend", "free_for", "parts_of"]
+
+
+def parts_of(spec: KVCacheSpec) -> dict[torch.device, tuple[tuple[int, ...], KVCacheSpec]]:
+    """By device the layers whose KV lies there, as indices into ``spec.layers``, and the cache that holds it.
+
+    Each part holds as many tokens as the whole. Parts share no prefixes: their pages are given out independently.
+    """
+    devices = spec.devices or (spec.device,) * len(spec.layers)
+    layers = {device: tuple(i for i, each in enumerate(devices) if each == device) for device in dict.fromkeys(devices)}
+    return {
+        device: (
+            own,
+            replace(spec, layers=tuple(spec.layers[i] for i in own), device=device, devices=(), prefix_caching=False),
+        )
+        for device, own in layers.items()
+    }
+
+
+def free_for(spec: KVCacheSpec) -> int:
+    """Bytes that the cache could take until one of its devices is full, all layers holding equally many tokens."""
+    whole, parts = spec.bytes_per_token(), parts_of(spec)
+    return min(free_bytes(device) * whole // own.bytes_per_token() for device, (_, own) in parts.items())
+
+
+class SpreadBackend(AttentionBackend):
+    """One backend for each device. Each plans a step once and computes the attention of its own layers.
+
+    Args:
+        make: makes a backend that is not allocated yet.
+        spec: the cache; `KVCacheSpec.devices` says how many backends there are.
+    """
+
+    def __init__(self, make: Callable[[], AttentionBackend], spec: KVCacheSpec) -> None:
+        self._parts = {device: make() for device in parts_of(spec)}
+
+    @property
+    def takes_trees(self) -> bool:  # type: ignore[override]  # read-only: that of its parts
+        """Whether each part takes rows that end with token trees."""
+        return all(part.takes_trees for part in self._parts.values())
+
+    @property
+    def takes_sinks(self) -> bool:  # type: ignore[override]  # read-only: that of its parts
+        """Whether each part computes attention sinks."""
+        return all(part.takes_sinks for part in self._parts.values())
+
+    @property
+    def takes_devices(self) -> bool:  # type: ignore[override]  # read-only: that of its parts
+        """Whether each part may be one of several."""
+        return all(part.takes_devices for part in self._parts.values())
+
+    def unsupported(self, spec: KVCacheSpec) -> list[str]:
+        reasons = [self._parts[device].unsupported(own) for device, (_, own) in parts_of(spec).items()]
+        return [*dict.fromkeys(reason for each in reasons for reason in each)]
+
+    def allocate(self, spec: KVCacheSpec) -> None:
+        self._device, self._places = spec.device, dict[int, tuple[torch.device, int]]()
+        for device, (layers, own) in parts_of(spec).items():
+            self._parts[device].allocate(own)
+            self._places |= {layer: (device, place) for place, layer in enumerate(layers)}
+
+    def bytes_per_token(self, spec: KVCacheSpec) -> int:
+        return sum(self._parts[device].bytes_per_token(own) for device, (_, own) in parts_of(spec).items())
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return all(part.fits(kv_lens) for part in self._parts.values())
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        plans = {device: part.plan(packed) for device, part in self._parts.items()}
+        fed = plans.get(self._device) or next(iter(plans.values()))
+
+        def moved(value: Any) -> Any:
+            return value.to(self._device) if isinstance(value, torch.Tensor) else value
+
+        replays = [plan.replay for plan in plans.values() if plan.replay is not None]
+        return StepPlan(
+            input_ids=moved(fed.input_ids),
+            position_ids=moved(fed.position_ids),
+            logits_to_keep=moved(fed.logits_to_keep),
+            logit_index=moved(fed.logit_index),
+            attention=plans,
+            # One within the other: a part that is not content with its own layers has the others run again as well.
+            replay=reduce(lambda outer, inner: lambda compute: outer(lambda: inner(compute)), replays)
+            if replays
+            else None,
+            token_index=moved(fed.token_index),
+        )
+
+    def forward(
+        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        device, place = self._places[layer]
+        return self._parts[device].forward(plan.attention[device], place, query, key, value)
+
+    def commit(self, kept: Kept) -> None:
+        for part in self._parts.values():
+            part.commit(kept)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        names = tuple(request_ids)
+        for part in self._parts.values():
+            part.release(names)
+
+    @property
+    def kv_usage(self) -> KVUsage:
+        usages = [part.kv_usage for part in self._parts.values()]
+        return KVUsage(
+            held=sum(each.held for each in usages),
+            peak_held=sum(each.peak_held for each in usages),
+            peak_pool=sum(each.peak_pool for each in usages),
+            padding=max(each.padding for each in usages),
+        )

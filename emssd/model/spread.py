@@ -1,0 +1,121 @@
+"""Models whose layers Accelerate has put on several devices: which device maps can be, and what is where."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.attention import LayerSpec
+from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.model.probe import running
+
+if TYPE_CHECKING:
+    from emssd.model.hooked import HookedModel
+
+__all__ = ["DeviceMap", "check_device_map", "check_offloaded", "is_spread", "layer_devices", "output_device"]
+
+DeviceMap = str | Mapping[str, int | str]
+"""Where the modules of a model go, as Transformers takes it: by name, or as Accelerate chooses."""
+
+_CHOICES = ("auto", "balanced", "balanced_low_0", "sequential")
+_NOWHERE = ("disk", "meta")
+
+
+def check_device_map(device_map: DeviceMap) -> None:
+    """Refuse a map that cannot be, before any weights are read.
+
+    Raises:
+        ConfigError: it is no map, names no device of this machine, or Accelerate is not installed.
+    """
+    if isinstance(device_map, str):
+        if device_map not in _CHOICES:
+            raise ConfigError(
+                f"model.device_map is {device_map!r}; choose {', '.join(_CHOICES)}, or give a device for each module, "
+                f"as in {{model.embed_tokens: 0, model.layers.0: cpu, …}}; model.device puts all on one device"
+            )
+    elif not isinstance(device_map, Mapping) or not device_map:
+        raise ConfigError(f"model.device_map is {device_map!r}; it must be a word or a map from modules to devices")
+    else:
+        for module, name in device_map.items():
+            _check_device(str(module), name)
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError("model.device_map needs the package accelerate: pip install 'emssd[devices]'")
+
+
+def _check_device(module: str, name: Any) -> None:
+    if name in _NOWHERE:
+        raise ConfigError(
+            f"model.device_map puts {module!r} on {name}, and emssd computes with weights that are in memory; choose a "
+            f"GPU's number or cpu"
+        )
+    if type(name) not in (int, str) or (type(name) is int and not 0 <= name < torch.cuda.device_count()):
+        raise ConfigError(
+            f"model.device_map puts {module!r} on {name!r}, and this machine has {torch.cuda.device_count()} GPUs; "
+            f"give a GPU's number or cpu"
+        )
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"model.device_map puts {module!r} on {name!r}, which cannot be used here; give a GPU's number or cpu"
+        ) from error
+
+
+def is_spread(model: Any) -> bool:
+    """Whether Accelerate's hooks move what the model computes from device to device."""
+    return hasattr(model, "_hf_hook")
+
+
+def check_offloaded(model: Any) -> None:
+    """Refuse a model of which Accelerate keeps a part on disk.
+
+    Raises:
+        UnsupportedModelError: with the names.
+    """
+    on_disk = [name for name, device in (getattr(model, "hf_device_map", None) or {}).items() if device == "disk"]
+    if on_disk:
+        raise UnsupportedModelError(
+            f"{model.config.model_type} cannot be served: there is no memory for all of its weights, and Accelerate "
+            f"put {on_disk[0]!r} and {len(on_disk) - 1} more modules on disk; take a smaller model or dtype"
+        )
+
+
+def output_device(model: Any) -> torch.device:
+    """Where the logits come out, and where tokens are chosen.
+
+    Weights that lie in the host's memory beside a GPU are copied there when they are used: their device is the GPU.
+    """
+    if not is_spread(model):
+        device: torch.device = model.device
+        return device
+    head = model.get_output_embeddings()
+    if head is not None and not head.weight.is_meta:
+        of_head: torch.device = head.weight.device
+        return of_head
+    hooks = [hook for module in (head, model) if (hook := getattr(module, "_hf_hook", None)) is not None]
+    every = [each for hook in hooks for each in getattr(hook, "hooks", [hook])]  # one, or several in a row
+    known = [each.execution_device for each in every if getattr(each, "execution_device", None) is not None]
+    return torch.empty(0, device=known[0] if known else "cpu").device
+
+
+def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
+    """Where the attention of each layer is computed, as a short pass shows.
+
+    Raises:
+        UnsupportedModelError: the model does not run.
+    """
+    devices: dict[int, torch.device] = {}
+
+    def attend(
+        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        devices[layer] = query.device
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    with running(target):
+        numbers = torch.arange(2, device=target.device)
+        target.run(numbers.unsqueeze(0), numbers.unsqueeze(0), attend, numbers)
+    return tuple(devices[layer] for layer in sorted(devices))
