@@ -963,9 +963,16 @@ void to_panels(const Cell* from, int64_t out, int64_t in, Cell* to) {
   });
 }
 
+// What a pass over a panel fetches beside it: with each cell, `step` bytes on from `from`.
+struct Ahead {
+  const char* from;
+  int64_t step;
+};
+
 // N rows of input, as [cells, N], by a panel: sums [N, kPanel].
 template <class Kind, int N>
-void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell* panel, int64_t cells, float* to) {
+void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell* panel, int64_t cells, Ahead ahead,
+                    float* to) {
   Sums sum[N][kVectors];
 #pragma GCC unroll 16
   for (int row = 0; row < N; ++row) {
@@ -975,8 +982,8 @@ void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell
 #pragma GCC unroll 1
   for (int64_t cell = 0; cell < cells; ++cell) {
     const auto* place = panel + cell * kPanel;
-    __builtin_prefetch(reinterpret_cast<const char*>(place) + kAhead);
-    if (sizeof(*place) * kPanel > 64) __builtin_prefetch(reinterpret_cast<const char*>(place) + kAhead + 64);
+    __builtin_prefetch(ahead.from + cell * ahead.step);
+    if (sizeof(*place) * kPanel > 64) __builtin_prefetch(ahead.from + cell * ahead.step + 64);
     decltype(Kind::of(place)) weights[kVectors];
 #pragma GCC unroll 16
     for (int vector = 0; vector < kVectors; ++vector) weights[vector] = Kind::of(place + vector * kLanes);
@@ -1040,6 +1047,7 @@ template <class T, class Kind>
 void multiply(const T* rows, int64_t num_rows, int64_t in, const Panels& layer, int64_t outputs, T* to) {
   static const auto kernels = panel_kernels<Kind>(std::make_integer_sequence<int, kMaxRows>{});
   using Input = typename Kind::Input;
+  constexpr int64_t kCellBytes = kPanel * sizeof(typename Kind::Cell);
   const int64_t cells = in / Kind::kWidth, passes = (num_rows + kMaxRows - 1) / kMaxRows;
   const int64_t share = (num_rows + passes - 1) / passes;
   std::vector<Input> inputs(num_rows * cells);
@@ -1057,7 +1065,14 @@ void multiply(const T* rows, int64_t num_rows, int64_t in, const Panels& layer, 
       const int64_t first = panel * kPanel;
       for (int64_t row = 0; row < num_rows; row += share) {
         const int64_t count = std::min(share, num_rows - row);
-        kernels[count - 1](inputs.data() + row * cells, weights + first * cells, cells, sums);
+        const auto* place = weights + first * cells;
+        // One pass fetches what it needs next. Of several, each fetches its part of the next panel: arithmetic hides memory.
+        Ahead ahead{reinterpret_cast<const char*>(place) + kAhead, kCellBytes};
+        if (passes > 1) {
+          const char* next = reinterpret_cast<const char*>(place + cells * kPanel);
+          ahead = {next + row / share * cells * kCellBytes / passes, kCellBytes / passes};
+        }
+        kernels[count - 1](inputs.data() + row * cells, place, cells, ahead, sums);
         for (int64_t i = 0; i < count; ++i) {
           finish(sums + i * kPanel, scale ? scale + first : nullptr, bias + first, outputs - first,
                  to + (row + i) * outputs + first);
