@@ -91,7 +91,10 @@ class Child:
         sizes = {"--limit": given.limit, "--batch-size": given.batch_size, "--new": given.new}
         options = [f"{name}={value}" for name, value in (sizes | {"--drafted": given.drafted}).items()]
         command = [sys.executable, __file__, given.model, str(given.prompts), drafter, *options, "--child"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        threads = {"OMP_NUM_THREADS": str(os.cpu_count())}  # vLLM's n-grams set their own, the others do not
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | threads
+        )
 
     def __enter__(self) -> Child:
         return self

@@ -83,10 +83,12 @@ def test_rows_that_lose_their_kv_begin_again_in_every_process(checkpoints: Path,
 @pytest.mark.torchrun
 def test_each_process_holds_its_heads_and_refuses_what_needs_all(found: dict[str, Any]) -> None:
     said = found["said"]
-    assert found["heads"] == [2], "OPT has four"
+    assert found["heads"]["opt"] == [2, 2], "each of its layers has four heads"
+    assert found["heads"]["granitemoe_swa"] == [1, 1], "each of its layers has two of keys and values"
     assert "process 1 was told something else than process 0" in said["told"]
     assert "process 1 has computed other hidden states than process 0" in said["computed"]
     assert "there is no such folder" in said["missing"]
+    assert said["unreadable"] == "process 1 cannot do what process 0 can: there is no such folder here"
     assert "no drafter runs layers of the target" in said["borrowed"]
     assert "Engine.from_pretrained(path, tensor_parallel=True)" in said["shard"]
 

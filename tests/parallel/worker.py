@@ -13,15 +13,15 @@ import torch
 
 from emssd import Engine
 from emssd.decoding.parallel import follow_unless_first
-from emssd.errors import EmssdError, GroupError
-from emssd.model import TargetModel, load_model
+from emssd.errors import ConfigError, EmssdError, GroupError
+from emssd.model import TargetModel, load_model, loading
 from emssd.model.parallel import follower
 from emssd.model.parallel.group import Group, join
 from emssd.model.parallel.messages import Kind, Message, messages_of, words_of
 from emssd.plugins.registry import Registry
 from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
 
-_FIRST_TOKEN = 13  # of a step of three rows, in its words
+UNREADABLE = "opt-1"  # by the other processes than the first
 
 
 def plant_told(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,20 @@ def follow() -> None:
             with pytest.raises(GroupError):
                 follow_unless_first(Registry())
         join().is_broken = False
-    follow_unless_first(Registry())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load_checkpoint", without(UNREADABLE, loading.load_checkpoint))
+        follow_unless_first(Registry())
+
+
+def without(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, on a machine whose disk has no folder `name`."""
+
+    def other(path: str, **options: Any) -> Any:
+        if Path(path).name == name:
+            raise ConfigError("there is no such folder here")
+        return load(path, **options)
+
+    return other
 
 
 def refused(act: Callable[[], Any]) -> str:
@@ -78,14 +91,16 @@ def refused(act: Callable[[], Any]) -> str:
 
 def main(folder: Path) -> None:
     """Process 0."""
-    choices, said, found = backends(), dict[str, str](), dict[str, list[list[int]]]()
+    choices, said, found, heads = backends(), dict[str, str](), dict[str, list[list[int]]](), dict[str, list[int]]()
     for name in PLANTED:
         loaded = load_model(str(folder / "llama-0"), tensor_parallel=True, checksums=True)
         said[name] = refused(lambda loaded=loaded: decoded(loaded, "none", "ragged", None))  # type: ignore[misc]
         join().is_broken = False
     said["missing"] = refused(lambda: load_model(str(folder / "nowhere"), tensor_parallel=True))
+    said["unreadable"] = refused(lambda: load_model(str(folder / UNREADABLE), tensor_parallel=True))
     for model in MODELS:
         loaded = load_model(str(folder / f"{model}-0"), tensor_parallel=True, checksums=model == "opt")
+        heads[model] = [layer.num_kv_heads for layer in loaded[0].layers]
         for name, backend, sampling in cases(model):
             made = drafter(name, str(folder / model))
             tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling])
@@ -95,9 +110,8 @@ def main(folder: Path) -> None:
     with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
     said["borrowed"] = refused(lambda: decoded(loaded, "early_exit", "ragged", None))
     said["shard"] = refused(lambda: Engine.from_model(loaded[0].model))
-    heads = {layer.num_kv_heads for layer in loaded[0].layers}
     (folder / "found.json").write_text(
-        json.dumps({"tokens": found, "headed": with_heads, "preempted": again, "said": said, "heads": [*heads]})
+        json.dumps({"tokens": found, "headed": with_heads, "preempted": again, "said": said, "heads": heads})
     )
 
 
