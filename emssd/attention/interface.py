@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from emssd.attention.native import NativeStep
 from emssd.attention.packed import PackedInputs, StepInputs
 
 __all__ = [
@@ -231,6 +232,25 @@ class AttentionBackend(ABC):
         Returns:
             ``[b * n, num_qo_heads, value_dim]``. Padding tokens get anything that is finite if the inputs are.
         """
+
+    def native_step(self, plan: StepPlan) -> NativeStep | None:
+        """What C++ code needs to do the same as `forward`, in all layers; ``None`` if only `forward` can.
+
+        A compiled program asks for it, and then calls no `forward` in this step.
+        """
+        return None
+
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> StepPlan | None:
+        """`plan` a step, of chains, that passes of one token for each row follow without another plan.
+
+        Args:
+            packed: the step.
+            lengths: ``[B]`` tokens that each row has room for behind those of the step.
+
+        Returns:
+            A plan that `native_step` takes, or ``None``: this backend plans each pass.
+        """
+        return None
 
     @abstractmethod
     def commit(self, kept: Kept) -> None:

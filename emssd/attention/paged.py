@@ -10,6 +10,7 @@ import torch
 
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.attention.memory import free_bytes
+from emssd.attention.native import NativeStep
 from emssd.attention.packed import PackedInputs
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, page_bytes
@@ -28,11 +29,13 @@ class PagedKernels(ABC):
         takes_trees: whether `plan` takes rows that end with token trees.
         takes_sinks: whether they compute `LayerSpec.sinks`.
         takes_devices: see `AttentionBackend.takes_devices`.
+        are_native: whether `native_step` gives what C++ code attends with, page by page of all that a row holds.
     """
 
     takes_trees: bool = False
     takes_sinks: bool = False
     takes_devices: bool = False
+    are_native: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
@@ -58,6 +61,10 @@ class PagedKernels(ABC):
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Once a layer: store the new keys and values in the pool, then attend. See `AttentionBackend.forward`."""
+
+    def native_step(self, plan: StepPlan) -> NativeStep | None:
+        """See `AttentionBackend.native_step`."""
+        return None
 
     def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the keys or the values of some tokens to other slots. All are read before the first is written.
@@ -133,6 +140,18 @@ class PagedBackend(AttentionBackend):
 
     def plan(self, packed: PackedInputs) -> StepPlan:
         self._table.reserve_step(packed)
+        return self._planned(packed)
+
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> StepPlan | None:
+        if not self._kernels.are_native:
+            return None
+        self._table.reserve_step(packed)
+        for request_id, kv_len, length in zip(packed.request_ids, packed.kv_lens, lengths, strict=True):
+            self._table.reserve(request_id, kv_len + length)
+        return self._planned(packed)
+
+    def _planned(self, packed: PackedInputs) -> StepPlan:
+        """The plan of a step whose rows have their pages."""
         self._follow_table()
         self._peak_held = max(self._peak_held, self._table.num_used * self._pool.page_bytes)
         return self._kernels.plan(packed, self._table)
@@ -141,6 +160,9 @@ class PagedBackend(AttentionBackend):
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         return self._kernels.forward(plan, layer, query, key, value)
+
+    def native_step(self, plan: StepPlan) -> NativeStep | None:
+        return self._kernels.native_step(plan)
 
     def commit(self, kept: Kept) -> None:
         self._move(kept)

@@ -12,7 +12,7 @@ from emssd.native import loaded_kernels
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import top_draws
 
-__all__ = ["top_choices", "top_tokens"]
+__all__ = ["likelihood", "top_choices", "top_tokens"]
 
 
 def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
@@ -36,7 +36,12 @@ def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tu
     starts = range(0, num_rows * width, width)
     tokens = [[int(token) for token in host[start : start + width]] for start in starts]
     shares = [host[start + num_rows * width : start + (num_rows + 1) * width] for start in starts]
-    return tokens, [[-math.inf if math.isnan(share) else min(share, 0.0) for share in row] for row in shares]
+    return tokens, [[likelihood(share) for share in row] for row in shares]
+
+
+def likelihood(share: float) -> float:
+    """The logarithm of a probability that is one: not above 0, and of what is not a number that of 0."""
+    return -math.inf if math.isnan(share) else min(share, 0.0)
 
 
 def top_choices(

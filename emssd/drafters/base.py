@@ -98,9 +98,13 @@ class ModelDrafter(Drafter):
     def _catch_up(self, rows: list[CachedRow]) -> torch.Tensor:
         """Compute what is not cached. Returns the logits behind the newest token of each row, ``[r, vocab]``."""
         logits = self._runner.run(pack(rows, Draft.empty(len(rows)))).logits
+        self._cached_all(rows)
+        return self._known(logits)
+
+    def _cached_all(self, rows: list[CachedRow]) -> None:
+        """Note that all tokens of some rows are computed."""
         for row in rows:
             self._num_cached[row.request_id] = row.num_cached = len(row.tokens)
-        return self._known(logits)
 
     def _known(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of the target's ids alone."""

@@ -67,6 +67,9 @@ class DynamicShape(Shape):
         top_k: nodes of a level that are expanded, and children of each.
         temperature: below 1, as the target takes its first choice more often than the draft model's probability says.
         min_confidence: a node that is less probable behind its parent gets no children.
+
+    Attributes:
+        least: the logarithm of that probability.
     """
 
     def __init__(
@@ -78,11 +81,11 @@ class DynamicShape(Shape):
         if not 0.01 <= temperature <= 100:
             raise ConfigError(f"drafter.temperature is {temperature}; it must be from 0.01 to 100")
         self.num_nodes, self.depth, self.width, self.temperature = num_nodes, depth, top_k, temperature
-        self._least = math.log(min_confidence) if min_confidence else -math.inf
+        self.least = math.log(min_confidence) if min_confidence else -math.inf
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
         best = frontier[: self.width]
-        return [(node, range(self.width)) for node in best if node < 0 or tree.log_probs[node] >= self._least]
+        return [(node, range(self.width)) for node in best if node < 0 or tree.log_probs[node] >= self.least]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return min(self.width, num_nodes - 1) * max(0, depth - 1)

@@ -14,10 +14,12 @@ from emssd.attention import additive_mask, masked_attention
 from emssd.errors import CompileError, EmssdError
 from emssd.model import program, tracing
 from emssd.model.fingerprint import fingerprint_of
-from emssd.model.program import Attend, Program, declare_operators
+from emssd.model.program import Attend, Chain, Program, declare_operators
 from emssd.native import CacheError, NativeError, entry
 
 if TYPE_CHECKING:
+    from emssd.attention import StepPlan
+    from emssd.attention.native import NativeStep
     from emssd.heads.runner import Head
 
 __all__ = ["CompiledHead", "compiled_head"]
@@ -84,18 +86,25 @@ class CompiledHead:
         except Exception as error:  # a head's own code may raise anything
             reason = f"{type(error).__name__}: {tracing.first_line(error)}"
             raise CompileError(f"{type(head).__name__} cannot be compiled: {reason}") from error
+        self._has_logits = len(got) > 1
         limit = _WRONG.get(weight.dtype, 0.2)
         if any(((one - other).abs().max() > limit * other.std()).item() for one, other in zip(got, right, strict=True)):
             raise CompileError(f"the program of {type(head).__name__} computes something else")
 
     def __call__(
-        self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend, kept: torch.Tensor
+        self,
+        inputs: torch.Tensor,
+        position_ids: torch.Tensor,
+        attend: Attend,
+        kept: torch.Tensor,
+        step: NativeStep | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Run it on ``inputs [b, n, input_size]`` at ``position_ids [b, n]``.
 
         Args:
             inputs, position_ids, attend: as `Head.forward` takes them.
             kept: ``[m]`` places of the tokens whose outputs are wanted, in each of the `b`.
+            step: what `attend` does, where C++ code can do it.
 
         Returns:
             Hidden states ``[b * m, hidden_size]``, and logits ``[b * m, draft_vocab_size]`` if the head has its own.
@@ -108,7 +117,15 @@ class CompiledHead:
                 position_ids.view(1, -1),
                 (starts + kept).flatten(),
             )
-        return tuple(self._program([inputs, position_ids, kept], attend, batch * num_tokens))
+        return tuple(self._program([inputs, position_ids, kept], attend, batch * num_tokens, step))
+
+    def run_chain(
+        self, inputs: torch.Tensor, plan: StepPlan, step: NativeStep, chain: Chain
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Chains behind ``inputs [1, n, input_size]``, see `Program.run_chain`; ``None`` without logits of its own."""
+        if not self._has_logits:
+            return None
+        return self._program.run_chain([inputs, plan.position_ids, plan.logits_to_keep], step, chain)
 
 
 class _Traced(nn.Module):
@@ -122,7 +139,7 @@ class _Traced(nn.Module):
         self, inputs: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor, handle: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = torch.ops.emssd.attend(query, key, value, handle, layer)
+            out: torch.Tensor = torch.ops.emssd_native.attend_layer(query, key, value, handle, layer)
             return out
 
         return self.outputs(inputs, position_ids, kept, attend)

@@ -15,14 +15,16 @@ from emssd.attention import Kept, PackedInputs
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
+from emssd.decoding.top_tokens import likelihood
 from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
 from emssd.drafting.levels import GrowingTree, joined_best, with_room
-from emssd.drafting.shapes import Expansion, Shape
+from emssd.drafting.shapes import DynamicShape, Expansion, Shape
 from emssd.heads.choices import head_choices
 from emssd.heads.lent import Lent
 from emssd.heads.pairs import PairedHead
 from emssd.heads.runner import HeadRunner
 from emssd.heads.states import KnownStates
+from emssd.model.program import Chain
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch
@@ -96,13 +98,8 @@ class PairedDrafter(Drafter):
         rows = self._begin(batch, budget)
         if not rows:
             return Draft.empty(len(batch))
-        level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
-        hidden, logits = self._catch_up(rows)
-        self._grow(level, logits)
-        while following := self._next_level(rows):
-            hidden, logits = self._compute(following, level, hidden)
-            level = following
-            self._grow(level, logits)
+        if not self._grow_chains(rows):
+            self._grow_trees(rows)
         self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.pairs.num_used for row in rows)))
         trees = {row.request_id: row.tree for row in rows}
         draft = joined_best([trees.get(row.request_id) for row in batch])
@@ -166,8 +163,52 @@ class PairedDrafter(Drafter):
         fitting = with_room(self._runner.fits, held, wanted)
         return [row for row, fits in zip(rows, fitting, strict=True) if fits]
 
+    def _grow_trees(self, rows: Seq[PairedRow]) -> None:
+        """Draft level by level."""
+        level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
+        hidden, logits = self._catch_up(rows)
+        self._grow(level, logits)
+        while following := self._next_level(rows):
+            hidden, logits = self._compute(following, level, hidden)
+            level = following
+            self._grow(level, logits)
+
+    def _grow_chains(self, rows: Seq[PairedRow]) -> bool:
+        """Draft all levels in one call, if these are greedy chains and the head can; returns whether it did."""
+        shape, table = self._shape, self._head.table(self._target.table)
+        if (
+            table is None
+            or not (isinstance(shape, DynamicShape) and shape.width == 1)
+            or not all(row.node.params.is_greedy for row in rows)
+        ):
+            return False
+        lengths = [min(row.tree.num_nodes, row.tree.depth, row.tree.max_cached + 1) for row in rows]
+        chain = Chain(
+            lengths, self._target.vocab_size, table, self._head.target_ids, 1.0 / shape.temperature, shape.least
+        )
+        found = self._runner.run_chain(*self._new_pairs(rows), chain)
+        if found is None:
+            return False
+        self._have_used(rows)
+        for row, length, tokens, log_probs in zip(rows, lengths, *(each.tolist() for each in found), strict=True):
+            node, row.tree.level = -1, []
+            for token, share in zip(tokens[:length], log_probs, strict=False):
+                log_prob = likelihood(share)
+                row.tree.grow(node, (0,), [token], [log_prob])
+                if log_prob < shape.least:
+                    break
+                node += 1
+        return True
+
     def _catch_up(self, rows: Seq[PairedRow]) -> Outputs:
         """Compute all pairs that are not cached. Returns the outputs behind the last of each row."""
+        packed, inputs = self._new_pairs(rows)
+        outputs = self._run_on(packed, inputs)
+        self._have_used(rows)
+        return outputs
+
+    def _new_pairs(self, rows: Seq[PairedRow]) -> tuple[PackedInputs, torch.Tensor]:
+        """The step of all pairs that are not cached, with the last of each row wanted, and its inputs."""
         features = [row.pairs.new(row.tree.num_tokens) for row in rows]
         lengths, token_ids = [len(new) for new in features], list[int]()
         for row, length in zip(rows, lengths, strict=True):
@@ -175,10 +216,13 @@ class PairedDrafter(Drafter):
         packed = pack_nodes(
             [row.request_id for row in rows], torch.tensor(token_ids), lengths, [row.tree.num_tokens for row in rows]
         )
-        outputs = self._run(replace(packed, logit_rows=torch.tensor(packed.qo_indptr[1:]) - 1), torch.cat(features))
+        packed = replace(packed, logit_rows=torch.tensor(packed.qo_indptr[1:]) - 1)
+        return packed, self._inputs(packed, torch.cat(features))
+
+    def _have_used(self, rows: Seq[PairedRow]) -> None:
+        """Note that all pairs of some rows are computed."""
         for row in rows:
             row.pairs.used(row.tree.num_tokens)
-        return outputs
 
     def _next_level(self, rows: Seq[PairedRow]) -> Level:
         """The rows that are not done, with the nodes to expand."""
@@ -213,8 +257,14 @@ class PairedDrafter(Drafter):
 
     def _run(self, packed: PackedInputs, features: torch.Tensor) -> Outputs:
         """The outputs behind tokens that stand beside ``features [nnz, hidden]``."""
+        return self._run_on(packed, self._inputs(packed, features))
+
+    def _inputs(self, packed: PackedInputs, features: torch.Tensor) -> torch.Tensor:
+        """What the head reads, ``[nnz, 2 * hidden]``."""
         embeds = self._head.embed(packed.input_ids.to(features.device), self._target.embed)
-        inputs = torch.cat([embeds, features], dim=-1)
+        return torch.cat([embeds, features], dim=-1)
+
+    def _run_on(self, packed: PackedInputs, inputs: torch.Tensor) -> Outputs:
         return self._runner.run_to_logits(
             packed, inputs, lambda hidden: self._head.logits(hidden, self._target.project)
         )

@@ -51,6 +51,10 @@ class PairedHead(Head):
         """Embeddings ``[…, hidden_size]`` of token ids, from the head's own table or the target's."""
         return embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
 
+    def table(self, target: torch.Tensor | None) -> torch.Tensor | None:
+        """``[vocab, hidden_size]`` what `embed` looks rows up in, its own or the target's; ``None`` if it does more."""
+        return target if self.embed_tokens is None else self.embed_tokens.weight
+
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         """Features ``[n, hidden_size]`` of the target's hidden states ``[n, states * target_hidden_size]``.
 

@@ -13,6 +13,7 @@ from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerS
 from emssd.heads.compiled import compiled_head
 from emssd.heads.layers import Attend
 from emssd.metrics.timing import phase
+from emssd.model.program import Chain
 
 __all__ = ["Head", "HeadRunner"]
 
@@ -90,6 +91,29 @@ class HeadRunner:
         hidden, *given = self._outputs(packed, inputs)
         return hidden, given[0] if given else logits(hidden)
 
+    def run_chain(
+        self, packed: PackedInputs, inputs: torch.Tensor, chain: Chain
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Compute a step of chains, and then the head's likeliest tokens, level by level, in one call.
+
+        Args:
+            packed, inputs: as in `run`; outputs are wanted of the last token of each row.
+            chain: what is asked for, see `emssd.model.program.Program.run_chain`.
+
+        Returns:
+            ``[B, k]`` tokens and the logarithms of how likely they are. ``None``: `run_to_logits` does one level.
+        """
+        if self._compiled is None:
+            return None
+        with phase("plan"):
+            numbered = replace(packed, input_ids=torch.arange(packed.num_tokens), drafted=None)
+            plan = self._backend.plan_chain(numbered, [length - 1 for length in chain.lengths])
+            step = None if plan is None else self._backend.native_step(plan)
+        if plan is None or step is None:
+            return None
+        with phase("forward"):
+            return self._compiled.run_chain(inputs.unsqueeze(0), plan, step, chain)
+
     def _outputs(self, packed: PackedInputs, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with phase("plan"):
             # Token ids are numbers to a backend. So the ids of this step say which input a place of the plan is for.
@@ -101,7 +125,8 @@ class HeadRunner:
         with phase("forward"):
             outputs: tuple[torch.Tensor, ...]
             if self._compiled is not None:
-                outputs = self._compiled(inputs[plan.input_ids], plan.position_ids, attend, plan.logits_to_keep)
+                fed, step = inputs[plan.input_ids], self._backend.native_step(plan)
+                outputs = self._compiled(fed, plan.position_ids, attend, plan.logits_to_keep, step)
             else:
                 hidden = self.head(inputs[plan.input_ids], plan.position_ids, attend)
                 outputs = (hidden[:, plan.logits_to_keep].flatten(0, 1),)

@@ -10,6 +10,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,12 @@ from emssd.model import program, tracing
 from emssd.model.changes import Changes
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
-from emssd.model.program import Program, declare_operators
+from emssd.model.program import Chain, Program, declare_operators
 from emssd.native import CacheError, Entry, NativeError, entry, is_kept
 
 if TYPE_CHECKING:
+    from emssd.attention import StepPlan
+    from emssd.attention.native import NativeStep
     from emssd.model.hooked import HookedModel
     from emssd.model.interface import Attend
     from emssd.model.streams import Hidden
@@ -85,8 +88,12 @@ class CompiledForward:
         logits_to_keep: torch.Tensor,
         *,
         hidden: Hidden | None = None,
+        step: NativeStep | None = None,
     ) -> torch.Tensor:
-        """Like `HookedModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out, `hidden` filled."""
+        """Like `HookedModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out, `hidden` filled.
+
+        `step` is what `attend` does, where C++ code can do it.
+        """
         # Now, and not in every step: beside a sequence's first tokens, looking costs nothing.
         if int(position_ids.min()) == 0 and (change := self._changes.first()) is not None:
             return self._without(change)(input_ids, position_ids, attend, logits_to_keep, hidden=hidden)
@@ -102,11 +109,18 @@ class CompiledForward:
         def attend_layer(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return attend(layer, layers[layer], query, key, value)
 
-        logits, *states = self._program(inputs, attend_layer, batch * num_tokens)
+        logits, *states = self._program(inputs, attend_layer, batch * num_tokens, step)
         for index, each in zip(self.hidden, states, strict=True):
             if hidden is not None and index in hidden:
                 hidden[index] = each[:, : batch * num_tokens].view(batch, num_tokens, -1)
         return logits[:, :num_logits].view(batch, -1, logits.shape[-1])
+
+    def run_chain(self, plan: StepPlan, step: NativeStep, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
+        """See `emssd.model.runner.ModelRunner.run_chain`; `plan` is by `AttentionBackend.plan_chain`, `step` of it."""
+        if self._program.few_sizes or int(plan.position_ids.min()) == 0:  # `__call__` looks whether the model changed
+            return None
+        inputs = [plan.input_ids, plan.position_ids, plan.logits_to_keep]
+        return self._program.run_chain(inputs, step, Chain([*lengths], vocab_size))[0]
 
     def _without(self, change: str) -> Callable[..., torch.Tensor]:
         """The model's own forward, from now on."""

@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from emssd.attention.native import NativeStep
 from emssd.model import tracing
 from emssd.model.int8 import bytes_of, scales_of
 from emssd.model.module_state import named_tensors
-from emssd.native import Entry, free_weights, load_kernels
+from emssd.native import Entry, free_module, load_kernels
 
-__all__ = ["Attend", "Program", "declare_operators"]
+__all__ = ["Attend", "Chain", "Program", "declare_operators"]
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's index, queries, keys and values ``[t, heads, dim]``, what attention gives, ``[t, heads, dim]``."""
+
+
+class Chain(NamedTuple):
+    """What `Program.run_chain` drafts.
+
+    Attributes:
+        lengths: ``[r]`` tokens of each row, at least 1.
+        vocab_size: only so many of the logits are looked at.
+        table: ``[vocab, hidden]`` of a head that reads, beside its own last hidden state, the embedding of a token;
+            ``None`` for a model, which reads token ids.
+        target_ids: the tokens that the head's logits are for; ``None`` if they are the same.
+        scale: that logits are multiplied by before they become probabilities; 0: nobody asks how likely tokens are.
+        least: a token whose probability has a smaller logarithm is the last of its chain.
+    """
+
+    lengths: list[int]
+    vocab_size: int
+    table: torch.Tensor | None = None
+    target_ids: torch.Tensor | None = None
+    scale: float = 0.0
+    least: float = -math.inf
 
 
 class Program:
@@ -40,10 +63,10 @@ class Program:
         kernels = load_kernels()
         self._attend: Attend | None = None
         self._failure: BaseException | None = None  # of attention; PyTorch's runner may raise its own instead
-        self._weights: torch.Tensor = kernels.new_weights()
-        number = int(self._weights)
+        self._handle: torch.Tensor = kernels.new_module()
+        number = int(self._handle)
         _PROGRAMS[number] = self
-        self.free = weakref.finalize(self, free_weights(), number)
+        self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
         self.few_sizes = False
@@ -56,32 +79,58 @@ class Program:
                 weights = [bytes_of(*pair) for pair in zip(weights, each_scale, strict=True)]
                 scale = torch.cat(each_scale)
             bias = torch.cat(biases) if biases else None
-            self.few_sizes |= kernels.add_weight(self._weights, torch.cat(weights), bias, scale)
-        # What `torch._inductor.aoti_load_package` wraps, without a second of imports: one model, one runner, no device.
-        program = torch._C._aoti.AOTIModelPackageLoader(str(found.folder / tracing.PROGRAM), "model", True, 1, -1)
+            self.few_sizes |= kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
+        # Without `torch._inductor.aoti_load_package`, whose imports take a second.
+        names = kernels.open_program(self._handle, str(found.folder / tracing.PROGRAM))
         known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)
         known |= {tracing.PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
-        self._constants = {name: known[name] for name in program.get_constant_fqns()}  # not copied: they must stay
-        program.load_constants(self._constants, False, True, True, False)  # all of them, and none is copied
-        self._run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = program.boxed_run
+        self._constants = [known[name] for name in names]  # not copied: they must stay
+        kernels.load_constants(self._handle, names, self._constants)
+        self._run, self._run_step = kernels.run_program.default, kernels.run_step.default
+        self._run_chain = kernels.run_chain.default
 
-    def __call__(self, inputs: list[torch.Tensor], attend: Attend, num_tokens: int) -> list[torch.Tensor]:
+    def __call__(
+        self, inputs: list[torch.Tensor], attend: Attend, num_tokens: int, step: NativeStep | None = None
+    ) -> list[torch.Tensor]:
         """Run it.
 
         Args:
             inputs: those that it was traced with, but the handle.
             attend: computes attention of the first `num_tokens` tokens; those behind them fill a size.
             num_tokens: that are real.
+            step: of the same attention, where C++ code can do it and nothing is filled.
         """
+        outputs: list[torch.Tensor]
+        if step is not None and inputs[0].shape[1] == num_tokens:
+            outputs = self._run_step(self._handle, inputs, *step)
+            return outputs
         self._attend, self._num_tokens = attend, num_tokens
         try:
-            return self._run([*inputs, self._weights])
+            outputs = self._run(self._handle, inputs)
+            return outputs
         except Exception:
             if self._failure is not None:
                 raise self._failure from None
             raise
         finally:
             self._attend = self._failure = None
+
+    def run_chain(
+        self, inputs: list[torch.Tensor], step: NativeStep, chain: Chain
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run it level by level, on the likeliest token behind each row, and nothing of Python between.
+
+        Args:
+            inputs: of the first level, as it was traced with; the last are ``[r]`` the last tokens of the rows.
+            step: its attention, of a plan by `AttentionBackend.plan_chain`.
+            chain: what is asked for.
+
+        Returns:
+            ``[r, k]`` int64 tokens, and float64 the logarithms of how likely they are, ``[r, 0]`` if nobody asks.
+            Behind the end of a row's chain stands anything.
+        """
+        tokens, shares = self._run_chain(self._handle, inputs, *step, *chain)
+        return tokens, shares
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """What the program calls in the place of attention."""
@@ -118,7 +167,6 @@ def _attend_shape(
 
 
 _library.impl("attend", _attend, "CPU")
-torch.library.register_fake("emssd::attend", _attend_shape, lib=_library)
 
 
 def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
@@ -126,15 +174,16 @@ def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_fe
 
 
 def declare_operators() -> None:
-    """Tell the compiler the shape of a linear layer; its operator is there once the kernels are loaded.
+    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded.
 
     Raises:
         NativeError: they cannot be built.
     """
     load_kernels()
-    _declare_linear()
+    _declare_shapes()
 
 
 @cache
-def _declare_linear() -> None:
+def _declare_shapes() -> None:
     torch.library.register_fake("emssd_native::linear", _linear_shape)
+    torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

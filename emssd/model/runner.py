@@ -54,6 +54,20 @@ class ModelRunner(ABC):
         A step may fail, and the same or other rows be run next, without a commit between.
         """
 
+    def run_chain(self, packed: PackedInputs, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
+        """Compute a step of chains, and then its greedy tokens, level by level, in one call.
+
+        Args:
+            packed: the step; logits are wanted of the last token of each row.
+            lengths: ``[B]`` tokens to choose behind each row, at least 1. KV is computed for all but the last.
+            vocab_size: only ids below it are chosen.
+
+        Returns:
+            ``[B, k]`` int64, where `k` is the largest of `lengths`; behind the last of a row stands anything. ``None``:
+            nothing was done, `run` does it one level at a time.
+        """
+        return None
+
     def take_hidden(self, indices: Seq[int]) -> None:
         """From now on, give these hidden states in each `ModelOutput`; see `Drafter.hidden_layers` for the indices.
 
@@ -107,6 +121,7 @@ class CausalLMRunner(ModelRunner):
     """
 
     _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
+    _takes_chains = True  # the whole model in this process, once a pass
 
     def __init__(self, model: TargetModel, backend: AttentionBackend) -> None:
         self.model = model
@@ -122,6 +137,18 @@ class CausalLMRunner(ModelRunner):
             logits, computed = self._compute(plan)
         hidden = {index: plan.packed(computed[index], packed.num_tokens) for index in self._hidden}
         return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens, hidden)
+
+    def run_chain(self, packed: PackedInputs, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
+        if not self._takes_chains or self.model.compiled is None:
+            return None
+        with phase("plan"):
+            plan = self.backend.plan_chain(packed, [length - 1 for length in lengths])
+            step = None if plan is None else self.backend.native_step(plan)
+        if plan is None or step is None:
+            return None
+        with phase("forward"):
+            tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
+            return tokens
 
     def _announce(self, packed: PackedInputs) -> None:
         """What is to happen between a plan that succeeded and its pass."""

@@ -26,6 +26,8 @@ class ShallowRunner(CausalLMRunner):
         UnsupportedModelError: its layers are not found, or cannot be left out.
     """
 
+    _takes_chains = False
+
     def __init__(self, model: TargetModel, backend: AttentionBackend, num_layers: int) -> None:
         super().__init__(model, backend)
         assert 1 <= num_layers <= len(model.layers), f"{num_layers} of {len(model.layers)} layers"

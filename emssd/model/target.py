@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -124,8 +125,11 @@ class TargetModel(HookedModel):
             return backend.forward(plan, layer, query, key, value)
 
         def forward() -> Computed:
-            whole = self.compiled or self.run
-            run = whole if num_layers is None else partial(self.run, num_layers=num_layers)
+            run: Callable[..., torch.Tensor] = self.run
+            if num_layers is not None:
+                run = partial(self.run, num_layers=num_layers)
+            elif self.compiled is not None:
+                run = partial(self.compiled, step=backend.native_step(plan))
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
             logits = logits.to(self.device)

@@ -53,7 +53,7 @@ class _Traced(torch.nn.Module):
         ) -> torch.Tensor:
             if seen != self._target.layers[layer]:
                 raise CompileError(f"layer {layer} attends by {seen}, and by {self._target.layers[layer]} before")
-            out: torch.Tensor = torch.ops.emssd.attend(query, key, value, handle, layer)
+            out: torch.Tensor = torch.ops.emssd_native.attend_layer(query, key, value, handle, layer)
             return out
 
         states = dict.fromkeys(self._hidden, input_ids)

@@ -8,7 +8,7 @@ of it runs in PyTorch.
 from emssd.native.build import (
     NativeError,
     fallback_reason,
-    free_weights,
+    free_module,
     kernels_key,
     load_kernels,
     loaded_kernels,
@@ -23,7 +23,7 @@ __all__ = [
     "cache_dir",
     "entry",
     "fallback_reason",
-    "free_weights",
+    "free_module",
     "is_kept",
     "kernels_key",
     "load_kernels",

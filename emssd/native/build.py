@@ -22,7 +22,7 @@ from emssd.native.cache import CacheError, Entry, entry, room_hint
 __all__ = [
     "NativeError",
     "fallback_reason",
-    "free_weights",
+    "free_module",
     "kernels_key",
     "load_kernels",
     "loaded_kernels",
@@ -31,7 +31,7 @@ __all__ = [
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _LIBRARY = "emssd_native.so"
-_OPERATORS = ("argmax", "sample", "attend", "move", "linear", "new_weights", "add_weight", "free_weights_address")
+_OPERATORS = ("argmax", "sample", "attend", "move", "linear", "new_module", "add_weight", "run_step")
 _FLAGS = ("-O3", "-march=native", "-fopenmp")
 
 logger = logging.getLogger("emssd")
@@ -78,11 +78,11 @@ def fallback_reason() -> str | None:
 
 
 @cache
-def free_weights() -> Callable[[int], None]:
-    """What frees the linear layers of a handle. It is no operator: finalizers may call it at any point."""
+def free_module() -> Callable[[int], None]:
+    """What frees the module of a handle. It is no operator: finalizers may call it at any point."""
     import ctypes
 
-    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(load_kernels().free_weights_address())
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(load_kernels().free_module_address())
 
 
 def kernels_key() -> str:

@@ -7,9 +7,13 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/embedding.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -19,8 +23,10 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <type_traits>
 #include <unordered_map>
@@ -1162,22 +1168,40 @@ struct Linear {
   std::optional<Tensor> bias;
 };
 
-// The linear layers of each model, by the number that stands in its handle.
-std::mutex linears_lock;
-std::unordered_map<int64_t, std::vector<Linear>> linears_of_models;
-int64_t num_models = 0;
+// What attention reads in one step, layer by layer; all as in `attend`.
+struct Step {
+  std::vector<Tensor> keys, values;
+  Tensor query_indptr, kv_lens, page_indptr, pages;
+  std::optional<Tensor> tree_indptr, parents;
+  std::vector<double> scales;
+  std::vector<int64_t> windows;
+  std::vector<double> softcaps;
+  c10::List<std::optional<Tensor>> sinks;
+};
 
-std::vector<Linear>& linears_of(const Tensor& handle) {
-  const std::lock_guard<std::mutex> guard(linears_lock);
-  return linears_of_models.at(*handle.const_data_ptr<int64_t>());
+// A module of which there is a compiled program: its linear layers, the program, and what the step that runs attends with.
+struct Module {
+  std::vector<Linear> linears;
+  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> program;
+  Step* step = nullptr;  // none: attention is Python's
+};
+
+// By the number that stands in its handle. A module stays where it is until it is freed.
+std::mutex modules_lock;
+std::unordered_map<int64_t, std::unique_ptr<Module>> modules;
+int64_t num_modules = 0;
+
+Module& module_of(const Tensor& handle) {
+  const std::lock_guard<std::mutex> guard(modules_lock);
+  return *modules.at(*handle.const_data_ptr<int64_t>());
 }
 
-// A new handle [] int64: an owner of linear layers, none so far.
-Tensor new_weights() {
+// A new handle [] int64: a module without linear layers and without a program so far.
+Tensor new_module() {
   int64_t number;
   {
-    const std::lock_guard<std::mutex> guard(linears_lock);
-    linears_of_models[number = ++num_models];
+    const std::lock_guard<std::mutex> guard(modules_lock);
+    modules[number = ++num_modules] = std::make_unique<Module>();
   }
   return at::scalar_tensor(number, at::kLong);
 }
@@ -1189,28 +1213,28 @@ bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<
   TORCH_CHECK(scale.has_value() == (weight.scalar_type() == at::kChar), "int8 weights, and only they, have a scale");
   const bool by_tiles = kTiles && weight.scalar_type() == at::kBFloat16;
   if (by_tiles) {
-    linears_of(handle).push_back({std::nullopt, onednn_layout(weight.contiguous()), bias});
+    module_of(handle).linears.push_back({std::nullopt, onednn_layout(weight.contiguous()), bias});
   } else {
-    linears_of(handle).push_back({own_layer(weight.contiguous(), bias, scale), {}, std::nullopt});
+    module_of(handle).linears.push_back({own_layer(weight.contiguous(), bias, scale), {}, std::nullopt});
   }
   return by_tiles;
 }
 
-// Frees the layers of a handle. A plain function and not an operator: Python's finalizers call it at any point, also where
+// Frees the module of a handle. A plain function and not an operator: Python's finalizers call it at any point, also where
 // operators are traced. No lock is held while tensors go.
-void free_weights(int64_t number) {
-  std::vector<Linear> gone;
-  const std::lock_guard<std::mutex> guard(linears_lock);
-  if (const auto found = linears_of_models.find(number); found != linears_of_models.end()) {
+void free_module(int64_t number) {
+  std::unique_ptr<Module> gone;
+  const std::lock_guard<std::mutex> guard(modules_lock);
+  if (const auto found = modules.find(number); found != modules.end()) {
     gone.swap(found->second);
-    linears_of_models.erase(found);
+    modules.erase(found);
   }
 }
 
 // input [..., in] by layer `index` of a handle: [..., out_features]. oneDNN gets one row as two, since it sums up a single
 // one in another order.
 Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t out_features) {
-  const Linear& layer = linears_of(handle).at(index);
+  const Linear& layer = module_of(handle).linears.at(index);
   if (layer.own) return own_linear(input, *layer.own, out_features);
   if (input.numel() == input.size(-1)) {
     const Tensor twice = input.reshape({1, input.size(-1)}).expand({2, input.size(-1)}).contiguous();
@@ -1850,6 +1874,152 @@ Tensor noise_bits(const Tensor& keys, const Tensor& positions, int64_t vocab_siz
   return bits;
 }
 
+// The attention of a layer of a compiled program: of the step that runs, or in Python if that is not known here.
+Tensor attend_layer(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& handle, int64_t layer) {
+  if (Step* step = module_of(handle).step) {
+    return attend(query, key, value, step->keys.at(layer), step->values.at(layer), step->query_indptr, step->kv_lens,
+                  step->page_indptr, step->pages, step->tree_indptr, step->parents, step->scales.at(layer),
+                  step->windows.at(layer), step->softcaps.at(layer), step->sinks.get(layer));
+  }
+  static const auto in_python = c10::Dispatcher::singleton()
+                                    .findSchemaOrThrow("emssd::attend", "")
+                                    .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t)>();
+  return in_python.call(query, key, value, handle, layer);
+}
+
+// Loads the program of a module. Returns the names of the constants that it needs.
+std::vector<std::string> open_program(const Tensor& handle, const std::string& path) {
+  Module& module = module_of(handle);
+  module.program = std::make_unique<torch::inductor::AOTIModelPackageLoader>(path, "model", true);
+  return module.program->get_constant_fqns();
+}
+
+// Gives a program its constants, all of them. None is copied: they must stay.
+void load_constants(const Tensor& handle, const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {
+  TORCH_CHECK(names.size() == tensors.size(), "each constant has a name");
+  std::unordered_map<std::string, Tensor> constants;
+  for (size_t i = 0; i < names.size(); ++i) constants.emplace(names[i], tensors[i]);
+  module_of(handle).program->load_constants(constants, false, true, true);
+}
+
+std::vector<Tensor> run(Module& module, const Tensor& handle, std::vector<Tensor> inputs, Step* step) {
+  struct Attending {  // also where the program throws
+    Module& module;
+    Attending(Module& module, Step* step) : module(module) { module.step = step; }
+    ~Attending() { module.step = nullptr; }
+  } attending(module, step);
+  inputs.push_back(handle);
+  return module.program->boxed_run(std::move(inputs));
+}
+
+// Runs the program of a module once; attention is Python's.
+std::vector<Tensor> run_program(const Tensor& handle, std::vector<Tensor> inputs) {
+  return run(module_of(handle), handle, std::move(inputs), nullptr);
+}
+
+// Runs the program of a module once, on inputs without padding; attention is done here.
+std::vector<Tensor> run_step(const Tensor& handle, std::vector<Tensor> inputs, std::vector<Tensor> keys,
+                             std::vector<Tensor> values, const Tensor& query_indptr, const Tensor& kv_lens,
+                             const Tensor& page_indptr, const Tensor& pages, const std::optional<Tensor>& tree_indptr,
+                             const std::optional<Tensor>& parents, std::vector<double> scales, std::vector<int64_t> windows,
+                             std::vector<double> softcaps, c10::List<std::optional<Tensor>> sinks) {
+  Step step{std::move(keys), std::move(values), query_indptr, kv_lens, page_indptr, pages, tree_indptr, parents,
+            std::move(scales), std::move(windows), std::move(softcaps), std::move(sinks)};
+  return run(module_of(handle), handle, std::move(inputs), &step);
+}
+
+// Drafts chains, one pass a level, and nothing of the host between: behind each row its likeliest token, behind that one
+// the next, and so on.
+//
+// inputs: of the first pass: token ids [1, nnz] of a model, or vectors [1, nnz, width] of a head; positions [1, nnz]; the
+// last token of each row [R]. The step has no trees, and the pages of each row reach as far as its chain. lengths [R]: of
+// the chains, at least 1. vocab_size: only so many logits are looked at. table [vocab, hidden]: of a head, what a token's
+// embedding is, beside which its own hidden state stands in the next pass; none for a model. target_ids: of a head, the
+// tokens that its columns are; none if they are the same. scale: of the logits, where shares are wanted; else 0. least: a
+// token whose share has a smaller logarithm is the last of its chain.
+// Returns tokens [R, k] int64 and the logarithms of their shares [R, k], as of `top`; k is the longest chain, and anything
+// stands behind shorter ones.
+std::tuple<Tensor, Tensor> run_chain(const Tensor& handle, std::vector<Tensor> inputs, std::vector<Tensor> keys,
+                                     std::vector<Tensor> values, const Tensor& query_indptr, const Tensor& kv_lens,
+                                     const Tensor& page_indptr, const Tensor& pages,
+                                     const std::optional<Tensor>& tree_indptr, const std::optional<Tensor>& parents,
+                                     std::vector<double> scales, std::vector<int64_t> windows, std::vector<double> softcaps,
+                                     c10::List<std::optional<Tensor>> sinks, const std::vector<int64_t>& lengths,
+                                     int64_t vocab_size, const std::optional<Tensor>& table,
+                                     const std::optional<Tensor>& target_ids, double scale, double least) {
+  const int64_t num_rows = static_cast<int64_t>(lengths.size());
+  TORCH_CHECK(inputs.size() == 3 && kv_lens.numel() == num_rows && inputs[2].numel() == num_rows && !tree_indptr,
+              "a chain behind the last token of each row");
+  Module& module = module_of(handle);
+  Step step{std::move(keys), std::move(values), query_indptr, kv_lens, page_indptr, pages, tree_indptr, parents,
+            std::move(scales), std::move(windows), std::move(softcaps), std::move(sinks)};
+  const int64_t depth = *std::max_element(lengths.begin(), lengths.end());
+  const auto ints = inputs[1].options();
+  Tensor tokens = at::zeros({num_rows, depth}, ints), shares = at::zeros({num_rows, scale > 0 ? depth : 0}, at::kDouble);
+  int64_t* all_tokens = tokens.mutable_data_ptr<int64_t>();
+  double* all_shares = shares.mutable_data_ptr<double>();
+  std::vector<int64_t> active(num_rows), positions(num_rows);
+  const int64_t* first = inputs[1].const_data_ptr<int64_t>();
+  const int64_t* last = inputs[2].const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < num_rows; ++row) active[row] = row, positions[row] = first[last[row]];
+  const int32_t *lens = kv_lens.const_data_ptr<int32_t>(), *starts = page_indptr.const_data_ptr<int32_t>();
+  for (int64_t level = 0;; ++level) {
+    const std::vector<Tensor> outputs = run(module, handle, std::move(inputs), &step);
+    const Tensor& all_logits = outputs[table ? 1 : 0];
+    const Tensor logits = all_logits.view({-1, all_logits.size(-1)}).narrow(1, 0, std::min(vocab_size, all_logits.size(-1)));
+    const int64_t num_active = static_cast<int64_t>(active.size());
+    TORCH_CHECK(logits.size(0) == num_active, "one row of logits behind each chain");
+    const Tensor chosen = scale > 0 ? top(logits, 1, scale) : argmax(logits);
+    std::vector<int64_t> going, ids, places;
+    for (int64_t i = 0; i < num_active; ++i) {
+      const int64_t row = active[i];
+      int64_t token = scale > 0 ? static_cast<int64_t>(chosen.const_data_ptr<double>()[i]) : chosen.const_data_ptr<int64_t>()[i];
+      const double share = scale > 0 ? chosen.const_data_ptr<double>()[num_active + i] : 0;
+      if (scale > 0) all_shares[row * depth + level] = share;
+      if (target_ids) token = target_ids->const_data_ptr<int64_t>()[token];
+      all_tokens[row * depth + level] = token;
+      if (level + 1 < lengths[row] && !(share < least)) going.push_back(row), ids.push_back(token), places.push_back(i);
+    }
+    if (going.empty()) return {tokens, shares};
+    const int64_t num = static_cast<int64_t>(going.size());
+    const auto tensor = [&](const auto& value, int64_t size, at::ScalarType type) {
+      Tensor made = at::empty({size}, ints.dtype(type));
+      for (int64_t i = 0; i < size; ++i) {
+        if (type == at::kInt) made.mutable_data_ptr<int32_t>()[i] = static_cast<int32_t>(value(i));
+        else made.mutable_data_ptr<int64_t>()[i] = value(i);
+      }
+      return made;
+    };
+    const Tensor next = tensor([&](int64_t i) { return ids[i]; }, num, at::kLong);
+    if (table) {
+      Tensor hidden = outputs[0].view({-1, outputs[0].size(-1)});
+      if (num < num_active) hidden = hidden.index_select(0, tensor([&](int64_t i) { return places[i]; }, num, at::kLong));
+      inputs = {at::cat({at::embedding(*table, next), hidden}, 1).unsqueeze(0)};
+    } else {
+      inputs = {next.unsqueeze(0)};
+    }
+    inputs.push_back(tensor([&](int64_t i) { return positions[going[i]] + level + 1; }, num, at::kLong).unsqueeze(0));
+    inputs.push_back(at::arange(num, ints));
+    if (num < num_active) {  // pages of those rows alone
+      std::vector<int32_t> begins{0}, some;
+      for (const int64_t row : going) {
+        some.insert(some.end(), pages.const_data_ptr<int32_t>() + starts[row], pages.const_data_ptr<int32_t>() + starts[row + 1]);
+        begins.push_back(static_cast<int32_t>(some.size()));
+      }
+      step.page_indptr = tensor([&](int64_t i) { return begins[i]; }, num + 1, at::kInt);
+      step.pages = tensor([&](int64_t i) { return some[i]; }, static_cast<int64_t>(some.size()), at::kInt);
+    }
+    step.query_indptr = tensor([](int64_t i) { return i; }, num + 1, at::kInt);
+    step.kv_lens = tensor([&](int64_t i) { return lens[going[i]] + level + 1; }, num, at::kInt);
+    active.swap(going);
+  }
+}
+
+constexpr char kStepArguments[] =
+    "Tensor handle, Tensor[] inputs, Tensor[] keys, Tensor[] values, Tensor query_indptr, Tensor kv_lens, "
+    "Tensor page_indptr, Tensor pages, Tensor? tree_indptr, Tensor? parents, float[] scales, int[] windows, "
+    "float[] softcaps, Tensor?[] sinks";
+
 TORCH_LIBRARY(emssd_native, library) {
   library.def("argmax(Tensor logits) -> Tensor");
   library.impl("argmax", c10::DispatchKey::CPU, TORCH_FN(argmax));
@@ -1862,10 +2032,10 @@ TORCH_LIBRARY(emssd_native, library) {
   library.impl("top_draws", c10::DispatchKey::CPU, TORCH_FN(top_draws));
   library.def("noise_bits(Tensor keys, Tensor positions, int vocab_size) -> Tensor");
   library.impl("noise_bits", c10::DispatchKey::CPU, TORCH_FN(noise_bits));
-  library.def("new_weights() -> Tensor", TORCH_FN(new_weights));
+  library.def("new_module() -> Tensor", TORCH_FN(new_module));
   library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias, Tensor? scale) -> bool");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));
-  library.def("free_weights_address() -> int", [] { return reinterpret_cast<int64_t>(&free_weights); });
+  library.def("free_module_address() -> int", [] { return reinterpret_cast<int64_t>(&free_module); });
   library.def("linear(Tensor input, Tensor handle, int index, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
   library.def(
@@ -1873,6 +2043,20 @@ TORCH_LIBRARY(emssd_native, library) {
       "Tensor kv_lens, Tensor page_indptr, Tensor pages, Tensor? tree_indptr, Tensor? parents, float scale, int window, "
       "float softcap, Tensor? sinks) -> Tensor");
   library.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend));
+  library.def("attend_layer(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor");
+  library.impl("attend_layer", c10::DispatchKey::CPU, TORCH_FN(attend_layer));
+  library.def("open_program(Tensor handle, str path) -> str[]");
+  library.impl("open_program", c10::DispatchKey::CPU, TORCH_FN(open_program));
+  library.def("load_constants(Tensor handle, str[] names, Tensor[] tensors) -> ()");
+  library.impl("load_constants", c10::DispatchKey::CPU, TORCH_FN(load_constants));
+  library.def("run_program(Tensor handle, Tensor[] inputs) -> Tensor[]");
+  library.impl("run_program", c10::DispatchKey::CPU, TORCH_FN(run_program));
+  library.def((std::string("run_step(") + kStepArguments + ") -> Tensor[]").c_str());
+  library.impl("run_step", c10::DispatchKey::CPU, TORCH_FN(run_step));
+  library.def((std::string("run_chain(") + kStepArguments +
+               ", int[] lengths, int vocab_size, Tensor? table, Tensor? target_ids, float scale, float least) -> (Tensor, Tensor)")
+                  .c_str());
+  library.impl("run_chain", c10::DispatchKey::CPU, TORCH_FN(run_chain));
   library.def("move(Tensor(a!) pages, Tensor sources, Tensor targets, bool are_values) -> ()");
   library.impl("move", c10::DispatchKey::CPU, TORCH_FN(move));
 }

@@ -134,7 +134,7 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(architecture: str) -> N
 
 def test_in_bfloat16_every_node_has_the_bits_of_plain_decoding() -> None:
     kernels = load_kernels()
-    if kernels.add_weight(kernels.new_weights(), torch.zeros(32, 2, dtype=torch.bfloat16), None, None):
+    if kernels.add_weight(kernels.new_module(), torch.zeros(32, 2, dtype=torch.bfloat16), None, None):
         pytest.skip("on this processor, linear layers are oneDNN's, which promises no bits")
     model = tiny_model("gemma2", dtype=torch.bfloat16, vocab_size=VOCAB_SIZE, max_model_len=64)
     target = TargetModel(model, compile=True)

@@ -23,7 +23,7 @@ from emssd.native import (
     build,
     cache_dir,
     fallback_reason,
-    free_weights,
+    free_module,
     load_kernels,
     why_unavailable,
 )
@@ -311,7 +311,7 @@ class TestLinear:
             weight = torch.randint(-127, 128, weight.shape, generator=generator, dtype=torch.int8)
             scale = torch.rand(num_out, generator=generator) + 0.01
             values = weight.double() * scale.double().unsqueeze(1)
-        handle = kernels.new_weights()
+        handle = kernels.new_module()
         kernels.add_weight(handle, weight, bias, scale)
         kernels.add_weight(handle, weight, None, scale)
         for index, added in enumerate([bias, torch.zeros(num_out)]):
@@ -329,13 +329,13 @@ class TestLinear:
 
     def test_handles_are_apart_and_freed(self) -> None:
         kernels = load_kernels()
-        one, two = kernels.new_weights(), kernels.new_weights()
+        one, two = kernels.new_module(), kernels.new_module()
         for factor, handle in enumerate((one, two), start=1):
             kernels.add_weight(handle, torch.eye(4) * factor, None, None)
         ones = torch.ones(1, 3, 4)
         assert torch.equal(kernels.linear(ones, one, 0, 4), ones)
         assert torch.equal(kernels.linear(ones, two, 0, 4), 2 * ones)
-        free_weights()(int(one))
+        free_module()(int(one))
         assert torch.equal(kernels.linear(ones, two, 0, 4), 2 * ones)
         with pytest.raises((IndexError, RuntimeError)):
             kernels.linear(ones, one, 0, 4)

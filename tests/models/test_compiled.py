@@ -308,7 +308,7 @@ def test_buffers_are_the_models_own_too() -> None:
 def test_a_model_that_is_gone_gives_its_weights_back() -> None:
     target = TargetModel(make("opt-float32"), compile=True)
     assert target.compiled is not None
-    program, handle = weakref.ref(target.compiled), target.compiled._program._weights
+    program, handle = weakref.ref(target.compiled), target.compiled._program._handle
     size = target.model.lm_head.weight.shape[1]
     load_kernels().linear(torch.ones(1, 2, size), handle, 0, 1)
     del target

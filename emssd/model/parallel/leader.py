@@ -56,6 +56,8 @@ class LeadingRunner(CausalLMRunner):
         recipe: of the backend; the others make theirs by it.
     """
 
+    _takes_chains = False
+
     def __init__(self, model: TargetModel, backend: AttentionBackend, spec: KVCacheSpec, recipe: Any) -> None:
         super().__init__(model, backend)
         assert model.shard is not None, "a model that is whole has nobody to lead"

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.transfer import on_device, to_host
-from emssd.decoding.packing import pack_nodes
+from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafters import CachedRow, ModelDrafter, load_draft_model
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError
@@ -62,10 +62,7 @@ class DraftModelDrafter(ModelDrafter):
             return Draft.empty(len(batch))
         wanted = [limit for limit in limits if limit > 0]
         self._num_drafted = {row.request_id: limit for row, limit in zip(rows, wanted, strict=True)}
-        columns = [_chosen(self._catch_up(rows), [row.node for row in rows])]
-        while len(columns) < max(wanted):
-            columns.append(self._next(rows, wanted, columns))
-        return _ragged(limits, torch.stack(columns, dim=1))
+        return _ragged(limits, self._chains(rows, wanted))
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of accepted tokens, drop the rest: every row rolls back by its own number."""
@@ -81,6 +78,18 @@ class DraftModelDrafter(ModelDrafter):
         super().release(request_ids)
         for request_id in request_ids:
             self._num_drafted.pop(request_id, None)
+
+    def _chains(self, rows: list[CachedRow], wanted: list[int]) -> torch.Tensor:
+        """``[r, k]`` drafted tokens; anything stands behind what a row wants."""
+        if all(row.node.params.is_greedy for row in rows):
+            packed = pack(rows, Draft.empty(len(rows)))
+            if (tokens := self._runner.run_chain(packed, wanted, self._vocab_size)) is not None:
+                self._cached_all(rows)
+                return tokens
+        columns = [_chosen(self._catch_up(rows), [row.node for row in rows])]
+        while len(columns) < max(wanted):
+            columns.append(self._next(rows, wanted, columns))
+        return torch.stack(columns, dim=1)
 
     def _next(self, rows: list[CachedRow], wanted: list[int], columns: list[torch.Tensor]) -> torch.Tensor:
         """One token behind `columns`, for the rows that want more. Returns ``[r]``; other rows hold their old."""

@@ -25,6 +25,9 @@ class ParallelDrafter(PairedDrafter):
 
     _slots: dict[str, Outputs]  # by request id the outputs behind the last pair and the masks
 
+    def _grow_chains(self, rows: Seq[PairedRow]) -> bool:
+        return False  # one pass is all there is
+
     def _catch_up(self, rows: Seq[PairedRow]) -> Outputs:
         head = cast("Eagle3Head", self._head)
         mask, features, token_ids = head.mask_feature(), list[torch.Tensor](), list[int]()

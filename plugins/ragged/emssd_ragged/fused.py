@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedKernels, StepPlan
+from emssd.attention.native import NativeStep
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.native import load_kernels, why_unavailable
@@ -55,6 +56,7 @@ class FusedKernels(PagedKernels):
     takes_trees = True
     takes_sinks = True
     takes_devices = True
+    are_native = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reason = why_not_fused(spec, page_size)
@@ -68,9 +70,12 @@ class FusedKernels(PagedKernels):
 
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         kernels = load_kernels()
-        self._layers, self._attend, self._move = spec.layers, kernels.attend.default, kernels.move.default
+        self._attend, self._move = kernels.attend.default, kernels.move.default
         self._keys, self._values = pool.keys, pool.values
         wide = torch.promote_types(spec.dtype, torch.float32)
+        self._scales = [layer.scale for layer in spec.layers]
+        self._windows = [layer.sliding_window or 0 for layer in spec.layers]
+        self._softcaps = [layer.softcap or 0.0 for layer in spec.layers]
         self._sinks = [None if layer.sinks is None else torch.tensor(layer.sinks, dtype=wide) for layer in spec.layers]
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
@@ -90,13 +95,20 @@ class FusedKernels(PagedKernels):
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         tables: FusedTables = plan.attention
-        spec = self._layers[layer]
         out: torch.Tensor = self._attend(
             query, key, value, self._keys[layer], self._values[layer],
             tables.qo_indptr, tables.kv_lens, tables.kv_indptr, tables.kv_indices, tables.tree_indptr, tables.parents,
-            spec.scale, spec.sliding_window or 0, spec.softcap or 0.0, self._sinks[layer],
+            self._scales[layer], self._windows[layer], self._softcaps[layer], self._sinks[layer],
         )  # fmt: skip
         return out
+
+    def native_step(self, plan: StepPlan) -> NativeStep:
+        tables: FusedTables = plan.attention
+        return NativeStep(
+            self._keys, self._values,
+            tables.qo_indptr, tables.kv_lens, tables.kv_indptr, tables.kv_indices, tables.tree_indptr, tables.parents,
+            self._scales, self._windows, self._softcaps, self._sinks,
+        )  # fmt: skip
 
     def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self._move(pages, sources, targets, any(pages is values for values in self._values))

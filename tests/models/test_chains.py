@@ -1,0 +1,171 @@
+"""Chains that a compiled draft model or head drafts in one call are those that it drafts level by level.
+
+Oracles: the same program, called once a level, with attention called from Python; greedy decoding by the model itself.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from emssd_draft_model.drafter import DraftModelDrafter
+from filelock import FileLock
+
+from emssd.attention import PagedBackend
+from emssd.decoding.caches import make_backend
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter
+from emssd.heads.compiled import CompiledHead
+from emssd.heads.paired import PairedDrafter
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.program import Chain, Program
+from emssd.native import cache_dir
+from emssd.plugins.registry import Registry
+from emssd.sampling import SamplingParams
+from emssd.sequences import Request
+from emssd.testing.models import tiny_model
+from tests.support import paired
+from tests.support.random_heads import random_head
+
+VOCAB_SIZE = 13
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7], [8], [9, 3, 11, 4, 9, 3, 12, 5, 9, 3] * 3, [10, 6]]
+NUM_NEW = 40  # so that rows fill pages of 16 tokens in the middle of a chain
+
+Drafts = list[tuple[tuple[int, ...], list[int], tuple[float, ...] | None]]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels: None) -> None:
+    """All of these tests need them."""
+
+
+class Uneven(BudgetPolicy):
+    """Other lengths in each step and row, 0 among them."""
+
+    num_steps = 0
+
+    def allot(self, step: BudgetStep) -> list[int]:
+        self.num_steps += 1
+        return [min(limit, (self.num_steps * 3 + row * 5) % 7) for row, limit in enumerate(step.limits)]
+
+
+def record(drafter: Drafter, drafts: Drafts) -> None:
+    """Note in `drafts` what `drafter` drafts from here on."""
+    propose = drafter.propose
+
+    def proposed(*arguments: Any) -> Draft:
+        draft = propose(*arguments)
+        drafts.append((draft.indptr, draft.token_ids.tolist(), draft.confidence))
+        return draft
+
+    drafter.propose = proposed  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def models(kernels: None) -> dict[str, TargetModel]:
+    """A target, and a draft model with other weights, which shares its program."""
+    make = partial(tiny_model, "opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=VOCAB_SIZE, max_model_len=64)
+    with FileLock(cache_dir() / "opt-float32.lock"):
+        return {name: TargetModel(make(seed=seed), compile=True) for seed, name in enumerate(("target", "draft"))}
+
+
+def decoded(models: dict[str, TargetModel], draft: str, kinds: list[SamplingParams | None]) -> tuple[Any, Drafts, Any]:
+    cache = make_backend(models[draft].kv_cache_spec(4), "ragged", Registry())
+    drafter = DraftModelDrafter(CausalLMRunner(models[draft], cache), VOCAB_SIZE, num_speculative_tokens=6)
+    drafts = Drafts()
+    record(drafter, drafts)
+    options = EngineOptions(batch_size=3, max_step_tokens=24, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(models["target"], None, drafter=drafter, backend="ragged", options=options, eos=())
+    engine.drafting.policy = Uneven()
+    pairs = enumerate(zip(PROMPTS, kinds, strict=True))
+    done = engine.run(
+        [Request(str(row), tuple(ids), NUM_NEW, frozenset(), sampling=kind) for row, (ids, kind) in pairs]
+    )
+    return {each.request_id: each.token_ids for each in done}, drafts, engine.report
+
+
+@pytest.mark.parametrize("draft", ["target", "draft"])
+def test_a_draft_model(models: dict[str, TargetModel], draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows that begin, in pieces, and end; of lengths that differ from row to row."""
+    at_once, run_chain = list[list[int]](), Program.run_chain
+
+    def counted(program: Program, inputs: Any, step: Any, chain: Chain) -> Any:
+        at_once.append(chain.lengths)
+        return run_chain(program, inputs, step, chain)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Program, "run_chain", counted)
+        patch.setattr(PagedBackend, "forward", lambda *_: pytest.fail("attention from Python"))
+        texts, drafts, report = decoded(models, draft, [None] * 4)
+    assert len(at_once) > 10
+    assert any(len({*lengths}) == 3 for lengths in at_once)
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalLMRunner, "run_chain", lambda *_: None)
+        patch.setattr(PagedBackend, "native_step", lambda *_: None)
+        assert decoded(models, draft, [None] * 4)[:2] == (texts, drafts)
+    if draft == "target":
+        assert report.num_accepted == report.num_drafted > 3 * NUM_NEW // 2
+
+
+def test_rows_that_are_sampled_are_drafted_for_level_by_level(models: dict[str, TargetModel]) -> None:
+    kinds = [
+        None,
+        SamplingParams(temperature=0.7, seed=1),
+        SamplingParams(repetition_penalty=1.4, temperature=0.0),
+        None,
+    ]
+    texts, _, report = decoded(models, "target", kinds)
+    assert report.num_accepted == report.num_drafted > 0
+    assert texts["0"] == decoded(models, "target", [None] * 4)[0]["0"]
+
+
+def with_program(load: paired.Load) -> paired.Load:
+    def loaded(config: Any, context: Any) -> PairedDrafter:
+        drafter = load(config, context)
+        drafter._runner._compiled = CompiledHead(drafter._head)
+        return drafter
+
+    return loaded
+
+
+def test_a_head_that_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PairedDrafter, "_grow_trees", lambda *_: pytest.fail("a pass for each level"))
+    engine = paired.make_engine("eagle3", {"tree": "chain"}, adapted=with_program)
+    paired.decode(engine)
+    assert paired.is_full(engine)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3])
+def test_a_head_with_uneven_budgets(least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a token that is not sure ends its chain, and where the head knows some of the target's tokens only."""
+
+    drafts = Drafts()
+
+    def unsure(load: paired.Load) -> paired.Load:
+        def loaded(config: Any, context: Any) -> PairedDrafter:
+            drafter = with_program(load)(config, context)
+            shape: Any = drafter._shape
+            shape.temperature, shape.least = 3.0, math.log(least) if least else -math.inf
+            drafts[:] = []
+            record(drafter, drafts)
+            return drafter
+
+        return loaded
+
+    def run() -> Drafts:
+        options = {"tree": "chain", "depth": 6, "path": random_head("eagle3").path}
+        engine = paired.make_engine("eagle3", options, adapted=unsure, batch_size=3)
+        engine.drafting.policy = Uneven()
+        paired.decode(engine)
+        return [*drafts]
+
+    at_once = run()
+    monkeypatch.setattr(PairedDrafter, "_grow_chains", lambda *_: False)
+    assert run() == at_once
+    assert max(indptr[-1] for indptr, *_ in at_once) > 6
+    cut = sum(least > min(sure) for _, _, sure in at_once if sure)
+    assert cut > 3 or not least
