@@ -170,7 +170,9 @@ def _context(
     def load_runner(path: str, *, trees: bool = False) -> tuple[ModelRunner, Any]:
         dtype = str(target.dtype).removeprefix("torch.")
         compile = target.may_compile if target.compiled is not None else False
-        model, own_tokenizer = (load or load_model)(path, dtype=dtype, device=str(target.device), compile=compile)
+        model, own_tokenizer = (load or load_model)(
+            path, dtype=dtype, device=str(target.device), compile=compile, for_drafts=True
+        )
         cache = caches.make(model.kv_cache_spec(options.batch_size), trees=trees)
         return CausalLMRunner(model, cache), own_tokenizer
 

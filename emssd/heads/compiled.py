@@ -14,6 +14,7 @@ from emssd.attention import additive_mask, masked_attention
 from emssd.errors import CompileError, EmssdError
 from emssd.model import program, tracing
 from emssd.model.fingerprint import fingerprint_of
+from emssd.model.int8 import round_drafter
 from emssd.model.program import Attend, Chain, Program, declare_operators
 from emssd.native import CacheError, NativeError, entry
 
@@ -34,7 +35,8 @@ _WRONG = {
 
 
 def compiled_head(head: Head) -> CompiledHead | None:
-    """The compiled program of `head`; ``None``, with a warning, where there can be none."""
+    """The compiled program of `head`, whose weights are rounded; ``None``, with a warning, where there can be none."""
+    round_drafter(head)
     try:
         return CompiledHead(head)
     except CompileError as error:

@@ -1,12 +1,14 @@
-"""`model.weights=int8`: a byte for each weight of a linear layer, on CPUs. It is another target, see docs/how_to."""
+"""A byte for each weight of a linear layer, on CPUs: of a target with `model.weights=int8`, and of what only drafts."""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 
 from emssd.errors import ConfigError
 
-__all__ = ["SCALE", "bytes_of", "round_weights", "scales_of"]
+__all__ = ["SCALE", "bytes_of", "round_drafter", "round_weights", "scales_of"]
 
 SCALE = "int8_scale"
 """The name of a buffer that each rounded layer has."""
@@ -43,6 +45,14 @@ def round_weights(model: torch.nn.Module) -> int:
                 count += weight.numel()
             module.register_buffer(SCALE, scales[weight.data_ptr()], persistent=False)
     return count
+
+
+def round_drafter(module: torch.nn.Module) -> None:
+    """`round_weights` of what is to be compiled and only drafts, where there are kernels for it: a draft is a guess."""
+    weight = next(module.parameters())
+    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
+        with contextlib.suppress(ConfigError):  # weights that are no numbers draft as badly as they are
+            round_weights(module)
 
 
 def scales_of(model: torch.nn.Module) -> dict[int, torch.Tensor]:

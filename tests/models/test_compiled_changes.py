@@ -252,7 +252,7 @@ def test_a_folder_of_inductor_that_others_can_write_is_refused(
 def test_a_program_that_is_collected_while_another_is_traced_frees_its_weights(mode: str, compiled_entry: Path) -> None:
     target = TargetModel(opt(), compile=True)
     assert target.compiled is not None
-    program, handle = weakref.ref(target.compiled), target.compiled._program._weights
+    program, handle = weakref.ref(target.compiled), target.compiled._program._handle
     ones = torch.ones(1, 2, 32)
     load_kernels().linear(ones, handle, 0, 96)
     if mode == "fake tensors":

@@ -12,6 +12,8 @@ import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
 from filelock import FileLock
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
@@ -19,7 +21,7 @@ from emssd.errors import ConfigError
 from emssd.jobs.config import changed_options
 from emssd.model import TargetModel, load_model, program
 from emssd.model.fingerprint import short_pass
-from emssd.model.int8 import bytes_of, round_weights, scales_of
+from emssd.model.int8 import bytes_of, round_drafter, round_weights, scales_of
 from emssd.native import cache_dir, load_kernels
 from emssd.sequences import Request
 from emssd.testing.models import tiny_model
@@ -79,6 +81,35 @@ def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, mon
         texts.append({done.request_id: done.token_ids for done in engine.run(requests)})
     assert texts[0] == texts[1]
     assert engine.report.mean_acceptance_length > 1
+
+
+def test_what_drafts_is_rounded_where_it_is_compiled(kernels: None, tmp_path: Path) -> None:
+    plain = tiny_model("opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=13, max_model_len=64)
+    plain.save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{place}": place for place in range(13)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    with FileLock(cache_dir() / "opt-float32.lock"):
+        compiled, eager, target = (
+            load_model(str(tmp_path), dtype="float32", compile=compile, for_drafts=for_drafts)[0]
+            for compile, for_drafts in ((True, True), (False, True), (True, False))
+        )
+    assert compiled.compiled is not None
+    assert scales_of(compiled.model)
+    assert not scales_of(eager.model)
+    assert not scales_of(target.model)
+    assert not torch.equal(compiled.model.lm_head.weight, plain.lm_head.weight)
+    assert torch.equal(target.model.lm_head.weight, plain.lm_head.weight)
+
+
+def test_what_drafts_stays_as_it_is_without_kernels_for_it() -> None:
+    broken = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        broken.weight[1, 2] = torch.inf
+    for module in (broken, torch.nn.Linear(3, 2, dtype=torch.float64), torch.nn.Linear(3, 2, device="meta")):
+        before = module.weight.detach().clone()
+        round_drafter(module)
+        assert not scales_of(module)
+        assert module.weight.is_meta or torch.equal(module.weight, before)
 
 
 @pytest.mark.parametrize(
