@@ -7,6 +7,9 @@ is the larger of two times: all weights and the KV read once at the bandwidth th
 and the step's arithmetic at the rate that a large matrix product reaches, both measured beside each batch size. Its
 weights are those of the model, also for ``int8``, whose own floor is up to four times lower.
 
+`--profile` also says where the time of one step at the first batch size goes, for the first engine: milliseconds by
+kernel, and of what is around them. It adds up to the time of the step, of which the profiler itself takes some.
+
 `--start MODEL` also gives the seconds from the start of a process to its first token with `model.compile=true`, with
 empty and with filled caches.
 """
@@ -36,6 +39,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.model import TargetModel
 from emssd.model.int8 import round_weights
+from emssd.model.tracing import LINEARS
 from emssd.sequences import Request
 
 ENGINES = {
@@ -97,8 +101,11 @@ def machine_rates() -> tuple[float, float]:
     """Bytes per second of reading memory, and FLOPs per second of a matrix product, in the quicker of two types."""
     large = torch.ones(1 << 27, dtype=torch.float32)
     bandwidth = large.numel() * 4 / best_seconds(large.sum, 10)
+    dtypes = [torch.float32]
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # elsewhere a product takes seconds
+        dtypes.append(torch.bfloat16)
     rates = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes:
         a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
         rates.append(2 * 1024**3 / best_seconds(lambda a=a, b=b: a @ b, 20))  # type: ignore[misc]
     return bandwidth, max(rates)
@@ -179,6 +186,44 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {"shape": options.shape, "dtype": options.dtype, "context": context, "rows": rows}
 
 
+def profiled(target: TargetModel, batch_size: int, context: int, num_steps: int = 10) -> list[dict[str, Any]]:
+    """Where the time of a greedy step goes: parts with their calls and milliseconds, the slowest first."""
+    assert target.compiled is not None
+    linears = json.loads((target.compiled.folder / LINEARS).read_text())
+    names = [", ".join(dict.fromkeys(each.split(".")[-2] for each in linear["weights"])) for linear in linears]
+    prompts = torch.randint(4, target.vocab_size, (batch_size, context)).tolist()
+    options = EngineOptions(batch_size=batch_size, prefix_caching=False)
+    engine = Engine.assemble(target, None, drafter="none", backend="ragged", options=options)
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(str(i), tuple(prompt), 3 * num_steps, frozenset()))
+    for _ in range(num_steps):
+        engine.step()
+    before = dict(engine.report.seconds)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            engine.step()
+        seconds = time.perf_counter() - start
+    after = engine.report.seconds
+    phases = {name: after[name] - before.get(name, 0.0) for name in after}
+    events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
+    calls = [event for event in events if event.name == "emssd_native::linear"]
+    assert len(calls) == num_steps * len(names), "each linear layer once a step"
+    parts: dict[str, list[float]] = {}
+    for place, event in enumerate(calls):
+        parts.setdefault(f"linear: {names[place % len(names)]}", []).append(event.cpu_time_total / 1e6)
+    attended = [event.cpu_time_total / 1e6 for event in events if event.name == "emssd_native::attend_layer"]
+    parts["attention"] = attended
+    inside = sum(map(sum, parts.values()))
+    parts["other operations of the model"] = [phases.pop("forward") - inside]
+    parts["planning, choosing and keeping tokens"] = [seconds - inside - parts["other operations of the model"][0]]
+    rows = [
+        {"part": name, "calls": len(each) / num_steps if len(each) > 1 else None, "ms": sum(each) / num_steps * 1e3}
+        for name, each in parts.items()
+    ]
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
 def first_token_seconds(model: str, console: Console) -> dict[str, float]:
     """Seconds from the start of the process to the first token of a first and of a later run, all of it included."""
     program = (
@@ -209,6 +254,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
     parser.add_argument("--start", metavar="MODEL", help="measure the start of this model as well: a folder or 'demo'")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -224,6 +270,20 @@ def main() -> None:
             f"{row['times_floor']:.2f}",
         )  # fmt: skip
     console.print(table)
+    if options.profile:
+        rounded, model = options.engines[0] == "int8", random_model(options.shape, getattr(torch, options.dtype))
+        if rounded:
+            round_weights(model)
+        parts = profiled(TargetModel(model, compile=True), options.batch_sizes[0], options.context)
+        whole = sum(part["ms"] for part in parts)
+        table = Table(
+            "part", "calls", "ms", "share", title=f"one step of {options.batch_sizes[0]} rows: {whole:.1f} ms"
+        )
+        for part in parts:
+            number = "" if part["calls"] is None else f"{part['calls']:g}"
+            table.add_row(part["part"], number, f"{part['ms']:.2f}", f"{part['ms'] / whole:.0%}")
+        console.print(table)
+        result["profile"] = parts
     if options.start:
         result["first_token_seconds"] = first_token_seconds(options.start, console)
         console.print(result["first_token_seconds"])
