@@ -33,6 +33,10 @@ def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter
         logger.info("drafter=eagle3: %s", line)
     head, layers, is_parallel = loaded.head, loaded.layers, loaded.head.mask_token_id is not None
     if layers.other is None:
-        return (ParallelDrafter if is_parallel else PairedDrafter)(head, layers.layers, shape, lent)
-    unsure = MeasuringParallelDrafter if is_parallel else MeasuringDrafter
-    return unsure(head, (layers.layers, layers.other), shape, lent)
+        drafter = (ParallelDrafter if is_parallel else PairedDrafter)(head, layers.layers, shape, lent)
+    else:
+        unsure = MeasuringParallelDrafter if is_parallel else MeasuringDrafter
+        drafter = unsure(head, (layers.layers, layers.other), shape, lent)
+    if lent.compile:
+        head.keep_bytes()
+    return drafter

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from emssd.heads import DecoderConfig, HeadLayer, HeadNorm, Project, Rotary, TargetSizes
+from emssd.heads.as_bytes import keep_bytes
 from emssd.heads.layers import Angles, Attend
 from emssd.heads.pairs import PairedHead
 from emssd_eagle3.variant import Variant
@@ -55,7 +56,7 @@ class Eagle3Head(PairedHead):
         self._variant = variant
         if num_features:
             wide = num_features * target.hidden_size
-            self.fc = nn.Linear(wide, size, bias="fc.bias" in names)
+            self.fc: nn.Module = nn.Linear(wide, size, bias="fc.bias" in names)
             if variant.norm_before_fc:
                 self.input_norm = HeadNorm(wide, eps)
             if variant.fc_norm:
@@ -69,6 +70,11 @@ class Eagle3Head(PairedHead):
         self.lm_head = None
         if "lm_head.weight" in names:
             self.lm_head = nn.Linear(size, variant.draft_vocab_size, bias=False)
+
+    def keep_bytes(self) -> None:
+        """Let `features`, which no program computes, read a byte for each weight."""
+        if self._variant.num_features:
+            self.fc = keep_bytes(self.fc)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         """Features ``[n, hidden_size]`` of the target's hidden states ``[n, num_features * target_hidden_size]``.

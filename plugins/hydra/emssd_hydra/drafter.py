@@ -21,6 +21,7 @@ from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.levels import GrowingTree, joined_best, with_room
 from emssd.drafting.shapes import Expansion, Shape
 from emssd.heads import HeadRunner, KnownStates
+from emssd.heads.as_bytes import keep_bytes
 from emssd.heads.lent import Lent
 from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
@@ -103,6 +104,8 @@ class HydraDrafter(Drafter):
         loaded = load_hydra(path, lent.sizes, target.config, dtype=target.dtype, device=target.device)
         for line in loaded.described:
             logger.info("drafter=hydra: %s", line)
+        if lent.compile:
+            keep_bytes(loaded.heads)
         shape, runner = shape_of(config, len(loaded.heads.projections)), None
         if loaded.prefix is not None:
             spec = loaded.prefix.kv_cache_spec(replace(spec, trees=False))

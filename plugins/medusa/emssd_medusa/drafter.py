@@ -19,6 +19,7 @@ from emssd.decoding.choosing import first_node
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.growth import Tree, grow_tree, joined_trees
 from emssd.heads import LAST_NORMED, KnownStates, Way
+from emssd.heads.as_bytes import keep_bytes
 from emssd.heads.choices import head_choices
 from emssd.heads.lent import Lent
 from emssd.heads.options import head_path
@@ -128,6 +129,8 @@ class MedusaDrafter(Drafter):
         loaded = load_medusa(path, lent.sizes, dtype=lent.target.dtype, device=lent.target.device)
         for line in loaded.described:
             logger.info("drafter=medusa: %s", line)
+        if lent.compile:
+            keep_bytes(loaded.heads)
         return cls(loaded.heads, candidates_of(config, len(loaded.heads.heads)), context.vocab_size)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
