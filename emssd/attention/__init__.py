@@ -2,6 +2,7 @@
 
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.attention.masked import additive_mask, masked_attention
+from emssd.attention.native import NativeStep
 from emssd.attention.packed import Drafted, PackedInputs, StepInputs
 from emssd.attention.paged import PagedBackend, PagedKernels
 from emssd.attention.pages import PageTable
@@ -15,6 +16,7 @@ __all__ = [
     "KVUsage",
     "Kept",
     "LayerSpec",
+    "NativeStep",
     "PackedInputs",
     "PageTable",
     "PagedBackend",
