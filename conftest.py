@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,14 +23,73 @@ _NUM_THREADS = 1  # tiny tensors; two test processes with two threads each are s
 torch.set_num_threads(_NUM_THREADS)
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("default", max_examples=15, **_COMMON)
+settings.register_profile("default", max_examples=10, **_COMMON)
+settings.register_profile("nightly", max_examples=60, **_COMMON)
 settings.register_profile("thorough", max_examples=300, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds that this process and its ended children have used."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``nox -s tests`` sets the limit."""
+    parser.addoption("--cpu-limit", type=float, metavar="SECONDS", help="fail a test that uses more CPU than this")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin that fails to load is an error; named here, as pytest.ini would import emssd before coverage starts."""
     config.addinivalue_line("filterwarnings", "error::emssd.plugins.registry.PluginWarning")
+    if config.getoption("--cpu-limit") is not None:
+        config.pluginmanager.register(_Limit(config.getoption("--cpu-limit")))
+
+
+class _Limit:
+    """Fails a test that uses more CPU: seconds of this process and its children, as machines are shared.
+
+    First imports do not count, since they fall to whichever test comes first.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        with _first_imports() as imports:
+            begun = _cpu_seconds()
+            yield
+            used = _cpu_seconds() - begun - sum(imports)
+        if used > self._seconds and not any(item.iter_markers("costly")):
+            pytest.fail(
+                f"this test used {used:.1f} s of CPU; CI allows {self._seconds:g} s. Make it smaller; or mark it "
+                '`nightly`, if a quicker test of CI finds the same faults; or mark it `costly("reason")`, if none does',
+                pytrace=False,
+            )
+
+
+@contextmanager
+def _first_imports() -> Iterator[list[float]]:
+    """The CPU seconds of each outermost import of a module that was not imported before."""
+    spent: list[float] = []
+    execute = SourceFileLoader.exec_module
+    depth = 0
+
+    def timed(loader: SourceFileLoader, module: ModuleType) -> None:
+        nonlocal depth
+        begun, depth = _cpu_seconds(), depth + 1
+        try:
+            execute(loader, module)
+        finally:
+            depth -= 1
+            if not depth:
+                spent.append(_cpu_seconds() - begun)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceFileLoader, "exec_module", timed)
+        yield spent
 
 
 def pytest_runtest_setup() -> None:

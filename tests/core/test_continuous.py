@@ -20,8 +20,6 @@ from emssd.testing.strategies import policies
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 
-pytestmark = pytest.mark.slow  # random histories
-
 
 class DenseMachine(EngineMachine):
     """The dense reference, which asserts what the engine owes to a backend."""

@@ -28,7 +28,6 @@ MakeBackend = Callable[[], AttentionBackend]
 MAX_NEW = 14
 
 
-@pytest.mark.slow  # with all backends
 @settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())
 def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(

@@ -164,7 +164,6 @@ class HiddenRecordedMachine(HiddenMachine):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("machine", [HiddenRaggedMachine, HiddenRecordedMachine])
 def test_any_run_gives_the_states_of_one_plain_pass(machine: type[EngineMachine]) -> None:
     run_with_preemption(machine, share=4, num_steps=12)

@@ -37,8 +37,6 @@ from emssd.simulate.commands import make_budget
 from emssd.simulate.recording import logged_steps, record_trace
 from emssd.testing.drafters import ChainDrafter
 
-pytestmark = pytest.mark.slow  # random histories
-
 CURVE = PRESETS["8b-1xh100"]
 
 

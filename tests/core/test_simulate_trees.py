@@ -36,7 +36,6 @@ def run(law: TreeLaw, policy: str, *, tells: bool = False, num_tokens: int | Non
     return Simulator(TRACE, ContinuousScheduler(8), budget, Steep(), drafters=drafters).run()
 
 
-@pytest.mark.slow
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 12), st.integers(0, 9))
 def test_what_is_accepted_is_what_the_law_says(branches: list[int], num_tokens: int, seed: int) -> None:
     law = TreeLaw(branches, [[0.5, 0.3, 0.1]], seed)

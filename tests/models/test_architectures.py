@@ -49,7 +49,6 @@ BACKENDS: dict[str, Any] = {
 # Looks everywhere after a single token, so that its drafts are often there, often wrong, and of every length.
 LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-pytestmark = pytest.mark.slow  # together
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 

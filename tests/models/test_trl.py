@@ -328,7 +328,6 @@ def test_messages_and_evaluation(tmp_path: Path) -> None:
     assert logs[0]["completions/max_length"] <= NUM_NEW
 
 
-@pytest.mark.slow  # it loads and saves the demo's model as a trainer does
 @pytest.mark.filterwarnings("ignore")
 def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl", reason=WHY)

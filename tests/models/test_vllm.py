@@ -92,7 +92,6 @@ def texts_of(model: Path, speculation: dict[str, Any] | None) -> list[list[int]]
     return [list(row.outputs[0].token_ids) for row in done]
 
 
-@pytest.mark.slow  # vLLM starts twice
 def test_texts_are_those_without_drafts_and_drafts_those_of_emssd(model: Path) -> None:
     speculation = {"method": "custom_class", "model": f"{__name__}.Noting", "num_speculative_tokens": 6}
     texts = texts_of(model, speculation)
@@ -112,7 +111,6 @@ def test_texts_are_those_without_drafts_and_drafts_those_of_emssd(model: Path) -
         assert DRAFTED[text][:room] == chain  # vLLM does not tell how much room is left
 
 
-@pytest.mark.slow  # vLLM starts
 def test_the_example_prints_a_text() -> None:
     example, demo = ROOT / "examples" / "vllm_generate.py", ROOT / "emssd" / "demo" / "weights" / "target"
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -42,7 +42,6 @@ def p_value_below(tokens: Seq[int], chances: Seq[float]) -> float:
     return float(torch.distributions.Chi2(torch.tensor(len(common) - 1.0, dtype=torch.float64)).cdf(statistic))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_follow_the_targets_law_behind_every_common_prefix(mode: str) -> None:
     """Rows differ by their ids alone. Some tokens are drafted and accepted, others are the target's own."""

@@ -214,7 +214,6 @@ def mixed() -> list[Request]:
     return [Request(f"{n}", prompts[n % len(prompts)], 12, sampling=params) for n, params in enumerate(MIXED)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str, folder: Path) -> None:
     asked = mixed()
@@ -227,7 +226,6 @@ def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str, 
     assert accepted > 0 or drafter == "none", "else nothing was shown"
 
 
-@pytest.mark.slow
 @settings(max_examples=5 * settings().max_examples // 2, phases=PHASES)
 @given(
     asked=requests(),

@@ -126,7 +126,6 @@ def decode(engine: Engine, asked: Seq[Request]) -> dict[str, tuple[int, ...]]:
     return {done.request_id: done.token_ids for done in engine.run(asked)}
 
 
-@pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     asked=requests(),

@@ -135,7 +135,7 @@ def test_millions_of_draws_are_pytorchs_and_none_is_left_to_it(dtype: torch.dtyp
         assert found == by_pytorch(logits, nodes)
 
 
-@pytest.mark.parametrize("num_turns", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.parametrize("num_turns", [10, pytest.param(100, marks=[pytest.mark.nightly])])
 def test_ten_thousand_choices_a_turn_are_pytorchs(num_turns: int) -> None:
     generator, num_left = torch.Generator().manual_seed(0), 0
     for turn in range(num_turns):

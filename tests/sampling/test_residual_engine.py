@@ -73,7 +73,6 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_have_the_targets_law(kind: str) -> None:
     report = report_of(DrawingDrafter(even(VOCAB), [2, 1]), KINDS[kind])

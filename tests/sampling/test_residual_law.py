@@ -60,7 +60,6 @@ def test_the_output_of_any_tree_has_the_law_of_the_target(rule: Rule, shape: tup
         assert is_lossless(law, TARGETS[target], len(shape)), (target, draft)
 
 
-@pytest.mark.slow
 @rules_with_q
 def test_so_has_that_of_a_tree_with_three_children_everywhere(rule: Rule) -> None:
     target, draft = TARGETS["all possible"], DRAFTS["all possible"]

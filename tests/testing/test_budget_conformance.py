@@ -15,7 +15,6 @@ from emssd.testing import BudgetPolicyConformance
 from emssd.testing.conformance.rules import rules_of
 
 
-@pytest.mark.slow
 class TestAdaptive(BudgetPolicyConformance):
     plugin = "adaptive"
     num_examples = 6

@@ -408,7 +408,6 @@ def test_every_rule_has_a_fault() -> None:
     assert planted == {rule.name for rule in rules_of("drafter")}
 
 
-@pytest.mark.slow
 def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     uncompared = dict.fromkeys(COMPARING, "skipped: it learns across requests, and its drafts are not compared")
     assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == uncompared
@@ -419,7 +418,6 @@ def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_
     assert found["test_requests_do_not_touch_each_other"] == "drafter.isolation"
 
 
-@pytest.mark.slow
 def test_a_drafter_that_draws_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     why = "skipped: it drafts at random, and its drafts are not compared"
     expected = dict.fromkeys(["test_it_drafts_the_same_again", *COMPARING], why)

@@ -45,7 +45,6 @@ def test_where_nobody_was_preempted_a_crowd_comes() -> None:
     assert Usual.num_preempted == 0
 
 
-@pytest.mark.slow
 def test_room_for_all_rows_is_no_little_memory() -> None:
     assert decode_in_little_memory(NoneDrafter(), RAGGED).report.num_preempted > 0
     with pytest.raises(AssertionError, match="0 rows were preempted in 512000 bytes"):

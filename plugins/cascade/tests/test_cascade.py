@@ -303,7 +303,6 @@ class ReversedMachine(DraftModelMachine):
         return [*super().make_drafters(num_tokens), LLMADrafter(LLMAConfig(1, 3, require_full_copy=False))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("machine", [DraftModelMachine, CascadeMachine, ReversedMachine])
 def test_after_any_arrivals_preemptions_and_trims_it_drafts_what_a_fresh_drafter_drafts(
     machine: type[DraftModelMachine],

@@ -80,7 +80,6 @@ def greedy(model: TargetModel, tokens: list[int], count: int) -> list[int]:
 
 
 # A first run of a model takes seconds, and explaining a failure minutes.
-@pytest.mark.slow
 @settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
 @given(data=st.data())

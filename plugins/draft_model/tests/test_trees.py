@@ -342,7 +342,6 @@ def test_it_learns_the_ranks_of_the_targets_choices_as_far_as_the_draft_model_we
     assert shape.num_plans == 1
 
 
-@pytest.mark.slow
 @settings(max_examples=20, deadline=None, phases=PHASES)
 @pytest.mark.parametrize("kind", SHAPES)
 @given(data=st.data())
@@ -456,7 +455,6 @@ class TreeMachine(EngineMachine):
             assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
 
 
-@pytest.mark.slow
 def test_in_any_run_the_tokens_are_those_of_greedy_decoding() -> None:
     run_with_preemption(TreeMachine, share=20, num_steps=12)
 

@@ -192,6 +192,5 @@ class AsDefined(PLDDrafter):
         return draft
 
 
-@pytest.mark.slow
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
     run_with_preemption(PLDMachine, share=4, num_steps=12)

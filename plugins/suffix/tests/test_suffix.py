@@ -265,6 +265,5 @@ class SuffixMachine(EngineMachine):
         return CONFIGS.map(AsDefined)
 
 
-@pytest.mark.slow
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
     run_with_preemption(SuffixMachine, share=4, num_steps=12)

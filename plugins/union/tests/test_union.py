@@ -373,6 +373,5 @@ class UnionMachine(EngineMachine):
             assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
 
 
-@pytest.mark.slow
 def test_after_any_arrivals_preemptions_and_trims_a_draft_model_in_it_drafts_what_a_fresh_one_drafts() -> None:
     run_with_preemption(UnionMachine, share=4, num_steps=12)

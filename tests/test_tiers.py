@@ -1,0 +1,68 @@
+"""The rules that keep CI quick: a test that uses too much CPU fails; of long lists most cases are nightly."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiers import few, only
+
+
+@pytest.fixture
+def call(pytestconfig: pytest.Config) -> Callable[..., None]:
+    """``call(test, *markers)`` runs `test` under a limit of 0.1 CPU seconds."""
+    conftest = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).parents[1] / "conftest.py"))
+
+    class Item:
+        def iter_markers(self, name: str) -> list[str]:
+            return [marker for marker in self.markers if marker == name]
+
+    def run(test: Callable[[], object], *markers: str) -> None:
+        item = Item()
+        item.markers = markers
+        steps = conftest._Limit(0.1).pytest_runtest_call(item)
+        next(steps)
+        test()
+        with pytest.raises(StopIteration):
+            steps.send(None)
+
+    return run
+
+
+def busy() -> None:
+    begun = time.process_time()
+    while time.process_time() - begun < 0.2:
+        pass
+
+
+def test_cpu_seconds_are_limited_and_waiting_is_not(call: Callable[..., None]) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"used 0\.[2-9] s of CPU; at most 0\.1 s are allowed"):
+        call(busy)
+    call(busy, "costly")
+    call(lambda: time.sleep(0.2))
+
+
+def test_a_first_import_does_not_count(
+    call: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import time\nbegun = time.process_time()\nwhile time.process_time() - begun < 0.2: pass\n"
+    (tmp_path / "slow_to_import.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    call(lambda: __import__("slow_to_import"))
+    assert "slow_to_import" in sys.modules
+    with pytest.raises(pytest.fail.Exception):
+        call(lambda: (__import__("slow_to_import"), busy()))
+
+
+def test_the_first_cases_stay_in_ci() -> None:
+    cases = few([1, (2, 3), pytest.param(4, id="four")], ci=1)
+    assert cases[0] == 1
+    assert [(case.values, case.id, [mark.name for mark in case.marks]) for case in cases[1:]] == [
+        ((2, 3), None, ["nightly"]),
+        ((4,), "four", ["nightly"]),
+    ]
+    assert [isinstance(case, int) for case in only([1, 2, 3], ci=[2])] == [False, True, False]
