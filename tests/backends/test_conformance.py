@@ -37,6 +37,7 @@ def test_each_name_says_what_computes_attention(kernels: None) -> None:
 
 
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.hypothesis
 def test_backend_equals_dense_reference_after_any_history(make: MakeBackend) -> None:
     run_machine(make, max_examples=settings.default.max_examples // 3)
 

@@ -18,6 +18,7 @@ from emssd.drafting.rules import check_draft, own_draft
 from emssd.drafting.stages import DraftStages
 from emssd.errors import DraftError
 from emssd.sequences import Batch, Request, Sequence
+from tests.support.tiers import looped
 
 VOCAB = 7
 
@@ -96,7 +97,7 @@ def test_joined_rows_have_that_of_who_drafted_them(one: Draft, other: Draft) -> 
 UNIT = torch.full((VOCAB,), 1 / VOCAB)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("q", "message"),
     [
         ((), "its draft has q for 0 rows of 1; give None where there is none"),

@@ -23,6 +23,7 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 NAME = "'bad' (emssd-bad 1.2)"
 
@@ -108,7 +109,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@looped("fault", FAULTS)
 def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_that_of_greedy(
     fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -135,7 +136,7 @@ def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_t
     assert engine.runner.usage.held == 0
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@looped("fault", FAULTS)
 def test_or_it_ends_the_run_by_option(
     fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -179,8 +180,8 @@ class Changing(Drafter):
             self.change(outcome.batch.sequences[-1])
 
 
-@pytest.mark.parametrize("where", ["propose", "observe"])
-@pytest.mark.parametrize("change", CHANGES)
+@looped("where", ["propose", "observe"])
+@looped("change", CHANGES)
 def test_rows_cannot_be_changed_by_a_drafter(
     change: str, where: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -191,8 +192,8 @@ def test_rows_cannot_be_changed_by_a_drafter(
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 9) for ids in prompts]
 
 
-@pytest.mark.parametrize("on_error", ["disable", "fail"])
-@pytest.mark.parametrize("where", ["propose", "observe"])
+@looped("on_error", ["disable", "fail"])
+@looped("where", ["propose", "observe"])
 def test_a_row_changed_by_the_decode_loops_own_methods_ends_the_run(
     where: str, on_error: str, oracle: Any, make_ragged: Any, build: Any
 ) -> None:

@@ -15,6 +15,7 @@ from emssd.errors import ConfigError, PromptError
 from emssd.integrations.engine_thread import EngineThread
 from emssd.integrations.ray import TextGenerator
 from emssd.sequences import Request
+from tests.support.tiers import looped
 
 PROMPTS = ["The for statement", "Lambda expressions are", "A class", "An assert", "To import a", "A list"]
 DRAWN = SamplingParams(temperature=0.8, seed=3, n=2)
@@ -103,7 +104,7 @@ def test_what_is_drawn_depends_on_the_id_of_a_row_alone(generate: Any) -> None:
     assert both[1] == one[0]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("columns", "options", "sentence"),
     [
         ({"text": ["x"]}, {}, "there is no column 'prompt'; the columns are text"),

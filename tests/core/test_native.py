@@ -29,6 +29,7 @@ from emssd.native import (
 )
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.tiers import looped
 
 NO_COMPILER = r"there is no C\+\+ compiler on PATH \(tried \$CXX, c\+\+, g\+\+, clang\+\+\)"
 PROMPT = (3, 4, 5, 3, 4)
@@ -296,9 +297,9 @@ SIZES = [(32, 48), (33, 17), (576, 64), (5, 1)]
 
 @pytest.mark.usefixtures("kernels")
 class TestLinear:
-    @pytest.mark.parametrize("is_int8", [False, True], ids=["weights as they are", "int8"])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
+    @looped("is_int8", [False, True])
+    @looped("dtype", [torch.float32, torch.bfloat16])
+    @looped(("num_in", "num_out"), SIZES)
     def test_a_token_has_the_same_bits_beside_any_number_of_others(
         self, dtype: torch.dtype, is_int8: bool, num_in: int, num_out: int
     ) -> None:

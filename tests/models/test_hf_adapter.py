@@ -29,6 +29,7 @@ import emssd
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 PAD = 0
 PROMPTS = ([3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3], [8], [9, 10, 11, 9, 10], [4, 4, 4, 4, 12, 4, 4])
@@ -66,7 +67,7 @@ def test_a_batch_padded_on_the_left_gives_the_same_tensor(architecture: str, dra
     assert torch.equal(expected, got)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@looped("seed", range(6))
 def test_padding_behind_eos_and_the_width_are_the_same(seed: int) -> None:
     model = make_model(seed=seed)
     expected, got = both(model, left_padded(), eos_token_id=[5, 7, 9], pad_token_id=PAD)
@@ -241,7 +242,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@looped("name", REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_its_name(name: str) -> None:
     options, reason = REFUSED[name]
     model = make_model("gpt2")

@@ -14,6 +14,7 @@ from emssd_eagle3.loading import load_eagle3
 from emssd.errors import ConfigError
 from emssd.heads import TargetSizes
 from tests.support.heads import CPU, Weights, layer_weights, random_weights, write_head
+from tests.support.tiers import looped
 
 H, V, VD = 16, 40, 12
 TARGET = TargetSizes(V, H, 9)
@@ -140,7 +141,7 @@ def test_a_head_without_what_it_would_borrow_must_be_as_wide_as_its_target(tmp_p
         load(path, TargetSizes(V, 20, 9))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("ids", "options", "layers", "other"),
     [
         (None, {}, (2, 18, 33), None),

@@ -20,6 +20,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
 from emssd.simulate.tree_law import TreeLaw
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 OPT = {
     "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2,
@@ -32,8 +33,8 @@ LLAMA = {
 PROMPTS = [[5, 6, 7], [9], [4, 4, 4, 4], [90, 11], [30]]
 
 
-@pytest.mark.parametrize("architecture", [OPT, LLAMA], ids=["opt", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("architecture", [OPT, LLAMA])
+@looped("dtype", [torch.float32, torch.bfloat16])
 def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: dict, dtype: torch.dtype) -> None:
     model = counting_model(architecture, dtype, torch.device("cpu"))
     engine = Engine.from_model(model, drafter="none", batch_size=3)
@@ -41,8 +42,8 @@ def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: d
         assert list(row.token_ids) == counted_on(prompt[-1], 100, 96)
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize(
+@looped("backend", ["ragged", "padded"])
+@looped(
     ("config", "expected"),
     [
         (ReplayConfig(p=1.0, num_speculative_tokens=3), 4.0),
@@ -168,7 +169,7 @@ def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
     )  # 3 drafted, 1 right; then 1 of 2, and the end
 
 
-@pytest.mark.parametrize(
+@looped(
     ("config", "message"),
     [
         (ReplayConfig(p=1.5), "p is 1.5"),
@@ -235,7 +236,7 @@ def test_of_each_nodes_children_at_most_one_is_right_and_as_often_as_stated(seed
             assert abs(counts[node] - 1000 * chance) < 5 * (1000 * chance * (1 - chance)) ** 0.5 + 1  # 5 sigma
 
 
-@pytest.mark.parametrize(
+@looped(
     ("config", "message"),
     [
         (ReplayConfig(branches=[2, 0]), r"branches are \[2, 0\]; give the number of children for each level"),
