@@ -250,6 +250,7 @@ for name in ARCHITECTURES:
 """
 
 
+@pytest.mark.costly("starts a process")
 def test_another_process_finds_the_same_keys() -> None:
     process = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS.format(threads=torch.get_num_threads())],  # the key names them

@@ -81,6 +81,7 @@ class TestWindows:
             for prompt, ours in zip(PROMPTS, engine.generate(PROMPTS, 12, ignore_eos=True), strict=True)
         )
 
+    @pytest.mark.costly("compiles a model")
     def test_a_window_that_only_the_mask_knows_is_honoured_by_the_compiled_model(self) -> None:
         model = random_model("phimoe", sliding_window=7, num_local_experts=2, num_hidden_layers=1).float()
         plain, compiled = (Engine.from_model(model, compile=each) for each in (False, True))

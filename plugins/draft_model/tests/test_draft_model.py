@@ -81,7 +81,7 @@ def greedy(model: TargetModel, tokens: list[int], count: int) -> list[int]:
 
 
 # A first run of a model takes seconds, and explaining a failure minutes.
-@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
+@settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
 @given(data=st.data())
 def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str, data: st.DataObject) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape
@@ -115,7 +116,7 @@ BATCHES: dict[str, list[SamplingParams | None]] = {name: [kind] * 3 for name, ki
 BATCHES["all kinds"] = [*KINDS.values(), None]
 
 
-@looped("batch", BATCHES)
+@pytest.mark.parametrize("batch", BATCHES)
 def test_all_of_its_chains_are_accepted(batch: str) -> None:
     drafter = draft_model_drafter(target(), "chain", VOCAB)
     kinds = BATCHES[batch]
@@ -124,7 +125,7 @@ def test_all_of_its_chains_are_accepted(batch: str) -> None:
         assert generation.num_steps == 7  # six full ones, and one token that was left
 
 
-@looped("kind", sure_shapes())
+@pytest.mark.parametrize("kind", sure_shapes())
 @looped("batch", BATCHES)
 def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str, kind: str) -> None:
     shape, kinds = sure_shapes()[kind], BATCHES[batch]
@@ -176,7 +177,7 @@ MUTATIONS = [
 
 
 @looped("tree", ["chain", "static"])
-@looped(("kind", "change"), MUTATIONS)
+@pytest.mark.parametrize(("kind", "change"), MUTATIONS)
 def test_with_anything_else_it_is_wrong_at_times(kind: str, change: Any, tree: str) -> None:
     """So the tests above can fail; tokens are right all the same."""
 

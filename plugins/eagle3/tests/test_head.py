@@ -320,6 +320,7 @@ def drawn_rows(trees: Seq[tuple[int, ...]] = ((-1, -1, 0, 0, 1, 3), (-1, 0, 1)))
     ]
 
 
+@pytest.mark.nightly
 def test_a_compiled_head_gives_the_same(
     kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
