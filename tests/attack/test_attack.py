@@ -65,6 +65,7 @@ def of_rules(kind: str, dtype: torch.dtype, length: int = 64) -> World:
         ("sins", range(2, 3)),
     ],
 )
+@pytest.mark.costly("plays one random history of each kind")
 def test_nothing_differs_from_the_oracle(area: str, seeds: range) -> None:
     account, refused = run_seeds(area, seeds)
     assert account.differences == []

@@ -282,6 +282,7 @@ FAULTS: dict[str, MakeBackend] = {
 
 
 @pytest.mark.parametrize("make", FAULTS.values(), ids=FAULTS)
+@pytest.mark.costly("plays random histories until the fault shows")
 def test_machine_finds_a_planted_fault(make: MakeBackend) -> None:
     with pytest.raises((AssertionError, ExceptionGroup)):
         run_machine(make, max_examples=300, phases=[Phase.generate], derandomize=True, database=None)

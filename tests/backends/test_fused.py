@@ -16,7 +16,7 @@ import pytest
 import torch
 from emssd_ragged.backend import ragged_backend
 from emssd_ragged.fused import PAGE_SIZE, FusedKernels, why_not_fused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs
@@ -165,6 +165,7 @@ def _kernels(kernels: None) -> None:
     """All of these tests need them."""
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(layer=layers(), dtype=dtypes, steps=histories, strided=st.booleans(), seed=st.integers(0, 2**16),
        garbage=st.sampled_from(GARBAGE))  # fmt: skip
 def test_every_step_of_any_rows_equals_dense_attention(

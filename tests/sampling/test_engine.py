@@ -127,7 +127,7 @@ def decode(engine: Engine, asked: Seq[Request]) -> dict[str, tuple[int, ...]]:
     return {done.request_id: done.token_ids for done in engine.run(asked)}
 
 
-@settings(max_examples=settings.default.max_examples * 3)
+@settings(max_examples=settings.default.max_examples * 2)
 @given(
     asked=requests(),
     data=st.data(),

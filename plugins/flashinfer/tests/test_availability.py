@@ -15,7 +15,6 @@ from emssd_flashinfer import FlashInferConfig, PrefillKernel, availability, emss
 
 from emssd.attention import PagedBackend
 from emssd.errors import ConfigError
-from tests.support.tiers import looped
 
 
 class Machine:
@@ -78,7 +77,7 @@ FAULTS: dict[str, tuple[Callable[[Machine], Any], str]] = {
 }
 
 
-@looped(("fault", "sentence"), FAULTS.values())
+@pytest.mark.parametrize(("fault", "sentence"), FAULTS.values())
 def test_what_is_missing_is_named_in_one_sentence(
     fault: Callable[[Machine], Any], sentence: str, machine: Machine
 ) -> None:

@@ -175,4 +175,4 @@ class SuffixTreeMachine(EngineMachine):
 
 @pytest.mark.hypothesis
 def test_after_any_arrivals_and_preemptions_it_drafts_as_if_new_and_outputs_are_greedy() -> None:
-    run_with_preemption(SuffixTreeMachine, share=4, num_steps=12)
+    run_with_preemption(SuffixTreeMachine, share=5, num_steps=10)
