@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
@@ -255,10 +255,11 @@ class Engine:
         for sequence in [self.sequence(each) for each in samples]:
             self.scheduler.add(sequence)
 
-    def clear(self) -> None:
-        """Drop all requests that wait or run. Later ones may still begin with KV of theirs."""
-        self._finished.clear()
-        self._free(self.scheduler.clear())
+    def clear(self, request_ids: Collection[str] | None = None) -> None:
+        """Drop these requests, or all that wait or run. Later ones may still begin with KV of theirs."""
+        gone = request_ids
+        self._finished = [row for row in self._finished if gone is not None and row.request_id not in gone]
+        self._free(self.scheduler.clear(gone))
 
     def sequence(self, request: Request) -> Sequence:
         """The sequence of `request` as it will begin.
