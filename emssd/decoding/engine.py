@@ -73,7 +73,10 @@ class Engine:
         self.runner = runner
         drafters = [drafter] if isinstance(drafter, Drafter) else drafter
         checked = [
-            CheckedDrafter(each, drafter_name, runner.vocab_size, on_error=on_drafter_error) for each in drafters
+            each
+            if isinstance(each, CheckedDrafter)
+            else CheckedDrafter(each, drafter_name, runner.vocab_size, on_error=on_drafter_error)
+            for each in drafters
         ]
         self.drafting = DraftStages(checked, budget or FixedBudget(), budget_name)
         runner.take_hidden(self.drafting.hidden_layers)
@@ -104,14 +107,12 @@ class Engine:
     def _of(cls, parts: Parts) -> Engine:
         return cls(
             parts.runner,
-            parts.drafter,
+            parts.drafters,
             tokenizer=parts.tokenizer,
             eos_token_ids=parts.eos_token_ids,
             scheduler=parts.scheduler,
             budget=parts.budget,
-            drafter_name=parts.drafter_name,
             budget_name=parts.budget_name,
-            on_drafter_error=parts.on_drafter_error,
         )
 
     @property
