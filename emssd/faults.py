@@ -60,7 +60,7 @@ def guarded(owner: str, where: str, *, in_step: bool = False) -> Iterator[None]:
 def process_kept(*, in_step: bool = False) -> Iterator[None]:
     """For a call of a plugin: what it changes for the whole process is changed back, and is an error.
 
-    That is PyTorch's default dtype and device, autocast and gradients, filters that make errors of warnings, and
+    That is PyTorch's default dtype and device and autocast, filters that make errors of warnings, and
     variables that are taken out of the environment; `in_step`, nobody looks at these.
 
     Raises:
@@ -88,14 +88,14 @@ def _settings() -> tuple[Any, ...]:
     """In the order of `_changed_back`; of PyTorch as it is when it is imported, where it is not yet."""
     filters, torch = tuple(warnings.filters), sys.modules.get("torch")
     if torch is None:
-        return filters, None, [], False, False, True
+        return filters, None, [], False, False
     modes, autocast = torch.overrides._get_current_function_mode_stack(), torch.is_autocast_enabled
-    return filters, torch.get_default_dtype(), modes, autocast("cpu"), autocast("cuda"), torch.is_grad_enabled()
+    return filters, torch.get_default_dtype(), modes, autocast("cpu"), autocast("cuda")
 
 
 def _changed_back(before: tuple[Any, ...]) -> list[str]:
     """The names of the settings that were others `before`."""
-    old, dtype, modes, *autocasts, gradients = before
+    old, dtype, modes, *autocasts = before
     (filters, *now), changed = _settings(), list[str]()
     if any(each[0] == "error" and each not in old and issubclass(PluginWarning, each[2]) for each in filters):
         warnings.filters[:] = old  # type: ignore[index]  # a list, whatever its stub says
@@ -113,13 +113,10 @@ def _changed_back(before: tuple[Any, ...]) -> list[str]:
         for mode in modes:
             torch.overrides._push_mode(mode)
         changed.append("the default device")
-    for kind, was, is_on in zip(("cpu", "cuda"), autocasts, now[2:4], strict=True):
+    for kind, was, is_on in zip(("cpu", "cuda"), autocasts, now[2:], strict=True):
         if was != is_on:
             torch.set_autocast_enabled(kind, was)
             changed.append("autocast")
-    if now[-1] != gradients:
-        torch.set_grad_enabled(gradients)
-        changed.append("gradients")
     return changed
 
 

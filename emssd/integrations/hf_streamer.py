@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def streamed(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 def _streamer() -> Any:
     """That of the innermost `generate` of Transformers: nothing else of the call leads to it."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "generate" and frame.f_globals["__name__"] == "transformers.generation.utils":
             return frame.f_locals.get("streamer")
