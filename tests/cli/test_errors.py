@@ -202,7 +202,7 @@ def test_a_misspelt_option_is_refused_with_what_was_meant(argument: str, sentenc
     assert emssd(argument, "output_dir=out").sentence.startswith(sentence)
 
 
-@pytest.mark.parametrize("argument", ["batch_size={}", "drafter={}", "model.dtype={}", "model.path={}", "{}=1"])
+@pytest.mark.parametrize("argument", ["batch_size={}", "drafter={}", "model.path={}"])
 def test_of_a_long_value_the_beginning_is_repeated(argument: str, emssd: Callable) -> None:
     sentence = emssd(argument.format(3000 * "x"), "output_dir=out").sentence
     assert "xxxx" in sentence or "File name too long" in sentence
