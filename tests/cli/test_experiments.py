@@ -281,7 +281,7 @@ def emssd_drafters():
 def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) -> None:
     install("mortal", MORTAL)
     result = toy(emssd, "drafters", "drafter=llma,mortal", "task=toy")
-    assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError('it d")
+    assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError: it d")
     assert [row["drafter"] for row in rows_of(result.folder)] == ["llma"]
     again = toy(emssd, "drafters", "drafter=llma,mortal", "task=toy", "resume=true", "on_drafter_error=disable")
     assert again.sentence == (

@@ -63,6 +63,24 @@ def test_a_template_that_raises_refuses_this_conversation_in_one_line(template: 
         encode_chat(ASK, make_tokenizer(template), "7")
 
 
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LOOPS, r"it takes more than 0.05 s$"),
+        ("{{ lipsum(n=10 ** 8) }}", "it takes more than 0.05 s$"),
+        ("{{ 'a' * 3000 }}", "it makes 3000 characters of it, and more than 2000 are no prompt$"),
+    ],
+)
+def test_a_template_without_end_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emssd.data.chat._MOST_SECONDS", 0.05)
+    monkeypatch.setattr("emssd.data.chat._MOST_CHARACTERS", 2000)
+    with pytest.raises(PromptError, match=REFUSES + said):
+        encode_chat(ASK, make_tokenizer(template), "7")
+
+
 def test_a_template_that_writes_nothing_is_told_and_is_no_empty_prompt() -> None:
     with pytest.raises(PromptError, match="prompt 7: the tokenizer's chat template makes an empty text"):
         encode_chat(ASK, make_tokenizer("{% if false %}x{% endif %}"), "7")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
@@ -106,6 +107,7 @@ UNIT = torch.full((VOCAB,), 1 / VOCAB)
             ((UNIT, UNIT[1:], UNIT),),
             r"its q has a tensor of shape \[6\] and torch.float32 behind a token with children",
         ),
+        (((UNIT, UNIT * math.nan, UNIT),), "its q has NaN or inf behind a token with children; give 7 probabilities"),
         (((UNIT.long(), UNIT, UNIT),), r"shape \[7\] and torch.int64 behind a token with children; give 7 prob"),
     ],
 )

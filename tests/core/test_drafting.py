@@ -28,6 +28,13 @@ from tests.support.tiers import looped
 NAME = "'bad' (emssd-bad 1.2)"
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        sys.exit(0)
+
+    __repr__ = __str__
+
+
 class Faulty(Drafter):
     """Drafts two tokens, until at step `due` it commits a fault."""
 
@@ -47,6 +54,20 @@ class Faulty(Drafter):
                 raise ZeroDivisionError("of its own")
             case "exit in propose":
                 sys.exit(0)
+            case "mute":
+                raise MuteError
+            case "talks":
+                raise ValueError(200_000 * "x")
+            case "default device":
+                torch.set_default_device("meta")
+            case "device":
+                torch.device("meta").__enter__()
+            case "default dtype":
+                torch.set_default_dtype(torch.float16)
+            case "autocast":
+                torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+            case "warnings":
+                warnings.simplefilter("error")
             case "count":
                 self.num_speculative_tokens = 2.5  # type: ignore[assignment]  # that is the fault
             case "candidates":
@@ -89,13 +110,20 @@ class Faulty(Drafter):
 
 
 FAULTS = {
-    "propose": r"failed in propose: ZeroDivisionError\('of its own'\)",
-    "observe": r"failed in observe: ZeroDivisionError\('of its own'\)",
-    "release": r"failed in release: ZeroDivisionError\('of its own'\)",
+    "propose": r"failed in propose: ZeroDivisionError: of its own",
+    "observe": r"failed in observe: ZeroDivisionError: of its own",
+    "release": r"failed in release: ZeroDivisionError: of its own",
     "no draft": "it returned a NoneType; return an emssd.drafting.Draft",
     "no tensor": "its token_ids are a list; give one int64 tensor",
-    "exit in propose": r"failed in propose: SystemExit\(0\)",
-    "exit in observe": r"failed in observe: SystemExit\(0\)",
+    "exit in propose": r"failed in propose: SystemExit: 0",
+    "exit in observe": r"failed in observe: SystemExit: 0",
+    "mute": "failed in propose: MuteError: no message, as that raises SystemExit",
+    "talks": r"failed in propose: ValueError: x{600} …\Z|x{600} …\. It is",
+    "default device": "its token_ids are on the device meta",
+    "device": "its token_ids are on the device meta",
+    "default dtype": "failed in propose: it left the default dtype changed",
+    "autocast": "failed in propose: it left autocast changed",
+    "warnings": "failed in propose: it left warnings.filters changed",
     "count": "its num_speculative_tokens is 2.5; it must be an integer, at least 0",
     "candidates": "its num_candidates is -1; it must be an integer, at least 0",
     "late tree": "it drafted a token tree for request .*, and its drafts_trees is False",
@@ -134,6 +162,14 @@ def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_t
     assert engine.report.num_drafted == 0
     assert (drafter.num_proposed, drafter.num_observed) == calls, "it is asked no more"
     assert engine.runner.usage.held == 0
+
+
+@pytest.mark.parametrize("name", ["drafts_trees", "hidden_layers"])
+@pytest.mark.parametrize("answer", [lambda drafter: sys.exit(0), lambda drafter: 1 // 0])
+def test_one_that_fails_while_it_says_what_it_wants_is_named(answer: Any, name: str) -> None:
+    third = type("Third", (Drafter,), {"propose": None, name: property(answer)})()
+    with pytest.raises(PluginError, match=rf"^drafter Third failed in {name}: (SystemExit: 0|ZeroDivisionError: .*)"):
+        Engine.from_model(tiny_model(), drafter=third)
 
 
 @looped("fault", FAULTS)

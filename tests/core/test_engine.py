@@ -178,8 +178,8 @@ class Faulty(Drafter):
 @looped(
     ("fault", "error", "message"),
     [
-        ("propose", PluginError, r"failed in propose: ZeroDivisionError\('of its own'\)"),
-        ("observe", PluginError, r"failed in observe: ZeroDivisionError\('of its own'\)"),
+        ("propose", PluginError, r"failed in propose: ZeroDivisionError: of its own"),
+        ("observe", PluginError, r"failed in observe: ZeroDivisionError: of its own"),
         ("budget", DraftError, "broke its interface: it drafted 4 tokens for request '2' with a budget of 3"),
         ("high id", DraftError, "it drafted token id 11, outside the target's vocabulary of 11"),
         ("negative id", DraftError, "it drafted token id -1, outside"),

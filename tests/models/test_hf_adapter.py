@@ -365,8 +365,25 @@ def test_what_transformers_keeps_from_custom_functions_changes_no_token() -> Non
             self.seen.append("end")
 
     one = {name: value[:1] for name, value in left_padded().items()}
-    streamed = model.generate(**one, max_new_tokens=9, streamer=Silent(), custom_generate=emssd.custom_generate)
-    assert torch.equal(streamed, model.generate(**one, max_new_tokens=9))
+    ours, theirs = Silent(), Silent()
+    streamed = model.generate(**one, max_new_tokens=9, streamer=ours, custom_generate=emssd.custom_generate)
+    assert torch.equal(streamed, model.generate(**one, max_new_tokens=9, streamer=theirs))
+    assert [str(each) for each in ours.seen] == [str(each) for each in theirs.seen]  # of tensors, their numbers
+    with pytest.raises(ConfigError):
+        model.generate(**one, num_beams=2, streamer=(failed := Silent()), custom_generate=emssd.custom_generate)
+    assert failed.seen[1:] == ["end"]
+
+
+def test_padding_that_transformers_counts_as_text_is_refused_where_it_makes_a_difference() -> None:
+    model, options = make_model(), {"no_repeat_ngram_size": 3}
+    expected, got = both(model, left_padded(), suppress_tokens=[PAD], **options)
+    assert torch.equal(expected, got)
+    for prompts, more in (((PROMPTS[0], [PAD, 3]), options), (PROMPTS, {"no_repeat_ngram_size": 1})):
+        with pytest.raises(ConfigError, match="Transformers counts padding for no_repeat_ngram_size="):
+            both(model, left_padded(prompts), **more)
+    likely = {"sequence_bias": {(PAD,): 9.0}}
+    with pytest.raises(ConfigError, match="a row with its padding's token in its text would differ"):
+        both(model, left_padded(), eos_token_id=None, **likely, **options)
 
 
 def test_a_misspelt_drafter_option_is_an_error() -> None:

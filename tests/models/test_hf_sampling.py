@@ -173,6 +173,7 @@ def test_a_field_that_nobody_knows_is_refused_and_a_models_own_remark_is_not(mon
         (MinPLogitsWarper(0.1), {"do_sample": False}),
         (RepetitionPenaltyLogitsProcessor(1.5), {"repetition_penalty": 1.2}),
         (RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2), {"repetition_penalty": 1.5}),
+        (RepetitionPenaltyLogitsProcessor(1.5), {"repetition_penalty": 1.5}),  # on padding, too
     ],
 )
 def test_processors_of_the_callers_own_are_refused(processor: Any, options: dict[str, Any]) -> None:
@@ -181,7 +182,8 @@ def test_processors_of_the_callers_own_are_refused(processor: Any, options: dict
 
 
 def test_processors_that_do_what_the_config_says_are_none_of_the_callers_own() -> None:
-    own = LogitsProcessorList([LogitNormalization(), RepetitionPenaltyLogitsProcessor(1.5)])
+    padding = torch.tensor([max(map(len, PROMPTS)) - len(prompt) for prompt in PROMPTS])
+    own = LogitsProcessorList([LogitNormalization(), RepetitionPenaltyLogitsProcessor(1.5, padding)])
     params = SamplingParams(repetition_penalty=1.5, top_k=50, seed=2)
     assert generated(logits_processor=own, repetition_penalty=1.5, seed=2).tolist() == by_hand(params)
 
