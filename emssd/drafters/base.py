@@ -11,7 +11,7 @@ import torch
 from emssd.attention import Kept
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import Draft, Drafter, GoesOn
 from emssd.drafting.levels import with_room
 from emssd.model import ModelRunner
 from emssd.sampling import SamplingParams
@@ -53,6 +53,10 @@ class ModelDrafter(Drafter):
         self._runner = runner
         self._vocab_size = vocab_size
         self._num_cached: dict[str, int] = {}
+        self._goes_on: GoesOn | None = None
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        self._goes_on = goes_on
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)

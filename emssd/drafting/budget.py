@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch
 
-__all__ = ["BudgetPolicy", "BudgetStep", "FixedBudget", "HeldBudget"]
+__all__ = ["BudgetPolicy", "BudgetStep", "DraftedNode", "FixedBudget", "GoesOn", "HeldBudget"]
+
+
+class DraftedNode(NamedTuple):
+    """A node of the deepest level of a tree that is being drafted, or the newest token of a chain.
+
+    In rows with `residual` sampling, `confidence` is what a token drawn there has on average, so that it does not tell
+    which one was drawn.
+
+    Attributes:
+        confidence: how sure the drafter is that the node follows its parent, from 0 to 1.
+        chance: the product of the confidences on the way to it.
+        entropy: in nats, of the drafter's distribution behind its parent.
+    """
+
+    confidence: float
+    chance: float
+    entropy: float
+
+
+GoesOn = Callable[[Mapping[str, Seq[DraftedNode]]], Container[str]]
+"""The rows that are drafted further, of those whose newest nodes are told, by request id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +72,23 @@ class BudgetPolicy(ABC):
     def allot(self, step: BudgetStep) -> Seq[int]:
         """Before a drafter is asked: the most tokens to draft for each row, ``[B]``, each at most its limit."""
 
+    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
+        """Between two passes of a drafter that runs a model: whether each row is drafted further, ``[B]``.
+
+        A policy without this method costs nothing: a drafter may then draft a chain in one call, and on a GPU its host
+        need not wait for each pass.
+
+        Args:
+            step: as `allot` was given.
+            newest: ``[B]`` the nodes of each row's deepest level; none in rows that are not drafted further anyway.
+        """
+        return [True] * len(newest)
+
     def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         """After it has drafted: how many of the first nodes of each row to verify, ``[B]``; all of them by default.
 
         Rows with a `Draft.q` are verified whole, whatever is said of them: to drop tokens by what they are would change
-        the law of `residual` sampling. Only `allot` and `max_depth`, as it is before drafting, limit these.
+        the law of `residual` sampling. Only `allot`, `goes_on` and `max_depth`, as it is before drafting, limit these.
         """
         return draft.lengths
 

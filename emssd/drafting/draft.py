@@ -13,11 +13,12 @@ import torch
 from emssd.attention.transfer import on_device
 from emssd.attention.trees import Parents, depths, is_chain
 from emssd.drafting.hidden import HiddenStates
+from emssd.errors import DraftError
 
 if TYPE_CHECKING:
     from emssd.sequences import Batch
 
-__all__ = ["Draft", "Outcome"]
+__all__ = ["Draft", "Outcome", "check_confidence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +49,30 @@ class Draft:
     q: tuple[Seq[torch.Tensor] | None, ...] | None = None
 
     @classmethod
-    def from_chains(cls, chains: Iterable[Seq[int]]) -> Draft:
-        """A draft of one chain of token ids per row; an empty chain drafts nothing."""
-        token_ids: list[int] = []
-        indptr = [0]
-        for chain in chains:
-            token_ids.extend(chain)
-            indptr.append(len(token_ids))
-        return cls(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr))
+    def from_chains(cls, chains: Iterable[Seq[int]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
+        """A draft of one chain of token ids per row; an empty chain drafts nothing.
+
+        Args:
+            chains: of each row.
+            confidence: of each token, in the same shape; ``None`` if the drafter does not say.
+
+        Raises:
+            DraftError: `confidence` has another shape, or is not from 0 to 1.
+        """
+        rows = [list(chain) for chain in chains]
+        indptr = (0, *accumulate(map(len, rows)))
+        token_ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+        return cls(token_ids, indptr, confidence=_flat(confidence, rows))
 
     @classmethod
-    def from_trees(cls, trees: Iterable[Seq[tuple[int, int]]]) -> Draft:
-        """A draft of one tree per row: its nodes in order, each a token id and the index of its parent, or -1."""
-        token_ids: list[int] = []
-        parents: list[int] = []
-        indptr = [0]
-        for tree in trees:
-            token_ids.extend(token for token, _ in tree)
-            parents.extend(parent for _, parent in tree)
-            indptr.append(len(token_ids))
-        return cls(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), tuple(parents))
+    def from_trees(cls, trees: Iterable[Seq[tuple[int, int]]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
+        """A draft of one tree per row: its nodes in order, each a token id and the index of its parent, or -1.
+
+        `confidence` and errors are as in `from_chains`.
+        """
+        rows = [list(tree) for tree in trees]
+        draft = cls.from_chains([[token for token, _ in row] for row in rows], confidence)
+        return replace(draft, parents=tuple(parent for row in rows for _, parent in row))
 
     @classmethod
     def empty(cls, num_rows: int) -> Draft:
@@ -160,6 +165,28 @@ class Outcome:
     target_ids: tuple[Seq[int], ...]
     candidates: tuple[Seq[Seq[int]], ...] | None = None
     hidden: HiddenStates | None = None
+
+
+def check_confidence(confidence: Iterable[float]) -> None:
+    """Hold the confidence of a draft to its rule.
+
+    Raises:
+        DraftError: a number that is no probability.
+    """
+    if not all(0 <= each <= 1 for each in confidence):
+        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
+
+
+def _flat(confidence: Iterable[Seq[float]] | None, rows: Seq[Seq[object]]) -> tuple[float, ...] | None:
+    """The `confidence` of all tokens, checked; `rows` have the tokens."""
+    if confidence is None:
+        return None
+    told, lengths = [list(map(float, row)) for row in confidence], list(map(len, rows))
+    if (given := list(map(len, told))) != lengths:
+        raise DraftError(f"its confidence has rows of {given} numbers, and its tokens rows of {lengths}; give one each")
+    flat = tuple(each for row in told for each in row)
+    check_confidence(flat)
+    return flat
 
 
 def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
 
+from emssd.attention.transfer import to_host
+from emssd.drafting.budget import DraftedNode
 from emssd.drafting.draft import Draft
 
-__all__ = ["GrowingTree", "joined_best", "with_room"]
+__all__ = ["GrowingTree", "joined_best", "newest_nodes", "with_room"]
 
 
 @dataclass(slots=True)
@@ -117,6 +119,27 @@ def joined_best(trees: Seq[GrowingTree | None]) -> Draft:
             confidence.extend(math.exp(tree.log_probs[node]) for node in best)
         indptr.append(indptr[-1] + len(best))
     return Draft(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), tuple(parents), tuple(confidence))
+
+
+def newest_nodes(
+    level: Iterable[tuple[str, GrowingTree, Iterable[int]]], logits: torch.Tensor, temperature: float
+) -> dict[str, list[DraftedNode]]:
+    """By request id, the deepest level of trees that have just grown, as a budget policy is told of it.
+
+    Args:
+        level: request id and tree of each row, and the nodes that got children.
+        logits: ``[n, vocab]`` behind these. A GPU's host waits once.
+        temperature: that logits are divided by.
+    """
+    entropies = torch.special.entr((logits.double() / temperature).softmax(dim=-1)).sum(dim=-1)
+    left, found = iter(to_host(entropies.nan_to_num(math.log(logits.shape[1])))), dict[str, list[DraftedNode]]()
+    for name, tree, nodes in level:
+        behind = {node: next(left) for node in nodes}
+        found[name] = [
+            DraftedNode(math.exp(tree.log_probs[node]), math.exp(tree.scores[node]), behind[tree.parents[node]])
+            for node in tree.level
+        ]
+    return found
 
 
 def with_room(

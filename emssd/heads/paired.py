@@ -16,8 +16,8 @@ from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import likelihood
-from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
-from emssd.drafting.levels import GrowingTree, joined_best, with_room
+from emssd.drafting import Draft, Drafter, GoesOn, HiddenStates, Outcome
+from emssd.drafting.levels import GrowingTree, joined_best, newest_nodes, with_room
 from emssd.drafting.shapes import DynamicShape, Expansion, Shape
 from emssd.heads.choices import head_choices
 from emssd.heads.lent import Lent
@@ -89,6 +89,10 @@ class PairedDrafter(Drafter):
         self._arrived: list[HiddenStates] = []
         self._num_arrived = 0  # tokens
         self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        self._goes_on: GoesOn | None = None
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        self._goes_on = goes_on
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         if not any(budget):
@@ -168,7 +172,7 @@ class PairedDrafter(Drafter):
         level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
         hidden, logits = self._catch_up(rows)
         self._grow(level, logits)
-        while following := self._next_level(rows):
+        while following := self._next_level(rows := self._going_on(rows, level, logits)):
             hidden, logits = self._compute(following, level, hidden)
             level = following
             self._grow(level, logits)
@@ -178,6 +182,7 @@ class PairedDrafter(Drafter):
         shape, table = self._shape, self._head.table(self._target.table)
         if (
             table is None
+            or self._goes_on is not None
             or not (isinstance(shape, DynamicShape) and shape.width == 1)
             or not all(row.node.params.is_greedy for row in rows)
         ):
@@ -223,6 +228,14 @@ class PairedDrafter(Drafter):
         """Note that all pairs of some rows are computed."""
         for row in rows:
             row.pairs.used(row.tree.num_tokens)
+
+    def _going_on(self, rows: Seq[PairedRow], level: Level, logits: torch.Tensor) -> Seq[PairedRow]:
+        """The rows that are drafted further, after a level that has grown from ``logits [n, draft_vocab_size]``."""
+        if self._goes_on is None:
+            return rows
+        grown = [(row.request_id, row.tree, [node for node, _ in expansions]) for row, expansions in level]
+        going = self._goes_on(newest_nodes(grown, logits, self._shape.temperature))
+        return [row for row in rows if row.request_id in going]
 
     def _next_level(self, rows: Seq[PairedRow]) -> Level:
         """The rows that are not done, with the nodes to expand."""

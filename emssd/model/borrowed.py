@@ -28,7 +28,9 @@ class BorrowedTarget:
         target: the model, which is left as it was.
 
     Attributes:
-        vocab_size, device, dtype: of the model.
+        vocab_size: of the model.
+        device: where `embed` wants token ids, and where hidden states and logits are.
+        dtype: of its weights and hidden states.
     """
 
     def __init__(self, target: TargetModel) -> None:
@@ -52,7 +54,11 @@ class BorrowedTarget:
 
     @property
     def model(self) -> Any:
-        """The model itself, for drafters with layers of its own classes. It must stay as it is."""
+        """The model itself, for drafters with layers of its own classes. It must stay as it is.
+
+        It may be called in `Drafter.propose` and `observe`, with a cache of the drafter's or none, and attends as it
+        does without emssd: nothing of the engine's KV is read or written. See `logits`.
+        """
         self._check_together()
         return self._model
 
@@ -112,6 +118,16 @@ class BorrowedTarget:
             return output_type(last_hidden_state=hidden.unsqueeze(0))
 
         with replaced_forward(self._streams.decoder, give):
+            logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
+        return logits[0].to(self.device)
+
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[n, vocab]`` what the model says behind each of ``token_ids [n]``, a text from its first token on.
+
+        The whole text is computed, without a cache: it is for a few tokens, or for measuring.
+        """
+        with torch.inference_mode():
+            fed = token_ids.to(self._model.device).unsqueeze(0)
             logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
         return logits[0].to(self.device)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Any
 
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome, StepStats
 from emssd.sequences import Batch
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.watch import state_of, unchanged
@@ -14,7 +15,7 @@ from emssd.testing.conformance.watch import state_of, unchanged
 __all__ = ["Decided", "WatchedPolicy"]
 
 Decided = tuple[str, tuple[int, ...]]
-"""The method, and the length of each row."""
+"""The method, and what it said of each row."""
 
 
 class WatchedPolicy(BudgetPolicy):
@@ -38,6 +39,18 @@ class WatchedPolicy(BudgetPolicy):
             lengths = self.policy.allot(step)
         unchanged(before, step.batch, "allot", "budget.batch")
         return self._decided("allot", lengths, limits)
+
+    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> list[bool]:
+        before, told = state_of(step.batch), f"goes_on of {[len(nodes) for nodes in newest]} nodes"
+        with named("budget.raises", f"{told} in stage {step.stage}"):
+            answers = self.policy.goes_on(step, newest)
+        unchanged(before, step.batch, "goes_on", "budget.batch")
+        with named("budget.goes_on", "reading what goes_on gave"):
+            found = [bool(answer) for answer in answers]
+        if len(found) != len(newest):
+            broken("budget.goes_on", f"{told} gave {found}; give one answer for each row")
+        self.decisions.append(("goes_on", tuple(map(int, found))))
+        return found
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         limits, before = draft.lengths, (state_of(step.batch), draft.token_ids.tolist())

@@ -11,7 +11,8 @@ from dataclasses import replace
 from random import Random
 from typing import Literal, get_args
 
-from emssd.drafting import Draft, Drafter
+from emssd.attention.trees import depths
+from emssd.drafting import Draft, DraftedNode, Drafter, GoesOn
 from emssd.metrics.stats import PHASES, StepStats
 from emssd.metrics.timing import StepTimer
 from emssd.sequences import Batch, Sequence
@@ -72,29 +73,50 @@ class _Formula(StepTimer):
 
 
 class _AsTold(Drafter):
-    """Drafts as many tokens as it is told, within its budget; which tree is drawn by what it is told to agree with."""
+    """Drafts as many tokens as it is told, within its budget; which tree is drawn by what it is told to agree with.
+
+    As drafters that run a model do, it asks after each level which rows go on.
+    """
 
     num_speculative_tokens = _LONGEST
+    _goes_on: GoesOn | None = None
 
     def __init__(self, stage: int | None, drafts: Drafts) -> None:
         self.told: dict[str, Decision] = {}
         self.drafts_trees = drafts != "chains"
         self._stage, self._drafts = stage, drafts
 
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        self._goes_on = goes_on
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         told = [self.told[row.request_id] for row in batch]
         wanted = [0 if self._stage == 0 and each.keep % 2 else each.keep for each in told]
         lengths = [min(length, limit) for length, limit in zip(wanted, budget, strict=True)]
         if self._drafts == "chains":
-            return Draft.from_chains([1] * length for length in lengths)
+            return self._ended(Draft.from_chains([1] * length for length in lengths), batch)
         draws = [Random(each.turn) for each in told]
-        draft = Draft.from_trees(
+        trees = [
             [(node % _VOCAB_SIZE, draw.randrange(-1, node)) for node in range(length)]
             for draw, length in zip(draws, lengths, strict=True)
-        )
-        if self._drafts == "confident trees":
-            draft = replace(
-                draft,
-                confidence=tuple(draw.choice(_TOLD) for draw, n in zip(draws, lengths, strict=True) for _ in range(n)),
-            )
-        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
+        ]
+        sure = [[draw.choice(_TOLD) for _ in tree] for draw, tree in zip(draws, trees, strict=True)]
+        draft = Draft.from_trees(trees, sure if self._drafts == "confident trees" else None)
+        return self._ended(draft.shallow([max(0, row.num_remaining - 1) for row in batch]), batch)
+
+    def _ended(self, draft: Draft, batch: Batch) -> Draft:
+        """What is left of `draft` after the policy was asked between its levels."""
+        if self._goes_on is None:
+            return draft
+        levels = {row.request_id: depths(draft.tree(at)) for at, row in enumerate(batch)}
+        limits = {name: max(own, default=0) for name, own in levels.items()}
+        for level in range(1, max(limits.values(), default=0)):
+            drawn = Random(level)
+            newest = {
+                name: [DraftedNode(drawn.choice(_TOLD), drawn.choice(_TOLD), drawn.uniform(0, 9))] * own.count(level)
+                for name, own in levels.items()
+                if level < limits[name]
+            }
+            going = self._goes_on(newest)
+            limits |= {name: level for name in newest if name not in going}
+        return draft.shallow(list(limits.values()))
