@@ -11,7 +11,8 @@ import pytest
 
 from emssd import __version__, authoring
 from emssd.testing.conformance.rules import rules_of
-from tests.support.perfect_head import perfect_target
+from emssd.testing.conformance.setting import setting
+from tests.support.perfect_head import VOCAB, perfect_target
 from tests.support.random_heads import random_head
 
 from .conftest import drafter
@@ -162,7 +163,8 @@ def test_check_of_a_trained_head_needs_its_target(
         "emssd-plugins: error: drafter 'eagle3' cannot draft for the small random target of this check"
     )
     assert said.endswith("; if it was trained for one target, name that target's folder: --model DIR\n")
-    perfect_target(64).save_pretrained(tmp_path)
+    for part in (perfect_target(64), setting("llama", VOCAB).context.tokenizer):
+        part.save_pretrained(tmp_path)
     authoring.main(["check", "eagle3", *options, "--model", f"{tmp_path}", "--examples", "1"])
     assert capsys.readouterr().out.endswith(f"\n{NUM_RULES} rules kept, 0 broken, 0 not tested\n")
 
