@@ -138,27 +138,21 @@ def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
 
 
 def _try_build(spec: DrafterSpec, values: dict[str, Any], model: str | None) -> None:
-    """Whether the drafter is one for the targets of the check; if its `build` fails otherwise, that is for the rules.
-
-    Raises:
-        ConfigError: it says that it is not, or that an option is missing.
-    """
+    """Refuse a drafter that says that it is none for the targets of the check; how else it fails, its rules tell."""
     from emssd.testing.conformance.options import made
     from emssd.testing.conformance.probes import VOCAB_SIZE
     from emssd.testing.conformance.setting import setting
-    from emssd.testing.conformance.suite import Suite
 
-    context = setting(model or Suite.models[0], VOCAB_SIZE).context
+    context = setting(model or "llama", VOCAB_SIZE).context
     try:
         spec.build(made(spec.config, values), context)
     except (ConfigError, UnsupportedModelError) as error:
-        target = model or "the small random target of this check"
         more = "" if model else "; if it was trained for one target, name that target's folder: --model DIR"
+        target = model or "the small random target of this check"
         raise ConfigError(f"drafter {spec.name!r} cannot draft for {target}: {error}{more}") from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # as `drafter.build` tells
-        return
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
 
 
 def _run_pytest(source: str, num_examples: int | None, model: str | None, results: _Results) -> int:

@@ -91,6 +91,12 @@ class ModelDrafter(Drafter):
         """Of the row's tokens, how many need not be computed: all but one at most, as after a step that failed."""
         return min(self._num_cached.get(row.request_id, 0), len(row.tokens) - 1)
 
+    def _limits(self, batch: Batch, budget: Seq[int]) -> list[int]:
+        """``[B]`` how long the chains of some rows may be; 0 where the KV cache has no room."""
+        limits = [min(limit, self._reach(row)) if limit > 0 else 0 for row, limit in zip(batch, budget, strict=True)]
+        kv_lens = [len(row.tokens) + limit - 1 if limit else 0 for row, limit in zip(batch, limits, strict=True)]
+        return [limit if fits else 0 for limit, fits in zip(limits, self._with_room(batch, kv_lens), strict=True)]
+
     def _with_room(self, batch: Batch, kv_lens: Seq[int]) -> list[bool]:
         """Which rows the KV cache has room for, at ``kv_lens [B]`` tokens, beside those that it holds already.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import ConfigError
@@ -19,13 +19,11 @@ __all__ = ["BudgetPolicy", "BudgetStep", "DraftedNode", "FixedBudget", "GoesOn",
 class DraftedNode(NamedTuple):
     """A node of the deepest level of a tree that is being drafted, or the newest token of a chain.
 
-    In rows with `residual` sampling, `confidence` is what a token drawn there has on average, so that it does not tell
-    which one was drawn.
-
     Attributes:
-        confidence: how sure the drafter is that the node follows its parent, from 0 to 1.
+        confidence: how sure the drafter is that it follows its parent, from 0 to 1. It is 1 where tokens are drawn for
+            `residual` sampling, as it would tell which one was drawn.
         chance: the product of the confidences on the way to it.
-        entropy: in nats, of the drafter's distribution behind its parent.
+        entropy: in nats, of the drafter's own distribution behind its parent.
     """
 
     confidence: float
@@ -33,8 +31,10 @@ class DraftedNode(NamedTuple):
     entropy: float
 
 
-GoesOn = Callable[[Mapping[str, Seq[DraftedNode]]], Container[str]]
-"""The rows that are drafted further, of those whose newest nodes are told, by request id."""
+class GoesOn(Protocol):
+    """Which rows are drafted further, by request id, given the newest nodes of those that may be."""
+
+    def __call__(self, newest: Mapping[str, Seq[DraftedNode]], /) -> Container[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,10 @@ class BudgetPolicy(ABC):
         """Before a drafter is asked: the most tokens to draft for each row, ``[B]``, each at most its limit."""
 
     def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
-        """Between two passes of a drafter that runs a model: whether each row is drafted further, ``[B]``.
+        """Between passes of a drafter that runs a model level by level: whether to draft each row further, ``[B]``.
 
-        A policy without this method costs nothing: a drafter may then draft a chain in one call, and on a GPU its host
-        need not wait for each pass.
-
-        Args:
-            step: as `allot` was given.
-            newest: ``[B]`` the nodes of each row's deepest level; none in rows that are not drafted further anyway.
+        `newest` are the nodes ``[B]`` of each row's deepest level; none in rows that have ended. Without this method,
+        a drafter may draft a chain in one call, and on a GPU its host need not wait for each pass.
         """
         return [True] * len(newest)
 

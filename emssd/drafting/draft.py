@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from emssd.errors import DraftError
 if TYPE_CHECKING:
     from emssd.sequences import Batch
 
-__all__ = ["Draft", "Outcome", "check_confidence"]
+__all__ = ["Draft", "Outcome"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +52,19 @@ class Draft:
     def from_chains(cls, chains: Iterable[Seq[int]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
         """A draft of one chain of token ids per row; an empty chain drafts nothing.
 
-        Args:
-            chains: of each row.
-            confidence: of each token, in the same shape; ``None`` if the drafter does not say.
+        `confidence` is that of each token, in the same shape.
 
         Raises:
-            DraftError: `confidence` has another shape, or is not from 0 to 1.
+            DraftError: it has another shape.
         """
-        rows = [list(chain) for chain in chains]
-        indptr = (0, *accumulate(map(len, rows)))
-        token_ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-        return cls(token_ids, indptr, confidence=_flat(confidence, rows))
+        rows = [list(each) for each in chains]
+        lengths = list(map(len, rows))
+        token_ids = torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64)
+        return cls(token_ids, (0, *accumulate(lengths)), confidence=_flat(confidence, lengths))
 
     @classmethod
     def from_trees(cls, trees: Iterable[Seq[tuple[int, int]]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
-        """A draft of one tree per row: its nodes in order, each a token id and the index of its parent, or -1.
-
-        `confidence` and errors are as in `from_chains`.
-        """
+        """Like `from_chains`, of one tree per row: its nodes in order, each a token id and its parent, or -1."""
         rows = [list(tree) for tree in trees]
         draft = cls.from_chains([[token for token, _ in row] for row in rows], confidence)
         return replace(draft, parents=tuple(parent for row in rows for _, parent in row))
@@ -167,26 +162,12 @@ class Outcome:
     hidden: HiddenStates | None = None
 
 
-def check_confidence(confidence: Iterable[float]) -> None:
-    """Hold the confidence of a draft to its rule.
-
-    Raises:
-        DraftError: a number that is no probability.
-    """
-    if not all(0 <= each <= 1 for each in confidence):
-        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
-
-
-def _flat(confidence: Iterable[Seq[float]] | None, rows: Seq[Seq[object]]) -> tuple[float, ...] | None:
-    """The `confidence` of all tokens, checked; `rows` have the tokens."""
-    if confidence is None:
-        return None
-    told, lengths = [list(map(float, row)) for row in confidence], list(map(len, rows))
-    if (given := list(map(len, told))) != lengths:
+def _flat(confidence: Iterable[Seq[float]] | None, lengths: list[int]) -> tuple[float, ...] | None:
+    """The `confidence` of all tokens of rows of these `lengths`."""
+    told = None if confidence is None else [tuple(row) for row in confidence]
+    if told is not None and (given := list(map(len, told))) != lengths:
         raise DraftError(f"its confidence has rows of {given} numbers, and its tokens rows of {lengths}; give one each")
-    flat = tuple(each for row in told for each in row)
-    check_confidence(flat)
-    return flat
+    return None if told is None else tuple(chain.from_iterable(told))
 
 
 def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
 
 from emssd.attention.transfer import to_host
-from emssd.drafting.budget import DraftedNode
+from emssd.drafting.budget import DraftedNode, GoesOn
 from emssd.drafting.draft import Draft
 
-__all__ = ["GrowingTree", "joined_best", "newest_nodes", "with_room"]
+__all__ = ["GrowingTree", "going_on", "joined_best", "with_room"]
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class GrowingTree:
         return found
 
 
-def joined_best(trees: Seq[GrowingTree | None]) -> Draft:
+def joined_best(trees: Seq[GrowingTree | None], *, chains: bool = False) -> Draft:
     """A draft of the best nodes of each row, the most probable first; of nothing for rows without a tree."""
     token_ids, parents, confidence, indptr = list[int](), list[int](), list[float](), [0]
     for tree in trees:
@@ -118,28 +118,34 @@ def joined_best(trees: Seq[GrowingTree | None]) -> Draft:
             parents.extend(places[tree.parents[node]] for node in best)
             confidence.extend(math.exp(tree.log_probs[node]) for node in best)
         indptr.append(indptr[-1] + len(best))
-    return Draft(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), tuple(parents), tuple(confidence))
+    tokens = torch.tensor(token_ids, dtype=torch.int64)
+    return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))
 
 
-def newest_nodes(
-    level: Iterable[tuple[str, GrowingTree, Iterable[int]]], logits: torch.Tensor, temperature: float
-) -> dict[str, list[DraftedNode]]:
-    """By request id, the deepest level of trees that have just grown, as a budget policy is told of it.
+def going_on(
+    goes_on: GoesOn | None,
+    level: Iterable[tuple[str, GrowingTree, Iterable[tuple[int, object]]]],
+    logits: torch.Tensor,
+    temperature: float,
+) -> Container[str]:
+    """Which rows of a level that has just grown are drafted further: all, or those for which `goes_on` says so.
 
     Args:
-        level: request id and tree of each row, and the nodes that got children.
-        logits: ``[n, vocab]`` behind these. A GPU's host waits once.
-        temperature: that logits are divided by.
+        goes_on: see `emssd.drafting.Drafter.end_by`.
+        level: request id, tree and expansions of each row.
+        logits: ``[n, vocab]`` behind the expanded nodes, divided by `temperature`. A GPU's host waits for entropies.
     """
+    if goes_on is None:
+        return {name for name, *_ in level}
     entropies = torch.special.entr((logits.double() / temperature).softmax(dim=-1)).sum(dim=-1)
-    left, found = iter(to_host(entropies.nan_to_num(math.log(logits.shape[1])))), dict[str, list[DraftedNode]]()
-    for name, tree, nodes in level:
-        behind = {node: next(left) for node in nodes}
-        found[name] = [
-            DraftedNode(math.exp(tree.log_probs[node]), math.exp(tree.scores[node]), behind[tree.parents[node]])
-            for node in tree.level
+    left, newest = iter(to_host(entropies.nan_to_num(math.log(logits.shape[1])))), dict[str, list[DraftedNode]]()
+    for name, tree, expansions in level:
+        behind = {node: next(left) for node, _ in expansions}
+        pairs = [(node, behind[tree.parents[node]]) for node in tree.level]
+        newest[name] = [
+            DraftedNode(math.exp(tree.log_probs[node]), math.exp(tree.scores[node]), entropy) for node, entropy in pairs
         ]
-    return found
+    return goes_on(newest)
 
 
 def with_room(

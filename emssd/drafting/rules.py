@@ -8,7 +8,7 @@ from operator import index
 import torch
 
 from emssd.attention.trees import Parents, depths, is_chain
-from emssd.drafting.draft import Draft, check_confidence
+from emssd.drafting.draft import Draft
 from emssd.errors import DraftError
 from emssd.sequences import Batch, Sequence
 
@@ -50,7 +50,8 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
             raise DraftError(
                 f"its draft has {len(values)} {name} for {draft.token_ids.numel()} tokens; give one for each"
             )
-    check_confidence(draft.confidence or ())
+    if draft.confidence is not None and not all(0 <= each <= 1 for each in draft.confidence):
+        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
     for row, sequence in enumerate(batch):
         _check_tree(draft.tree(row), sequence, trees)
     if draft.q is not None:

@@ -84,14 +84,14 @@ class DraftStages:
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
         for stage, drafter in enumerate(self.drafters):
             with phase("schedule"):
+                self._failed = None
                 step = self._step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
                 budget, depth = self._asked(self.policy.allot, step.limits, step), self.policy.max_depth
             with phase("draft"):
                 start = time.perf_counter()
                 proposed = drafter.propose(batch, budget)
                 seconds = time.perf_counter() - start
-                if failed := self._failed:
-                    self._failed = None
+                if (failed := self._failed) is not None:
                     raise failed
             with phase("schedule"):
                 if depth is not None:
@@ -117,14 +117,8 @@ class DraftStages:
         step = self._step
         assert step is not None, "a drafter asks while it drafts"
         names = step.batch.request_ids
-        rows = [tuple(newest.get(name, ())) for name in names]
         try:
-            answers = self._called(lambda: [*map(bool, self.policy.goes_on(step, rows))], "goes_on")
-            if len(answers) != len(names):
-                raise PluginError(
-                    f"{self._policy_name} broke its interface: goes_on gave {len(answers)} answers for {len(names)} "
-                    f"rows; give one for each row"
-                )
+            answers = self._asked(self.policy.goes_on, [1] * len(names), step, [newest.get(name, ()) for name in names])
         except PluginError as error:
             self._failed, answers = error, []
         return {name for name, answer in zip(names, answers, strict=False) if answer}

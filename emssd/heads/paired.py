@@ -17,7 +17,7 @@ from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import likelihood
 from emssd.drafting import Draft, Drafter, GoesOn, HiddenStates, Outcome
-from emssd.drafting.levels import GrowingTree, joined_best, newest_nodes, with_room
+from emssd.drafting.levels import GrowingTree, going_on, joined_best, with_room
 from emssd.drafting.shapes import DynamicShape, Expansion, Shape
 from emssd.heads.choices import head_choices
 from emssd.heads.lent import Lent
@@ -106,8 +106,7 @@ class PairedDrafter(Drafter):
             self._grow_trees(rows)
         self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.pairs.num_used for row in rows)))
         trees = {row.request_id: row.tree for row in rows}
-        draft = joined_best([trees.get(row.request_id) for row in batch])
-        return draft if self.drafts_trees else replace(draft, parents=None)
+        return joined_best([trees.get(row.request_id) for row in batch], chains=not self.drafts_trees)
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the hidden states of all tokens that the target has computed."""
@@ -172,7 +171,7 @@ class PairedDrafter(Drafter):
         level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
         hidden, logits = self._catch_up(rows)
         self._grow(level, logits)
-        while following := self._next_level(rows := self._going_on(rows, level, logits)):
+        while following := self._next_level(self._going_on(level, logits)):
             hidden, logits = self._compute(following, level, hidden)
             level = following
             self._grow(level, logits)
@@ -229,13 +228,11 @@ class PairedDrafter(Drafter):
         for row in rows:
             row.pairs.used(row.tree.num_tokens)
 
-    def _going_on(self, rows: Seq[PairedRow], level: Level, logits: torch.Tensor) -> Seq[PairedRow]:
-        """The rows that are drafted further, after a level that has grown from ``logits [n, draft_vocab_size]``."""
-        if self._goes_on is None:
-            return rows
-        grown = [(row.request_id, row.tree, [node for node, _ in expansions]) for row, expansions in level]
-        going = self._goes_on(newest_nodes(grown, logits, self._shape.temperature))
-        return [row for row in rows if row.request_id in going]
+    def _going_on(self, level: Level, logits: torch.Tensor) -> list[PairedRow]:
+        """The rows of a level that are drafted further, once it has grown from ``logits [n, draft_vocab_size]``."""
+        grown = ((row.request_id, row.tree, expansions) for row, expansions in level)
+        going = going_on(self._goes_on, grown, logits, self._shape.temperature)
+        return [row for row, _ in level if row.request_id in going]
 
     def _next_level(self, rows: Seq[PairedRow]) -> Level:
         """The rows that are not done, with the nodes to expand."""

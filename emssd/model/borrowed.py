@@ -28,9 +28,7 @@ class BorrowedTarget:
         target: the model, which is left as it was.
 
     Attributes:
-        vocab_size: of the model.
-        device: where `embed` wants token ids, and where hidden states and logits are.
-        dtype: of its weights and hidden states.
+        vocab_size, device, dtype: of the model; where and as what its hidden states and logits are.
     """
 
     def __init__(self, target: TargetModel) -> None:
@@ -56,8 +54,7 @@ class BorrowedTarget:
     def model(self) -> Any:
         """The model itself, for drafters with layers of its own classes. It must stay as it is.
 
-        It may be called in `Drafter.propose` and `observe`, with a cache of the drafter's or none, and attends as it
-        does without emssd: nothing of the engine's KV is read or written. See `logits`.
+        `Drafter.propose` and `observe` may call it, with a cache of their own; nothing of the engine's KV is read.
         """
         self._check_together()
         return self._model
@@ -122,13 +119,9 @@ class BorrowedTarget:
         return logits[0].to(self.device)
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """``[n, vocab]`` what the model says behind each of ``token_ids [n]``, a text from its first token on.
-
-        The whole text is computed, without a cache: it is for a few tokens, or for measuring.
-        """
+        """``[n, vocab]`` what the model says behind each of ``token_ids [n]``, a whole text; nothing is cached."""
         with torch.inference_mode():
-            fed = token_ids.to(self._model.device).unsqueeze(0)
-            logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
+            logits: torch.Tensor = self._model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
         return logits[0].to(self.device)
 
     def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:

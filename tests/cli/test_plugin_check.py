@@ -124,7 +124,7 @@ def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = NUM_RULES) -> d
         (["ragged", "--model", "here"], "--model is for drafters, and 'ragged' is a backend; leave it out"),
         (
             ["llma", "--model", "nowhere"],
-            "'nowhere' is neither the folder of a model nor the architecture of a tiny one",
+            "'nowhere' is no folder of a model, nor a tiny model's architecture: llama of a tiny one",
         ),
     ],
 )

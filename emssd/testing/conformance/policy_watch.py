@@ -41,16 +41,11 @@ class WatchedPolicy(BudgetPolicy):
         return self._decided("allot", lengths, limits)
 
     def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> list[bool]:
-        before, told = state_of(step.batch), f"goes_on of {[len(nodes) for nodes in newest]} nodes"
-        with named("budget.raises", f"{told} in stage {step.stage}"):
-            answers = self.policy.goes_on(step, newest)
+        before = state_of(step.batch)
+        with named("budget.raises", f"goes_on of {[len(nodes) for nodes in newest]} nodes in stage {step.stage}"):
+            answers = [int(bool(answer)) for answer in self.policy.goes_on(step, newest)]
         unchanged(before, step.batch, "goes_on", "budget.batch")
-        with named("budget.goes_on", "reading what goes_on gave"):
-            found = [bool(answer) for answer in answers]
-        if len(found) != len(newest):
-            broken("budget.goes_on", f"{told} gave {found}; give one answer for each row")
-        self.decisions.append(("goes_on", tuple(map(int, found))))
-        return found
+        return [answer > 0 for answer in self._decided("goes_on", answers, [1] * len(newest))]
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         limits, before = draft.lengths, (state_of(step.batch), draft.token_ids.tolist())

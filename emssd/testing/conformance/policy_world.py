@@ -11,7 +11,6 @@ from dataclasses import replace
 from random import Random
 from typing import Literal, get_args
 
-from emssd.attention.trees import depths
 from emssd.drafting import Draft, DraftedNode, Drafter, GoesOn
 from emssd.metrics.stats import PHASES, StepStats
 from emssd.metrics.timing import StepTimer
@@ -75,7 +74,7 @@ class _Formula(StepTimer):
 class _AsTold(Drafter):
     """Drafts as many tokens as it is told, within its budget; which tree is drawn by what it is told to agree with.
 
-    As drafters that run a model do, it asks after each level which rows go on.
+    It asks which rows go on, as drafters do that run a model.
     """
 
     num_speculative_tokens = _LONGEST
@@ -93,8 +92,11 @@ class _AsTold(Drafter):
         told = [self.told[row.request_id] for row in batch]
         wanted = [0 if self._stage == 0 and each.keep % 2 else each.keep for each in told]
         lengths = [min(length, limit) for length, limit in zip(wanted, budget, strict=True)]
+        if self._goes_on is not None:  # any answer will do
+            nodes = [DraftedNode(share, share / 2, length) for length, share in enumerate(_TOLD)]
+            self._goes_on({name: nodes[:length] for name, length in zip(batch.request_ids, lengths, strict=True)})
         if self._drafts == "chains":
-            return self._ended(Draft.from_chains([1] * length for length in lengths), batch)
+            return Draft.from_chains([1] * length for length in lengths)
         draws = [Random(each.turn) for each in told]
         trees = [
             [(node % _VOCAB_SIZE, draw.randrange(-1, node)) for node in range(length)]
@@ -102,21 +104,4 @@ class _AsTold(Drafter):
         ]
         sure = [[draw.choice(_TOLD) for _ in tree] for draw, tree in zip(draws, trees, strict=True)]
         draft = Draft.from_trees(trees, sure if self._drafts == "confident trees" else None)
-        return self._ended(draft.shallow([max(0, row.num_remaining - 1) for row in batch]), batch)
-
-    def _ended(self, draft: Draft, batch: Batch) -> Draft:
-        """What is left of `draft` after the policy was asked between its levels."""
-        if self._goes_on is None:
-            return draft
-        levels = {row.request_id: depths(draft.tree(at)) for at, row in enumerate(batch)}
-        limits = {name: max(own, default=0) for name, own in levels.items()}
-        for level in range(1, max(limits.values(), default=0)):
-            drawn = Random(level)
-            newest = {
-                name: [DraftedNode(drawn.choice(_TOLD), drawn.choice(_TOLD), drawn.uniform(0, 9))] * own.count(level)
-                for name, own in levels.items()
-                if level < limits[name]
-            }
-            going = self._goes_on(newest)
-            limits |= {name: level for name in newest if name not in going}
-        return draft.shallow(list(limits.values()))
+        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])

@@ -70,25 +70,15 @@ def setting(architecture: str, vocab_size: int) -> Setting:
     Raises:
         ConfigError: no such architecture.
     """
-    if architecture not in ARCHITECTURES:
-        return _loaded(architecture)
-    target = TargetModel(tiny_model(architecture, vocab_size=vocab_size, max_model_len=MODEL_LEN, std=_STD))
-    return _around(f"a tiny model ({architecture}, {vocab_size} tokens)", target, _tokenizer(vocab_size))
-
-
-@cache
-def _loaded(path: str) -> Setting:
-    """A model of the user's."""
-    if not Path(path).expanduser().is_dir():
-        raise ConfigError(
-            f"{path!r} is neither the folder of a model nor the architecture of a tiny one; of these there are "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    return _around(path, *load_model(path, dtype="float64", device="cpu", max_model_len=MODEL_LEN))
-
-
-def _around(name: str, target: TargetModel, tokenizer: Any) -> Setting:
-    vocab_size = target.vocab_size
+    name, tokenizer = f"a tiny model ({architecture}, {vocab_size} tokens)", _tokenizer(vocab_size)
+    if architecture in ARCHITECTURES:
+        target = TargetModel(tiny_model(architecture, vocab_size=vocab_size, max_model_len=MODEL_LEN, std=_STD))
+    elif Path(architecture).is_dir():
+        name, (target, tokenizer) = architecture, _loaded(architecture)
+        vocab_size = target.vocab_size
+    else:
+        choices = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"{architecture!r} is no folder of a model, nor a tiny model's architecture: {choices}")
 
     @cache
     def noisy() -> TargetModel:
@@ -141,6 +131,11 @@ def texts(vocab_size: int) -> list[tuple[int, ...]]:
 def drafters_of(made: Drafter | Seq[Drafter]) -> list[Drafter]:
     """What a plugin built, as a list of drafters that are asked in turn."""
     return [made] if isinstance(made, Drafter) else list(made)
+
+
+@cache
+def _loaded(path: str) -> tuple[TargetModel, Any]:
+    return load_model(path, dtype="float64", device="cpu", max_model_len=MODEL_LEN)
 
 
 @cache

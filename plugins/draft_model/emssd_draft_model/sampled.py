@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from emssd.attention.transfer import on_device, to_host
+from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import drawn_nodes
 from emssd.drafters import Level, TreeDrafter
-from emssd.drafting import Draft, DraftedNode
+from emssd.drafting import Draft
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import Expansion, Shape
 from emssd.errors import ConfigError
@@ -35,15 +35,10 @@ __all__ = ["BeamShape", "ChildrenShape", "SampledDrafter", "SampledShape"]
 
 @dataclass(slots=True)
 class _Drawn:
-    """The tree of a row while it is drawn, and its deepest level where that is a beam.
-
-    Attributes:
-        chances: by node, the product on the way to it of how likely a drawn token is on average.
-    """
+    """The tree of a row while it is drawn, and its deepest level where that is a beam."""
 
     tree: SampledTree = field(default_factory=SampledTree)
     beam: Beam | None = None
-    chances: dict[int, float] = field(default_factory=lambda: {-1: 1.0})
 
 
 class SampledShape(Shape):
@@ -148,20 +143,6 @@ class SampledDrafter(TreeDrafter):
             self.shape.draw(drawn, expansions, q[place:stop], noise)
             _take_over(tree, drawn.tree)
             place = stop
-
-    def _newest(self, level: Level, logits: torch.Tensor) -> dict[str, list[DraftedNode]]:
-        """Only what is known before the tokens are drawn: none of them ends the tree by what it is."""
-        newest = dict[str, list[DraftedNode]]()
-        for row, tree, _ in level:
-            drawn, told = self._drawn[row.request_id], list[DraftedNode]()
-            for node in tree.level:
-                parent = tree.parents[node]
-                q = drawn.tree.draft[parent + 1]
-                mean, entropy = to_host(torch.stack([q.square().sum(), torch.special.entr(q).sum()]))
-                drawn.chances[node] = mean * drawn.chances[parent]
-                told.append(DraftedNode(mean, drawn.chances[node], entropy))
-            newest[row.request_id] = told
-        return newest
 
     def _noise(self, origin: Node, nodes: Seq[int], q: torch.Tensor) -> torch.Tensor:
         """``[r, vocab]`` what the race behind each of `nodes` is run with, in the tree that begins at `origin`."""

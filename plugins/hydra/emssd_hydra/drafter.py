@@ -18,7 +18,7 @@ from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import top_choices
 from emssd.drafting import Draft, Drafter, DrafterContext, GoesOn, Outcome
-from emssd.drafting.levels import GrowingTree, joined_best, newest_nodes, with_room
+from emssd.drafting.levels import GrowingTree, going_on, joined_best, with_room
 from emssd.drafting.shapes import Expansion, Shape
 from emssd.heads import HeadRunner, KnownStates
 from emssd.heads.as_bytes import keep_bytes
@@ -121,15 +121,13 @@ class HydraDrafter(Drafter):
         level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
         while level:
             logits = self._grow(level, hidden)
-            if self._goes_on is not None:
-                grown = [(row.request_id, row.tree, [node for node, _ in expansions]) for row, expansions in level]
-                going = self._goes_on(newest_nodes(grown, logits, self._shape.temperature))
-                level = [(row, expansions) for row, expansions in level if row.request_id in going]
-            found = ((row, self._shape.expand(row.tree, row.tree.frontier())) for row, _ in level)
+            grown = ((row.request_id, row.tree, expansions) for row, expansions in level)
+            going = going_on(self._goes_on, grown, logits, self._shape.temperature)
+            more = (row for row, _ in level if row.request_id in going)
+            found = ((row, self._shape.expand(row.tree, row.tree.frontier())) for row in more)
             level = [(row, expansions) for row, expansions in found if expansions]
         trees = {row.request_id: row.tree for row in rows}
-        draft = joined_best([trees.get(row.request_id) for row in batch])
-        return draft if self.drafts_trees else replace(draft, parents=None)
+        return joined_best([trees.get(row.request_id) for row in batch], chains=not self.drafts_trees)
 
     def end_by(self, goes_on: GoesOn | None) -> None:
         self._goes_on = goes_on
