@@ -40,7 +40,13 @@ CLASSES: dict[str, list[type]] = {
         attention.PagedKernels,
     ],
     "Models": [model.ModelRunner, model.ModelOutput, model.BorrowedTarget],
-    "Budgets": [drafting.BudgetPolicy, drafting.BudgetStep, drafting.StepStats, drafting.StageStats],
+    "Budgets": [
+        drafting.BudgetPolicy,
+        drafting.BudgetStep,
+        drafting.DraftedNode,
+        drafting.StepStats,
+        drafting.StageStats,
+    ],
     "Prompts": [data.Prompt, data.FailedPrompt],
 }
 
