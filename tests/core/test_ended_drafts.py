@@ -143,7 +143,7 @@ class Raises(Wrong):
     ("policy", "refusal"),
     [
         (Wrong(), r"budget policy Wrong broke its interface: goes_on gave \[1\], and the limits"),
-        (Raises(), r"budget policy Raises failed in goes_on: SystemExit\(0\)"),
+        (Raises(), r"budget policy Raises failed in goes_on: SystemExit: 0"),
     ],
 )
 def test_a_policy_that_fails_ends_the_run_and_not_its_drafter(policy: BudgetPolicy, refusal: str) -> None:
