@@ -144,7 +144,7 @@ def attack(session: nox.Session) -> None:
 @nox.session(venv_backend="venv", reuse_venv=True)
 def lm_eval(session: nox.Session) -> None:
     """Tests the evaluation harness's model `emssd` with that installed, and scores the example's task, offline."""
-    _install_beside(session, "lm_eval")
+    _install_beside(session, "lm-eval")
     session.run("python", "-m", "pytest", "tests/models/test_lm_eval.py", *session.posargs)
     model = "pretrained=emssd/demo/weights/target,drafter=suffix"
     task = ["--tasks", "questions", "--include_path", "examples/lm_eval", "--device", "cpu"]
