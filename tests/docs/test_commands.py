@@ -155,7 +155,9 @@ def test_every_command_is_one_that_works(page: Path, store: None) -> None:
         elif head == "nox":
             sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
             assert set(words[2 : words.index("--") if "--" in words else None]) <= set(sessions), words
-        elif (script := words[1] if head == "python" else head).startswith(("benchmarks/", "docs/_hooks/", "docs/images/")):
+        elif (script := words[1] if head == "python" else head).startswith(
+            ("benchmarks/", "docs/_hooks/", "docs/images/")
+        ):
             source = (ROOT / script).read_text()
             assert all(word in source for word in words if word.startswith("--")), words
         else:
