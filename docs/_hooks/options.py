@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, get_args
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from emssd.cli import docstrings
-from emssd.cli.option_texts import option_texts, written
+from emssd.cli.option_texts import option_texts, preset_text, written
 from emssd.decoding.options import EngineOptions
 from emssd.jobs.config import (
     ClusterConfig,
@@ -150,8 +149,7 @@ def _presets(group: str) -> list[str]:
 
 def _preset_rows(paths: list[Path]) -> Iterator[str]:
     for path in paths:
-        comment = re.match(r"(?:# @.*\n)?((?:# .*\n)*)", path.read_text(encoding="utf-8"))
-        said = " ".join(line.removeprefix("# ") for line in comment[1].splitlines()) if comment else ""
+        said = preset_text(path)
         if not said:
             values = OmegaConf.load(path)
             assert isinstance(values, DictConfig)
