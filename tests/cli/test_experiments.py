@@ -17,6 +17,8 @@ from emssd.jobs.rows_file import RowsFile
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows
+from tests.support.cases import looped
+from tests.support.tiers import few, only
 
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
@@ -39,7 +41,7 @@ def test_the_list_above_is_complete() -> None:
     assert sorted(TOYS) == sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("name", only(DECODING, ci=("crossover", "fig1", "trees")))
 def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd: Callable) -> None:
     result = toy(emssd, name)
     assert result.status == 0, result.err
@@ -78,7 +80,7 @@ def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:
 
 
 def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
-    rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=24").folder)
+    rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=10").folder)
     padded = {
         row["method"]: (row["metrics"]["input_padding_tokens"], row["metrics"]["kv_padding_slots"]) for row in rows
     }
@@ -89,7 +91,7 @@ def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
     assert padded["unpad_inputs"][0] == 0 < padded["unpad_inputs"][1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> None:
     result = toy(
         emssd, "fig1", "batch_size=1,3", "repeat=1,2", "method=greedy,ragged", "drafter=llma", "drafter.copy_length=3"
@@ -107,7 +109,7 @@ def test_other_data_than_the_task_has_is_not_called_by_its_name(emssd: Callable,
     assert (row["data"], row["data_label"]) == ("text", None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None:
     folder = toy(emssd, "fig1").folder
     whole = rows_of(folder)
@@ -125,8 +127,8 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
     assert len(rows_of(folder)) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
+@looped(
+    "arguments, sentence",
     [
         (
             ["experiment=figure1"],
@@ -166,6 +168,7 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
             "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5",
         ),
     ],
+    at_a_time=5,
 )
 def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd: Callable) -> None:
     result = emssd("-m", "size=toy", "output_dir=out", "progress=false", *arguments)
@@ -174,7 +177,7 @@ def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd:
     assert "Traceback" not in result.err + result.out
 
 
-@pytest.mark.parametrize("name", sorted(TOYS))
+@looped("name", sorted(TOYS), at_a_time=2)
 def test_whatever_a_size_chooses_is_there(name: str, emssd: Callable) -> None:
     own = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{name}.yaml"), "experiment.sizes") or {}
     plugins = {kind: Registry().names(kind) for kind in KINDS}
@@ -201,33 +204,41 @@ def test_models_of_the_same_name_are_not_repeats_of_each_other(emssd: Callable, 
     for name in ("a", "b"):
         shutil.copytree(model, work / name / "final")
     (work / "prompts.txt").write_text("hello hello hello\nround and round\n")
-    own = ("model=hf", "model.path=a/final,b/final", "data=text", "data.path=prompts.txt", "max_new_tokens=4")
-    result = toy(emssd, "fig1", *own, "method=greedy,ragged")
+    own = (
+        "model=hf",
+        "model.path=a/final,b/final",
+        "data=text",
+        "data.path=prompts.txt",
+        "max_new_tokens=4",
+        "data.limit=2",
+    )
+    result = toy(emssd, "fig1", *own, "method=ragged")
     assert result.status == 0, result.err
     title = "final · llma · text, 2 prompts, 4 new tokens · float64 · model.path={}/final"
-    cells = [(title.format(name), label, 1) for name in ("a", "b") for label in ("greedy", "ragged")]
+    cells = [(title.format(name), "ragged", 1) for name in ("a", "b")]
     assert cells_of(result.folder) == cells
     assert all(title.format(name) in result.out for name in ("a", "b"))
 
 
 @pytest.mark.parametrize(
     "swept",
-    [
-        ("max_step_tokens=64,128", "batching=continuous"),
-        ("admission=preempt,worst_case", "batching=continuous"),
-        ("kv_memory=null,1GiB",),
-        ("ignore_eos=false,true",),
-        ("model.max_model_len=null,256",),
-        ("data.path=a.txt,b.txt", "data=text"),
-        ("backend.kernels=auto,torch",),
-        ("backend.page_size=16,32",),
-        ("budget=fixed,adaptive",),
-    ],
+    few(
+        [
+            ["data.path=a.txt,b.txt", "data=text"],
+            ["budget=fixed,adaptive"],
+            ["max_step_tokens=64,128", "batching=continuous"],
+            ["admission=preempt,worst_case", "batching=continuous"],
+            ["kv_memory=null,1GiB"],
+            ["ignore_eos=false,true"],
+            ["model.max_model_len=null,256"],
+            ["backend.kernels=auto,torch"],
+            ["backend.page_size=16,32"],
+        ],
+        ci=2,
+    ),
     ids=lambda swept: swept[0].partition("=")[0],
 )
-def test_runs_of_other_options_are_not_repeats_of_each_other(
-    swept: tuple[str, ...], emssd: Callable, work: Path
-) -> None:
+def test_runs_of_other_options_are_not_repeats_of_each_other(swept: list[str], emssd: Callable, work: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (work / name).write_text("The for statement is\n")
     result = toy(emssd, "fig1", "method=ragged_greedy,ragged", "max_new_tokens=2", *swept)
@@ -291,12 +302,12 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
     assert toy(emssd, "drafters", "drafter=llma", "task=toy", "overwrite=true", "on_drafter_error=fail").status == 0
 
 
-@pytest.mark.parametrize(("seed", "noted"), [("int = 7", {"drafter": 7}), ("str | None = None", {})])
+@looped("seed, noted", [("int = 7", {"drafter": 7}), ("str | None = None", {})])
 def test_a_seed_of_a_plugin_is_noted_if_it_is_a_whole_number(
     seed: str, noted: dict[str, int], emssd: Callable, install: Callable
 ) -> None:
     install("seeded", MORTAL.replace("    pass", f"    seed: {seed}").replace("self.steps > 3", "False"))
-    (row,) = rows_of(toy(emssd, "drafters", "drafter=mortal", "task=toy").folder)
+    (row,) = rows_of(toy(emssd, "drafters", "drafter=mortal", "task=toy", "overwrite=true").folder)
     assert {name: value for name, value in row["provenance"]["seed"].items() if name == "drafter"} == noted
     assert row["replay"] is None
 
@@ -304,10 +315,10 @@ def test_a_seed_of_a_plugin_is_noted_if_it_is_a_whole_number(
 def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from emssd.decoding import engine
 
-    checked = ("check=greedy", "method=greedy,unpad_both", "max_new_tokens=16")
+    checked = ("check=greedy", "method=greedy,unpad_both", "data.limit=2", "max_new_tokens=8")
     right = engine.verify
     result = toy(emssd, "fig1", *checked)
-    assert "check=greedy: 8 exact, 0 numerical ties, 0 true differences\n" in result.out
+    assert "check=greedy: 4 exact, 0 numerical ties, 0 true differences\n" in result.out
 
     def wrong(chosen: Any, draft: Any, *others: Any) -> Any:
         verification = right(chosen, draft, *others)
@@ -322,7 +333,7 @@ def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyP
     assert found["differences"] > 0
     assert result.out.count("DIFFERENCE in ") == found["differences"]
     assert (
-        f"check=greedy: {found['exact'] + 4} exact, {found['ties']} numerical ties, {found['differences']} true "
+        f"check=greedy: {found['exact'] + 2} exact, {found['ties']} numerical ties, {found['differences']} true "
         "differences, in jobs 1; out/JOB/metrics.json says where\n"
     ) in result.out
 
@@ -338,8 +349,8 @@ def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Cal
     assert not (folder / "1").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
+@looped(
+    "arguments, sentence",
     [
         (["overwrite=true", "batch_size=0"], "batch_size is 0; it must be at least 1"),
         (["overwrite=true", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
@@ -347,9 +358,11 @@ def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Cal
     ],
 )
 def test_an_earlier_experiment_stays_until_the_new_one_has_a_row(
-    arguments: list[str], sentence: str, emssd: Callable
+    arguments: list[str], sentence: str, emssd: Callable, work: Path
 ) -> None:
-    folder = toy(emssd, "fig1", "method=greedy").folder
+    folder = work / "out"
+    if not folder.exists():
+        toy(emssd, "fig1", "method=greedy")
     before = (folder / "rows.jsonl").read_bytes()
     assert toy(emssd, "fig1", "method=greedy", *arguments).sentence.startswith(sentence)
     assert (folder / "rows.jsonl").read_bytes() == before

@@ -10,6 +10,7 @@ import pytest
 
 from emssd import __version__, authoring
 from emssd.testing.conformance.rules import rules_of
+from tests.support.cases import looped
 
 from .conftest import drafter
 
@@ -99,8 +100,8 @@ def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = NUM_RULES) -> d
     return found
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@looped(
+    "arguments, message",
     [
         (
             ["lama"],

@@ -15,6 +15,7 @@ from emssd.decoding.check import CheckReport, Difference
 from emssd.errors import PluginError, PluginWarning
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.console import print_check, print_report
+from tests.support.cases import looped
 
 from .conftest import drafter
 
@@ -102,7 +103,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@looped("name", BROKEN)
 def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Callable, emssd: Callable) -> None:
     source, reason = BROKEN[name]
     install(name, source)
@@ -130,7 +131,7 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("fault", BUILDS)
+@looped("fault", BUILDS)
 def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) -> None:
     made, complaint = BUILDS[fault]
     helper = "\ndef third(most):\n    made = Third()\n    made.num_speculative_tokens = most\n    return made\n"
@@ -143,8 +144,8 @@ def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) 
     assert not registry.in_use
 
 
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
+@looped(
+    "kind, wanted",
     [
         ("backend", "an emssd.attention.AttentionBackend"),
         ("budget", "an emssd.drafting.BudgetPolicy"),
@@ -268,8 +269,8 @@ def test_the_list_of_plugins_shows_every_state(
     assert any(line.startswith("backend ragged ready emssd 0.") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("propose", "complaint"),
+@looped(
+    "propose, complaint",
     [
         ("raise KeyError('lost')", "failed in propose: KeyError('lost')"),
         (
@@ -288,6 +289,7 @@ def test_the_list_of_plugins_shows_every_state(
             "draft at most budget[row] tokens",
         ),
     ],
+    at_a_time=2,
 )
 def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
     propose: str, complaint: str, install: Callable, decode: Callable
@@ -328,7 +330,7 @@ def emssd_prompt_sources():
     assert [row["id"] for row in result.rows] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("reason", ["pip install 'emssd[cuda]' brings it", "no [/opt/x.so] and no :smile:"])
+@looped("reason", ["pip install 'emssd[cuda]' brings it", "no [/opt/x.so] and no :smile:"])
 def test_reasons_are_listed_as_they_stand(
     reason: str, install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

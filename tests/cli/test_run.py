@@ -214,7 +214,7 @@ def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
     assert sorted(work.rglob("*")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_module_runs_as_a_process_with_a_progress_bar(
     start: Callable[..., subprocess.Popen[str]], model: str, prompts: Path
 ) -> None:
@@ -231,7 +231,7 @@ def test_the_title_names_the_options_that_are_not_the_defaults(decode: Callable)
     assert "drafter=llma(search=prompt_and_output) · backend=padded(pad_kv=False) · " in title
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_greedy(
     emssd: Callable, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

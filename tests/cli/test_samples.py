@@ -14,6 +14,7 @@ import pytest
 from emssd.data.prompts import Prompt
 from emssd.jobs.output import OutputFolder
 from emssd.sequences import FinishReason, Generation, TokenLogprob
+from tests.support.cases import looped
 
 SAMPLED = ("sampling=sampled", "sampling.temperature=0.8", "sampling.seed=7", "max_new_tokens=12", "ignore_eos=true")
 
@@ -161,8 +162,8 @@ def test_prompts_have_numbers_of_samples_and_logprobs_of_their_own(with_records:
 ALL = "temperature, top_k, top_p, min_p, typical_p, repetition_penalty, presence_penalty, frequency_penalty, "
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
+@looped(
+    "how, message",
     [
         ({"n": 0}, "prompt prompts.jsonl:1: sampling.n is 0; it must be a whole number of at least 1"),
         ({"n": "many"}, "prompt prompts.jsonl:1: sampling.n is 'many'; it must be a whole number of at least 1"),
@@ -178,14 +179,13 @@ ALL = "temperature, top_k, top_p, min_p, typical_p, repetition_penalty, presence
         ),
         ({"best_of": 2}, f"prompt prompts.jsonl:1: sampling.best_of is no option. The options are {ALL}"),
     ],
-    ids=str,
 )
 def test_what_a_prompt_cannot_have_is_refused_in_a_sentence(how: Any, message: str, with_records: Callable) -> None:
     assert with_records(how).sentence.startswith(message)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@looped(
+    "options, message",
     [
         (["n=0"], "sampling.n is 0; it must be a whole number of at least 1"),
         (
@@ -197,7 +197,6 @@ def test_what_a_prompt_cannot_have_is_refused_in_a_sentence(how: Any, message: s
         (["logprobs=100000"], "sampling.logprobs is 100000, but the model's vocabulary has"),
         (["m=1"], "sampling has no option 'm'"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused_in_a_sentence(options: list[str], message: str, emssd: Callable, model: str) -> None:
     result = emssd(f"model.path={model}", "prompt=a", *(f"sampling.{option}" for option in options))

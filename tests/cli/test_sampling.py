@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import looped
+
 SAMPLED = ("sampling=sampled", "sampling.temperature=0.8", "sampling.seed=7", "max_new_tokens=16")
 
 
@@ -60,7 +62,7 @@ def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, mo
     assert "tokens DO NOT have the law of plain decoding" in result.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demos_text_is_the_same_bytes_in_any_setting(emssd: Callable) -> None:
     """The embedded models in float32, with the settings that differ most."""
     options = (*SAMPLED, "data.limit=5", "output_dir=out", "overwrite=true", "progress=false", "check=plain")
@@ -78,7 +80,7 @@ def test_the_demos_text_is_the_same_bytes_in_any_setting(emssd: Callable) -> Non
     assert set(files) == {files[0]}
 
 
-@pytest.mark.parametrize("name", ["greedy", "plain"])
+@looped("name", ["greedy", "plain"])
 def test_both_names_of_the_check_compare_greedy_rows(name: str, decode: Callable) -> None:
     result = decode("max_new_tokens=8", f"check={name}")
     assert f"check={name}: 5 exact" in result.out
@@ -123,8 +125,8 @@ def test_prompts_have_options_of_their_own(emssd: Callable, model: str, records:
     assert texts(emssd(*options, "drafter=pld", "batch_size=1").rows) == texts(rows)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
+@looped(
+    "how, message",
     [
         ({"temperature": -1}, "prompt prompts.jsonl:1: sampling.temperature is -1; it must be 0 or at least 1e-06"),
         (
@@ -144,8 +146,8 @@ def test_options_of_a_prompt_that_cannot_be_are_refused(
     assert message in result.sentence
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
+@looped(
+    "option, message",
     [
         ("temperature=-1", "sampling.temperature is -1.0; it must be 0 or at least 1e-06"),
         ("top_p=0", "sampling.top_p is 0.0; it must be above 0, and at most 1"),

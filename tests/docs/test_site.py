@@ -18,6 +18,7 @@ from emssd.drafting import Drafter
 from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
 from emssd.plugins.registry import KINDS, Registry
 from emssd.simulate.closed_forms import acceptance_pmf, expected
+from tests.support.cases import looped
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -56,7 +57,7 @@ def test_the_page_of_options_has_every_option_once_with_its_words(module) -> Non
         assert f"| `{path.parent.name}={path.stem}` | " in page or path.parent.name == "sweep", path
 
 
-@pytest.mark.parametrize(
+@looped(
     "line",
     [
         "`drafter.search`{ #drafter-llma-search } · `prompt` \\| `prompt_and_output` · default `prompt`",
@@ -117,7 +118,7 @@ def test_links_that_leave_the_docs_become_text_and_dead_ones_are_warned_of(
     ]
 
 
-@pytest.mark.parametrize("name", ["padding", "tree"])
+@looped("name", ["padding", "tree"])
 def test_a_picture_is_what_its_script_draws(name: str, module) -> None:
     assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == module(name).picture()
 

@@ -96,7 +96,7 @@ def test_no_preset_was_left_behind() -> None:
     assert all(groups.values())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_console_scripts_work(tmp_path: Path) -> None:
     shown = run(BIN / "emssd", "--help", cwd=tmp_path)
     assert "drafter     cascade, dflash, draft_model" in shown
@@ -104,7 +104,7 @@ def test_the_console_scripts_work(tmp_path: Path) -> None:
     assert "llma" in run(BIN / "emssd-plugins", cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_decodes_and_checks_itself(tmp_path: Path) -> None:
     run(
         BIN / "python", "-m", "emssd", "data.limit=4", "max_new_tokens=16", "check=greedy", "output_dir=out",

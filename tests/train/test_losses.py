@@ -36,6 +36,7 @@ from emssd_train.medusa import MedusaLoss, new_heads, save_heads
 from emssd_train.options import MedusaOptions
 from emssd_train.pard import Masked, PardLoss, with_mask
 from emssd_train.teacher import Teacher
+from tests.support.cases import looped
 from tests.support.fed_heads import PROMPTS as LONG_PROMPTS
 from tests.support.looking_back import DISTANCE, looking_back_model
 from tests.support.looking_back import VOCAB as WORDS
@@ -259,7 +260,7 @@ def test_new_heads_begin_as_the_targets_own_projection() -> None:
     torch.testing.assert_close(heads(hidden), wanted.expand(2, -1, -1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@looped("tied", [True, False])
 def test_a_mask_is_a_new_token_unless_there_is_one(tied: bool) -> None:
     model: Any = tiny_model("llama", tie_word_embeddings=tied)
     before = model.get_input_embeddings().weight.detach().clone()
