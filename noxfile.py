@@ -25,7 +25,7 @@ MEASURED = [
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
 PYTEST = [BIN / "pytest", *SPREAD]
-OWN_SESSION = "gpu or dry_run or benchmark or torchrun"  # markers of tests that other sessions run
+OWN_SESSION = "gpu or dry_run or benchmark or torchrun or docs"  # markers of tests that other sessions run
 CI = f"not ({OWN_SESSION} or nightly)"  # what `nox -s tests` runs
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
 PEERS = {
@@ -122,7 +122,8 @@ def oldest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Builds the documentation into site/, strictly, and runs the tests of the plugins that its pages quote."""
+    """Builds the documentation into site/, strictly; runs its commands, its code, and the plugins that it quotes."""
+    session.run(BIN / "pytest", "-q", "-m", "docs", "tests/docs", "tests/cli/test_docs.py", "tests/test_readme.py")
     site = Path(session.create_tmp()).resolve() / "site"
     quoted = [ROOT / "examples" / "plugins" / name for name in ("bigram", "one_more", "per_row")]
     session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *quoted)

@@ -28,6 +28,7 @@ from emssd.simulate.__main__ import make_parser as simulate_parser
 from emssd_train.cli import make_parser as train_parser
 from tests.support.cases import looped
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "plugins"
 # Reports in docs/results hold commands as they were run.

@@ -20,6 +20,7 @@ from emssd.plugins.registry import KINDS, Registry
 from emssd.simulate.closed_forms import acceptance_pmf, expected
 from tests.support.cases import looped
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 BIGRAM = ROOT / "examples" / "plugins" / "bigram"
