@@ -175,7 +175,7 @@ def test_one_that_cannot_run_here(install: Callable) -> None:
     assert str(caught.value) in page()
 
 
-@looped("fault", RUNS)
+@looped("fault", RUNS, at_a_time=5)
 def test_one_that_fails_while_it_runs(fault: str, install: Callable) -> None:
     install("mine", GOOD.replace("return Draft.empty(len(batch))", RUNS[fault]))
     assert run(drafter="mine") in page()

@@ -18,6 +18,7 @@ from emssd.model.random_weights import counted_on, counting_model
 from emssd.plugins.registry import KINDS, Registry
 from tests.support.cases import looped
 
+pytestmark = pytest.mark.usefixtures("composed_once")
 PRESETS = sorted(path for path in conf_dir().glob("*/*.yaml") if path.parent.name in (*KINDS, "model"))
 
 
@@ -36,7 +37,7 @@ def compose(*overrides: str) -> RunConfig:
     return options
 
 
-@looped("path", PRESETS, at_a_time=14)
+@looped("path", PRESETS, at_a_time=7)
 def test_every_preset_composes_to_its_plugins_dataclass(path: Path, store: Registry) -> None:
     options = compose(f"{path.parent.name}={path.stem}")
     chosen = getattr(options, path.parent.name)

@@ -83,6 +83,7 @@ def test_flashinfer_without_cuda_says_why_not_and_what_instead(choice: str, deco
             "drafter.num_speculative_tokens",
         ),
     ],
+    at_a_time=4,
 )
 def test_an_option_out_of_range(argument: str, sentence: str, decode: Callable) -> None:
     assert decode(argument).sentence == sentence

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from emssd.jobs.config import Size, conf_dir
@@ -37,11 +38,16 @@ def toy(emssd: Callable, name: str, *more: str) -> Any:
     return emssd("-m", f"experiment={name}", "size=toy", "output_dir=out", "progress=false", *few, *more)
 
 
+def little(emssd: Callable, name: str, *more: str) -> Any:
+    return toy(emssd, name, "data.limit=1", "max_new_tokens=4", *more)
+
+
 def test_the_list_above_is_complete() -> None:
     assert sorted(TOYS) == sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", only(DECODING, ci=("crossover", "fig1", "trees")))
+@pytest.mark.costly("all jobs of an experiment")
 def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd: Callable) -> None:
     result = toy(emssd, name)
     assert result.status == 0, result.err
@@ -79,8 +85,9 @@ def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:
             assert abs(estimate["mean"] - point["exact"][name]) < 5 * estimate["error"]
 
 
+@pytest.mark.nightly
 def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
-    rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=10").folder)
+    rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=24").folder)
     padded = {
         row["method"]: (row["metrics"]["input_padding_tokens"], row["metrics"]["kv_padding_slots"]) for row in rows
     }
@@ -104,7 +111,7 @@ def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> No
 
 def test_other_data_than_the_task_has_is_not_called_by_its_name(emssd: Callable, work: Path) -> None:
     (work / "prompts.txt").write_text("The for statement is\nThe assert statement is\n")
-    own = ("data=text", "data.path=prompts.txt", "data.limit=2", "method=greedy")
+    own = ("data=text", "data.path=prompts.txt", "data.limit=1", "method=greedy", "max_new_tokens=4")
     (row,) = rows_of(toy(emssd, "fig1", *own).folder)
     assert (row["data"], row["data_label"]) == ("text", None)
 
@@ -168,7 +175,7 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
             "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5",
         ),
     ],
-    at_a_time=5,
+    at_a_time=3,
 )
 def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd: Callable) -> None:
     result = emssd("-m", "size=toy", "output_dir=out", "progress=false", *arguments)
@@ -184,10 +191,9 @@ def test_whatever_a_size_chooses_is_there(name: str, emssd: Callable) -> None:
     for size in Size:
         if size.value in own and own[size.value] is None:
             continue
-        result = emssd(f"experiment={name}", f"size={size.value}", "--cfg", "all")
+        result = emssd(f"experiment={name}", f"size={size.value}", "--cfg", "all", "-p", "hydra.sweeper", "--resolve")
         assert result.status == 0, result.err
-        sweeper = OmegaConf.create(result.out).hydra.sweeper
-        params = OmegaConf.to_container(sweeper, resolve=True)["params"] or {}
+        params = yaml.safe_load(result.out)["params"] or {}
         for group, choices in params.items():
             if group in (*KINDS, "model", "method", "task"):
                 presets = [path.stem for path in (conf_dir() / group).glob("*.yaml")] + plugins.get(group, [])
@@ -252,7 +258,7 @@ def test_runs_of_other_options_are_not_repeats_of_each_other(swept: list[str], e
 
 def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
     swept = ("drafter=cascade", "drafter.drafters=[llma,pld],[pld]", "drafter.options={},{pld:{max_ngram_size:4}}")
-    result = toy(emssd, "drafters", *swept, "task=toy")
+    result = little(emssd, "drafters", *swept, "task=toy")
     assert result.status == 0, result.err
     labels = [row["drafter_options"] for row in rows_of(result.folder)]
     assert labels == [
@@ -291,15 +297,16 @@ def emssd_drafters():
 
 def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) -> None:
     install("mortal", MORTAL)
-    result = toy(emssd, "drafters", "drafter=llma,mortal", "task=toy")
+    short = ("data.limit=1", "max_new_tokens=12", "task=toy")
+    result = toy(emssd, "drafters", "drafter=llma,mortal", *short)
     assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError('it d")
     assert [row["drafter"] for row in rows_of(result.folder)] == ["llma"]
-    again = toy(emssd, "drafters", "drafter=llma,mortal", "task=toy", "resume=true", "on_drafter_error=disable")
+    again = toy(emssd, "drafters", "drafter=llma,mortal", *short, "resume=true", "on_drafter_error=disable")
     assert again.sentence == (
         "on_drafter_error=disable would leave rows of a drafter that failed and drafted nothing; an experiment ends "
         "there, and goes on with resume=true. Leave on_drafter_error= out"
     )
-    assert toy(emssd, "drafters", "drafter=llma", "task=toy", "overwrite=true", "on_drafter_error=fail").status == 0
+    assert toy(emssd, "drafters", "drafter=llma", *short, "overwrite=true", "on_drafter_error=fail").status == 0
 
 
 @looped("seed, noted", [("int = 7", {"drafter": 7}), ("str | None = None", {})])
@@ -307,18 +314,19 @@ def test_a_seed_of_a_plugin_is_noted_if_it_is_a_whole_number(
     seed: str, noted: dict[str, int], emssd: Callable, install: Callable
 ) -> None:
     install("seeded", MORTAL.replace("    pass", f"    seed: {seed}").replace("self.steps > 3", "False"))
-    (row,) = rows_of(toy(emssd, "drafters", "drafter=mortal", "task=toy", "overwrite=true").folder)
+    (row,) = rows_of(little(emssd, "drafters", "drafter=mortal", "task=toy", "overwrite=true").folder)
     assert {name: value for name, value in row["provenance"]["seed"].items() if name == "drafter"} == noted
     assert row["replay"] is None
 
 
+@pytest.mark.costly("a right run and a wrong one")
 def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from emssd.decoding import engine
 
     checked = ("check=greedy", "method=greedy,unpad_both", "data.limit=2", "max_new_tokens=8")
     right = engine.verify
-    result = toy(emssd, "fig1", *checked)
-    assert "check=greedy: 4 exact, 0 numerical ties, 0 true differences\n" in result.out
+    result = toy(emssd, "fig1", *checked, "method=greedy")
+    assert "check=greedy: 2 exact, 0 numerical ties, 0 true differences\n" in result.out
 
     def wrong(chosen: Any, draft: Any, *others: Any) -> Any:
         verification = right(chosen, draft, *others)
@@ -339,11 +347,11 @@ def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyP
 
 
 def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Callable) -> None:
-    folder = toy(emssd, "fig1", "method=greedy").folder
+    folder = little(emssd, "fig1", "method=greedy").folder
     row = rows_of(folder)[0]
     del row["metrics"]["decode_steps"]
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    result = toy(emssd, "fig1", "method=greedy,ragged", "resume=true")
+    result = little(emssd, "fig1", "method=greedy,ragged", "resume=true")
     assert result.sentence.startswith("resume=true: out/rows.jsonl:1 (metrics) has no 'decode_steps', so it is of ")
     assert "With overwrite=true all of its jobs run again" in result.sentence
     assert not (folder / "1").exists()
@@ -362,7 +370,7 @@ def test_an_earlier_experiment_stays_until_the_new_one_has_a_row(
 ) -> None:
     folder = work / "out"
     if not folder.exists():
-        toy(emssd, "fig1", "method=greedy")
+        little(emssd, "fig1", "method=greedy")
     before = (folder / "rows.jsonl").read_bytes()
     assert toy(emssd, "fig1", "method=greedy", *arguments).sentence.startswith(sentence)
     assert (folder / "rows.jsonl").read_bytes() == before
@@ -371,18 +379,18 @@ def test_an_earlier_experiment_stays_until_the_new_one_has_a_row(
 def test_an_experiment_is_alone_in_its_folder(emssd: Callable, work: Path) -> None:
     pytest.importorskip("fcntl", reason="file locks are Unix")
     with closing(RowsFile(work / "out")):
-        assert toy(emssd, "fig1", "method=greedy").sentence == (
+        assert little(emssd, "fig1", "method=greedy").sentence == (
             "output_dir=out is being written by another run; wait for it, or set output_dir to another folder"
         )
-    assert toy(emssd, "fig1", "method=greedy").status == 0
+    assert little(emssd, "fig1", "method=greedy").status == 0
 
 
 def test_a_prompt_with_a_line_separator_of_unicode(emssd: Callable, work: Path) -> None:
     (work / "prompts.jsonl").write_text('{"prompt": "The for statement"}\n')
     own = ("data=jsonl", "data.path=prompts.jsonl", "data.template='{prompt}\u2028is'", "method=greedy")
-    folder = toy(emssd, "fig1", *own).folder
+    folder = little(emssd, "fig1", *own).folder
     (row,) = read_rows(folder / "rows.jsonl")
     assert isinstance(row, Row)
     assert "data.template={prompt}\u2028is" in row.options
-    assert toy(emssd, "fig1", *own, "resume=true").status == 0
+    assert little(emssd, "fig1", *own, "resume=true").status == 0
     assert len(rows_of(folder)) == 1

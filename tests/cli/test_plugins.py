@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -104,7 +105,7 @@ BROKEN = {
 
 
 @looped("name", BROKEN)
-def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Callable, emssd: Callable) -> None:
+def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Callable, tmp_path: Path) -> None:
     source, reason = BROKEN[name]
     install(name, source)
     with pytest.warns(PluginWarning) as warned:
@@ -116,6 +117,7 @@ def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Cal
     with pytest.raises(PluginError) as caught:
         registry.find("drafter", "third")
     assert str(caught.value) == f"unknown drafter 'third'; choose one of {known}. {message}"
+    shutil.rmtree(tmp_path / f"site_{name}")  # the next case is alone
 
 
 BUILDS = {
@@ -299,10 +301,11 @@ def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
         "late",
         drafter(f"if 'prompts.txt:6' not in batch.request_ids: return Draft.empty(len(batch))\n        {propose}"),
     )
-    goes_on = decode("drafter=third", "budget=fixed", "batch_size=1")
+    options = ("drafter=third", "budget=fixed", "batch_size=1", "max_new_tokens=4")
+    goes_on = decode(*options)
     assert len(goes_on.rows) == 5
     assert f"drafter 'third' (third-party-late 1.2) {complaint}" in goes_on.err
-    result = decode("drafter=third", "budget=fixed", "batch_size=1", "on_drafter_error=fail")
+    result = decode(*options, "on_drafter_error=fail")
     assert result.sentence == f"drafter 'third' (third-party-late 1.2) {complaint}"
     assert [row["id"] for row in result.rows] == [f"prompts.txt:{line}" for line in (1, 2, 4, 5)]
     assert not (result.folder / "metrics.json").exists()

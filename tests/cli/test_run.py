@@ -146,7 +146,7 @@ def test_threads_of_one_job_are_not_those_of_the_next(decode: Callable, monkeypa
     monkeypatch.setattr("emssd.jobs.job._own_threads", lambda: 2)
     before = torch.get_num_threads()
     try:
-        result = decode("-m", "num_threads=1,null", "max_new_tokens=2")
+        result = decode("-m", "num_threads=1,null", "max_new_tokens=2", "data.limit=1")
     finally:
         torch.set_num_threads(before)
     written = [json.loads((result.folder / name / "metrics.json").read_text()) for name in ("0", "1")]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.cases import looped
+from tests.support.tiers import few
 
 SAMPLED = ("sampling=sampled", "sampling.temperature=0.8", "sampling.seed=7", "max_new_tokens=16")
 
@@ -18,11 +19,12 @@ def texts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {row["id"]: (row["text"], row["token_ids"], row.get("seed")) for row in rows}
 
 
-def test_text_and_tokens_are_the_same_with_any_drafter_and_batch_size(decode: Callable) -> None:
+@pytest.mark.parametrize("drafters", few([["suffix", "lookahead"], ["llma", "pld"]], ci=1), ids=", ".join)
+def test_text_and_tokens_are_the_same_with_any_drafter_and_batch_size(drafters: list[str], decode: Callable) -> None:
     first = decode(*SAMPLED, "drafter=none", "batch_size=1")
     expected = texts(first.rows)
     assert {seed for _, _, seed in expected.values()} == {7}
-    for drafter in ("llma", "suffix", "lookahead", "pld"):
+    for drafter in drafters:
         result = decode(*SAMPLED, f"drafter={drafter}", "batch_size=4", "check=plain")
         assert texts(result.rows) == expected
         assert result.metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}
@@ -138,6 +140,7 @@ def test_prompts_have_options_of_their_own(emssd: Callable, model: str, records:
         ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000, but the model's vocabulary has"),
         (0.5, "prompts.jsonl:1: field 'how' holds a value of type float; options of sampling are an object, such as"),
     ],
+    at_a_time=3,
 )
 def test_options_of_a_prompt_that_cannot_be_are_refused(
     how: Any, message: str, emssd: Callable, model: str, records: Callable
@@ -165,10 +168,11 @@ def test_options_that_cannot_be_are_refused(option: str, message: str, emssd: Ca
 def test_a_job_goes_on_with_the_same_text_and_not_with_another_seed(
     decode: Callable, emssd: Callable, model: str, prompts: Path
 ) -> None:
-    expected = texts(decode(*SAMPLED).rows)
-    first = decode(*SAMPLED, "data.limit=2")
+    short = (*SAMPLED, "max_new_tokens=8")
+    expected = texts(decode(*short).rows)
+    first = decode(*short, "data.limit=2")
     assert len(first.rows) == 2
-    again = (f"model.path={model}", "data=text", f"data.path={prompts}", *SAMPLED, "output_dir=out", "resume=true")
+    again = (f"model.path={model}", "data=text", f"data.path={prompts}", *short, "output_dir=out", "resume=true")
     assert "were made with another value of sampling.seed" in emssd(*again, "sampling.seed=8").sentence
     assert texts(emssd(*again, "drafter=none").rows) == expected
 

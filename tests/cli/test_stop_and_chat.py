@@ -58,7 +58,7 @@ ASK = {"role": "user", "content": "he"}
         ([{"role": "system", "content": "mine"}, ASK], ["data.system=ok"], "<s>[s]mine[u]he[a]"),
         ("hi", ["data.template='Q: {prompt}'"], "<s>[u]Q: hi[a]"),
     ],
-    at_a_time=3,
+    at_a_time=2,
 )
 def test_prompts_go_through_the_chat_template(
     prompt: Any, arguments: list[str], text: str, chat: Callable, chat_model: str
@@ -168,6 +168,7 @@ def test_stop_strings_end_rows(decode: Callable) -> None:
         ('stop=["\n"]', ["\n"]),
         ('stop=["</s>", "é"]', ["</s>", "é"]),
     ],
+    at_a_time=2,
 )
 def test_stop_strings_as_they_are_typed(
     option: str, strings: list[str], decode: Callable, monkeypatch: pytest.MonkeyPatch

@@ -93,16 +93,15 @@ def test_half_a_surrogate_pair_can_be_printed(narrow: Callable[[str], io.BytesIO
     assert raw.getvalue() == b"a?b\n"
 
 
-@looped("columns", ["0", "1", "2", "7"])
+@looped("columns", ["0", "1", "2", "7"], at_a_time=2)
 def test_no_terminal_is_too_narrow(columns: str, decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decode().status == 0
     monkeypatch.setenv("COLUMNS", columns)
     table = Table("a", "b")
     table.add_row("c", "d")
     console = plain_console(file=io.StringIO())
     console.print(table)
     assert console.width >= 40
-    assert decode("progress=true", "check=greedy").status == 0
+    assert decode("progress=true", "check=greedy", "max_new_tokens=4").status == 0
 
 
 @pytest.mark.parametrize(("stream", "status"), [(full, 2), (closed, 0)], ids=["full", "closed"])
