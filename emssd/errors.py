@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -82,7 +83,8 @@ def exit_on_error(program: str) -> Iterator[None]:
     try:
         yield
     except EmssdError as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
+        said = re.sub(r"\S{300,}", lambda word: f"{word[0][:200]}…", str(error))  # nobody needs all of a long value
+        print(f"{program}: error: {said}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

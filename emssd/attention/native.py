@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
+from typing import Any
 
 __all__ = ["NativeStep"]
 
+NativeStep = Any
+"""The attention of one step, made once a step: ``torch.classes.emssd_native.Step`` of the kernels.
 
-class NativeStep(NamedTuple):
-    """The attention of one step, in the order in which ``run_step`` of `emssd.native` takes it.
+It is called with, in this order:
 
-    Attributes:
-        keys, values: by layer, the pool, as `emssd.attention.pool.KVPool` has it.
-        query_indptr, kv_lens, page_indptr, pages: int32, see `emssd.attention.tables.PagedMetadata`.
-        tree_indptr, parents: int32, the trees that rows end with; ``None`` if no row has any.
-        scales, windows, softcaps, sinks: by layer, see `emssd.attention.LayerSpec`; 0 for no window and no cap.
-    """
+- ``keys``, ``values``: tensors by layer, the pool, as `emssd.attention.pool.KVPool` has it;
+- ``query_indptr``, ``kv_lens``, ``page_indptr``, ``pages``: lists, see `emssd.attention.tables.PagedMetadata`;
+- ``tree_indptr``, ``parents``: lists, the trees that rows end with; ``None`` if no row has any;
+- ``scales``, ``windows``, ``softcaps``, ``sinks``: by layer, see `emssd.attention.LayerSpec`; 0 stands for none.
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    query_indptr: torch.Tensor
-    kv_lens: torch.Tensor
-    page_indptr: torch.Tensor
-    pages: torch.Tensor
-    tree_indptr: torch.Tensor | None
-    parents: torch.Tensor | None
-    scales: list[float]
-    windows: list[int]
-    softcaps: list[float]
-    sinks: list[torch.Tensor | None]
+``attend(query, key, value, layer)`` is what `AttentionBackend.forward` gives. `emssd.model.program` calls its others.
+"""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from emssd.authoring.watched import LOAD_SECONDS, Notes
 from emssd.errors import ConfigError, PluginError
-from emssd.plugins.faults import guarded
+from emssd.faults import guarded
 from emssd.plugins.registry import Registry
 from emssd.testing.conformance.rules import RULES, rules_of
 
@@ -94,7 +94,7 @@ def check(
     source = _TEST_FILE.format(
         suite=_SUITES[kind], name=name, options=values, learns=learns_across_requests, draws=decides_at_random
     )
-    with guarded(owner, "its tests"):
+    with guarded(owner, "its tests", in_step=True):  # pytest has variables of its own in the environment
         status = _run_pytest(source, num_examples, results)
     return results.print_and_judge(status, owner)
 

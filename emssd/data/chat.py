@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock, Timer, get_ident
 from typing import Any
 
 from emssd.data.prompts import tokenize
@@ -11,6 +14,9 @@ from emssd.errors import ConfigError, PromptError
 __all__ = ["check_messages", "encode_chat", "require_template"]
 
 Message = Mapping[str, Any]
+
+_MOST_SECONDS = 10.0  # that a template may take for one conversation: it is a program of whoever made the model
+_MOST_CHARACTERS = 2**24
 
 
 def encode_chat(messages: Iterable[Message], tokenizer: Any, name: str = "0", system: str | None = None) -> list[int]:
@@ -36,7 +42,10 @@ def encode_chat(messages: Iterable[Message], tokenizer: Any, name: str = "0", sy
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        with _in_time():
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError(f"it makes {len(text)} characters of it, and more than {_MOST_CHARACTERS} are no prompt")
     except (TemplateSyntaxError, SyntaxError, ImportError) as error:  # no conversation could mend that
         raise ConfigError(_broken_template(_line(error))) from error
     except Exception as error:  # a template is a program of the model's authors, and raises what they like
@@ -46,6 +55,34 @@ def encode_chat(messages: Iterable[Message], tokenizer: Any, name: str = "0", sy
     if not text:
         raise PromptError(f"prompt {name}: the tokenizer's chat template makes an empty text of the conversation")
     return tokenize(text, tokenizer, name, add_special_tokens=False)
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """Raises in the body, whatever of Python it is in, when it takes too long."""
+    thread, raise_in = ctypes.c_ulong(get_ident()), ctypes.pythonapi.PyThreadState_SetAsyncExc
+    lock, is_over = Lock(), False
+
+    def stop() -> None:
+        with lock:
+            if not is_over:
+                raise_in(thread, ctypes.py_object(_TooLongError))
+
+    timer = Timer(_MOST_SECONDS, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            is_over = True
+            raise_in(thread, None)  # what it has not raised yet
+        timer.cancel()
+
+
+class _TooLongError(Exception):
+    def __str__(self) -> str:
+        return f"it takes more than {_MOST_SECONDS:g} s"
 
 
 def require_template(tokenizer: Any) -> None:
@@ -94,5 +131,5 @@ def _broken_template(why: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:200]}…"

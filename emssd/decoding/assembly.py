@@ -13,6 +13,7 @@ from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineO
 from emssd.decoding.parallel import follow_unless_first, lent, make_runner
 from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
+from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.model.loading import LoadModel
@@ -31,14 +32,12 @@ class Parts:
     """What an engine is made of; see `emssd.decoding.engine.Engine` for each."""
 
     runner: ModelRunner
-    drafter: Drafter | list[Drafter]
+    drafters: list[CheckedDrafter]
     tokenizer: Any
     scheduler: Scheduler
     budget: BudgetPolicy
     eos_token_ids: frozenset[int]
-    drafter_name: str | None
     budget_name: str | None
-    on_drafter_error: str
 
 
 def load_parts(
@@ -142,20 +141,21 @@ def make_parts(
         plugin, config = registry.resolve("budget", budget)
         budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
         budget = registry.build("budget", plugin, config)
-    drafters = [drafter] if isinstance(drafter, Drafter) else drafter
+    drafters = [
+        CheckedDrafter(each, drafter_name, target.vocab_size, on_error=options.on_drafter_error)
+        for each in ([drafter] if isinstance(drafter, Drafter) else drafter)
+    ]
     own = caches.make(trees=any(each.drafts_trees for each in drafters))
     *_, spec = caches.allocate()
     runner = make_runner(target, own, spec, backend, registry)
     return Parts(
         runner,
-        drafter,
+        drafters,
         tokenizer,
         scheduler=caches.scheduler(),
         budget=budget,
         eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else frozenset(eos),
-        drafter_name=drafter_name,
         budget_name=budget_name,
-        on_drafter_error=options.on_drafter_error,
     )
 
 

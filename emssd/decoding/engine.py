@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,10 @@ class Engine:
         self.runner = runner
         drafters = [drafter] if isinstance(drafter, Drafter) else drafter
         checked = [
-            CheckedDrafter(each, drafter_name, runner.vocab_size, on_error=on_drafter_error) for each in drafters
+            each
+            if isinstance(each, CheckedDrafter)
+            else CheckedDrafter(each, drafter_name, runner.vocab_size, on_error=on_drafter_error)
+            for each in drafters
         ]
         self.drafting = DraftStages(checked, budget or FixedBudget(), budget_name)
         runner.take_hidden(self.drafting.hidden_layers)
@@ -104,14 +107,12 @@ class Engine:
     def _of(cls, parts: Parts) -> Engine:
         return cls(
             parts.runner,
-            parts.drafter,
+            parts.drafters,
             tokenizer=parts.tokenizer,
             eos_token_ids=parts.eos_token_ids,
             scheduler=parts.scheduler,
             budget=parts.budget,
-            drafter_name=parts.drafter_name,
             budget_name=parts.budget_name,
-            on_drafter_error=parts.on_drafter_error,
         )
 
     @property
@@ -255,10 +256,11 @@ class Engine:
         for sequence in [self.sequence(each) for each in samples]:
             self.scheduler.add(sequence)
 
-    def clear(self) -> None:
-        """Drop all requests that wait or run. Later ones may still begin with KV of theirs."""
-        self._finished.clear()
-        self._free(self.scheduler.clear())
+    def clear(self, request_ids: Collection[str] | None = None) -> None:
+        """Drop these requests, or all that wait or run. Later ones may still begin with KV of theirs."""
+        gone = request_ids
+        self._finished = [row for row in self._finished if gone is not None and row.request_id not in gone]
+        self._free(self.scheduler.clear(gone))
 
     def sequence(self, request: Request) -> Sequence:
         """The sequence of `request` as it will begin.

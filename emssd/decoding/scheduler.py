@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
@@ -103,11 +103,14 @@ class Scheduler(ABC):
         gone = {sequence.request_id for sequence in finished}
         self._running = [sequence for sequence in self._running if sequence.request_id not in gone]
 
-    def clear(self) -> list[Sequence]:
-        """Take everything out. Returns what was there, running or not."""
-        everything = [*self._running, *self._waiting]
-        self._running, self._waiting = [], deque()
-        return everything
+    def clear(self, request_ids: Collection[str] | None = None) -> list[Sequence]:
+        """Take these requests out, or everything. Returns what was there, running or not."""
+        rows = [*self._running, *self._waiting]
+        gone = [row for row in rows if request_ids is None or row.request_id in request_ids]
+        names = {row.request_id for row in gone}
+        self._running = [row for row in self._running if row.request_id not in names]
+        self._waiting = deque(row for row in self._waiting if row.request_id not in names)
+        return gone
 
     def _admit(
         self, running: list[Sequence], length: Callable[[Sequence], int], fits: Fits, prefixes: Prefixes

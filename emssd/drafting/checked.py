@@ -13,6 +13,7 @@ from emssd.drafting.drafter import Drafter
 from emssd.drafting.hidden import checked_layers
 from emssd.drafting.rules import check_ids, own_draft
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
+from emssd.faults import guarded, told
 from emssd.sequences import Batch
 
 __all__ = ["CheckedDrafter"]
@@ -32,7 +33,7 @@ class CheckedDrafter(Drafter):
         hidden_layers: which hidden states it wants, as it said at first: the target is made ready for that.
 
     Raises:
-        DraftError: its `hidden_layers` cannot be.
+        PluginError: it fails while it says these. DraftError: its `hidden_layers` cannot be.
     """
 
     def __init__(self, drafter: Drafter, name: str | None, vocab_size: int, *, on_error: str = "disable") -> None:
@@ -40,11 +41,13 @@ class CheckedDrafter(Drafter):
             raise ConfigError(f"on_drafter_error is {on_error!r}; choose disable or fail")
         self.drafter = drafter
         self.name = type(drafter).__name__ if name is None else f"{name}"
-        self.drafts_trees = bool(drafter.drafts_trees)
+        with guarded(f"drafter {self.name}", "drafts_trees"):
+            self.drafts_trees = bool(drafter.drafts_trees)
         try:
-            self.hidden_layers = checked_layers(drafter.hidden_layers)
+            with guarded(f"drafter {self.name}", "hidden_layers"):
+                self.hidden_layers = checked_layers(drafter.hidden_layers)
         except DraftError as error:
-            raise DraftError(f"drafter {self.name} broke its interface: {error}") from error
+            raise DraftError(f"drafter {self.name} broke its interface: {told(error)}") from error
         self.failure: PluginError | None = None
         self._vocab_size = vocab_size
         self._on_error = on_error
@@ -87,7 +90,7 @@ class CheckedDrafter(Drafter):
         try:
             check_ids(drafted, self._vocab_size)
         except DraftError as error:
-            self._fail("propose", error)
+            self._fail(error)
 
     def observe(self, outcome: Outcome) -> None:
         """Pass on what became of a draft, with the hidden states that the drafter wants."""
@@ -110,14 +113,13 @@ class CheckedDrafter(Drafter):
 
     @contextmanager
     def _guarded(self, where: str) -> Iterator[None]:
-        """For a call of the drafter: whatever it raises, `SystemExit` too, is a failure of its own, counted once."""
+        """For a call of the drafter: whatever it does against the rules is a failure of its own, counted once."""
         try:
-            yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+            with guarded(f"drafter {self.name}", where, in_step=True):
+                yield
+        except PluginError as error:
             if not self.failure:
-                self._fail(where, error)
+                self._fail(error)
 
     @contextmanager
     def _batch_kept(self, batch: Batch) -> Iterator[None]:
@@ -131,13 +133,11 @@ class CheckedDrafter(Drafter):
                     f"drafter {self.name} broke its interface: it changed the batch, which it may only read"
                 )
 
-    def _fail(self, where: str, error: BaseException) -> None:
-        if isinstance(error, DraftError):
-            failure: PluginError = DraftError(f"drafter {self.name} broke its interface: {error}")
-        else:
-            failure = PluginError(f"drafter {self.name} failed in {where}: {error!r}")
+    def _fail(self, failure: PluginError) -> None:
+        if isinstance(failure, DraftError):
+            failure = DraftError(f"drafter {self.name} broke its interface: {told(failure)}")
         if self._on_error == "fail":
-            raise failure from error
+            raise failure
         self.failure = failure
         warnings.warn(f"{failure}. It is switched off; the output is not affected", PluginWarning, stacklevel=2)
 

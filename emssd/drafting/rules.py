@@ -26,8 +26,8 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
 
     Raises:
         DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
-            that is too deep or was not announced, distributions of the wrong number or shape, or, where they lie on the
-            host, ids outside the vocabulary.
+            that is too deep or was not announced, distributions of the wrong number or shape, or with NaN, or, where
+            they lie on the host, ids outside the vocabulary.
     """
     if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
         raise DraftError(
@@ -98,6 +98,8 @@ def _check_q(draft: Draft, vocab_size: int) -> None:
                     f"its q has a tensor of shape {list(q[place].shape)} and {q[place].dtype} behind a token with "
                     f"children; give {vocab_size} probabilities"
                 )
+            if not q[place].sum().isfinite():
+                raise DraftError(f"its q has NaN or inf behind a token with children; give {vocab_size} probabilities")
 
 
 def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:

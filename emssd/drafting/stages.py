@@ -20,6 +20,7 @@ from emssd.drafting.budget import BudgetPolicy, BudgetStep
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import PluginError
+from emssd.faults import guarded
 from emssd.metrics.stats import StageStats, StepStats
 from emssd.metrics.timing import phase
 from emssd.sequences import Batch
@@ -71,7 +72,8 @@ class DraftStages:
         for stage, drafter in enumerate(self.drafters):
             with phase("schedule"):
                 step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
-                budget, depth = self._asked(self.policy.allot, step.limits, step), self.policy.max_depth
+                budget = self._asked(self.policy.allot, step.limits, step)
+                depth = self._called(lambda: self.policy.max_depth, "max_depth")
             with phase("draft"):
                 start = time.perf_counter()
                 proposed = drafter.propose(batch, budget)
@@ -111,17 +113,13 @@ class DraftStages:
         return lengths
 
     def _called(self, method: Callable[..., _T], name: str, *arguments: Any) -> _T:
-        """Call the policy; whatever it raises, `SystemExit` too, becomes an error that names it.
+        """Call the policy.
 
         Raises:
             PluginError: it fails.
         """
-        try:
+        with guarded(self._policy_name, name, in_step=True):
             return method(*arguments)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise PluginError(f"{self._policy_name} failed in {name}: {error!r}") from error
 
     def observe(self, outcome: Outcome) -> None:
         """Tell each drafter what became of its own rows, and that nothing was drafted for the others.

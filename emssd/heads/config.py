@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emssd.errors import ConfigError
-from emssd.heads.files import cannot_load
+from emssd.heads.files import cannot_load, reading_config
 
 __all__ = ["DecoderConfig"]
 
@@ -19,6 +18,8 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+# Far beyond any published head; what is larger would take all memory before a file of weights is compared with it.
+_MOST, _MOST_LAYERS = 2**20, 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +58,27 @@ class DecoderConfig:
         """
         if values.get("kv_lora_rank"):
             raise cannot_load(path, "its attention is of the kind MLA (kv_lora_rank), which emssd's heads do not have")
-        from transformers.activations import ACT2FN
-
         missing = [name for name in ("hidden_size", "intermediate_size", "num_attention_heads") if not values.get(name)]
         if missing:
             raise cannot_load(path, f"its config.json has no {', '.join(missing)}")
-        if (act := values.get("hidden_act") or "silu") not in ACT2FN:
-            raise cannot_load(path, f"its hidden_act is {act!r}, which Transformers does not know")
-        try:
+        with reading_config(path):
             return cls._of(values, path)
-        except ConfigError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise cannot_load(path, f"its config.json has a value of another type than expected ({error})") from error
 
     @classmethod
     def _of(cls, values: Mapping[str, Any], path: str) -> DecoderConfig:
-        num_heads, num_layers = int(values["num_attention_heads"]), int(values.get("num_hidden_layers") or 1)
+        from transformers.activations import ACT2FN
+
+        if (act := values.get("hidden_act") or "silu") not in ACT2FN:
+            raise cannot_load(path, f"its hidden_act is {act!r}, which Transformers does not know")
+        num_heads, num_layers = _size(values, "num_attention_heads"), _size(values, "num_hidden_layers", 1)
         longest = int(values.get("max_position_embeddings") or 2048)
         return cls(
-            hidden_size=int(values["hidden_size"]),
-            intermediate_size=int(values["intermediate_size"]),
+            hidden_size=_size(values, "hidden_size"),
+            intermediate_size=_size(values, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=int(values.get("num_key_value_heads") or num_heads),
-            head_dim=int(values.get("head_dim") or int(values["hidden_size"]) // num_heads),
+            num_kv_heads=_size(values, "num_key_value_heads", num_heads),
+            head_dim=_size(values, "head_dim", _size(values, "hidden_size") // num_heads),
             rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
             hidden_act=str(values.get("hidden_act") or "silu"),
             rope=_rope(values, longest, path),
@@ -99,6 +96,13 @@ class DecoderConfig:
         """What it says about positions, in words."""
         kind = "" if self.rope["rope_type"] == "default" else f", scaling {self.rope['rope_type']}"
         return f"rotary base {self.rope['rope_theta']:g}{kind}, the head's own"
+
+
+def _size(values: Mapping[str, Any], name: str, default: int = 0) -> int:
+    size, most = values.get(name) or default, _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+    if type(size) is not int or not 1 <= size <= most:
+        raise ValueError(f"{name} is {size!r:.40}, and no whole number from 1 to {most}")
+    return size
 
 
 def _rope(values: Mapping[str, Any], longest: int, path: str) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 
 from emssd.demo import model_path
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, EmssdError
 from emssd.model.checkpoint_files import file_fault
 
-__all__ = ["Checkpoint", "cannot_load", "read_checkpoint"]
+__all__ = ["Checkpoint", "cannot_load", "read_checkpoint", "reading_config"]
 
 # The first kind that is there is read; those that run no code come first.
 _WEIGHTS = (
@@ -74,6 +75,22 @@ def cannot_load(path: str, why: str) -> ConfigError:
     return ConfigError(f"cannot load the trained head {path!r}: {why}")
 
 
+@contextmanager
+def reading_config(path: str) -> Iterator[None]:
+    """For what reads the ``config.json`` of the head at `path`.
+
+    Raises:
+        ConfigError: a value is of another type than the body takes.
+    """
+    try:
+        yield
+    except EmssdError:
+        raise
+    except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
+        said = f"its config.json has a value of another type or size than expected ({error}); repair that file"
+        raise cannot_load(path, said) from error
+
+
 def _source(path: str) -> Path:
     """The file of weights, or the list of several."""
     local = model_path("eagle3") if path == _EMBEDDED else Path(path).expanduser()
@@ -114,7 +131,7 @@ def _json(path: str, file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise cannot_load(path, f"{file} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise cannot_load(path, f"{file} cannot be read as JSON ({error})") from error
     if not isinstance(values, dict):
         raise cannot_load(path, f"{file} holds no JSON object")

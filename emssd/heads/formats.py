@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from emssd.heads.files import Checkpoint, cannot_load
+from emssd.heads.files import Checkpoint, cannot_load, reading_config
 
 __all__ = ["Format", "detect", "expect"]
 
@@ -64,7 +64,8 @@ def expect(checkpoint: Checkpoint, *wanted: Format) -> None:
     Raises:
         ConfigError: it says what the checkpoint is.
     """
-    found = detect(checkpoint)
+    with reading_config(checkpoint.path):
+        found = detect(checkpoint)
     if found not in wanted:
         named = " or ".join(each.value for each in wanted)
         raise cannot_load(checkpoint.path, f"what it holds is {found.value}; what is wanted is {named}")

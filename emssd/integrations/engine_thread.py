@@ -11,7 +11,7 @@ from threading import Thread
 
 from emssd.decoding.engine import Engine
 from emssd.errors import EmssdError
-from emssd.sequences import Generation, Request
+from emssd.sequences import Generation, Request, Sequence
 
 __all__ = ["EngineThread"]
 
@@ -28,6 +28,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[tuple[Request, Future[Generation]] | None] = queue.SimpleQueue()
         self._futures: dict[str, Future[Generation]] = {}
         self._ids = count()
+        self._end: EmssdError | None = None  # why the thread has ended
         self._thread = Thread(target=self._run, name="emssd-engine", daemon=True)
         self._thread.start()
 
@@ -35,6 +36,7 @@ class EngineThread:
         """The outcomes of all samples of `request`. Other requests may have the same id; the text depends on it alone.
 
         A future raises what kept its row from being decoded: a `PromptError`, say, or whatever a step has failed with.
+        One that is cancelled gives up its row.
         """
         futures = []
         for sample in request.samples():
@@ -42,6 +44,8 @@ class EngineThread:
             future: Future[Generation] = Future()
             self._inbox.put((unique, future))
             futures.append(future)
+        if self._end is not None:  # the thread looks into its inbox no more
+            self._fail_inbox(self._end)
         return futures
 
     def close(self) -> None:
@@ -50,16 +54,27 @@ class EngineThread:
         self._thread.join()
 
     def _run(self) -> None:
-        is_open = True
-        while is_open or self.engine.has_work:
-            is_open = self._take_new() and is_open
-            try:
-                finished = self.engine.step()
-            except BaseException as error:  # it is raised where somebody waits for it
-                self._fail_all(error)
-                continue
-            for sequence in finished:
-                self._futures.pop(sequence.request_id).set_result(Generation.of(sequence, self.engine.tokenizer))
+        is_open, end = True, EmssdError("this engine was closed; make another one")
+        try:
+            while is_open or self.engine.has_work:
+                is_open = self._take_new() and is_open
+                try:
+                    self._drop_cancelled()
+                    finished = self.engine.step()
+                except BaseException as error:  # it is raised where somebody waits for it
+                    self._fail_rows(error)
+                    with suppress(EmssdError):  # a drafter that cannot forget; what has failed before it matters more
+                        self.engine.clear()  # the next request finds an idle engine
+                    continue
+                for sequence in finished:
+                    self._finish(sequence)
+        except BaseException as error:
+            end = EmssdError(f"this engine has ended ({type(error).__name__}: {error}); make another one")
+            raise
+        finally:  # nobody waits for a thread that is no more
+            self._end = end
+            self._fail_rows(end)
+            self._fail_inbox(end)
 
     def _take_new(self) -> bool:
         """Hand over what has come since the last step; without work, wait for it. Whether more may come."""
@@ -73,15 +88,41 @@ class EngineThread:
             request, future = item
             try:
                 self.engine.add(request)
-            except EmssdError as error:
-                future.set_exception(error)
+            except BaseException as error:  # as above
+                _settle(future, error)
             else:
                 self._futures[request.request_id] = future
 
-    def _fail_all(self, error: BaseException) -> None:
-        """No row of a failed step is left, so that the next request finds an idle engine."""
-        failed, self._futures = self._futures, {}
-        for future in failed.values():
-            future.set_exception(error)
-        with suppress(EmssdError):  # a drafter that cannot forget; what has failed before it matters more
-            self.engine.clear()
+    def _drop_cancelled(self) -> None:
+        if gone := [name for name, future in self._futures.items() if future.cancelled()]:
+            for name in gone:
+                self._futures.pop(name).set_running_or_notify_cancel()
+            self.engine.clear(gone)
+
+    def _finish(self, sequence: Sequence) -> None:
+        future = self._futures.pop(sequence.request_id)
+        try:
+            _settle(future, Generation.of(sequence, self.engine.tokenizer))
+        except Exception as error:  # of the tokenizer
+            _settle(future, error)
+
+    def _fail_rows(self, error: BaseException) -> None:
+        for future in self._futures.values():
+            _settle(future, error)
+        self._futures = {}
+
+    def _fail_inbox(self, error: BaseException) -> None:
+        with suppress(queue.Empty):
+            while True:
+                if (item := self._inbox.get_nowait()) is not None:
+                    _settle(item[1], error)
+
+
+def _settle(future: Future[Generation], outcome: Generation | BaseException) -> None:
+    """Give `future` its outcome, unless it was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -12,7 +12,8 @@ import torch
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
 from emssd.integrations.hf_criteria import Criteria, limits, of_strings
-from emssd.integrations.hf_options import check_config, check_processors, sampling_of
+from emssd.integrations.hf_options import check_config, check_ngrams, check_processors, sampling_of
+from emssd.integrations.hf_streamer import streamed
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -27,6 +28,7 @@ _MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache
 _MODEL_KWARGS |= {"output_attentions", "output_hidden_states"}  # those are parts of a dict, which is refused
 
 
+@streamed
 def custom_generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -46,7 +48,8 @@ def custom_generate(
     With ``do_sample=False``, this is what ``generate`` gives without emssd. With ``do_sample=True``, it follows the
     same distribution, and is a function of the seed: the same whatever drafts.
 
-    Transformers keeps ``streamer`` and ``assistant_model`` from custom functions: they have no effect here.
+    A ``streamer`` gets all new tokens at the end. Transformers keeps ``assistant_model`` from custom functions: it has
+    no effect here.
 
     Args:
         model: filled in by ``generate``, as are the next four.
@@ -57,7 +60,8 @@ def custom_generate(
         generation_config: ``do_sample``, ``temperature``, ``top_k`` (Transformers' default is 50), ``top_p``,
             ``min_p``, ``typical_p``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``num_return_sequences``,
             ``suppress_tokens``, and ``sequence_bias`` and ``bad_words_ids`` of single tokens are followed, as are
-            lengths and ends. All others must leave the tokens alone. Padding is no part of a row.
+            lengths and ends. All others must leave the tokens alone. Padding is no part of a row; where Transformers
+            would count it for ``no_repeat_ngram_size``, and that could be seen, the call is refused.
         drafter: as in `Engine.from_model`; pass it to ``generate`` beside ``custom_generate``.
         backend, budget: as `drafter`.
         draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies, and for `stop_strings`.
@@ -85,6 +89,7 @@ def custom_generate(
     prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     padding = [row[: input_ids.shape[1] - len(ids)].tolist() for row, ids in zip(input_ids, prompts, strict=True)]
     check_processors(generation_config, logits_processor, [len(left) for left in padding], input_ids.shape[1])
+    check_ngrams(generation_config, padding, prompts)
     sampling, num_samples = sampling_of(generation_config, seed), generation_config.num_return_sequences or 1
     max_new_tokens = max_length - input_ids.shape[1]
     if max_new_tokens < 1:
@@ -116,6 +121,7 @@ def custom_generate(
         done = _by_row(engine.run(requests), num_samples)
         if not eos:
             done = _all_of_one_length(engine, requests, done, stops, num_samples)
+    check_ngrams(generation_config, padding, [ids + done[row][:-1] for row, ids in enumerate(prompts)])
     width = max(len(tokens) for tokens in done.values())
     pad = generation_config.pad_token_id
     fill = pad if pad is not None else next(iter(eos), 0)

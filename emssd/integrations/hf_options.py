@@ -21,6 +21,7 @@ __all__ = [
     "NEUTRAL",
     "NEUTRAL_IF_SAMPLED",
     "check_config",
+    "check_ngrams",
     "check_processors",
     "sampling_of",
 ]
@@ -120,6 +121,26 @@ def check_processors(config: GenerationConfig, processors: Iterable[Any] | None,
         )
 
 
+def check_ngrams(config: GenerationConfig, padding: Iterable[Seq[int]], rows: Iterable[Seq[int]]) -> None:
+    """Refuse rows that `generate` would go on with in another way, as its n-grams are also those of padding.
+
+    Args:
+        config: of the call.
+        padding: ``[B]`` what stands to the left of each row.
+        rows: ``[B]`` the tokens of each, as far as they are known and others follow.
+
+    Raises:
+        ConfigError: one has its padding's token in its text, or each token may come once.
+    """
+    size = config.no_repeat_ngram_size
+    if size and any(left and (size == 1 or set(left) & set(row)) for left, row in zip(padding, rows, strict=True)):
+        raise ConfigError(
+            f"Transformers counts padding for no_repeat_ngram_size={size}, and emssd.custom_generate does not, so that "
+            f"a row with its padding's token in its text would differ; pad with another token, or give rows without "
+            f"padding"
+        )
+
+
 def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | None:
     """How tokens are chosen; ``None`` is greedily.
 
@@ -208,7 +229,9 @@ def _is_of(processor: Any, config: GenerationConfig, padding: Seq[int]) -> bool:
     name, asked = values.get(type(processor), (None, None))
     if name is None:
         return False
-    own, ignored = getattr(processor, name), getattr(processor, "prompt_ignore_length", None)
-    if ignored is not None and _ids(ignored) != list(padding):  # of the repetition penalty: it spares padding
-        return False
+    own = getattr(processor, name)
+    if name == "penalty":  # it must spare padding
+        ignored = processor.prompt_ignore_length
+        if ([0] * len(padding) if ignored is None else _ids(ignored)) != list(padding):
+            return False
     return _ids(own) == _ids(asked) if isinstance(own, torch.Tensor) else bool(own == asked)

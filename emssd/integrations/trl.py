@@ -187,7 +187,8 @@ class Rollouts:
         options = {"batch_size": num_rows, "backend": self._backend} | self._options
         if self._made_for is not model:
             parts = parts_around(model, tokenizer, drafter=self._asked[0], budget=self._asked[1], **options)
-            self._drafter, self._budget, self._made_for = parts.drafter, parts.budget, model
+            self._drafter = [each.drafter for each in parts.drafters]
+            self._budget, self._made_for = parts.budget, model
         return Engine.from_model(model, tokenizer, drafter=self._drafter, budget=self._budget, **options)
 
 

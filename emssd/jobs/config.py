@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
-from emssd.plugins.faults import told
+from emssd.faults import told
 from emssd.plugins.registry import KINDS, Registry
 from emssd.sampling import SamplingParams
 

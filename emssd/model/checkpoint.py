@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -134,9 +135,9 @@ def _source(path: str) -> str:
 
         return str(model_path(_EMBEDDED[path]))
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike pathlib, false also for what no folder could be called
         return str(folder)
-    if folder.exists():
+    if os.path.exists(folder):
         raise _cannot(path, f"this is a file. {_WHAT_TO_GIVE}")
     if path.startswith(("/", ".", "~")):
         raise _cannot(path, f"there is no such folder. {_WHAT_TO_GIVE}")

@@ -6,7 +6,6 @@ that share their input joined into one; Inductor compiles the rest ahead of time
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,7 +21,8 @@ from emssd.model.changes import Changes
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
 from emssd.model.program import Chain, Program, declare_operators
-from emssd.native import CacheError, Entry, NativeError, entry, is_kept
+from emssd.model.proven import difference, proven
+from emssd.native import CacheError, Entry, NativeError, is_kept
 
 if TYPE_CHECKING:
     from emssd.attention import StepPlan
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from emssd.model.streams import Hidden
 
 __all__ = ["CompileError", "CompiledForward", "NotKeptError"]
-
-logger = logging.getLogger("emssd")
 
 
 class NotKeptError(CompileError):
@@ -143,45 +141,25 @@ class CompiledForward:
                 raise NotKeptError("the program of it that is kept is damaged")
             tracing.compile_program(target, folder, self.hidden)
 
-        found = entry("models", key, write)
-        wrong = self._why_wrong(target, found, right)
-        if wrong is not None and not found.new:
-            logger.warning("%s is not the program of this model (%s), and is compiled again", found.folder, wrong)
-            vars(self).pop("_program", None)  # its weights go before there are others
-            found = entry("models", key, write, replace=True)
-            wrong = self._why_wrong(target, found, right)
-        self.is_new = found.new
-        if wrong is not None:
-            raise CompileError(f"{found.folder} is not the program of this model, though it was just compiled: {wrong}")
+        found = proven("models", key, write, lambda found: self._why_wrong(target, found, right))
+        self.folder, self.is_new = found.folder, found.new
 
     def _why_wrong(self, target: HookedModel, found: Entry, right: list[torch.Tensor]) -> str | None:
         """Load what was found, and compare its logits and hidden states with the model's, `right`."""
-        try:
-            self._load(target.model, found)
-            self._changes = Changes(target.model)
-            pairs = list(zip(short_pass(target, self, self.hidden), right, strict=True))
-            differences = [_difference(got.double(), wanted.double()) for got, wanted in pairs]
-        except Exception as error:  # reading something else raises almost anything
-            return f"{type(error).__name__}: {tracing.first_line(error)}"
-        for name, difference in zip(["logits", *(f"hidden states {k}" for k in self.hidden)], differences, strict=True):
-            if not difference <= PROBE_TOLERANCE[target.dtype]:
-                return f"its {name} differ by {difference:.3g} standard deviations"
+        vars(self).pop("_program", None)  # its weights go before there are others
+        self._program = Program(found, target.model)
+        self._changes = Changes(target.model)
+        pairs = zip(short_pass(target, self, self.hidden), right, strict=True)
+        for name, pair in zip(["logits", *(f"hidden states {k}" for k in self.hidden)], pairs, strict=True):
+            if not (far := difference(*pair)) <= PROBE_TOLERANCE[target.dtype]:
+                return f"its {name} differ by {far:.3g} standard deviations"
         return None
-
-    def _load(self, model: torch.nn.Module, found: Entry) -> None:
-        """The program, with the weights of `model`."""
-        self.folder, self._program = found.folder, Program(found, model)
 
 
 def _fingerprint(target: HookedModel, hidden: tuple[int, ...]) -> tuple[str, list[torch.Tensor]]:
     return fingerprint(
         target, [Path(file).read_text() for file in (__file__, program.__file__, tracing.__file__)], hidden
     )
-
-
-def _difference(got: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest, in standard deviations of what is right."""
-    return float((got - right).abs().max() / right.std().clamp_min(1e-12))
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:

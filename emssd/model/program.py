@@ -86,8 +86,7 @@ class Program:
         known |= {tracing.PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
         self._constants = [known[name] for name in names]  # not copied: they must stay
         kernels.load_constants(self._handle, names, self._constants)
-        self._run, self._run_step = kernels.run_program.default, kernels.run_step.default
-        self._run_chain = kernels.run_chain.default
+        self._run = kernels.run_program.default
 
     def __call__(
         self, inputs: list[torch.Tensor], attend: Attend, num_tokens: int, step: NativeStep | None = None
@@ -102,7 +101,7 @@ class Program:
         """
         outputs: list[torch.Tensor]
         if step is not None and inputs[0].shape[1] == num_tokens:
-            outputs = self._run_step(self._handle, inputs, *step)
+            outputs = step.run(self._handle, inputs)
             return outputs
         self._attend, self._num_tokens = attend, num_tokens
         try:
@@ -129,7 +128,7 @@ class Program:
             ``[r, k]`` int64 tokens, and float64 the logarithms of how likely they are, ``[r, 0]`` if nobody asks.
             Behind the end of a row's chain stands anything.
         """
-        tokens, shares = self._run_chain(self._handle, inputs, *step, *chain)
+        tokens, shares = step.run_chain(self._handle, inputs, *chain)
         return tokens, shares
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Builds `kernels.cpp` through PyTorch's extension builder, once for each machine and version of PyTorch."""
+"""Builds the C++ kernels in ``cpp``, each part once for each machine and version of PyTorch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,12 @@ __all__ = [
     "why_unavailable",
 ]
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCES = Path(__file__).with_name("cpp")
+_PARTS = ("library", "attention", "choice", "linear")  # what takes longest first
 _LIBRARY = "emssd_native.so"
-_OPERATORS = ("argmax", "sample", "attend", "move", "linear", "new_module", "add_weight", "run_step")
-_FLAGS = ("-O3", "-march=native", "-fopenmp")
+_OPERATORS = ("argmax", "sample", "attend_layer", "move", "linear", "new_module", "add_weight", "run_program")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-march=native", "-fopenmp")
+_LIBRARY_FLAGS = ("-std=c++20", "-O1", *_FLAGS[2:])  # PyTorch's headers; it computes nothing
 
 logger = logging.getLogger("emssd")
 
@@ -50,7 +53,7 @@ class NativeError(EmssdError):
 
 
 def load_kernels() -> Any:
-    """The operators ``torch.ops.emssd_native``, built if need be (some 20 seconds, said beforehand).
+    """The operators ``torch.ops.emssd_native``, built if need be (some 15 seconds, said beforehand).
 
     Raises:
         NativeError: there is no compiler, or it fails.
@@ -86,9 +89,8 @@ def free_module() -> Callable[[int], None]:
 
 
 def kernels_key() -> str:
-    """What stands for this source, PyTorch and processor in names of files."""
-    parts = [_SOURCE.read_bytes(), torch.__version__.encode(), str(_FLAGS).encode(), _processor().encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    """What stands for these sources, PyTorch and processor in names of files."""
+    return hashlib.sha256(" ".join(map(_part_key, _PARTS)).encode()).hexdigest()[:16]
 
 
 def compiler() -> str | None:
@@ -116,10 +118,9 @@ def _load() -> NativeError | None:
 
 
 def _loads(library: Entry) -> bool:
-    """Load the library, unless it was built by this process; returns whether the operators are there then."""
+    """Load the library; returns whether the operators are there then."""
     try:
-        if not library.new:
-            torch.ops.load_library(str(library.folder / _LIBRARY))  # type: ignore[no-untyped-call]  # not annotated
+        torch.ops.load_library(str(library.folder / _LIBRARY))  # type: ignore[no-untyped-call]  # not annotated
         return all(hasattr(torch.ops.emssd_native, name) for name in _OPERATORS)
     except OSError as error:
         logger.warning("%s cannot be loaded (%s)", library.folder / _LIBRARY, error)
@@ -135,41 +136,51 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+def _flags(part: str) -> tuple[str, ...]:
+    return _LIBRARY_FLAGS if part == "library" else _FLAGS
+
+
+def _part_key(part: str) -> str:
+    """What the object of one part depends on."""
+    parts = [_text(f"{part}.cpp"), torch.__version__.encode(), str(_flags(part)).encode(), _processor().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _text(name: str) -> bytes:
+    """A source with those that it includes."""
+    text = (_SOURCES / name).read_bytes()
+    return b"\0".join([text, *(_text(each.decode()) for each in re.findall(rb'^#include "(.+)"', text, re.MULTILINE))])
+
+
 def _build(folder: Path) -> None:
-    """Compile into `folder`, and load."""
-    if compiler() is None:
+    """Compile the parts that are not kept, and link all into `folder`."""
+    if (tool := compiler()) is None:
         reason = "there is no C++ compiler on PATH (tried $CXX, c++, g++, clang++)"
         raise NativeError(reason, "no C++ compiler")
-    if shutil.which("ninja") is None and not _add_ninja():
-        raise NativeError("building the C++ kernels needs ninja: pip install ninja", "no ninja")
-    logger.info("building kernels for this processor, once; this takes about 20 s …")
-    scratch = folder / "build"
-    try:
-        from torch.utils import cpp_extension
+    logger.info("building kernels for this processor, once; this takes about 15 s …")
+    home = Path(torch.__file__).parent
 
-        scratch.mkdir()
-        cpp_extension.load(
-            name="emssd_native",
-            sources=[str(_SOURCE)],
-            extra_cflags=list(_FLAGS),
-            extra_ldflags=_openmp(),
-            build_directory=str(scratch),
-            is_python_module=False,
-        )
-        (scratch / _LIBRARY).rename(folder / _LIBRARY)
-        shutil.rmtree(scratch)
-    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+    def compiled(part: str) -> str:
+        def write(target: Path) -> None:
+            source, flags = _SOURCES / f"{part}.cpp", (*_flags(part), f"-isystem{home / 'include'}")
+            _run(tool, *flags, "-c", str(source), "-o", str(target / "part.o"))
+
+        return str(entry("objects", _part_key(part), write).folder / "part.o")
+
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            objects = list(threads.map(compiled, _PARTS))
+        libraries = f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", *_openmp()
+        _run(tool, "-shared", *objects, "-o", str(folder / _LIBRARY), *libraries)
+    except (RuntimeError, OSError) as error:
         reason = f"building the C++ kernels failed: {_complaint(error)}{room_hint(error)}"
         raise NativeError(reason, "the build failed") from error
 
 
-def _add_ninja() -> bool:
-    """Put the ``ninja`` of this environment on PATH, for interpreters that run without their environment active."""
-    folder = Path(sys.executable).parent
-    if not (folder / "ninja").exists():
-        return False
-    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
-    return True
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip() or f"{command[0]} ended with status {done.returncode}")
 
 
 def _openmp() -> list[str]:
@@ -185,7 +196,7 @@ def _openmp() -> list[str]:
 def _complaint(error: BaseException) -> str:
     """The compiler's first complaint, else the first line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    # ninja's own lines say "Error building", and the linker's error does not say that the disk is full
+    # the linker's error does not say that the disk is full
     full = [line for line in lines if "No space left" in line]
     errors = full or [line for line in lines if re.search(r"\berror: ", line)]
     return (errors or lines or [type(error).__name__])[0].strip()

@@ -14,8 +14,8 @@ from typing import Any
 import pluggy
 
 from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
+from emssd.faults import guarded, named_if_slow, process_kept, told
 from emssd.plugins import hookspecs
-from emssd.plugins.faults import guarded, named_if_slow, told
 from emssd.plugins.hookspecs import KINDS, Spec
 from emssd.plugins.offers import check_spec, held, specs_of
 from emssd.plugins.requirements import unmet_requirement
@@ -156,7 +156,7 @@ class Registry:
                 return
             on_load(owner)
         try:
-            with watch:
+            with watch, process_kept():
                 offers = self._load(point, distribution, version)
         except KeyboardInterrupt:
             raise

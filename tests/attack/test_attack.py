@@ -53,16 +53,19 @@ def of_rules(kind: str, dtype: torch.dtype, length: int = 64) -> World:
 @pytest.mark.parametrize(
     ("area", "seeds"),
     [
-        ("histories", range(2)),
-        ("histories", range(10, 12)),
+        ("histories", range(1)),
+        pytest.param("histories", range(1, 2), marks=pytest.mark.nightly),
+        pytest.param("histories", range(10, 12), marks=pytest.mark.nightly),
         ("sampled", range(1)),
-        ("stops", range(2)),
+        ("stops", range(1)),
+        pytest.param("stops", range(1, 2), marks=pytest.mark.nightly),
         ("rounded", range(1, 2)),
         ("foul", range(1)),
         ("faults", range(1, 2)),
         ("sins", range(2, 3)),
     ],
 )
+@pytest.mark.costly("plays one random history of each kind")
 def test_nothing_differs_from_the_oracle(area: str, seeds: range) -> None:
     account, refused = run_seeds(area, seeds)
     assert account.differences == []

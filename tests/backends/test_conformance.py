@@ -37,6 +37,7 @@ def test_each_name_says_what_computes_attention(kernels: None) -> None:
 
 
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.hypothesis
 def test_backend_equals_dense_reference_after_any_history(make: MakeBackend) -> None:
     run_machine(make, max_examples=settings.default.max_examples // 3)
 
@@ -281,6 +282,7 @@ FAULTS: dict[str, MakeBackend] = {
 
 
 @pytest.mark.parametrize("make", FAULTS.values(), ids=FAULTS)
+@pytest.mark.costly("plays random histories until the fault shows")
 def test_machine_finds_a_planted_fault(make: MakeBackend) -> None:
     with pytest.raises((AssertionError, ExceptionGroup)):
         run_machine(make, max_examples=300, phases=[Phase.generate], derandomize=True, database=None)

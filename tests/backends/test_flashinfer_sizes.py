@@ -18,6 +18,7 @@ from emssd.attention.recorded import StaticInputs
 from emssd.attention.tables import FixedShape
 from emssd.attention.transfer import Staging
 from emssd.errors import ConfigError, OutOfMemoryError
+from tests.support.tiers import looped
 
 CPU, MIB = torch.device("cpu"), 2**20
 H100 = 132  # multiprocessors, as an H200
@@ -25,7 +26,7 @@ TILES = st.sampled_from([16, 64, 128])
 GROUPS = st.sampled_from([1, 2, 3, 4, 5, 8, 12, 16])
 
 
-@pytest.mark.parametrize(
+@looped(
     ("packed_q_len", "head_dim", "tile"),
     [(1, 128, 16), (16, 128, 16), (17, 128, 64), (64, 64, 64), (65, 64, 128), (65, 256, 64), (16, 256, 16)],
 )
@@ -44,7 +45,7 @@ def test_a_recording_has_rows_for_every_step_and_no_more_than_its_tile_takes(
         assert query_tile((size - rows + 2) * group, 128) > tile, "one row less would do"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("size", "batch", "group", "by_tile"),
     [  # rows by tile; 128 is what FlashInfer does by itself
         (80, 16, 1, {128: 16, 64: 17, 16: 65}),  # 16 rows of 5 tokens

@@ -22,6 +22,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from emssd.testing.paged import ReferenceKernels, rerun
+from tests.support.tiers import looped
 
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8], [4, 4]]
 NUM_NEW = 12
@@ -98,8 +99,8 @@ def case(request: pytest.FixtureRequest) -> tuple[TargetModel, dict[str, list[in
     return TargetModel(model), {str(i): greedy_reference(model, prompt, NUM_NEW) for i, prompt in enumerate(PROMPTS)}
 
 
-@pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "static"])
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@looped("continuous", [True, False])
+@looped("recorded", [False, True])
 def test_random_trees_give_the_tokens_of_greedy_decoding(
     recorded: bool, continuous: bool, case: tuple[TargetModel, dict[str, list[int]]]
 ) -> None:
@@ -112,7 +113,7 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")
-@pytest.mark.parametrize("tile", [16, 128])
+@looped("tile", [16, 128])
 def test_flashinfers_masked_wrappers_of_recorded_steps_do_too(
     tile: int, case: tuple[TargetModel, dict[str, list[int]]], modules: list[Any]
 ) -> None:

@@ -58,6 +58,7 @@ def step(made: PagedBackend, length: int, name: str = "a") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.hypothesis
 def test_it_equals_the_dense_reference_after_any_history(recorded: bool, modules: list[Any]) -> None:
     options: dict[str, Any] = {"capture": rerun, "max_graph_tokens": 12} if recorded else {}
     machine = type("Machine", (BackendMachine,), {"make_backend": lambda self: backend(page_size=3, **options)})

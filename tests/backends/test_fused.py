@@ -16,12 +16,13 @@ import pytest
 import torch
 from emssd_ragged.backend import ragged_backend
 from emssd_ragged.fused import PAGE_SIZE, FusedKernels, why_not_fused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool
+from tests.support.tiers import looped
 
 BLOCK = 512  # tokens between two corrections of the kernel's running maximum
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of one result, relative
@@ -164,6 +165,7 @@ def _kernels(kernels: None) -> None:
     """All of these tests need them."""
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(layer=layers(), dtype=dtypes, steps=histories, strided=st.booleans(), seed=st.integers(0, 2**16),
        garbage=st.sampled_from(GARBAGE))  # fmt: skip
 def test_every_step_of_any_rows_equals_dense_attention(
@@ -184,7 +186,7 @@ def test_every_step_of_any_rows_equals_dense_attention(
             )
 
 
-@pytest.mark.parametrize("window", [1, 15, 16, 17, 511, 512, 513, 700, 1100])
+@looped("window", [1, 15, 16, 17, 511, 512, 513, 700, 1100])
 def test_a_window_ends_at_its_token_in_contexts_of_several_blocks(window: int) -> None:
     """Values are 1 for one token and 0 for all others, so that one token more or less is no rounding."""
     layer = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=2, value_dim=1, scale=1.0, sliding_window=window)
@@ -244,8 +246,8 @@ def test_a_query_has_the_same_bits_alone_token_by_token_chunked_and_in_a_batch_w
         assert torch.equal(torch.cat(parts[row]), out), f"row {row}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_rows", [40, 2])
+@looped("dtype", [torch.bfloat16, torch.float32])
+@looped("num_rows", [40, 2])
 def test_a_query_has_the_same_bits_in_a_batch_of_many_rows_on_two_threads(num_rows: int, dtype: torch.dtype) -> None:
     """Seven drafted tokens a row, and beside them rows that are still at their prompts."""
     layer = LayerSpec(num_qo_heads=6, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125)

@@ -132,6 +132,7 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(architecture: str) -> N
     assert decode(TargetModel(model), right, seed=0)[0] == right
 
 
+@pytest.mark.costly("compiles a model")
 def test_in_bfloat16_every_node_has_the_bits_of_plain_decoding() -> None:
     kernels = load_kernels()
     if kernels.add_weight(kernels.new_module(), torch.zeros(32, 2, dtype=torch.bfloat16), None, None):

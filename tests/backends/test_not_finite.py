@@ -25,6 +25,7 @@ from emssd.testing.drafters import ChainDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from tests.support.backends import MakeBackend, chosen
+from tests.support.tiers import looped
 
 BACKENDS = chosen("ragged-page-1", "paged-grows", "paged-page-1", "paged-page-16")
 each_backend = pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
@@ -100,7 +101,7 @@ def test_rows_beside_before_and_after_a_bad_one_and_drafts_of_it_change_no_token
     check_float64(architecture, bad, make)
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name.startswith(("ragged", "paged"))])
+@looped("name", [name for name in BACKENDS if name.startswith(("ragged", "paged"))])
 def test_nor_where_rows_are_preempted_and_begin_anew_on_pages_of_others(name: str) -> None:
     # Tokens that fit; where heads are padded, a page takes more.
     room = {"ragged-page-16": 48, "ragged-fused": 80, "paged-page-4": 90, "paged-recorded": 90}
@@ -150,9 +151,9 @@ def test_in_half_precision_a_row_has_the_tokens_beside_a_bad_one_that_it_has_bes
 LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=8, value_dim=6, scale=0.4)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@looped("bad", [float("nan"), float("inf"), 1e30])
+@looped("softcap", [None, 5.0])
+@looped("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dense_attention_under_a_mask_gives_the_same_bits_whatever_is_masked(
     dtype: torch.dtype, softcap: float | None, bad: float
 ) -> None:

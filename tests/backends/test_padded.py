@@ -18,6 +18,7 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
 from tests.support.strategies import step_histories
+from tests.support.tiers import looped
 
 LAYER = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, scale=1.0)
 SPEC = KVCacheSpec((LAYER,), torch.float64, torch.device("cpu"), max_batch_size=8, max_model_len=512)
@@ -154,7 +155,7 @@ def test_a_slab_with_rows_of_a_finished_batch_starts_the_next_one_clean(pad_kv: 
     assert plan.attention.key_positions.tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3])
+@looped("window", [None, 1, 2, 3])
 def test_window_counts_the_token_itself(window: int | None) -> None:
     backend, rows = allocated(True, True), sequences(4)
     plan = backend.plan(pack(rows, Draft.empty(1)))

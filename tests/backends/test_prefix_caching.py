@@ -27,6 +27,7 @@ from emssd.testing.oracle import greedy_reference
 from tests.support.backends import BACKENDS, MakeBackend
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
+from tests.support.tiers import looped, only
 
 VOCAB = 11
 HEADER = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
@@ -63,10 +64,11 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize(("name", "base"), MACHINES.items(), ids=MACHINES)
-def test_rows_that_share_are_those_that_do_not(name: str, base: type[SharingMachine]) -> None:
-    machine: type[SharingMachine] = type(f"Sharing-{name}", (base,), {"name": name, "num_adopted": 0})
-    run_with_preemption(machine, share=2, num_steps=12)
+@pytest.mark.parametrize("name", only(MACHINES, ci=["ragged-page-1", "ragged-fused"]))
+@pytest.mark.hypothesis
+def test_rows_that_share_are_those_that_do_not(name: str) -> None:
+    machine: type[SharingMachine] = type(f"Sharing-{name}", (MACHINES[name],), {"name": name, "num_adopted": 0})
+    run_with_preemption(machine, share=4, num_steps=12)
     assert machine.num_adopted
 
 
@@ -193,7 +195,7 @@ def test_preempted_rows_find_their_own_pages_again(target: TargetModel, make: Ma
     assert engine.report.num_adopted_tokens >= 16
 
 
-@pytest.mark.parametrize("drafter", [RandomDrafter(VOCAB, seed=1), TreeDrafter(VOCAB, seed=1)], ids=["chains", "trees"])
+@looped("drafter", [RandomDrafter(VOCAB, seed=1), TreeDrafter(VOCAB, seed=1)])
 def test_a_text_with_nan_is_shared_and_nobody_else_sees_it(make: MakeBackend, drafter: Drafter) -> None:
     model = tiny_model("llama", vocab_size=VOCAB, max_model_len=128)
     with torch.no_grad():
@@ -265,7 +267,7 @@ class Row:
     num_cached: int = 0
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@looped("name", MACHINES)
 def test_who_is_cut_back_into_a_shared_page_writes_into_a_copy(target: TargetModel, name: str) -> None:
     """No row of an engine is cut back so far, and a backend is right all the same."""
 

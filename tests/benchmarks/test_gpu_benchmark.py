@@ -116,6 +116,7 @@ def test_a_device_that_failed_ends_the_program_after_saving(load: Any, monkeypat
     assert "an illegal memory access was encountered" in results["pieces"]["a"]["failed"]
 
 
+@pytest.mark.benchmark
 def test_a_model_is_gone_before_the_next_is_made(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, models = load("gpu"), []
     make = gpu.opt_model

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.conftest import BENCHMARKS
+from tests.support.tiers import looped
 
 ROOT = BENCHMARKS.parent
 WHEELS = {  # bytes, for Python 3.12 on Linux
@@ -35,7 +36,7 @@ def bundle(load: Any, tmp_path: Path) -> Path:
     return tmp_path / "bundle"
 
 
-@pytest.mark.parametrize("part", range(1, 6))
+@looped("part", range(1, 6))
 def test_a_part_fits_into_its_ten_minutes(load: Any, part: int) -> None:
     parts = load("gpu_parts")
     steps = parts.plan(Path("results"), Path("kernels"))[part]
@@ -45,7 +46,7 @@ def test_a_part_fits_into_its_ten_minutes(load: Any, part: int) -> None:
     assert 0 < sum(map(int, limits)) <= parts.PREPARATION_SECONDS
 
 
-@pytest.mark.parametrize("part", range(1, 6))
+@looped("part", range(1, 6))
 def test_kernels_are_there_before_anything_uses_them(load: Any, part: int) -> None:
     steps = load("gpu_parts").plan(Path("results"), Path("kernels"))[part]
     assert steps[0].name == "kernels"
@@ -54,6 +55,7 @@ def test_kernels_are_there_before_anything_uses_them(load: Any, part: int) -> No
     assert len(wanted) == (5 if part == 4 else 1)
 
 
+@pytest.mark.benchmark
 def test_the_first_tests_need_only_the_first_kernels(load: Any) -> None:
     """FlashInfer would compile any others inside of a test."""
     chosen = ["-k", load("gpu_parts").OPT_67B, "--collect-only", "-q", "-p", "no:cacheprovider"]
@@ -136,6 +138,7 @@ def test_there_are_five_parts(part: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.benchmark
 def test_without_a_gpu_only_a_dry_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

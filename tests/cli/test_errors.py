@@ -205,6 +205,13 @@ def test_a_misspelt_option_is_refused_with_what_was_meant(argument: str, sentenc
     assert emssd(argument, "output_dir=out").sentence.startswith(sentence)
 
 
+@pytest.mark.parametrize("argument", ["batch_size={}", "drafter={}", "model.path={}"])
+def test_of_a_long_value_the_beginning_is_repeated(argument: str, emssd: Callable) -> None:
+    sentence = emssd(argument.format(3000 * "x"), "output_dir=out").sentence
+    assert "xxxx" in sentence or "File name too long" in sentence
+    assert len(sentence) < 1000
+
+
 def test_an_option_of_another_plugin_is_told_whose_it_is(emssd: Callable) -> None:
     assert emssd("drafter=draft_opt_125m", "drafter.copy_length=2").sentence == (
         "drafter 'draft_model' has no option 'copy_length', which belongs to drafter=llma. It has path, "

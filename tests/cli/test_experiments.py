@@ -299,7 +299,7 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
     install("mortal", MORTAL)
     short = ("data.limit=1", "max_new_tokens=12", "task=toy")
     result = toy(emssd, "drafters", "drafter=llma,mortal", *short)
-    assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError('it d")
+    assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError: it d")
     assert [row["drafter"] for row in rows_of(result.folder)] == ["llma"]
     again = toy(emssd, "drafters", "drafter=llma,mortal", *short, "resume=true", "on_drafter_error=disable")
     assert again.sentence == (

@@ -40,6 +40,11 @@ BROKEN = {
         "Odd: no message, as that raises SystemExit",
     ),
     "binary": (r"raise ValueError('\x1b[2J\0\n' + 9999 * 'x')", "ValueError: [2J xxx"),
+    "environment": ("import os; os.environ.clear()\n" + drafter(), "it left os.environ changed for the whole process"),
+    "device": (
+        "import torch; torch.set_default_device('meta')\n" + drafter(),
+        "it left the default device changed for the whole process; it must set that back",
+    ),
     "hook_exits": (drafter().replace("return [DrafterSpec", "raise SystemExit(0) # "), "SystemExit: 0"),
     "hook_yields": (
         drafter().replace("return [DrafterSpec(", "yield 1 / 0; [DrafterSpec("),
@@ -187,7 +192,7 @@ WAITS = "import threading\n[each.join() for each in threading.enumerate() if eac
 def test_a_plugin_that_takes_long_is_named_and_can_be_left_out(
     install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emssd.plugins.faults._SLOW_SECONDS", 0.01)
+    monkeypatch.setattr("emssd.faults._SLOW_SECONDS", 0.01)
     install("slow", WAITS + drafter())  # it ends when what is to be said has been said
     assert "third" in Registry().names("drafter")
     assert capsys.readouterr().err == (
@@ -274,7 +279,7 @@ def test_the_list_of_plugins_shows_every_state(
 @looped(
     "propose, complaint",
     [
-        ("raise KeyError('lost')", "failed in propose: KeyError('lost')"),
+        ("raise KeyError('lost')", "failed in propose: KeyError: 'lost'"),
         (
             "return Draft.from_chains([[10**6]] * len(batch))",
             "broke its interface: it drafted token id 1000000, outside the target's vocabulary of 260; "

@@ -26,11 +26,12 @@ from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.models import tiny_model
 from tests.support.strategies import drafts
+from tests.support.tiers import looped
 
 BATCH = Batch(tuple(Sequence(Request(name, (1,), 9)) for name in "abc"))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("num_tokens", "expected"), [(None, [7, 0, 3]), (0, [0, 0, 0]), (3, [3, 0, 3]), (5, [5, 0, 3]), (99, [7, 0, 3])]
 )
 def test_a_fixed_budget_is_the_same_for_all_within_their_limits(num_tokens: int | None, expected: list[int]) -> None:
@@ -66,7 +67,7 @@ def test_a_drafter_that_wants_endless_trees_is_given_4096_nodes() -> None:
     assert drafter.budget == [4096] * len(BATCH)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("num_tokens", "depth", "tokens"),
     [
         (None, None, [1, 2, 3, 4, 5, 6, 7]),
@@ -127,7 +128,7 @@ def test_a_policy_is_chosen_by_name_by_config_or_given() -> None:
         Engine.from_model(model, budget="lavish")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("script", "num_steps"),
     [
         ([(5, 5)], 2),  # 12 tokens, of which each step gives one of its own
@@ -222,8 +223,8 @@ class Broken(BudgetPolicy):
         return draft.lengths if self.trimmed is None else self.trimmed(draft.lengths)
 
 
-@pytest.mark.parametrize("where", ["allotted", "trimmed"])
-@pytest.mark.parametrize(
+@looped("where", ["allotted", "trimmed"])
+@looped(
     ("fault", "message"),
     [
         (lambda limits: [limit + 1 for limit in limits], "broke its interface"),

@@ -15,6 +15,7 @@ import pytest
 
 from emssd.native import CacheError, Entry, cache_dir, entry
 from tests.support.full_disk import room
+from tests.support.tiers import looped
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes are those of POSIX")
 STRANGER = 54321
@@ -88,7 +89,7 @@ def test_what_is_not_as_it_was_written_is_written_again(
     assert entry("kind", "key", never).files == {"library": b"code", "names": b"[]"}
 
 
-@pytest.mark.parametrize("manifest", ["[]", "{}", '{"files": 1}', '{"files": {"/etc/hostname": ""}}', "\x00"])
+@looped("manifest", ["[]", "{}", '{"files": 1}', '{"files": {"/etc/hostname": ""}}', "\x00"])
 def test_a_manifest_of_another_form_is_not_believed(root: Path, manifest: str) -> None:
     (make().folder / "manifest.json").write_text(manifest)
     assert make().new
@@ -218,6 +219,7 @@ def writer(seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", WRITER, str(seconds)], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.costly("starts processes")
 def test_processes_wait_for_each_other_and_a_killed_ones_turn_ends(root: Path) -> None:
     killed = writer(600)
     assert killed.stdout is not None

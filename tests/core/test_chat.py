@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from emssd.data.chat import encode_chat
 from emssd.data.prompts import encode_text
 from emssd.errors import ConfigError, PromptError
+from tests.support.tiers import looped
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -28,7 +29,7 @@ def make_tokenizer(template: Any) -> PreTrainedTokenizerFast:
     return made
 
 
-@pytest.mark.parametrize(
+@looped(
     "template",
     [
         PLAIN,
@@ -37,7 +38,6 @@ def make_tokenizer(template: Any) -> PreTrainedTokenizerFast:
         "{{ bos_token }}" + PLAIN + "{% if add_generation_prompt %}[a]{% endif %}",
         {"tools": "x", "default": "{{ bos_token }}" + PLAIN},
     ],
-    ids=str,
 )
 def test_a_conversation_has_the_ids_that_transformers_gives_it(template: Any) -> None:
     tokenizer = make_tokenizer(template)
@@ -45,7 +45,7 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(template: Any) ->
     assert encode_chat(ASK, tokenizer) == expected
 
 
-@pytest.mark.parametrize(
+@looped(
     ("template", "said"),
     [
         ("{{ raise_exception('roles must\n  alternate') }}", "roles must alternate$"),
@@ -59,6 +59,24 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(template: Any) ->
     ],
 )
 def test_a_template_that_raises_refuses_this_conversation_in_one_line(template: str, said: str) -> None:
+    with pytest.raises(PromptError, match=REFUSES + said):
+        encode_chat(ASK, make_tokenizer(template), "7")
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LOOPS, r"it takes more than 0.05 s$"),
+        ("{{ lipsum(n=10 ** 8) }}", "it takes more than 0.05 s$"),
+        ("{{ 'a' * 3000 }}", "it makes 3000 characters of it, and more than 2000 are no prompt$"),
+    ],
+)
+def test_a_template_without_end_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emssd.data.chat._MOST_SECONDS", 0.05)
+    monkeypatch.setattr("emssd.data.chat._MOST_CHARACTERS", 2000)
     with pytest.raises(PromptError, match=REFUSES + said):
         encode_chat(ASK, make_tokenizer(template), "7")
 
@@ -77,7 +95,7 @@ def test_a_text_of_which_the_tokenizer_makes_nothing_is_no_empty_prompt() -> Non
         encode_text("  ", tokenizer, "8")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("template", "why"),
     [
         (5, "it is 5, and no text"),
@@ -93,7 +111,7 @@ def test_a_template_that_no_conversation_could_use_is_no_fault_of_a_prompt(templ
         encode_chat(ASK, make_tokenizer(template))
 
 
-@pytest.mark.parametrize("tokenizer", [None, object(), make_tokenizer(None), make_tokenizer("")])
+@looped("tokenizer", [None, object(), make_tokenizer(None), make_tokenizer("")])
 def test_without_a_template_the_way_out_is_told(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"needs a tokenizer with a chat template.*data\.template"):
         encode_chat(ASK, tokenizer)
@@ -108,13 +126,13 @@ def test_messages_may_come_in_any_sequence() -> None:
     assert encode_chat(generated(), tokenizer) == encode_chat(tuple(ASK), tokenizer) == encode_chat(ASK, tokenizer)
 
 
-@pytest.mark.parametrize("messages", [None, 5, "hi", ASK[0], []], ids=repr)
+@looped("messages", [None, 5, "hi", ASK[0], []])
 def test_what_is_no_list_of_messages_is_told(messages: Any) -> None:
     with pytest.raises(PromptError, match="prompt 7 is no list of messages"):
         encode_chat(messages, make_tokenizer(PLAIN), "7")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("message", "missing"),
     [
         (None, "role"),
@@ -124,7 +142,6 @@ def test_what_is_no_list_of_messages_is_told(messages: Any) -> None:
         ({"role": "user", "content": None}, "content"),
         ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "content"),
     ],
-    ids=repr,
 )
 def test_a_message_of_other_types_is_told_by_its_number(message: Any, missing: str) -> None:
     with pytest.raises(PromptError, match=f"prompt 7: message 2 has no text '{missing}'; a message is"):

@@ -19,6 +19,7 @@ from emssd.testing.paged import ReferenceKernels, rerun
 from emssd.testing.strategies import policies
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
+from tests.support.tiers import looped
 
 
 class DenseMachine(EngineMachine):
@@ -56,7 +57,8 @@ class PagedMachine(RaggedMachine):
         )
 
 
-@pytest.mark.parametrize("machine", [DenseMachine, RaggedMachine, FusedMachine, PagedMachine])
+@looped("machine", [DenseMachine, RaggedMachine, FusedMachine, PagedMachine])
+@pytest.mark.hypothesis
 def test_any_arrivals_chunks_preemptions_and_budgets_give_the_tokens_of_greedy_decoding(
     machine: type[EngineMachine],
 ) -> None:

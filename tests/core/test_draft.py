@@ -16,6 +16,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from tests.support.strategies import drafts
+from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees
 
 BATCH = Batch((Sequence(Request("first", (1,), 9)), Sequence(Request("second", (2, 3), 9))))
@@ -43,7 +44,7 @@ def test_every_draft_within_the_budget_passes(budget: list[int], data: st.DataOb
     check_draft(data.draw(drafts(budget, 10)), BATCH, budget, 10)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("parents", "is_chain"),
     [
         (None, True),
@@ -59,7 +60,7 @@ def test_parents_count_within_the_row_and_tell_chains_from_trees(
     assert Draft(torch.arange(5), (0, 2, 5), parents).is_chain is is_chain
 
 
-@pytest.mark.parametrize(
+@looped(
     ("draft", "message"),
     [
         (Draft.from_chains([[1]]), r"its draft has 1 rows over 1 tokens \(indptr \(0, 1\)\), but the batch has 2 rows"),
@@ -93,7 +94,7 @@ def tree(*parents: int, second: tuple[int, ...] = (), confidence: tuple[float, .
     return Draft(ids, (0, len(parents), count), (*parents, *second), confidence)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("draft", "message"),
     [
         (tree(0), "node 0 of its tree for request 'first' has parent 0; a parent is an earlier node of the same row"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from emssd.drafting.rules import check_draft, own_draft
 from emssd.drafting.stages import DraftStages
 from emssd.errors import DraftError
 from emssd.sequences import Batch, Request, Sequence
+from tests.support.tiers import looped
 
 VOCAB = 7
 
@@ -96,7 +98,7 @@ def test_joined_rows_have_that_of_who_drafted_them(one: Draft, other: Draft) -> 
 UNIT = torch.full((VOCAB,), 1 / VOCAB)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("q", "message"),
     [
         ((), "its draft has q for 0 rows of 1; give None where there is none"),
@@ -105,6 +107,7 @@ UNIT = torch.full((VOCAB,), 1 / VOCAB)
             ((UNIT, UNIT[1:], UNIT),),
             r"its q has a tensor of shape \[6\] and torch.float32 behind a token with children",
         ),
+        (((UNIT, UNIT * math.nan, UNIT),), "its q has NaN or inf behind a token with children; give 7 probabilities"),
         (((UNIT.long(), UNIT, UNIT),), r"shape \[7\] and torch.int64 behind a token with children; give 7 prob"),
     ],
 )

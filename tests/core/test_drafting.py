@@ -23,8 +23,16 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 NAME = "'bad' (emssd-bad 1.2)"
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        sys.exit(0)
+
+    __repr__ = __str__
 
 
 class Faulty(Drafter):
@@ -46,6 +54,20 @@ class Faulty(Drafter):
                 raise ZeroDivisionError("of its own")
             case "exit in propose":
                 sys.exit(0)
+            case "mute":
+                raise MuteError
+            case "talks":
+                raise ValueError(200_000 * "x")
+            case "default device":
+                torch.set_default_device("meta")
+            case "device":
+                torch.device("meta").__enter__()
+            case "default dtype":
+                torch.set_default_dtype(torch.float16)
+            case "autocast":
+                torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+            case "warnings":
+                warnings.simplefilter("error")
             case "count":
                 self.num_speculative_tokens = 2.5  # type: ignore[assignment]  # that is the fault
             case "candidates":
@@ -88,13 +110,20 @@ class Faulty(Drafter):
 
 
 FAULTS = {
-    "propose": r"failed in propose: ZeroDivisionError\('of its own'\)",
-    "observe": r"failed in observe: ZeroDivisionError\('of its own'\)",
-    "release": r"failed in release: ZeroDivisionError\('of its own'\)",
+    "propose": r"failed in propose: ZeroDivisionError: of its own",
+    "observe": r"failed in observe: ZeroDivisionError: of its own",
+    "release": r"failed in release: ZeroDivisionError: of its own",
     "no draft": "it returned a NoneType; return an emssd.drafting.Draft",
     "no tensor": "its token_ids are a list; give one int64 tensor",
-    "exit in propose": r"failed in propose: SystemExit\(0\)",
-    "exit in observe": r"failed in observe: SystemExit\(0\)",
+    "exit in propose": r"failed in propose: SystemExit: 0",
+    "exit in observe": r"failed in observe: SystemExit: 0",
+    "mute": "failed in propose: MuteError: no message, as that raises SystemExit",
+    "talks": r"failed in propose: ValueError: x{600} …\Z|x{600} …\. It is",
+    "default device": "its token_ids are on the device meta",
+    "device": "its token_ids are on the device meta",
+    "default dtype": "failed in propose: it left the default dtype changed",
+    "autocast": "failed in propose: it left autocast changed",
+    "warnings": "failed in propose: it left warnings.filters changed",
     "count": "its num_speculative_tokens is 2.5; it must be an integer, at least 0",
     "candidates": "its num_candidates is -1; it must be an integer, at least 0",
     "late tree": "it drafted a token tree for request .*, and its drafts_trees is False",
@@ -108,7 +137,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@looped("fault", FAULTS)
 def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_that_of_greedy(
     fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -135,7 +164,15 @@ def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_t
     assert engine.runner.usage.held == 0
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["drafts_trees", "hidden_layers"])
+@pytest.mark.parametrize("answer", [lambda drafter: sys.exit(0), lambda drafter: 1 // 0])
+def test_one_that_fails_while_it_says_what_it_wants_is_named(answer: Any, name: str) -> None:
+    third = type("Third", (Drafter,), {"propose": None, name: property(answer)})()
+    with pytest.raises(PluginError, match=rf"^drafter Third failed in {name}: (SystemExit: 0|ZeroDivisionError: .*)"):
+        Engine.from_model(tiny_model(), drafter=third)
+
+
+@looped("fault", FAULTS)
 def test_or_it_ends_the_run_by_option(
     fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -179,8 +216,8 @@ class Changing(Drafter):
             self.change(outcome.batch.sequences[-1])
 
 
-@pytest.mark.parametrize("where", ["propose", "observe"])
-@pytest.mark.parametrize("change", CHANGES)
+@looped("where", ["propose", "observe"])
+@looped("change", CHANGES)
 def test_rows_cannot_be_changed_by_a_drafter(
     change: str, where: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -191,8 +228,8 @@ def test_rows_cannot_be_changed_by_a_drafter(
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 9) for ids in prompts]
 
 
-@pytest.mark.parametrize("on_error", ["disable", "fail"])
-@pytest.mark.parametrize("where", ["propose", "observe"])
+@looped("on_error", ["disable", "fail"])
+@looped("where", ["propose", "observe"])
 def test_a_row_changed_by_the_decode_loops_own_methods_ends_the_run(
     where: str, on_error: str, oracle: Any, make_ragged: Any, build: Any
 ) -> None:

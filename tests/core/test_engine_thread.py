@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 
 from emssd import Engine, SamplingParams
-from emssd.errors import ConfigError, PromptError
+from emssd.errors import ConfigError, EmssdError, PromptError
 from emssd.integrations.engine_thread import EngineThread
 from emssd.integrations.ray import TextGenerator
-from emssd.sequences import Request
+from emssd.sequences import Request, Sequence
+from tests.support.tiers import looped
 
 PROMPTS = ["The for statement", "Lambda expressions are", "A class", "An assert", "To import a", "A list"]
 DRAWN = SamplingParams(temperature=0.8, seed=3, n=2)
@@ -71,6 +73,42 @@ def test_a_step_that_fails_fails_its_rows_and_no_later_ones(
     assert len(second.result(timeout=60).token_ids) == 3
 
 
+def test_a_cancelled_row_is_given_up_and_the_others_go_on(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, cancelled, step = Event(), Event(), thread.engine.step
+
+    def slow_step() -> list[Sequence]:
+        finished = step()
+        running.set()
+        cancelled.wait(60)
+        return finished
+
+    with monkeypatch.context() as patch:
+        patch.setattr(thread.engine, "step", slow_step)
+        first, second, waiting, *_ = [future for each in "abcde" for future in thread.submit(Request(each, (5, 6), 9))]
+        running.wait(60)
+        assert first.cancel()
+        assert waiting.cancel()
+        cancelled.set()
+        assert len(second.result(timeout=60).token_ids) == 9
+    (later,) = thread.submit(Request("f", (5, 6), 3))
+    assert len(later.result(timeout=60).token_ids) == 3
+    assert not thread.engine.has_work
+    assert thread.engine.runner.usage.held == 0
+
+
+def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = EngineThread(Engine.from_pretrained("demo", drafter="none"))
+    monkeypatch.setattr("threading.excepthook", lambda arguments: None)
+    monkeypatch.setattr(ends, "_finish", lambda sequence: 1 // 0)
+    for _ in range(2):
+        (future,) = ends.submit(Request("a", (5, 6), 1))
+        with pytest.raises(EmssdError, match=r"this engine has ended \(ZeroDivisionError: .*\); make another one"):
+            future.result(timeout=60)
+    ends.close()
+
+
 @pytest.fixture(scope="module")
 def generate() -> Any:
     """``generate(batch, **options)`` as an actor of Ray Data would."""
@@ -103,7 +141,7 @@ def test_what_is_drawn_depends_on_the_id_of_a_row_alone(generate: Any) -> None:
     assert both[1] == one[0]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("columns", "options", "sentence"),
     [
         ({"text": ["x"]}, {}, "there is no column 'prompt'; the columns are text"),

@@ -35,6 +35,7 @@ from tests.support.backends import BACKENDS
 from tests.support.engine_machine import EngineMachine
 from tests.support.hidden import Listener
 from tests.support.preemption import run_with_preemption
+from tests.support.tiers import few, looped
 
 VOCAB_SIZE = 11
 PROMPTS = [(1, 2, 3, 1, 2), (4,), tuple(range(10)) * 2, (3, 3, 7), (5, 1, 5, 1, 5, 2, 9)]
@@ -80,8 +81,8 @@ def hold_all(listener: Listener, number: int = len(PROMPTS)) -> None:
         listener.hold_to(references().target.model, name)
 
 
-@pytest.mark.parametrize("eos", [False, True], ids=["to the limit", "to an EOS"])
-@pytest.mark.parametrize("name", BACKENDS)
+@looped("eos", [False, True])
+@looped("name", BACKENDS)
 def test_trees_and_prompts_in_pieces_give_the_states_of_one_plain_pass(name: str, eos: bool) -> None:
     listener = Listener(TreeDrafter(VOCAB_SIZE, 8, references(), right=0.7))
     engine = decode(BACKENDS[name](), listener, eos=eos)
@@ -90,7 +91,7 @@ def test_trees_and_prompts_in_pieces_give_the_states_of_one_plain_pass(name: str
     hold_all(listener)
 
 
-@pytest.mark.parametrize("name", ["ragged-fused", "ragged-page-3", "padded", "paged-recorded"])
+@looped("name", ["ragged-fused", "ragged-page-3", "padded", "paged-recorded"])
 def test_so_do_chains(name: str) -> None:
     listener = Listener(RandomDrafter(VOCAB_SIZE, 5, references()))
     engine = decode(BACKENDS[name](), listener)
@@ -164,7 +165,8 @@ class HiddenRecordedMachine(HiddenMachine):
         )
 
 
-@pytest.mark.parametrize("machine", [HiddenRaggedMachine, HiddenRecordedMachine])
+@pytest.mark.parametrize("machine", few([HiddenRecordedMachine, HiddenRaggedMachine], ci=1))
+@pytest.mark.hypothesis
 def test_any_run_gives_the_states_of_one_plain_pass(machine: type[EngineMachine]) -> None:
     run_with_preemption(machine, share=4, num_steps=12)
 
@@ -257,7 +259,7 @@ class Asks(Drafter):
         return Draft.empty(len(batch))
 
 
-@pytest.mark.parametrize("layers", [3, "1", (1.0,), (True,), (-2,), ("1",), None])
+@looped("layers", [3, "1", (1.0,), (True,), (-2,), ("1",), None])
 def test_layers_that_are_no_indices_are_refused_in_a_sentence(layers: Any) -> None:
     with pytest.raises(DraftError) as caught:
         CheckedDrafter(Asks(layers), "'mine' (mine 1.0)", VOCAB_SIZE)

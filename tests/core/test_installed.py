@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from emssd.errors import ConfigError
 from emssd.integrations import installed
 from emssd.integrations.installed import LIBRARIES, check_installed
+from tests.support.tiers import looped
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +30,7 @@ def only(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(installed, "version", version)
 
 
-@pytest.mark.parametrize("extra", LIBRARIES)
+@looped("extra", LIBRARIES)
 def test_versions_are_those_of_the_extra(extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (line,) = project["optional-dependencies"][extra]

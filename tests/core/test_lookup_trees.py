@@ -161,5 +161,6 @@ class LookupMachine(EngineMachine):
         return LLMA.map(Checked)
 
 
+@pytest.mark.hypothesis
 def test_after_any_arrivals_and_preemptions_it_drafts_as_if_new_and_outputs_are_greedy() -> None:
     run_with_preemption(LookupMachine, share=4, num_steps=12)

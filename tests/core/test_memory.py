@@ -20,12 +20,13 @@ from emssd.errors import ConfigError, PluginError, PromptError
 from emssd.model import TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 CPU = torch.device("cpu")
 TOKEN_BYTES = 2 * 2 * 32 * 8  # layers, keys and values, hidden size, float64
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "expected"),
     [
         (None, None),
@@ -52,7 +53,7 @@ def test_shares_are_of_what_is_free(given: str | float, monkeypatch: pytest.Monk
     assert kv_bytes(given, CPU) == int(float(given) * 10_000)
 
 
-@pytest.mark.parametrize(
+@looped(
     "given",
     [
         "",

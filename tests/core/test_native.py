@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from emssd.native import (
 )
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.tiers import looped
 
 NO_COMPILER = r"there is no C\+\+ compiler on PATH \(tried \$CXX, c\+\+, g\+\+, clang\+\+\)"
 PROMPT = (3, 4, 5, 3, 4)
@@ -105,16 +106,17 @@ class TestWithoutACompiler:
 
 def test_a_compiler_that_fails_is_quoted(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complaint = """
-case "$*" in *kernels.cpp*) ;; *) echo "c++ (GCC) 13.0"; exit 0 ;; esac
+case "$*" in *choice.cpp*) ;; *) shift $(($# - 1)); echo object > "$1"; exit 0 ;; esac
 echo "In file included from errors.h" >&2
-echo "kernels.cpp:7:1: warning: strange" >&2
-echo "kernels.cpp:8:1: error: out of luck" >&2
-echo "kernels.cpp:9:1: error: and again" >&2
+echo "choice.cpp:7:1: warning: strange" >&2
+echo "choice.cpp:8:1: error: out of luck" >&2
+echo "choice.cpp:9:1: error: and again" >&2
 exit 1
 """
     monkeypatch.setenv("CXX", str(script(tmp_path / "bin" / "c++", complaint)))
-    assert failure() == "building the C++ kernels failed: kernels.cpp:8:1: error: out of luck"
-    assert kept(cache_folder) == []  # no half of a library
+    assert failure() == "building the C++ kernels failed: choice.cpp:8:1: error: out of luck"
+    assert kept(cache_folder / "kernels") == []  # no half of a library
+    assert kept(cache_folder) == ["manifest.json"] * 3 + ["part.o"] * 3  # a second attempt need not make them again
 
 
 def test_a_compiler_that_does_not_even_run_is_named(
@@ -132,26 +134,6 @@ def test_a_failure_is_remembered(no_compiler: None, monkeypatch: pytest.MonkeyPa
     assert failure()
 
 
-def test_without_ninja_the_reason_is_how_to_get_it(
-    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(script(tmp_path / "bin" / "g++").parent))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
-    assert failure() == "building the C++ kernels needs ninja: pip install ninja"
-
-
-def test_the_ninja_of_an_environment_that_is_not_active_is_found(
-    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(script(tmp_path / "bin" / "g++").parent))
-    monkeypatch.setattr(sys, "executable", str(script(tmp_path / "env" / "ninja").with_name("python")))
-    monkeypatch.setattr("torch.utils.cpp_extension.load", raising_of(RuntimeError("got this far")))
-    assert failure() == "building the C++ kernels failed: got this far"
-    assert os.environ["PATH"].split(os.pathsep) == [str(tmp_path / "env"), str(tmp_path / "bin")]
-
-
 def raising_of(error: Exception) -> Callable[..., None]:
     def load(*arguments: Any, **options: Any) -> None:
         raise error
@@ -160,18 +142,17 @@ def raising_of(error: Exception) -> Callable[..., None]:
 
 
 @pytest.fixture
-def builds(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The builds that were asked for; each writes a library of a few bytes, which nobody loads."""
-    asked: list[dict[str, Any]] = []
-
-    def load(**options: Any) -> None:
-        asked.append(options)
-        (Path(options["build_directory"]) / f"{options['name']}.so").write_text(f"library {len(asked)}")
-        (Path(options["build_directory"]) / "kernels.o").write_text("object")
-
-    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
-    monkeypatch.setenv("CXX", "true")
-    return asked
+def builds(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The commands of the compiler so far; it writes files of a few bytes, which nobody loads."""
+    log = tmp_path / "commands"
+    log.write_text("")
+    compiler = f"""
+echo "$*" >> {log}
+while [ "$1" != -o ]; do shift; done
+echo "output $(grep -c -e -shared {log})" > "$2"
+"""
+    monkeypatch.setenv("CXX", str(script(tmp_path / "bin" / "c++", compiler)))
+    return lambda: log.read_text().splitlines()
 
 
 @pytest.fixture
@@ -187,54 +168,83 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_built_is_kept_and_loaded_the_next_time(
-    cache_folder: Path, builds: list[dict[str, Any]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
+    cache_folder: Path, builds: Callable[[], list[str]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
         another_process(monkeypatch)
         assert why_unavailable() is None
-    (options,) = builds
-    assert "-ffast-math" not in options["extra_cflags"]  # it would change sums from build to build
-    assert loaded == ["library 1"]
-    assert kept(cache_folder) == ["emssd_native.so", "manifest.json"]
+    assert len(builds()) == 5  # four parts and a library
+    assert not any("-ffast-math" in command for command in builds())  # it would change sums from build to build
+    assert loaded == ["output 1\n"] * 2
+    assert kept(cache_folder / "kernels") == ["emssd_native.so", "manifest.json"]
+    assert kept(cache_folder / "objects") == ["manifest.json"] * 4 + ["part.o"] * 4
 
 
-@pytest.mark.parametrize("content", [b"lib", b"library 2", b""], ids=["truncated", "another", "empty"])
+def test_another_source_builds_its_own_part_and_the_library(
+    builds: Callable[[], list[str]], loaded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = Path(shutil.copytree(build._SOURCES, tmp_path / "cpp"))
+    monkeypatch.setattr(build, "_SOURCES", sources)
+
+    def rebuilt(changed: str) -> list[str]:
+        (sources / changed).open("a").write("// changed")
+        known = len(builds())
+        another_process(monkeypatch)
+        assert why_unavailable() is None
+        *parts, library = builds()[known:]
+        assert "-shared" in library
+        return sorted(each for part in parts for each in part.split() if each.endswith(".cpp"))
+
+    assert why_unavailable() is None
+    assert rebuilt("choice.cpp") == [f"{sources}/choice.cpp"]
+    assert rebuilt("tree.h") == [f"{sources}/{part}.cpp" for part in ("attention", "library")]
+    assert rebuilt("vectors.h") == [f"{sources}/{part}.cpp" for part in ("attention", "choice", "linear")]
+
+
+@pytest.mark.parametrize("content", [b"out", b"output 2\n", b""], ids=["truncated", "another", "empty"])
 def test_a_library_that_is_not_what_was_built_is_not_loaded_but_built_again(
-    cache_folder: Path, builds: list[dict[str, Any]], loaded: list[str], content: bytes, monkeypatch: pytest.MonkeyPatch
+    cache_folder: Path,
+    builds: Callable[[], list[str]],
+    loaded: list[str],
+    content: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert why_unavailable() is None
     next(cache_folder.rglob("*.so")).write_bytes(content)
     another_process(monkeypatch)
     assert why_unavailable() is None
-    assert loaded == []
-    another_process(monkeypatch)
-    assert why_unavailable() is None
-    assert loaded == ["library 2"]
+    assert loaded == ["output 1\n", "output 2\n"]
 
 
 def test_a_library_that_does_not_load_is_built_again(
-    cache_folder: Path, builds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    cache_folder: Path, builds: Callable[[], list[str]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that needs another that is gone."""
     assert why_unavailable() is None
     another_process(monkeypatch)
-    monkeypatch.setattr("torch.ops.load_library", raising_of(OSError("libgomp.so.1: cannot open shared object file")))
+
+    def load(path: str) -> None:
+        if (found := Path(path).read_text()) == "output 1\n":
+            raise OSError("libgomp.so.1: cannot open shared object file")
+        loaded.append(found)
+
+    monkeypatch.setattr("torch.ops.load_library", load)
     assert why_unavailable() is None
-    assert len(builds) == 2
+    assert loaded == ["output 1\n", "output 2\n"]
 
 
 def test_a_library_without_the_operators_is_built_again_and_else_named(
-    cache_folder: Path, builds: list[dict[str, Any]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
+    cache_folder: Path, builds: Callable[[], list[str]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert why_unavailable() is None
     another_process(monkeypatch)
     monkeypatch.setattr(build, "_OPERATORS", ("attend", "of_another_library"))
     assert re.fullmatch(r"\S+emssd_native.so does not hold the C\+\+ kernels; delete \S+/[0-9a-f]+", failure())
-    assert len(builds) == 2
+    assert sum("-shared" in command for command in builds()) == 2
 
 
 def test_a_cache_of_others_is_refused_and_the_reason_is_short_too(
-    cache_folder: Path, builds: list[dict[str, Any]], loaded: list[str]
+    cache_folder: Path, builds: Callable[[], list[str]], loaded: list[str]
 ) -> None:
     cache_folder.mkdir()
     cache_folder.chmod(0o777)
@@ -245,7 +255,7 @@ def test_a_cache_of_others_is_refused_and_the_reason_is_short_too(
         failure(),
     )
     assert fallback_reason() == "attention in PyTorch: the cache cannot be used"
-    assert (builds, loaded) == ([], [])
+    assert (builds(), loaded) == ([], [])
 
 
 def test_a_cache_that_cannot_be_written_is_named(
@@ -285,8 +295,9 @@ def test_another_source_pytorch_or_processor_has_a_library_of_its_own(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "99.0")
         keys.append(build.kernels_key())
-    (tmp_path / "kernels.cpp").write_text("// other")
-    monkeypatch.setattr(build, "_SOURCE", tmp_path / "kernels.cpp")
+    monkeypatch.setattr(build, "_SOURCES", shutil.copytree(build._SOURCES, tmp_path / "cpp"))
+    assert build.kernels_key() == keys[0]
+    (tmp_path / "cpp" / "vectors.h").write_text("// other")
     keys.append(build.kernels_key())
     assert len(set(keys)) == 4
 
@@ -296,9 +307,9 @@ SIZES = [(32, 48), (33, 17), (576, 64), (5, 1)]
 
 @pytest.mark.usefixtures("kernels")
 class TestLinear:
-    @pytest.mark.parametrize("is_int8", [False, True], ids=["weights as they are", "int8"])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize(("num_in", "num_out"), SIZES)
+    @looped("is_int8", [False, True])
+    @looped("dtype", [torch.float32, torch.bfloat16])
+    @looped(("num_in", "num_out"), SIZES)
     def test_a_token_has_the_same_bits_beside_any_number_of_others(
         self, dtype: torch.dtype, is_int8: bool, num_in: int, num_out: int
     ) -> None:

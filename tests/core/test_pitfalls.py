@@ -31,6 +31,7 @@ from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from tests.support.sampling import sampled
 from tests.support.strategies import EosDrafter
+from tests.support.tiers import looped
 
 MakeBackend = Callable[[], AttentionBackend]
 
@@ -158,7 +159,7 @@ def test_4_a_draft_model_of_the_same_weights_is_never_rejected_whatever_the_budg
     assert all(drafted == accepted for step in drafter.trace for _, drafted, accepted in step)
 
 
-@pytest.mark.parametrize("place", range(6))
+@looped("place", range(6))
 def test_5_eos_inside_an_accepted_run_ends_the_sequence_there(
     place: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -171,8 +172,8 @@ def test_5_eos_inside_an_accepted_run_ends_the_sequence_there(
     assert len(done[0].token_ids) == references["0"].index(references["0"][place]) + 1
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
-@pytest.mark.parametrize("k", [1, 2, 6])
+@looped("limit", [1, 2, 3])
+@looped("k", [1, 2, 6])
 def test_5_the_length_limit_is_never_overshot(
     limit: int, k: int, oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
 ) -> None:
@@ -182,7 +183,7 @@ def test_5_the_length_limit_is_never_overshot(
     assert max(max(drafted for _, drafted, _ in step) for step in drafter.trace) == min(k, limit - 1)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@looped("seed", range(5))
 def test_5_eos_in_drafts_and_in_the_prompt_ends_nothing(
     seed: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -229,7 +230,7 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
         shuffle.shuffle(requests)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@looped("seed", range(10))
 def test_7_no_token_reads_kv_that_its_own_step_has_not_written_yet(
     seed: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -239,7 +240,7 @@ def test_7_no_token_reads_kv_that_its_own_step_has_not_written_yet(
     assert outputs(engine, mixed, 7) == [oracle.reference(prompt, 7) for prompt in mixed]
 
 
-@pytest.mark.parametrize("occurrence", list(Occurrence))
+@looped("occurrence", list(Occurrence))
 def test_8_holes_are_no_context_so_that_padding_changes_no_acceptance(
     occurrence: Occurrence,
     oracle: Any,
@@ -268,12 +269,11 @@ def low_precision(dtype: torch.dtype, prompts: tuple[tuple[int, ...], ...]) -> t
     return TargetModel(model), {str(i): greedy_reference(model, prompt, 12) for i, prompt in enumerate(prompts)}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("dtype", "largest_tie"),
     [(torch.float64, 0.0), (torch.float32, 1e-4), (torch.bfloat16, 0.25)],
-    ids=["float64", "float32", "bfloat16"],
 )
-@pytest.mark.parametrize("drafting", [True, False], ids=["drafting", "control"])
+@looped("drafting", [True, False])
 def test_9_where_precision_is_low_the_first_difference_is_a_tie(
     drafting: bool,
     dtype: torch.dtype,

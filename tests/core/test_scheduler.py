@@ -21,6 +21,7 @@ from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule, Schedu
 from emssd.errors import ConfigError, PluginError
 from emssd.sequences import Request, Sequence
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 
 def no_limit(kv_lens: Mapping[str, int]) -> bool:
@@ -99,8 +100,8 @@ def test_static_batches_hold_only_rows_that_fit_to_their_ends(lengths: list[int]
     assert not left
 
 
-@pytest.mark.parametrize("make", [StaticScheduler, ContinuousScheduler])
-@pytest.mark.parametrize(
+@looped("make", [StaticScheduler, ContinuousScheduler])
+@looped(
     ("num_speculative_tokens", "num_generated", "max_length", "limit"),
     [(4, 0, 103, 4), (0, 0, 103, 0), (4, 0, 4, 0), (4, 0, 5, 1), (4, 7, 13, 2), (4, 9, 13, 0), (4, 0, 6, 2)],
 )
@@ -279,7 +280,7 @@ def test_prompts_get_a_quarter_of_a_step_that_decoding_rows_fill() -> None:
     assert pieces(schedule) == {"long": 4}
 
 
-@pytest.mark.parametrize("max_step_tokens", [1, 2, 3, 4, 5])
+@looped("max_step_tokens", [1, 2, 3, 4, 5])
 def test_the_first_prompt_advances_however_few_tokens_a_step_has_and_however_many_come(max_step_tokens: int) -> None:
     scheduler = ContinuousScheduler(3, max_step_tokens)
     scheduler.add(first := row("first", 12))
@@ -341,7 +342,7 @@ def test_impossible_options_are_refused(options: dict[str, int], message: str) -
         ContinuousScheduler(**options)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("backend", "batching", "expected"),
     [
         ("ragged", "auto", ContinuousScheduler),
@@ -392,7 +393,7 @@ def test_worst_case_admission_is_an_option() -> None:
     assert preempted("preempt") > 0
 
 
-@pytest.mark.parametrize(
+@looped(
     ("option", "message"),
     [
         ({"batching": "dynamic"}, "batching is 'dynamic'; choose auto, continuous, static"),

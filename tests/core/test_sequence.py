@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.sequences import Batch, FinishReason, Request, Sequence
+from tests.support.tiers import looped
 
 
 def sequence(max_new_tokens: int = 5, eos: frozenset[int] = frozenset({2})) -> Sequence:
     return Sequence(Request("a", (7, 2, 8), max_new_tokens, eos))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("new", "output", "reason"),
     [
         ([4, 5], [4, 5], None),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from emssd.errors import ConfigError
 from emssd.simulate import acceptance_pmf, expected, geometric_trace, max_pmf
 from emssd.simulate.appendix import QUANTITIES, Point, appendix_point, appendix_points
+from tests.support.tiers import looped
 
 # Rounding of sums of at most 5^4 products, each of a few factors, in float64.
 ROUNDING = 1e-12
@@ -68,7 +69,7 @@ def z_scores(point: Point) -> list[float]:
     return [(estimates[name].mean - getattr(point.exact, name)) / estimates[name].error for name in QUANTITIES]
 
 
-@pytest.mark.parametrize(("p", "batch_size"), POINTS)
+@looped(("p", "batch_size"), POINTS)
 def test_simulated_batches_agree_with_closed_forms(p: float, batch_size: int) -> None:
     point = appendix_point(p, batch_size, num_steps=600, seed=7)
     assert max(map(abs, z_scores(point))) < Z_BOUND
@@ -102,7 +103,7 @@ def test_rows_with_a_concentration_differ_in_p() -> None:
     assert min(shares) < 0.2 < 0.8 < max(shares)
 
 
-@pytest.mark.parametrize(
+@looped(
     "call",
     [
         lambda: acceptance_pmf(1.1, 8),

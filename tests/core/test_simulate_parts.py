@@ -35,6 +35,7 @@ from emssd.simulate import (
 )
 from emssd.simulate.__main__ import main, make_parser
 from emssd.simulate.commands import make_budget
+from tests.support.tiers import looped
 
 STAGE = StageTrace((2, 0, 1), (1, 0, 0))
 REQUEST = RequestTrace("a", 3, 9, (STAGE, StageTrace((1, 2, 0), (0, 1, 0))))
@@ -59,7 +60,7 @@ def test_a_stage_that_contradicts_itself_is_refused(change: dict[str, Any], said
         dataclasses.replace(STAGE, **change)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("change", "said"),
     [
         ({"num_prompt": 0}, r"has 0 prompt tokens, outputs of \[3\] tokens"),

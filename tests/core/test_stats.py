@@ -9,6 +9,7 @@ import pytest
 from emssd.attention import KVUsage
 from emssd.metrics.stats import NUM_TIMED_STEPS, PHASES, RunReport, StepStats
 from emssd.metrics.timing import StepTimer, phase
+from tests.support.tiers import looped
 
 PREFILL = StepStats(
     is_prefill=True,
@@ -69,53 +70,53 @@ def report_of(*steps: StepStats) -> RunReport:
     return report
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("decode_tokens_per_second", (5 + 5) / (2 + 2)),
-        ("tokens_per_second", (2 + 5 + 5) / (3 + 2 + 2)),
-        ("mean_acceptance_length", (1 + 1 + 4 + 1 + 6) / 5),
-        ("acceptance_histogram", {"1": 3, "4": 1, "6": 1}),
-        ("draft_length_histogram", {"0": 2, "2": 1, "5": 2}),
-        ("draft_depth_histogram", {"2": 1, "3": 1, "5": 1}),
-        ("drafted_by_depth", {"1": 4, "2": 4, "3": 2, "4": 1, "5": 1}),
-        ("accepted_by_depth", {"1": 2, "2": 2, "3": 2, "4": 1, "5": 1}),
-        ("drafted_by_confidence", {"0.2": 2, "0.9": 3}),
-        ("accepted_by_confidence", {"0.2": 1, "0.9": 2}),
-        ("draft_acceptance_rate", (3 + 0 + 5) / (5 + 2 + 5)),
-        ("mean_draft_length", (5 + 2 + 5) / 5),
-        ("padding_per_new_token", (3 + 3) / (5 + 5)),  # of decoding steps, as the padding ratio
-        ("input_padding_tokens", 13),
-        ("kv_padding_slots", 13),
-        ("padding_ratio", ((4 - 2.5) / 4 + 0) / 2),
-        ("batch_fill", (2 / 4 + 2 / 4) / 2),  # of steps with a queue
-        ("num_preempted", 3),
-        ("num_adopted_tokens", 47),
-        ("num_steps", 3),
-        ("num_row_steps", 5),
-        ("num_computed_tokens", 30 + 9 + 6),
-        ("decode_steps", 2),
-        ("decode_row_steps", 3),
-        ("decode_new_tokens", 10),
-        ("decode_computed_tokens", 9 + 6),
-        ("decode_kv_tokens", 39 + 26),
-        (
-            "decode_seconds",
-            {"schedule": 0.0, "draft": 0.5, "plan": 0.5, "forward": 2.0, "verify": 0.5, "other": 0.5},
-        ),
-        ("median_decode_step_seconds", 2.0),
-        ("num_new_tokens", 12),
-        ("num_drafted_tokens", 12),
-        ("num_accepted_tokens", 8),
-        ("kv_peak_bytes", 70),
-        ("kv_peak_pool_bytes", 90),
-        (
-            "seconds",
-            {"schedule": 0.0, "draft": 0.5, "plan": 1.0, "forward": 4.0, "verify": 0.75, "other": 0.75}
-            | {"total": 7.0, "decode": 4.0},
-        ),
-    ],
-)
+VALUES = [
+    ("decode_tokens_per_second", (5 + 5) / (2 + 2)),
+    ("tokens_per_second", (2 + 5 + 5) / (3 + 2 + 2)),
+    ("mean_acceptance_length", (1 + 1 + 4 + 1 + 6) / 5),
+    ("acceptance_histogram", {"1": 3, "4": 1, "6": 1}),
+    ("draft_length_histogram", {"0": 2, "2": 1, "5": 2}),
+    ("draft_depth_histogram", {"2": 1, "3": 1, "5": 1}),
+    ("drafted_by_depth", {"1": 4, "2": 4, "3": 2, "4": 1, "5": 1}),
+    ("accepted_by_depth", {"1": 2, "2": 2, "3": 2, "4": 1, "5": 1}),
+    ("drafted_by_confidence", {"0.2": 2, "0.9": 3}),
+    ("accepted_by_confidence", {"0.2": 1, "0.9": 2}),
+    ("draft_acceptance_rate", (3 + 0 + 5) / (5 + 2 + 5)),
+    ("mean_draft_length", (5 + 2 + 5) / 5),
+    ("padding_per_new_token", (3 + 3) / (5 + 5)),  # of decoding steps, as the padding ratio
+    ("input_padding_tokens", 13),
+    ("kv_padding_slots", 13),
+    ("padding_ratio", ((4 - 2.5) / 4 + 0) / 2),
+    ("batch_fill", (2 / 4 + 2 / 4) / 2),  # of steps with a queue
+    ("num_preempted", 3),
+    ("num_adopted_tokens", 47),
+    ("num_steps", 3),
+    ("num_row_steps", 5),
+    ("num_computed_tokens", 30 + 9 + 6),
+    ("decode_steps", 2),
+    ("decode_row_steps", 3),
+    ("decode_new_tokens", 10),
+    ("decode_computed_tokens", 9 + 6),
+    ("decode_kv_tokens", 39 + 26),
+    (
+        "decode_seconds",
+        {"schedule": 0.0, "draft": 0.5, "plan": 0.5, "forward": 2.0, "verify": 0.5, "other": 0.5},
+    ),
+    ("median_decode_step_seconds", 2.0),
+    ("num_new_tokens", 12),
+    ("num_drafted_tokens", 12),
+    ("num_accepted_tokens", 8),
+    ("kv_peak_bytes", 70),
+    ("kv_peak_pool_bytes", 90),
+    (
+        "seconds",
+        {"schedule": 0.0, "draft": 0.5, "plan": 1.0, "forward": 4.0, "verify": 0.75, "other": 0.75}
+        | {"total": 7.0, "decode": 4.0},
+    ),
+]
+
+
+@looped(("name", "value"), VALUES)
 def test_metric_is_its_formula(name: str, value: object) -> None:
     report = report_of(PREFILL, DECODE, LAST)
     report.kv_usage = KVUsage(held=5, peak_held=70, peak_pool=90)
@@ -131,8 +132,7 @@ def test_an_engine_that_never_ends_keeps_the_seconds_of_its_latest_steps_only() 
 
 
 def test_every_metric_is_checked_by_the_test_above() -> None:
-    (mark,) = test_metric_is_its_formula.pytestmark  # type: ignore[attr-defined]  # set by the decorator
-    assert sorted(name for name, _ in mark.args[1]) == sorted(RunReport().metrics())
+    assert sorted(name for name, _ in VALUES) == sorted(RunReport().metrics())
 
 
 def test_a_run_without_steps_divides_by_nothing() -> None:

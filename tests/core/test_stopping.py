@@ -18,6 +18,7 @@ from emssd.attention import AttentionBackend
 from emssd.errors import ConfigError
 from emssd.sequences import FinishReason, Request, Sequence, StopStrings
 from tests.support.strategies import drafters_with_eos, prompt_batches
+from tests.support.tiers import looped
 
 LOST = "\N{REPLACEMENT CHARACTER}"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -124,7 +125,7 @@ def test_sentencepiece_tokens(data: st.DataObject) -> None:
         assert stop.text_before(ids[:k]) == texts[k - 1][:place].removeprefix(" ")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("strings", "pieces", "text"),
     [
         (["ab"], ["b", "a", "ba"], "b"),  # spread over tokens, with more behind it in the last one
@@ -165,7 +166,7 @@ def _row(strings: list[str], prompt: str, limit: int = 9, eos: str | None = None
     return Sequence(Request("x", ids, limit, eos_ids, StopStrings(strings, BYTE_LEVEL)))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("row", "new", "kept", "reason"),
     [
         (_row(["bb"], "ab"), "aab", "aab", None),
@@ -197,7 +198,7 @@ def test_growing_in_pieces_equals_growing_at_once(pieces: list[str], string: str
     assert (piecewise.output_ids, piecewise.finish_reason) == (whole.output_ids, whole.finish_reason)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("strings", "tokenizer", "sentence"),
     [
         ("ab", BYTE_LEVEL, "stop is one string; give a list of strings, such as ['ab']"),

@@ -9,14 +9,15 @@ import torch
 
 from emssd.decoding.top_tokens import top_tokens
 from emssd.native import load_kernels
+from tests.support.tiers import looped
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 NEAR = {torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 3, 16, 17, 100])
-@pytest.mark.parametrize("width", [1, 3, 20])
+@looped("dtype", DTYPES)
+@looped("size", [1, 3, 16, 17, 100])
+@looped("width", [1, 3, 20])
 def test_tokens_are_the_largest_in_order_and_shares_those_of_softmax(
     kernels: None, dtype: torch.dtype, size: int, width: int
 ) -> None:
@@ -40,8 +41,8 @@ def test_of_equals_the_kernel_takes_the_first(kernels: None) -> None:
     assert top_tokens(logits, 5)[0] == [[7, 33, 40, 0, 1]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@looped("dtype", DTYPES)
+@looped("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_never_hoped_for(kernels: None, dtype: torch.dtype, bad: float) -> None:
     load_kernels()
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -26,6 +26,7 @@ from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
 from emssd.testing.strategies import policies
 from tests.support.preemption import decode_in_little_memory
+from tests.support.tiers import few, looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter, MixedDrafter, way
 
 MakeBackend = Callable[[], AttentionBackend]
@@ -68,7 +69,7 @@ def test_rows_that_may_generate_one_two_or_three_tokens(
 
 
 @every_backend
-@pytest.mark.parametrize("place", [0, 2, 4])
+@looped("place", [0, 2, 4])
 def test_an_eos_inside_of_an_accepted_path_ends_the_row(
     make: MakeBackend, place: int, oracle: Any, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -86,8 +87,8 @@ def test_an_eos_inside_of_an_accepted_path_ends_the_row(
         assert generation.finish_reason is FinishReason.EOS
 
 
-@pytest.mark.parametrize("stop", ["w1", "w3", "7", "w2 w", "nowhere"])
-@pytest.mark.parametrize("backend", ["ragged-page-16", "padded", "unpad_both"])
+@looped("stop", ["w1", "w3", "7", "w2 w", "nowhere"])
+@looped("backend", ["ragged-page-16", "padded", "unpad_both"])
 def test_a_stop_string_inside_of_an_accepted_path_ends_the_row(
     backend: str, stop: str, oracle: Any, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -205,7 +206,7 @@ def test_a_step_with_trees_that_fails_half_way_is_taken_again(
     assert done == references
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", few([16, 1], ci=1))
 def test_long_rows_of_which_some_are_preempted(page_size: int) -> None:
     references = References(TargetModel(tiny_model("llama", vocab_size=11, max_model_len=144)), 120)
     drafter = TreeDrafter(11, 12, references, right=0.6, seed=page_size)

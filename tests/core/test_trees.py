@@ -14,6 +14,7 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
 from emssd.testing.strategies import trees
+from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees, way
 
 SHAPES = st.integers(0, 7).flatmap(trees)
@@ -42,7 +43,7 @@ def test_depth_counts_the_way_and_ancestors_lie_on_it(parents: tuple[int, ...]) 
     assert is_chain(parents) == all(way(parents, node) == list(range(node + 1)) for node in nodes)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("parents", "depth"),
     [((), []), ((-1, 0, 1), [1, 2, 3]), ((-1, -1, -1), [1, 1, 1]), ((-1, -1, 0, 1, 2), [1, 1, 2, 2, 3])],
 )

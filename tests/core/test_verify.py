@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from emssd.decoding.verify import best_tokens, greedy_tokens, verify
 from emssd.drafting import Draft
 from emssd.native import load_kernels
+from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees, way
 
 VOCAB = 4
@@ -49,7 +50,7 @@ def test_accepts_exactly_the_tokens_that_step_by_step_decoding_would_give(case: 
         assert list(accepted) == list(range(len(expected) - 1))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("chain", "targets", "new"),
     [
         ([], [2], [2]),
@@ -143,8 +144,8 @@ def test_drafted_ids_may_be_of_another_integer_type() -> None:
     assert verify(flat([[1, 2, 3]]), draft).new_tokens == ([1, 2, 3],)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [1, 5, 16, 17, 70])
+@looped("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@looped("size", [1, 5, 16, 17, 70])
 def test_of_logits_that_are_no_numbers_the_choice_is_torchs(kernels: None, dtype: torch.dtype, size: int) -> None:
     """NaN is the largest of all, of several the first: so `generate` has it."""
     load_kernels()

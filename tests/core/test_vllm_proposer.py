@@ -20,6 +20,7 @@ from emssd.plugins.registry import Registry
 from emssd.sequences import FinishReason
 from tests.support import noting_plugin
 from tests.support.noting_plugin import CYCLE, NOTED
+from tests.support.tiers import looped
 from tests.support.vllm_rows import serve, vllm_config
 
 OURS = ("cascade", "draft_model", "llma", "lookahead", "medusa", "pld", "rest", "suffix")
@@ -130,7 +131,7 @@ def test_every_drafter_has_a_class_that_can_be_imported() -> None:
         vllm.sufix  # noqa: B018  # it is looked up
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "options", "sentence"),
     [
         ("sufix", {}, "unknown drafter 'sufix'; did you mean 'suffix'?"),

@@ -61,7 +61,7 @@ class Stubborn(RandomDrafter):
 
 def test_every_drafter_is_told_and_one_that_fails_is_named(oracle: Any) -> None:
     suffix = SuffixDrafter(SuffixConfig(4, 12, cache_tokens=400))
-    with pytest.raises(PluginError, match=r"drafter Stubborn failed in reset: KeyError\('lost'\)"):
+    with pytest.raises(PluginError, match=r"drafter Stubborn failed in reset: KeyError: 'lost'"):
         warm_up(engine_of(oracle, suffix, Stubborn(oracle.target.vocab_size, 3, seed=0)), requests())
     engine = engine_of(oracle, Stubborn(oracle.target.vocab_size, 3, seed=0), suffix, on_drafter_error="disable")
     with pytest.warns(PluginWarning, match="failed in reset"):

@@ -29,6 +29,7 @@ from emssd.testing.oracle import greedy_reference
 from tests.support.paired import DEPTH, HEADS, NUM_NEW, PROMPTS, decode, is_full, make_engine, sure, target, text
 from tests.support.perfect_head import VOCAB
 from tests.support.random_heads import random_head
+from tests.support.tiers import looped
 
 KINDS: dict[str, list[SamplingParams | None]] = {
     "greedy": [None] * 4,
@@ -54,9 +55,9 @@ def test_the_text_is_worth_guessing() -> None:
     assert len({each[place : place + 3] for each in texts for place in range(NUM_NEW - 2)}) > 30
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@looped("backend", ["ragged", "padded"])
+@looped("kinds", KINDS)
+@looped("shape", SHAPES)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_that_is_always_right_is_always_accepted(head: str, shape: str, kinds: str, backend: str) -> None:
     engine = make_engine(head, SHAPES[shape], backend, adapted=sure)
@@ -64,8 +65,8 @@ def test_a_head_that_is_always_right_is_always_accepted(head: str, shape: str, k
     assert is_full(engine, DEPTHS[shape])
 
 
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
-@pytest.mark.parametrize("max_step_tokens", [5, 24])
+@looped("shape", ["chain", "dynamic"])
+@looped("max_step_tokens", [5, 24])
 @pytest.mark.parametrize("head", HEADS)
 def test_prompts_in_pieces(head: str, shape: str, max_step_tokens: int) -> None:
     engine = make_engine(head, SHAPES[shape], adapted=sure, max_step_tokens=max_step_tokens, batch_size=2)

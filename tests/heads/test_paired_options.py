@@ -12,9 +12,10 @@ from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.errors import ConfigError
 from emssd.heads.options import TreeKind, TreeOptions, shape_of
 from tests.support.paired import DEPTH, HEADS, decode, head_path, is_full, make_engine, target
+from tests.support.tiers import looped
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "words"),
     [
         ({"path": None}, "give drafter.path=FOLDER"),
@@ -29,9 +30,8 @@ from tests.support.paired import DEPTH, HEADS, decode, head_path, is_full, make_
         ),
         ({"tree": "static", "static_tree": "no.json"}, "drafter.static_tree=no.json is no tree ([Errno 2]"),
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("head", HEADS)
+@looped("head", HEADS)
 def test_options_that_cannot_work_are_refused(head: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         make_engine(head, options)

@@ -18,6 +18,7 @@ from emssd.sequences import Batch, Request
 from tests.support.heads import Weights, dense_layer, dense_rms
 from tests.support.paired import PROMPTS, Load, make_engine, target
 from tests.support.random_heads import DRAFTED, random_head
+from tests.support.tiers import looped
 
 NUM_NEW, EPS = 12, 1e-6
 PATHS = json.loads(files("emssd.heads").joinpath("eagle_trees.json").read_text())["mc_sim_7b_63"]
@@ -126,15 +127,14 @@ def drafted(draft: Draft, row: int) -> dict[Path, float]:
     return dict(zip(paths, confidence[start:stop], strict=True))
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize(
+@looped("backend", ["ragged", "padded"])
+@looped(
     ("options", "wanted"),
     [
         ({"tree": "static"}, Naive.static),
         ({"tree": "dynamic", "num_nodes": 11, "depth": 3, "top_k": 3}, lambda naive: naive.dynamic(11, 3, 3)),
         ({"tree": "chain", "depth": 3}, lambda naive: naive.dynamic(3, 3, 1)),
     ],
-    ids=["static", "dynamic", "chain"],
 )
 @pytest.mark.parametrize("head", ["eagle", "eagle3", "peagle", "mtp"])
 def test_trees_are_those_of_the_papers(head: str, options: Any, wanted: Any, backend: str) -> None:

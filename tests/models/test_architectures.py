@@ -28,6 +28,7 @@ from emssd.plugins.registry import Registry
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.tiers import looped
 from tests.support.trees import DecoyDrafter
 
 NEW_TOKENS = 24
@@ -99,7 +100,7 @@ def assert_equal_to_hugging_face(architecture: str, dtype: str, engine: Engine, 
 
 @EVERY_DTYPE
 @EVERY_ARCHITECTURE
-@pytest.mark.parametrize("drafter", ["llma", "draft_model", "none"])
+@looped("drafter", ["llma", "draft_model", "none"])
 def test_every_architecture_and_drafter_equals_generate_of_hugging_face(
     architecture: str, dtype: str, drafter: str
 ) -> None:
@@ -158,14 +159,14 @@ def test_retrieved_drafts_are_really_accepted_in_these_comparisons(architecture:
     assert engine.report.num_drafted > engine.report.num_accepted  # and others are rejected
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("architecture", ["opt", "mistral"])
+@looped("batch_size", [1, 3])
+@looped("architecture", ["opt", "mistral"])
 def test_the_batch_size_does_not_change_the_tokens(architecture: str, batch_size: int) -> None:
     engine, done = generate(model_of(architecture, "float64"), "llma", "ragged", batch_size)
     assert_equal_to_hugging_face(architecture, "float64", engine, done)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("architecture", "windows"),
     [("mistral", (7, 7)), ("gemma2", (7, None)), ("qwen2", (None, None)), ("llama", (None, None))],
 )

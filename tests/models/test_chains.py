@@ -30,6 +30,7 @@ from emssd.sequences import Request
 from emssd.testing.models import tiny_model
 from tests.support import paired
 from tests.support.random_heads import random_head
+from tests.support.tiers import few
 
 VOCAB_SIZE = 13
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7], [8], [9, 3, 11, 4, 9, 3, 12, 5, 9, 3] * 3, [10, 6]]
@@ -132,6 +133,7 @@ def with_program(load: paired.Load) -> paired.Load:
     return loaded
 
 
+@pytest.mark.costly("compiles a head")
 def test_a_head_that_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairedDrafter, "_grow_trees", lambda *_: pytest.fail("a pass for each level"))
     engine = paired.make_engine("eagle3", {"tree": "chain"}, adapted=with_program)
@@ -139,7 +141,8 @@ def test_a_head_that_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paired.is_full(engine)
 
 
-@pytest.mark.parametrize("least", [0.0, 0.3])
+@pytest.mark.costly("compiles a head")
+@pytest.mark.parametrize("least", few([0.3, 0.0], ci=1))
 def test_a_head_with_uneven_budgets(least: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a token that is not sure ends its chain, and where the head knows some of the target's tokens only."""
 

@@ -21,6 +21,7 @@ from emssd.model import BorrowedTarget, TargetModel, load_model
 from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.tiers import looped
 
 accelerate = pytest.importorskip("accelerate", reason="model.device_map needs accelerate, an extra of emssd")
 
@@ -128,7 +129,7 @@ def test_a_loaded_model_decodes_as_ever(device_map: Any, tmp_path: Path) -> None
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "said"),
     [
         ({"device_map": "split"}, "choose auto, balanced, balanced_low_0, sequential, or give a device for each"),

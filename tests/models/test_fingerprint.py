@@ -22,6 +22,7 @@ from emssd.errors import CompileError
 from emssd.model import TargetModel
 from emssd.model.fingerprint import fingerprint
 from emssd.testing.models import ARCHITECTURES, tiny_model
+from tests.support.tiers import looped
 
 Change = Callable[[Any], object]
 
@@ -189,7 +190,7 @@ HOOKS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("what", HOOKS)
+@looped("what", HOOKS)
 def test_what_runs_beside_the_forward_is_refused(what: str) -> None:
     target = TargetModel(llama())
     HOOKS[what](target.model)
@@ -213,10 +214,9 @@ def test_hooks_of_the_backward_pass_are_left_alone(plain: str) -> None:
     assert key(model) == plain
 
 
-@pytest.mark.parametrize(
+@looped(
     "value",
     [threading.Lock(), iter([1]), weakref.ref(Scaled), [{"deep": threading.Lock()}]],
-    ids=lambda value: str(type(value)),
 )
 def test_what_a_later_run_could_not_recognise_is_refused(value: Any) -> None:
     target = TargetModel(llama())
@@ -250,6 +250,7 @@ for name in ARCHITECTURES:
 """
 
 
+@pytest.mark.costly("starts a process")
 def test_another_process_finds_the_same_keys() -> None:
     process = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS.format(threads=torch.get_num_threads())],  # the key names them

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from emssd.errors import ConfigError
 from emssd.heads import Checkpoint, Format, KnownStates, StaticTree, detect, expect, read_checkpoint
 from tests.support.heads import write_head
+from tests.support.tiers import looped
 
 ONE = {"fc.weight": torch.arange(6.0).view(2, 3)}
 
@@ -102,7 +103,7 @@ def test_heads_of_the_hub_are_read_from_its_cache(tmp_path: Path, monkeypatch: p
 LAYER = {"layers.0.self_attn.q_proj.weight": torch.ones(1), "layers.0.mlp.up_proj.weight": torch.ones(1)}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("config", "names", "file", "found"),
     [
         ({"speculators_model_type": "eagle3"}, {}, "model.safetensors", Format.eagle3),

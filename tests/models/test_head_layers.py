@@ -16,11 +16,12 @@ from emssd.heads import Checkpoint, DecoderConfig, Head, HeadRunner, Rotary, fil
 from emssd.heads.layers import Attend
 from emssd.plugins.registry import Registry
 from tests.support.heads import CPU
+from tests.support.tiers import looped
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 
-@pytest.mark.parametrize(
+@looped(
     "values",
     [
         {},
@@ -39,7 +40,6 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attent
         },
         {"head_dim": 12},
     ],
-    ids=str,
 )
 def test_rotary_angles_are_those_of_transformers(values: dict[str, Any]) -> None:
     positions = torch.tensor([[0, 1, 7, 100]])

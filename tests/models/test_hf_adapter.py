@@ -29,6 +29,7 @@ import emssd
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 PAD = 0
 PROMPTS = ([3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3], [8], [9, 10, 11, 9, 10], [4, 4, 4, 4, 12, 4, 4])
@@ -66,7 +67,7 @@ def test_a_batch_padded_on_the_left_gives_the_same_tensor(architecture: str, dra
     assert torch.equal(expected, got)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@looped("seed", range(6))
 def test_padding_behind_eos_and_the_width_are_the_same(seed: int) -> None:
     model = make_model(seed=seed)
     expected, got = both(model, left_padded(), eos_token_id=[5, 7, 9], pad_token_id=PAD)
@@ -241,7 +242,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@looped("name", REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_its_name(name: str) -> None:
     options, reason = REFUSED[name]
     model = make_model("gpt2")
@@ -364,8 +365,25 @@ def test_what_transformers_keeps_from_custom_functions_changes_no_token() -> Non
             self.seen.append("end")
 
     one = {name: value[:1] for name, value in left_padded().items()}
-    streamed = model.generate(**one, max_new_tokens=9, streamer=Silent(), custom_generate=emssd.custom_generate)
-    assert torch.equal(streamed, model.generate(**one, max_new_tokens=9))
+    ours, theirs = Silent(), Silent()
+    streamed = model.generate(**one, max_new_tokens=9, streamer=ours, custom_generate=emssd.custom_generate)
+    assert torch.equal(streamed, model.generate(**one, max_new_tokens=9, streamer=theirs))
+    assert [str(each) for each in ours.seen] == [str(each) for each in theirs.seen]  # of tensors, their numbers
+    with pytest.raises(ConfigError):
+        model.generate(**one, num_beams=2, streamer=(failed := Silent()), custom_generate=emssd.custom_generate)
+    assert failed.seen[1:] == ["end"]
+
+
+def test_padding_that_transformers_counts_as_text_is_refused_where_it_makes_a_difference() -> None:
+    model, options = make_model(), {"no_repeat_ngram_size": 3}
+    expected, got = both(model, left_padded(), suppress_tokens=[PAD], **options)
+    assert torch.equal(expected, got)
+    for prompts, more in (((PROMPTS[0], [PAD, 3]), options), (PROMPTS, {"no_repeat_ngram_size": 1})):
+        with pytest.raises(ConfigError, match="Transformers counts padding for no_repeat_ngram_size="):
+            both(model, left_padded(prompts), **more)
+    likely = {"sequence_bias": {(PAD,): 9.0}}
+    with pytest.raises(ConfigError, match="a row with its padding's token in its text would differ"):
+        both(model, left_padded(), eos_token_id=None, **likely, **options)
 
 
 def test_a_misspelt_drafter_option_is_an_error() -> None:

@@ -25,6 +25,7 @@ from emssd.integrations import hf_options
 from emssd.sampling import SamplingParams
 from emssd.testing.models import tiny_model
 from tests.support.sampling import sampled
+from tests.support.tiers import looped
 
 VOCAB, PAD, NUM_NEW = 71, 0, 12  # more tokens than Transformers' top_k leaves by default
 PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3), (8,), (9, 10, 11, 9, 10))
@@ -140,7 +141,7 @@ def config(**values: Any) -> Any:
     return SimpleNamespace(**nothing | {"do_sample": True} | values)
 
 
-@pytest.mark.parametrize("name", sorted(hf_options.NEUTRAL))
+@looped("name", sorted(hf_options.NEUTRAL))
 def test_a_field_that_cannot_be_honoured_is_refused_unless_it_is_neutral(name: str) -> None:
     for value in hf_options.NEUTRAL[name]:
         hf_options.check_config(config(**{name: value}))
@@ -163,7 +164,7 @@ def test_a_field_that_nobody_knows_is_refused_and_a_models_own_remark_is_not(mon
         hf_options.check_config(config(low_memory=True))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("processor", "options"),
     [
         (TemperatureLogitsWarper(2.0), {}),
@@ -172,8 +173,8 @@ def test_a_field_that_nobody_knows_is_refused_and_a_models_own_remark_is_not(mon
         (MinPLogitsWarper(0.1), {"do_sample": False}),
         (RepetitionPenaltyLogitsProcessor(1.5), {"repetition_penalty": 1.2}),
         (RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2), {"repetition_penalty": 1.5}),
+        (RepetitionPenaltyLogitsProcessor(1.5), {"repetition_penalty": 1.5}),  # on padding, too
     ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, dict) else str(value),
 )
 def test_processors_of_the_callers_own_are_refused(processor: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"these were asked for: {type(processor).__name__}"):
@@ -181,12 +182,13 @@ def test_processors_of_the_callers_own_are_refused(processor: Any, options: dict
 
 
 def test_processors_that_do_what_the_config_says_are_none_of_the_callers_own() -> None:
-    own = LogitsProcessorList([LogitNormalization(), RepetitionPenaltyLogitsProcessor(1.5)])
+    padding = torch.tensor([max(map(len, PROMPTS)) - len(prompt) for prompt in PROMPTS])
+    own = LogitsProcessorList([LogitNormalization(), RepetitionPenaltyLogitsProcessor(1.5, padding)])
     params = SamplingParams(repetition_penalty=1.5, top_k=50, seed=2)
     assert generated(logits_processor=own, repetition_penalty=1.5, seed=2).tolist() == by_hand(params)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "message"),
     [
         ({"top_p": 0.0}, r"^top_p is 0.0; it must be above 0"),
@@ -195,7 +197,6 @@ def test_processors_that_do_what_the_config_says_are_none_of_the_callers_own() -
         ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
         ({"suppress_tokens": [VOCAB]}, "logit_bias has token 71, but the model's vocabulary has 71 tokens"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -83,6 +83,7 @@ def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, mon
     assert engine.report.mean_acceptance_length > 1
 
 
+@pytest.mark.nightly
 def test_what_drafts_is_rounded_where_it_is_compiled(kernels: None, tmp_path: Path) -> None:
     plain = tiny_model("opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=13, max_model_len=64)
     plain.save_pretrained(tmp_path)

@@ -14,6 +14,7 @@ import pytest
 from emssd.errors import ConfigError, PluginError
 from emssd.integrations import installed, lm_eval_command
 from tests.cli.conftest import save_model
+from tests.support.tiers import looped
 
 WHY = "the evaluation harness is not installed: nox -s lm_eval, or pip install 'emssd[lm_eval]'"
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +99,7 @@ def test_loglikelihoods_are_those_of_hf_also_behind_an_engine(pair: tuple[Any, A
     assert ours == hf
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "sentence"),
     [
         ({"drafter": "llma", "drafter.copy_lenght": 3}, "drafter 'llma' has no option 'copy_lenght'; did you mean"),

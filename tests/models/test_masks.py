@@ -18,6 +18,7 @@ from emssd.errors import UnsupportedModelError
 from emssd.model import TargetModel
 from emssd.model.masks import window_of
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -80,6 +81,7 @@ class TestWindows:
             for prompt, ours in zip(PROMPTS, engine.generate(PROMPTS, 12, ignore_eos=True), strict=True)
         )
 
+    @pytest.mark.costly("compiles a model")
     def test_a_window_that_only_the_mask_knows_is_honoured_by_the_compiled_model(self) -> None:
         model = random_model("phimoe", sliding_window=7, num_local_experts=2, num_hidden_layers=1).float()
         plain, compiled = (Engine.from_model(model, compile=each) for each in (False, True))
@@ -131,14 +133,14 @@ class TestWindows:
 
 
 class TestTheRuleOfAMask:
-    @pytest.mark.parametrize("length", [2, 7, 64, 5000, 1_000_000])
-    @pytest.mark.parametrize("window", [1, 5, 63, 4999])
+    @looped("length", [2, 7, 64, 5000, 1_000_000])
+    @looped("window", [1, 5, 63, 4999])
     def test_windows_and_causal_masks_are_known(self, window: int, length: int) -> None:
         visible = masking_utils.sliding_window_causal_mask_function(window)
         assert window_of(visible, length, "It") == (window if window < length else None)
         assert window_of(masking_utils.causal_mask_function, length, "It") is None
 
-    @pytest.mark.parametrize("chunk", [1, 8, 32, 40, 63])  # 8 and 32 end with the length
+    @looped("chunk", [1, 8, 32, 40, 63])  # 8 and 32 end with the length
     def test_chunks_are_told_from_windows_and_are_no_rule_within_one(self, chunk: int) -> None:
         visible = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
         if chunk > 1:  # of one, each token sees itself: that is a window
@@ -146,7 +148,7 @@ class TestTheRuleOfAMask:
                 window_of(visible, 64, "It")
         assert window_of(visible, chunk, "It") is None
 
-    @pytest.mark.parametrize("chunk", [4096, 8192, 250_000, 999_999])
+    @looped("chunk", [4096, 8192, 250_000, 999_999])
     def test_chunks_of_very_long_sequences_are_told_from_windows(self, chunk: int) -> None:
         visible = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
         with pytest.raises(UnsupportedModelError, match="neither causal nor a sliding window"):

@@ -9,6 +9,7 @@ import torch
 
 from emssd.errors import ConfigError
 from emssd.model.random_weights import counted_on, counting_model
+from tests.support.tiers import looped
 
 SHAPE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48,
@@ -16,7 +17,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@looped(
     ("values", "said"),
     [
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
@@ -30,7 +31,6 @@ SHAPE: dict[str, Any] = {
         ({"model_type": 3}, "Unrecognized model identifier: 3"),
         ({"model_type": "vit"}, "Unrecognized configuration class|has no value"),
     ],
-    ids=str,
 )
 def test_a_shape_that_makes_no_model(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refusal:

@@ -18,6 +18,7 @@ from emssd import Engine
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.model import TargetModel, load_model
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 ENCODER_DECODER = "encoder-decoder model, and emssd decodes decoder-only"
 ALIBI = "ALiBi biases"
@@ -305,7 +306,7 @@ def test_a_max_model_len_outside_the_models_range_is_refused(max_model_len: int,
         load_model(path, max_model_len=max_model_len)
 
 
-@pytest.mark.parametrize("max_model_len", [2, 3, 5, 128])
+@looped("max_model_len", [2, 3, 5, 128])
 def test_every_max_model_len_in_the_models_range_is_served(max_model_len: int) -> None:
     engine = Engine.from_model(tiny_model("opt"), max_model_len=max_model_len)
     (generation,) = engine.generate([[3]], 200, ignore_eos=True)

@@ -20,6 +20,7 @@ from emssd.model import BorrowedTarget, TargetModel
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from tests.support.hidden import Listener, right_states
+from tests.support.tiers import looped
 
 VOCAB_SIZE = 61
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
@@ -84,7 +85,7 @@ def states_of(name: str) -> dict[int, torch.Tensor]:
     return {index: states[0] for index, states in into.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@looped("name", MODELS)
 def test_hidden_states_are_those_of_transformers(name: str) -> None:
     states, last = states_of(name), len(target(name).layers)
     with torch.inference_mode():
@@ -98,7 +99,7 @@ def test_hidden_states_are_those_of_transformers(name: str) -> None:
         assert float((states[one] - states[other]).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@looped("name", MODELS)
 @torch.inference_mode()
 def test_what_is_borrowed_gives_the_models_own_logits(name: str) -> None:
     borrowed, states = BorrowedTarget(target(name)), states_of(name)
@@ -113,7 +114,7 @@ def test_what_is_borrowed_gives_the_models_own_logits(name: str) -> None:
     assert torch.equal(target(name).model(IDS[None], use_cache=False).logits[0], logits)  # left as it was
 
 
-@pytest.mark.parametrize("name", MODELS)
+@looped("name", MODELS)
 @torch.inference_mode()
 def test_embeddings_are_those_of_the_first_layer_without_positions(name: str) -> None:
     borrowed, table = BorrowedTarget(target(name)), target(name).model.get_input_embeddings().weight

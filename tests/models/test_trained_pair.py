@@ -38,7 +38,7 @@ def run(
     return engine, engine.generate(prompts, NEW_TOKENS)
 
 
-@pytest.fixture(scope="module", params=["ragged", "padded"])
+@pytest.fixture(scope="module", params=["ragged", pytest.param("padded", marks=pytest.mark.nightly)])
 def plain(
     request: pytest.FixtureRequest, target: tuple[TargetModel, object], prompts: list[str]
 ) -> tuple[str, list[Generation]]:

@@ -25,6 +25,7 @@ from emssd.sampling import SamplingParams
 from emssd.testing.models import tiny_model
 from tests.cli.conftest import CHAT_TEMPLATE, byte_tokenizer, save_model
 from tests.support.sampling import sampled
+from tests.support.tiers import looped
 
 WHY = "TRL is not installed: nox -s trl, or pip install 'emssd[trl]'"
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,7 +206,7 @@ def test_options_that_cannot_be(options: dict[str, Any], error: type[Exception],
         Rollouts(**options)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "sentence"),
     [
         ({"use_vllm": True}, "leave out use_vllm"),

@@ -40,6 +40,15 @@ def test_workflows_run_what_is_there(path: Path) -> None:
     assert all((ROOT / script).is_file() for script in scripts)
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_may_only_read_and_run_what_is_pinned(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert workflow["permissions"] == {"contents": "read"}  # a job that writes says so itself
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert all(re.search("@[0-9a-f]{40}$", step["uses"]) for step in steps if "uses" in step)
+    assert all("-c constraints.txt" in step["run"] for step in steps if "pip install" in step.get("run", ""))
+
+
 def test_as_a_library_it_shows_no_messages() -> None:
     say = "import logging, emssd; logging.getLogger('emssd').warning('hello')"
     assert not subprocess.run([sys.executable, "-c", say], capture_output=True, check=True).stderr

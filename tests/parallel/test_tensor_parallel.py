@@ -25,6 +25,7 @@ from emssd.model.parallel.plans import check_shards
 from emssd.plugins.registry import Registry
 from emssd.testing import tiny_model
 from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
+from tests.support.tiers import looped
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.current_accelerator() is not None, reason="two processes share a CPU only with a PyTorch for CPUs"
@@ -137,7 +138,7 @@ def _process_of(parent: int, rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("architecture", "options", "size", "said"),
     [
         ("gpt2", {}, 2, "Transformers has no tensor parallel plan for it. Leave model.tensor_parallel out"),
@@ -152,7 +153,7 @@ def test_what_cannot_be_spread_is_refused(architecture: str, options: dict[str, 
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "said"),
     [
         ({"compile": True}, "model.compile compiles a whole model"),

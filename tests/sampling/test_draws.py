@@ -18,6 +18,7 @@ from emssd.sampling.choice import Node, choose
 from emssd.sampling.draws import behind, top_draws
 from emssd.sequences import Request, Sequence
 from tests.support import sampling as reference
+from tests.support.tiers import looped
 
 VOCAB = 12
 KINDS = [
@@ -95,8 +96,8 @@ def test_with_errors_as_they_are_assumed_the_shares_are_those_of_being_right() -
     assert float(limit.cdf(torch.tensor(statistic))) < 0.999
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("kind", KINDS[:4], ids=lambda kind: repr(kind)[:40])
+@looped("bad", [math.nan, math.inf])
+@looped("kind", KINDS[:4])
 def test_behind_a_model_that_overflowed_nothing_is_drawn(bad: float, kind: SamplingParams) -> None:
     values = logits(2)
     values[0] = bad
@@ -149,8 +150,8 @@ def test_the_kernels_draws_are_pytorchs(
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@looped("options", WAYS)
+@looped("bad", [math.nan, math.inf, -math.inf])
 def test_the_kernel_draws_nothing_behind_a_model_that_overflowed(bad: float, options: dict[str, Any]) -> None:
     values = torch.randn(3, 100, generator=torch.Generator().manual_seed(2))
     values[1] = bad

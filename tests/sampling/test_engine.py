@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend
@@ -28,6 +28,7 @@ from emssd.testing.strategies import drafters, policies
 from tests.support import sampling as reference
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
 from tests.support.sampling_strategies import params_of_any_kind
+from tests.support.tiers import looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter
 
 VOCAB, NUM_NEW = 11, 12
@@ -126,7 +127,7 @@ def decode(engine: Engine, asked: Seq[Request]) -> dict[str, tuple[int, ...]]:
     return {done.request_id: done.token_ids for done in engine.run(asked)}
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=settings.default.max_examples * 2)
 @given(
     asked=requests(),
     data=st.data(),
@@ -165,7 +166,7 @@ def of_one_prompt(number: int, params: SamplingParams | None = HOT) -> list[Requ
     return [Request(str(i), (1, 2, 3, 4), 24, sampling=params) for i in range(number)]
 
 
-@pytest.mark.parametrize("backend", TREE_BACKENDS)
+@looped("backend", TREE_BACKENDS)
 def test_drafts_of_the_sampled_text_are_accepted_as_chains_and_as_trees(backend: str) -> None:
     asked = of_one_prompt(4)
     expected = Expected(asked)
@@ -203,7 +204,7 @@ def test_rows_of_a_batch_keep_their_own_params() -> None:
     assert decode(make_engine(RandomDrafter(VOCAB, 3), batch_size=4), named) == dict(Expected(named))
 
 
-@pytest.mark.parametrize(
+@looped(
     "params",
     [
         SamplingParams(temperature=0.0, repetition_penalty=1.8),
@@ -212,7 +213,6 @@ def test_rows_of_a_batch_keep_their_own_params() -> None:
         SamplingParams(temperature=0.0, frequency_penalty=0.7),
         SamplingParams(temperature=1.0, repetition_penalty=1.5, frequency_penalty=0.5),
     ],
-    ids=repr,
 )
 def test_penalties_see_the_tokens_of_the_draft_on_the_way_to_a_node(params: SamplingParams) -> None:
     asked = of_one_prompt(3, params)

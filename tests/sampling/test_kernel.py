@@ -19,6 +19,7 @@ from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose
 from emssd.sampling.noise import gumbel, hashed, noise_key, noise_state
 from tests.support.sampling_strategies import params_of_any_kind
+from tests.support.tiers import looped
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -162,7 +163,7 @@ def test_totals_that_are_too_near_are_left_to_pytorch() -> None:
     assert drawn(logits, nodes) == [1] * 200 == by_pytorch(logits, nodes)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("params", "unsure"),
     [
         (SamplingParams(top_p=0.5), {1}),  # the first token has half
@@ -171,7 +172,6 @@ def test_totals_that_are_too_near_are_left_to_pytorch() -> None:
         (SamplingParams(top_k=2, top_p=2 / 3), {1}),
         (SamplingParams(top_k=2, top_p=2 / 3 + 1e-4), set()),
     ],
-    ids=str,
 )
 def test_limits_that_are_met_exactly_are_left_to_pytorch(params: SamplingParams, unsure: set[int]) -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).double().log().expand(300, 4)
@@ -184,8 +184,8 @@ def test_limits_that_are_met_exactly_are_left_to_pytorch(params: SamplingParams,
     assert choose(logits, nodes).tolist() == right
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@looped("dtype", DTYPES)
+@looped("bad", [math.nan, math.inf])
 def test_rows_that_overflowed_are_left_to_pytorch_and_others_are_not(dtype: torch.dtype, bad: float) -> None:
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(2)).to(dtype)
     logits[1, 99], logits[2, 3] = bad, bad

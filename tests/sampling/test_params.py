@@ -9,9 +9,10 @@ import pytest
 
 from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
+from tests.support.tiers import looped
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "message"),
     [
         ({"temperature": -1}, "temperature is -1; it must be 0 or at least 1e-06"),

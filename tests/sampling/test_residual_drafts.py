@@ -18,6 +18,7 @@ from emssd.sampling.residual import SampledTree, rsd_c, rsd_s
 from tests.sampling.beams import beam_of, beam_trees
 from tests.sampling.cases import DRAFTS, Tree, trees_of
 from tests.sampling.exact import Model, behind, probabilities, way
+from tests.support.tiers import looped
 
 VOCAB = 4
 
@@ -50,7 +51,7 @@ def as_tree(tree: SampledTree) -> Tree:
     return tuple(tree.token_ids), tuple(tree.parents)
 
 
-@pytest.mark.parametrize("branching", [(1, 1, 1), (3, 2), (2, 1, 2), (4,), ()])
+@looped("branching", [(1, 1, 1), (3, 2), (2, 1, 2), (4,), ()])
 def test_every_node_of_a_level_has_as_many_children(branching: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     tree = rsd_c(Noise(0).behind, branching, lambda: torch.rand((), generator=generator).item())

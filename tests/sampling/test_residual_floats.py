@@ -28,6 +28,7 @@ from emssd.sampling.residual import (
 from emssd.sampling.residual.distributions import choose, without
 from tests.sampling.cases import DRAFTS, TARGETS, rebuilt, trees_of
 from tests.sampling.exact import way
+from tests.support.tiers import looped
 
 RULES: list[Rule] = [verify_traversal, verify_recursive, verify_deterministic]
 rules = pytest.mark.parametrize("rule", RULES, ids=["traversal", "recursive", "deterministic"])
@@ -35,7 +36,7 @@ _GRID = 101  # no probability here is a fraction of it, so that no rounding deci
 
 
 @rules
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1)], ids=str)
+@looped("shape", [(1, 1), (2, 2), (3, 1)])
 def test_floats_decide_as_fractions_do(rule: Rule, shape: tuple[int, ...]) -> None:
     random, lengths = Random(1), set[int]()
     for target, draft in product(TARGETS.values(), DRAFTS):

@@ -34,6 +34,7 @@ from tests.sampling.exact import (
     total_variation,
     way,
 )
+from tests.support.tiers import few, looped
 
 RULES: dict[str, Rule] = {
     "traversal": verify_traversal,
@@ -61,14 +62,15 @@ def test_the_output_of_any_tree_has_the_law_of_the_target(rule: Rule, shape: tup
 
 
 @rules_with_q
+@pytest.mark.nightly
 def test_so_has_that_of_a_tree_with_three_children_everywhere(rule: Rule) -> None:
     target, draft = TARGETS["all possible"], DRAFTS["all possible"]
     assert is_lossless(mixed(rule, trees_of("all possible", (3, 3)), target, draft), target, 2)
 
 
 @rules_with_q
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (3, 1)], ids=str)
+@looped("name", TARGETS)
+@looped("shape", [(1, 1), (2, 2), (3, 1)])
 def test_a_draft_with_the_law_of_the_target_is_accepted_to_its_end(
     rule: Rule, name: str, shape: tuple[int, ...]
 ) -> None:
@@ -163,7 +165,7 @@ def with_replacement(draft: Model, num_children: int) -> dict[Tree, Fraction]:
 
 
 @rules
-@pytest.mark.parametrize("num_children", [2, 3])
+@pytest.mark.parametrize("num_children", few([2, 3], ci=1))
 def test_children_that_are_drawn_twice_are_passed_over(rule: Rule, num_children: int) -> None:
     for target, draft in PAIRS[:: num_children - 1]:
         law = mixed(rule, with_replacement(DRAFTS[draft], num_children), TARGETS[target], DRAFTS[draft])

@@ -18,6 +18,7 @@ from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from tests.sampling.test_engine import HOT, VOCAB, make_engine, target
 from tests.support import sampling as reference
 from tests.support.backends import BACKENDS
+from tests.support.tiers import looped
 from tests.support.trees import TREE_BACKENDS
 
 PROMPTS = [(1, 2, 3, 4), (5,), (1, 2, 3, 4)]
@@ -67,7 +68,7 @@ def sharing_engine(*, static: bool = False, batch_size: int = 8) -> Engine:
     return Engine(CausalLMRunner(target(), backend), drafter, batch_size=batch_size, scheduler=scheduler)
 
 
-@pytest.mark.parametrize(("length", "shared"), [(40, 32), (32, 16), (33, 32), (15, 0)])
+@looped(("length", "shared"), [(40, 32), (32, 16), (33, 32), (15, 0)])
 def test_all_start_together_and_the_prompts_whole_pages_are_computed_once(length: int, shared: int) -> None:
     """The last token of a prompt is always computed, as its logits are wanted: of 32 tokens 16 are shared."""
     engine, prompt = sharing_engine(), tuple(token % VOCAB for token in range(length))

@@ -270,6 +270,7 @@ def local_config() -> type:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.costly("plays random histories until the fault shows")
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
     assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found

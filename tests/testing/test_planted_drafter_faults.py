@@ -408,6 +408,7 @@ def test_every_rule_has_a_fault() -> None:
     assert planted == {rule.name for rule in rules_of("drafter")}
 
 
+@pytest.mark.nightly
 def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     uncompared = dict.fromkeys(COMPARING, "skipped: it learns across requests, and its drafts are not compared")
     assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == uncompared

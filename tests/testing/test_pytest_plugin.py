@@ -49,6 +49,7 @@ def test_options_reach_the_suite_and_the_cost_is_reported(
     assert "test_of_options.py::TestNone: it drafted nothing" in printed
 
 
+@pytest.mark.costly("starts processes")
 def test_a_session_without_a_suite_imports_nothing_heavy(tmp_path: Path) -> None:
     source = (
         "import sys\ndef test_it():\n    assert not {'torch', 'transformers', 'emssd.decoding'} & set(sys.modules)\n"

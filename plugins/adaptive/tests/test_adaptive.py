@@ -21,6 +21,7 @@ from emssd.drafting import BudgetStep, Draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Sequence
 from tests.support.budget_world import Curve, World
+from tests.support.tiers import looped
 
 COEFFICIENTS = st.floats(0, 2, allow_subnormal=False).map(lambda value: round(value, 3))
 
@@ -314,7 +315,7 @@ def test_no_choice_is_beyond_its_limit(data: st.DataObject) -> None:
         world.step([int(limit) for limit in random.integers(0, 8, 5)])
 
 
-@pytest.mark.parametrize(
+@looped(
     "config",
     [*(AdaptiveConfig(memory=value) for value in (0.5, float("nan"), float("inf"))), AdaptiveConfig(probe_interval=0)],
 )

@@ -10,6 +10,7 @@ from emssd_adaptive.pace import Pace
 from emssd_adaptive.policy import AdaptiveBudget
 
 from tests.support.budget_world import World
+from tests.support.tiers import looped
 
 NUM_ROWS, LIMIT = 8, 4
 
@@ -45,8 +46,8 @@ def relative_rate(chance: float, wander: float, seed: int, num_rows: int = NUM_R
     return num_tokens / steady / (num_rows / kneed(num_rows))
 
 
-@pytest.mark.parametrize("wander", [0.0, 0.15])
-@pytest.mark.parametrize("seed", range(3))
+@looped("wander", [0.0, 0.15])
+@looped("seed", range(3))
 def test_drafts_that_cost_more_than_they_bring_stay_undone_on_a_machine_that_wanders(wander: float, seed: int) -> None:
     assert relative_rate(0.5, wander, seed) > 0.98
 

@@ -22,6 +22,7 @@ from emssd.drafting import BudgetStep, Draft, Outcome
 from emssd.drafting.budget import HeldBudget
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Sequence
+from tests.support.tiers import looped
 
 # In tenths: equal worths are the rule, not the exception.
 WORTHS = st.lists(st.lists(st.integers(0, 10).map(lambda tenths: tenths / 10), max_size=4), min_size=1, max_size=3)
@@ -190,10 +191,9 @@ def chances(calibration: Calibration, confidences: Seq[float]) -> list[float]:
     return [calibration.worths([[-1]], [[confidence]])[0][0] for confidence in confidences]
 
 
-@pytest.mark.parametrize(
+@looped(
     "truth",
     [lambda told: told, lambda told: 1 - told, lambda told: 0.3, lambda told: told / 3],
-    ids=["what it says", "the opposite", "nothing", "a third"],
 )
 def test_confidence_becomes_the_share_that_is_accepted_whatever_it_means(truth: Callable[[float], float]) -> None:
     told = [0.01, 0.25, 0.55, 0.85, 0.99]
@@ -357,7 +357,7 @@ TOLD = [None, lambda rank: 0.9 if rank == 0 else 0.3, lambda rank: 0.0, lambda r
 """No confidence, a plausible one, and such as mean nothing."""
 
 
-@pytest.mark.parametrize("told", TOLD)
+@looped("told", TOLD)
 def test_good_trees_are_verified_where_nodes_cost_nothing(told: Callable[[int], float] | None) -> None:
     world = TreeWorld(AdaptiveBudget(), SHAPE, flat, (0.5, 0.3, 0.1), told).warm()
     kept = [lengths for lengths in world.run(100)[-60:] if any(lengths)]  # a few compare, without drafts
@@ -365,8 +365,8 @@ def test_good_trees_are_verified_where_nodes_cost_nothing(told: Callable[[int], 
     assert kept == [[len(SHAPE)] * 4] * len(kept)
 
 
-@pytest.mark.parametrize("told", TOLD)
-@pytest.mark.parametrize(("curve", "per_token"), [(steep, 0.0), (flat, 0.01)])
+@looped("told", TOLD)
+@looped(("curve", "per_token"), [(steep, 0.0), (flat, 0.01)])
 def test_hopeless_trees_are_given_up_where_they_cost(
     curve: Curve, per_token: float, told: Callable[[int], float] | None
 ) -> None:
@@ -375,14 +375,14 @@ def test_hopeless_trees_are_given_up_where_they_cost(
     assert world.run(60) == [[0] * 4] * 60
 
 
-@pytest.mark.parametrize("told", TOLD)
+@looped("told", TOLD)
 def test_with_probes_hopeless_trees_cost_next_to_nothing(told: Callable[[int], float] | None) -> None:
     world = TreeWorld(AdaptiveBudget(), SHAPE, steep, (0.02,), told).warm()
     world.run(150)
     assert world.gain(300) > 0.98
 
 
-@pytest.mark.parametrize("told", TOLD)
+@looped("told", TOLD)
 def test_good_trees_are_faster_than_their_chain_and_than_nothing(told: Callable[[int], float] | None) -> None:
     def gain(shape: Seq[int]) -> float:
         world = TreeWorld(AdaptiveBudget(), shape, gentle, (0.5, 0.4), told).warm()
@@ -402,7 +402,7 @@ def test_of_a_tree_whose_siblings_are_never_right_the_chain_is_taken(told: Calla
     assert sum(length == 4 for length in kept) > 0.9 * len(kept)
 
 
-@pytest.mark.parametrize("told", TOLD)
+@looped("told", TOLD)
 def test_trees_that_become_good_are_found_out(told: Callable[[int], float] | None) -> None:
     world = TreeWorld(AdaptiveBudget(probe_interval=4), SHAPE, lambda n: 0.05 + 0.005 * n, (), told).warm()
     assert sum(map(sum, world.run(150)[-50:])) < 50

@@ -34,6 +34,7 @@ from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
+from tests.support.tiers import few, looped
 
 IDS = ([0] * 5,) * 3  # what a target chose, of no interest here
 
@@ -218,7 +219,7 @@ def test_drafters_are_made_in_order_each_with_its_own_options() -> None:
     assert made == [("x", {}), ("y", {"length": 3})]
 
 
-@pytest.mark.parametrize("names", [[], ["llma", "llma"], ["cascade"], ["llma", "cascade"]])
+@looped("names", [[], ["llma", "llma"], ["cascade"], ["llma", "cascade"]])
 def test_no_drafters_or_one_of_them_twice_is_refused(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"drafter.drafters is .*give each drafter once, and not cascade itself"):
         Engine.from_model(tiny_model(), drafter=CascadeConfig(names))
@@ -303,14 +304,16 @@ class ReversedMachine(DraftModelMachine):
         return [*super().make_drafters(num_tokens), LLMADrafter(LLMAConfig(1, 3, require_full_copy=False))]
 
 
-@pytest.mark.parametrize("machine", [DraftModelMachine, CascadeMachine, ReversedMachine])
+@pytest.mark.costly("plays a random history")
+@pytest.mark.parametrize("machine", few([CascadeMachine, DraftModelMachine, ReversedMachine], ci=1))
+@pytest.mark.hypothesis
 def test_after_any_arrivals_preemptions_and_trims_it_drafts_what_a_fresh_drafter_drafts(
     machine: type[DraftModelMachine],
 ) -> None:
     run_with_preemption(machine, share=4, num_steps=15)
 
 
-@pytest.mark.parametrize("budget", ["fixed", "adaptive"])
+@pytest.mark.parametrize("budget", few(["adaptive", "fixed"], ci=1))
 def test_under_one_memory_limit_target_and_draft_model_preempt_and_stay_exact(
     budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from emssd.heads import Checkpoint, DecoderConfig, TargetSizes
-from emssd.heads.files import cannot_load
+from emssd.heads.files import cannot_load, reading_config
 
 __all__ = ["Variant", "variant_of"]
 
@@ -67,10 +67,8 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
         raise cannot_load(path, "its dflash_config is no object of JSON")
     both = {**config} | {name: value for name, value in inner.items() if value is not None}
     decoder = DecoderConfig.read(config, path)
-    try:
+    with reading_config(path):
         variant = _read(checkpoint, names, both, decoder, target)
-    except (IndexError, TypeError, ValueError) as error:
-        raise cannot_load(path, f"its config.json has a value of another type than expected ({error})") from error
     _check(checkpoint, variant, both, target)
     return variant
 
@@ -138,8 +136,8 @@ def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], 
         why = f"it reads the outputs of layers {read}, and needs different ones"
     elif not 0 <= variant.mask_token_id < target.vocab_size:
         why = f"its mask_token_id is {variant.mask_token_id}, and the target has embeddings of {target.vocab_size} ids"
-    elif variant.num_drafts < 1:
-        why = f"its block_size is {variant.block_size}, which drafts nothing"
+    elif not 1 <= variant.num_drafts <= 4096:  # as many as a tree has at most
+        why = f"its block_size is {variant.block_size}; a block drafts 1 to 4096 tokens"
     elif values.get("use_swa") and not any(variant.decoder.windows):
         why = "its dflash_config has use_swa, and no layer_types say which layers have a sliding window"
     elif variant.markov_rank and values.get("markov_head_type", "vanilla") != "vanilla":

@@ -35,6 +35,7 @@ from emssd.testing.oracle import References, greedy_reference
 from tests.support import sampling as reference
 from tests.support.heads import layer_weights, random_weights, write_head
 from tests.support.looking_back import BLOCK, MASK, SIZE, VOCAB, looking_back_model, write_looking_back_block
+from tests.support.tiers import looped
 
 MODEL_LEN, NUM_NEW, LENGTH = 144, 31, BLOCK - 1
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6, 1, 1, 5, 0, 2, 5], [7, 8, 2, 2, 6, 4, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1]]
@@ -119,8 +120,8 @@ def is_full(done: Sequence[Generation]) -> bool:
     return all(each.num_steps == steps and each.num_accepted == each.num_drafted for each in done)
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize("kinds", KINDS)
+@looped("backend", ["ragged", "padded"])
+@looped("kinds", KINDS)
 def test_a_head_that_is_always_right_is_always_accepted(kinds: str, backend: str) -> None:
     assert is_full(decode(make_engine(backend), KINDS[kinds]))
 

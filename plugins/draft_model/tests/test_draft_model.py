@@ -24,6 +24,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 VOCAB_SIZE = 13
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
@@ -80,7 +81,7 @@ def greedy(model: TargetModel, tokens: list[int], count: int) -> list[int]:
 
 
 # A first run of a model takes seconds, and explaining a failure minutes.
-@settings(max_examples=20, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
+@settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
 @given(data=st.data())
 def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str, data: st.DataObject) -> None:
@@ -123,9 +124,7 @@ def test_it_drafts_the_draft_models_own_greedy_continuation(architecture: str) -
     assert chains(draft) == [greedy(model, prompt, count) for prompt, count in zip(prompts, budget, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "budget", [[0, 0, 0], [0, 3, 0], [4, 0, 1], [1, 1, 1], [0, 0, 4]], ids=lambda budget: "-".join(map(str, budget))
-)
+@looped("budget", [[0, 0, 0], [0, 3, 0], [4, 0, 1], [1, 1, 1], [0, 0, 4]])
 def test_uneven_budgets_are_filled_exactly(budget: list[int]) -> None:
     model = draft_model()
     prompts = [[3, 4, 5], [6], [7, 8, 9, 10]]

@@ -27,6 +27,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.draft_models import draft_model_drafter
+from tests.support.tiers import looped
 from tests.support.trees import TREE_BACKENDS
 
 VOCAB = 11
@@ -68,8 +69,8 @@ def nodes(draft: Draft, row: int) -> list[tuple[int, int]]:
 
 
 @shapes
-@pytest.mark.parametrize("vocab_size", [VOCAB, VOCAB - 2])
-@pytest.mark.parametrize("kind", KINDS)
+@looped("vocab_size", [VOCAB, VOCAB - 2])
+@looped("kind", KINDS)
 def test_it_tells_what_it_drew_from(kind: str, vocab_size: int, shape: str) -> None:
     params = KINDS[kind]
     draft = drafted(shape, [row_of(params)], vocab_size=vocab_size)
@@ -113,7 +114,7 @@ def test_trees_end_where_the_row_does(shape: str) -> None:
 @shapes
 def test_the_first_node_has_the_law_that_it_tells(shape: str) -> None:
     """A G-test over seeds."""
-    rows = [row_of(replace(WARM, seed=seed), seed) for seed in range(1000)]
+    rows = [row_of(replace(WARM, seed=seed), seed) for seed in range(600)]
     drafter = draft_model_drafter(model(), SHAPES[shape], VOCAB)
     firsts, q = list[int](), drafter.propose(Batch((rows[0],)), [4]).q
     for start in range(0, len(rows), 5):
@@ -160,7 +161,7 @@ def test_a_draft_model_that_is_the_target_is_accepted_to_the_end(shape: str) -> 
 
 
 @shapes
-@pytest.mark.parametrize("batch_size", [1, 3])
+@looped("batch_size", [1, 3])
 def test_the_text_is_the_same_at_every_batch_size(shape: str, batch_size: int) -> None:
     requests = [Request(str(i), PROMPT[: 1 + i % 4], 20, sampling=WARM) for i in range(4)]
     texts = []

@@ -32,6 +32,7 @@ from emssd.sequences import Generation, Request, Sequence
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
+from tests.support.tiers import looped
 from tests.support.trees import TREE_BACKENDS
 
 VOCAB, MOST_NEW = 11, 31
@@ -125,7 +126,7 @@ def test_all_of_its_chains_are_accepted(batch: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sure_shapes())
-@pytest.mark.parametrize("batch", BATCHES)
+@looped("batch", BATCHES)
 def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str, kind: str) -> None:
     shape, kinds = sure_shapes()[kind], BATCHES[batch]
     ranks = watched(shape)
@@ -135,7 +136,7 @@ def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str,
     assert set(ranks) == {0}
 
 
-@pytest.mark.parametrize("kind", ["chain", *sure_shapes()])
+@looped("kind", ["chain", *sure_shapes()])
 def test_it_stays_right_where_rows_are_preempted_and_end_in_the_midst_of_drafts(kind: str) -> None:
     shape: str | Shape = "chain" if kind == "chain" else sure_shapes()[kind]
     ranks = [] if isinstance(shape, str) else watched(shape)
@@ -175,8 +176,8 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("tree", ["chain", "static"])
-@pytest.mark.parametrize(("kind", "change"), MUTATIONS, ids=lambda each: getattr(each, "__name__", each))
+@looped("tree", ["chain", "static"])
+@pytest.mark.parametrize(("kind", "change"), MUTATIONS)
 def test_with_anything_else_it_is_wrong_at_times(kind: str, change: Any, tree: str) -> None:
     """So the tests above can fail; tokens are right all the same."""
 
@@ -196,7 +197,7 @@ def test_with_anything_else_it_is_wrong_at_times(kind: str, change: Any, tree: s
         assert set(ranks) > {0}
 
 
-@pytest.mark.parametrize("tree", DRAFT_MODEL_OPTIONS)
+@looped("tree", DRAFT_MODEL_OPTIONS)
 def test_merged_with_others_or_behind_them_it_is_right_too(tree: str) -> None:
     """In a union, and as the second drafter in turn, as cascade asks it."""
     asked = requests_of([KINDS["warm"], KINDS["top-p"], None], 20)
@@ -211,7 +212,7 @@ def test_merged_with_others_or_behind_them_it_is_right_too(tree: str) -> None:
         assert sum(each.num_accepted for each in done) >= 3 * 8
 
 
-@pytest.mark.parametrize("tree", DRAFT_MODEL_OPTIONS)
+@looped("tree", DRAFT_MODEL_OPTIONS)
 def test_what_a_policy_cuts_changes_nothing(tree: str) -> None:
     drafter = draft_model_drafter(target(), tree, VOCAB)
     engine = make_engine(drafter, budget=AdaptiveBudget(probe_interval=4))

@@ -35,6 +35,7 @@ from emssd.testing.oracle import DenseBackend, greedy_reference
 from emssd.testing.paged import ReferenceKernels
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
+from tests.support.tiers import looped
 
 VOCAB_SIZE = 11
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
@@ -154,8 +155,8 @@ def dynamic_tree(model: TargetModel, prompt: Seq[int], depth: int, top_k: int, c
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5], [8], [9, 10, 9]]
 
 
-@pytest.mark.parametrize("architecture", ["opt", "llama", "mistral"])
-@pytest.mark.parametrize("budget", [[14, 14, 14], [3, 0, 7], [1, 5, 14]], ids=str)
+@looped("architecture", ["opt", "llama", "mistral"])
+@looped("budget", [[14, 14, 14], [3, 0, 7], [1, 5, 14]])
 def test_static_gives_every_node_of_a_level_the_same_number_of_children(architecture: str, budget: list[int]) -> None:
     model = draft_model(architecture)
     draft = propose(make_drafter(StaticShape([2, 3, 1]), model), list(map(sequence, PROMPTS, "abc")), budget)
@@ -164,9 +165,9 @@ def test_static_gives_every_node_of_a_level_the_same_number_of_children(architec
         assert same(nodes(draft, row), static_tree(model, prompt, [2, 3, 1], count))
 
 
-@pytest.mark.parametrize("architecture", ["opt", "llama", "mistral"])
-@pytest.mark.parametrize(("depth", "top_k"), [(1, 3), (3, 2), (4, 3), (5, 1)])
-@pytest.mark.parametrize("budget", [[9, 9, 9], [2, 0, 5], [1, 30, 7]], ids=str)
+@looped("architecture", ["opt", "llama", "mistral"])
+@looped(("depth", "top_k"), [(1, 3), (3, 2), (4, 3), (5, 1)])
+@looped("budget", [[9, 9, 9], [2, 0, 5], [1, 30, 7]])
 def test_dynamic_is_the_tree_of_eagle_2(architecture: str, depth: int, top_k: int, budget: list[int]) -> None:
     model = draft_model(architecture)
     shape = DynamicShape(30, depth, top_k)
@@ -196,8 +197,8 @@ def test_the_first_nodes_are_the_most_probable_and_parents_come_first(kind: str)
         assert len(scores) > 4
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("remaining", [1, 2, 3, 4])
+@looped("kind", SHAPES)
+@looped("remaining", [1, 2, 3, 4])
 def test_no_node_is_deeper_than_the_row_may_grow(kind: str, remaining: int) -> None:
     rows = [sequence([3, 4], "a", remaining), sequence([5], "b", 30)]
     draft = propose(make_drafter(make_shape(kind)), rows, [14, 14])
@@ -205,8 +206,8 @@ def test_no_node_is_deeper_than_the_row_may_grow(kind: str, remaining: int) -> N
     assert max(depths(draft.tree(1))) == make_shape(kind).depth or kind != "static"
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("length", [11, 13, 14, 15, 16, 17])
+@looped("kind", SHAPES)
+@looped("length", [11, 13, 14, 15, 16, 17])
 def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str, length: int) -> None:
     drafter = make_drafter(make_shape(kind), draft_model("opt", max_model_len=16))
     computed = watch(drafter)
@@ -374,7 +375,7 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, d
     assert drafter._runner.usage.held == 0
 
 
-@pytest.mark.parametrize(
+@looped(
     "shape",
     [
         StaticShape([2, 1, 2]),
@@ -382,7 +383,6 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, d
         DynamicShape(12, 4, 3),
         SequoiaShape(12, 4, 3, [[0.9, 0.05, 0.03]]),
     ],
-    ids=["static", "static chain", "dynamic", "sequoia"],
 )
 def test_a_draft_model_that_is_the_target_has_a_way_to_the_last_level_accepted_in_every_step(shape: Shape) -> None:
     target = draft_model(sharpness=40.0)  # so that its own choice is on the most probable way at every depth
@@ -401,9 +401,9 @@ def test_a_draft_model_that_is_the_target_has_a_way_to_the_last_level_accepted_i
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("limit", [1, 2, 3, 20])
-@pytest.mark.parametrize("eos", [frozenset(), frozenset({5, 7})], ids=["no eos", "eos"])
-@pytest.mark.parametrize("make_backend", [lambda: backend_for(draft_model()), None], ids=["paged", "dense"])
+@looped("limit", [1, 3, 20])
+@looped("eos", [frozenset(), frozenset({5, 7})])
+@looped("make_backend", [lambda: backend_for(draft_model()), None])
 def test_tokens_are_those_of_greedy_decoding(kind: str, limit: int, eos: frozenset[int], make_backend: Any) -> None:
     target = TargetModel(tiny_model("llama", seed=5, vocab_size=VOCAB_SIZE, max_model_len=64))
     backend = DenseBackend()
@@ -455,6 +455,7 @@ class TreeMachine(EngineMachine):
             assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
 
 
+@pytest.mark.hypothesis
 def test_in_any_run_the_tokens_are_those_of_greedy_decoding() -> None:
     run_with_preemption(TreeMachine, share=20, num_steps=12)
 
@@ -493,7 +494,7 @@ def test_more_children_than_there_are_tokens_are_all_tokens() -> None:
     assert math.isclose(sum(draft.confidence), 1.0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "message"),
     [
         ({"tree": "dinamic"}, r"drafter\.tree is 'dinamic'; did you mean 'dynamic'\? choose one of chain, static, "),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from emssd.heads import LAST_NORMED, Checkpoint, Format, TargetSizes, expect, fill, made_empty, read_checkpoint, rename
-from emssd.heads.files import cannot_load
+from emssd.heads.files import cannot_load, reading_config
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers
 from emssd_eagle3.variant import Variant, variant_of
@@ -59,7 +59,8 @@ def load_eagle3(
     names = rename(checkpoint, _new_name)
     if tied := _tied_head(checkpoint, names):
         names["lm_head.weight"] = tied
-    variant = variant_of(checkpoint, names, target)
+    with reading_config(path):
+        variant = variant_of(checkpoint, names, target)
     layers = aux_layers(
         variant.layer_ids,
         variant.num_features,

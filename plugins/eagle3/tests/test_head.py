@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ import pytest
 import torch
 from emssd_eagle3.loading import LoadedEagle3, load_eagle3
 
+from emssd.errors import CompileError
 from emssd.heads import LAST_NORMED, TargetSizes, compiled
 from emssd.heads.compiled import CompiledHead
-from emssd.model import tracing
-from emssd.native import NativeError
+from emssd.model import proven, tracing
+from emssd.model.program import Program
+from emssd.native import Entry, NativeError
 from tests.support.heads import (
     CPU,
     Weights,
@@ -320,6 +324,7 @@ def drawn_rows(trees: Seq[tuple[int, ...]] = ((-1, -1, 0, 0, 1, 3), (-1, 0, 1)))
     ]
 
 
+@pytest.mark.nightly
 def test_a_compiled_head_gives_the_same(
     kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -337,6 +342,30 @@ def test_a_compiled_head_gives_the_same(
     assert_same(hidden, head(inputs, torch.tensor([[4, 5, 6]] * 2), lambda _, q, k, v: 2 * q)[:, [0, 2]].flatten(0, 1))
     assert_same(logits, head.logits(hidden, pytest.fail))
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("num_wrong", [1, 2])
+def test_a_program_that_computes_nan_is_compiled_again_and_then_refused(
+    num_wrong: int, kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = load(write_head(tmp_path, CONFIG, head_weights())).head
+    asked, run, kept = list[bool](), Program.__call__, proven.entry
+
+    def entry(*names: Any, replace: bool = False) -> Entry:
+        asked.append(replace)
+        return dataclasses.replace(kept(*names), new=replace)  # as if it had been compiled
+
+    def call(program: Program, *arguments: Any) -> list[torch.Tensor]:
+        return [each * (math.nan if len(asked) <= num_wrong else 1) for each in run(program, *arguments)]
+
+    monkeypatch.setattr(proven, "entry", entry)
+    monkeypatch.setattr(Program, "__call__", call)
+    if num_wrong == 1:
+        CompiledHead(head)
+    else:
+        with pytest.raises(CompileError, match="though it was just compiled: its outputs differ by "):
+            CompiledHead(head)
+    assert asked == [False, True]
 
 
 def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from emssd_eagle3.loading import load_eagle3
 from emssd.errors import ConfigError
 from emssd.heads import TargetSizes
 from tests.support.heads import CPU, Weights, layer_weights, random_weights, write_head
+from tests.support.tiers import looped
 
 H, V, VD = 16, 40, 12
 TARGET = TargetSizes(V, H, 9)
@@ -95,8 +96,14 @@ def put(**more: torch.Tensor) -> Callable[[Weights], object]:
         ),
         ({"partial_rotary_factor": 0.5}, None, "it rotates a part of each head only"),
         ({"hidden_act": "wavy"}, None, "its hidden_act is 'wavy'"),
-        ({"num_attention_heads": "many"}, None, "a value of another type than expected"),
+        ({"num_attention_heads": "many"}, None, "a value of another type or size than expected"),
         ({"hidden_size": None}, None, "its config.json has no hidden_size"),
+        ({"num_hidden_layers": 10**9}, None, "num_hidden_layers is 1000000000, and no whole number from 1 to 1024"),
+        ({"head_dim": 10**9}, None, "head_dim is 1000000000, and no whole number from 1 to 1048576"),
+        ({"num_key_value_heads": [2]}, None, "num_key_value_heads is [2], and no whole number from 1 to 1048576"),
+        ({"hidden_act": ["silu"]}, None, "its config.json has a value of another type or size than expected"),
+        ({"architectures": 5}, None, "another type or size than expected ('int' object is not iterable); repair that"),
+        ({"eagle_config": "x"}, None, "its config.json has a value of another type or size than expected"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, None, "reads 3 hidden states of the target, and its config na"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 10]}, None, "hidden states 2, 4, 10, and a target of 9 layers"),
         (
@@ -140,7 +147,7 @@ def test_a_head_without_what_it_would_borrow_must_be_as_wide_as_its_target(tmp_p
         load(path, TargetSizes(V, 20, 9))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("ids", "options", "layers", "other"),
     [
         (None, {}, (2, 18, 33), None),

@@ -25,6 +25,7 @@ from emssd.model import TargetModel
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from tests.support.self_drafts import KINDS, NUM_NEW, decode, is_full, make_engine, run_in_little_memory
+from tests.support.tiers import looped
 
 DEPTH = 4
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "dynamic": {"tree": "dynamic", "num_nodes": 14, "top_k": 3}}
@@ -45,8 +46,8 @@ def drafter(*, sure: bool = True, **options: Any) -> Build:
     return build
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize("kinds", KINDS)
+@looped("backend", ["ragged", "padded"])
+@looped("kinds", KINDS)
 @EVERY_SHAPE
 def test_all_layers_are_always_accepted(shape: str, kinds: str, backend: str) -> None:
     engine = make_engine(drafter(**SHAPES[shape]), backend)
@@ -144,7 +145,7 @@ def naive(model: Any, tokens: Seq[int], count: int, num_layers: int) -> list[int
     return text[len(tokens) :]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox", "opt", "gemma2"])
+@looped("architecture", ["llama", "qwen2", "gpt_neox", "opt", "gemma2"])
 def test_it_drafts_what_the_first_layers_say_without_a_cache(architecture: str) -> None:
     """In every step of a run in which some of it is accepted and some is not."""
     model, drafts = model_of(architecture), list[tuple[list[int], list[int]]]()
@@ -169,14 +170,14 @@ def test_it_drafts_what_the_first_layers_say_without_a_cache(architecture: str) 
     assert 0 < engine.report.num_accepted < engine.report.num_drafted
 
 
-@pytest.mark.parametrize(("num_layers", "quarter"), [(1, 1), (4, 1), (5, 2), (12, 3)])
+@looped(("num_layers", "quarter"), [(1, 1), (4, 1), (5, 2), (12, 3)])
 def test_a_quarter_of_the_layers_is_the_default(num_layers: int, quarter: int) -> None:
     model = TargetModel(tiny_model("llama", num_hidden_layers=num_layers, hidden_size=8, intermediate_size=4))
     made: Any = make_engine(drafter(num_layers=None), model=model).drafting.drafters[0].drafter
     assert made._runner.num_layers == quarter
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "words"),
     [
         ({"num_layers": 0}, "drafter.num_layers is 0; choose 1 to 3, as the target has"),
@@ -186,7 +187,6 @@ def test_a_quarter_of_the_layers_is_the_default(num_layers: int, quarter: int) -
         ({"tree": "dynamic", "top_k": 0}, "drafter.top_k is 0; it must be at least 1"),
         ({"min_confidence": 1.5}, "drafter.min_confidence is 1.5; it must be from 0 to 1"),
     ],
-    ids=str,
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[Callable[[Machine], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("fault", "sentence"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("fault", "sentence"), FAULTS.values())
 def test_what_is_missing_is_named_in_one_sentence(
     fault: Callable[[Machine], Any], sentence: str, machine: Machine
 ) -> None:

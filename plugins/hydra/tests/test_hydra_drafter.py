@@ -38,6 +38,7 @@ from tests.support.heads import Weights, dense_layer, dense_rms, layer_weights, 
 from tests.support.hidden import right_states
 from tests.support.perfect_head import SIZE, VOCAB, perfect_target
 from tests.support.perfect_hydra import NUM_HEADS, PREFIX, write_perfect_hydra
+from tests.support.tiers import looped
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},
@@ -62,24 +63,24 @@ def trial() -> Trial:
     return Trial(TargetModel(perfect_target(144)), NUM_HEADS, load)
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@looped("kinds", KINDS)
+@looped("shape", SHAPES)
 def test_heads_that_are_always_right_are_always_accepted(shape: str, kinds: str) -> None:
     trial().make_engine(SHAPES[shape])
     trial().decode(KINDS[kinds])
     assert trial().is_full()
 
 
-@pytest.mark.parametrize(("arch", "backend"), [("mlp", "ragged"), ("mlp", "padded"), ("prefix-mlp", "padded")])
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@looped(("arch", "backend"), [("mlp", "ragged"), ("mlp", "padded"), ("prefix-mlp", "padded")])
+@looped("shape", ["chain", "dynamic"])
 def test_each_architecture_on_each_backend(shape: str, arch: str, backend: str) -> None:
     trial().make_engine(SHAPES[shape] | {"path": heads_path(arch)}, backend)
     trial().decode(KINDS["mixed"])
     assert trial().is_full()
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("max_step_tokens", [5, 24])
+@looped("arch", ARCHES)
+@looped("max_step_tokens", [5, 24])
 def test_prompts_in_pieces(max_step_tokens: int, arch: str) -> None:
     options = SHAPES["chain"] | {"path": heads_path(arch)}
     trial().make_engine(options, max_step_tokens=max_step_tokens, batch_size=2)
@@ -335,7 +336,7 @@ def test_no_token_depends_on_the_heads(
         assert generation.token_ids == trial().text(generation.request_id, prompt, kind, num_new)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "words"),
     [
         ({"path": None}, "give drafter.path=FOLDER"),
@@ -346,7 +347,6 @@ def test_no_token_depends_on_the_heads(
         ({"num_nodes": 0}, "drafter.num_nodes is 0; it must be at least 1"),
         ({"top_k": 0}, "drafter.top_k is 0; it must be at least 1"),
     ],
-    ids=str,
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:

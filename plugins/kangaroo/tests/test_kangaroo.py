@@ -40,6 +40,7 @@ from tests.support.self_drafts import (
     run_in_little_memory,
     target,
 )
+from tests.support.tiers import looped
 
 LENGTH, EXIT = 4, 2
 Build = Callable[[DrafterContext], Drafter]
@@ -80,8 +81,8 @@ def drafter(*, sure: bool = True, **options: Any) -> Build:
     return build
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize("kinds", KINDS)
+@looped("backend", ["ragged", "padded"])
+@looped("kinds", KINDS)
 def test_an_adapter_that_is_always_right_is_always_accepted(kinds: str, backend: str) -> None:
     engine = make_engine(drafter(), backend)
     decode(engine, KINDS[kinds])
@@ -219,7 +220,7 @@ def naive(model: Any, weights: Weights, tokens: Seq[int], count: int) -> list[in
     return text[len(tokens) :]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt_neox", "opt"])
+@looped("architecture", ["llama", "qwen2", "gpt_neox", "opt"])
 def test_it_drafts_what_the_formulas_say_without_a_cache(architecture: str) -> None:
     """In every step of a run."""
     model = TargetModel(tiny_model(architecture, vocab_size=13, max_model_len=64))
@@ -298,7 +299,7 @@ FILES: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("file", FILES)
+@looped("file", FILES)
 def test_files_of_something_else_are_refused(file: str) -> None:
     config, weights = dict(perfect_adapter()[0]), dict(perfect_adapter()[1])
     change, words = FILES[file]
@@ -308,7 +309,7 @@ def test_files_of_something_else_are_refused(file: str) -> None:
     assert f": {words}" in str(raised.value)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "words"),
     [
         ({"path": None}, "give drafter.path=FOLDER, or a hub id"),
@@ -317,7 +318,6 @@ def test_files_of_something_else_are_refused(file: str) -> None:
         ({"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0; it must be at least 1"),
         ({"min_confidence": -0.1}, "drafter.min_confidence is -0.1; it must be from 0 to 1"),
     ],
-    ids=str,
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -14,6 +14,7 @@ from emssd import Engine
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 CONFIGS = st.builds(
     LLMAConfig,
@@ -85,7 +86,7 @@ def test_the_defaults_are_the_papers_setting_prompt_only_last_match_and_a_full_c
     assert chains(drafter, [repeating], [7]) == [[]]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "expected"),
     [
         ({"occurrence": Occurrence.first}, [10, 11, 3]),
@@ -95,7 +96,6 @@ def test_the_defaults_are_the_papers_setting_prompt_only_last_match_and_a_full_c
         ({"match_length": 1, "require_full_copy": False}, [30, 3, 4]),
         ({"match_length": 3}, []),
     ],
-    ids=str,
 )
 def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> None:
     text = [3, 4, 10, 11, 3, 4, 20, 21, 3, 4, 30, 3, 4]
@@ -109,7 +109,7 @@ def test_a_copy_from_the_prompt_stops_at_its_end() -> None:
     assert chains(LLMADrafter(LLMAConfig(require_full_copy=False)), [row], [7]) == [[5, 6]]
 
 
-@pytest.mark.parametrize("budget", [0, 1, 3, 7, 50])
+@looped("budget", [0, 1, 3, 7, 50])
 def test_the_budget_of_each_row_is_respected(budget: int) -> None:
     text = [3, 4, *range(10, 30), 3, 4]
     drafter = LLMADrafter(LLMAConfig())

@@ -20,6 +20,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from emssd.testing.paged import ReferenceKernels
+from tests.support.tiers import few, looped
 
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]
 
@@ -77,8 +78,8 @@ def engine_of(model: Any, drafter: LookaheadDrafter) -> Engine:
     return Engine(CausalLMRunner(target, backend), drafter, batch_size=3, on_drafter_error="fail")
 
 
-@pytest.mark.parametrize("architecture", ["opt", "llama", "gemma2"])
-@pytest.mark.parametrize("shape", [(3, 3, 2), (1, 2, 1), (4, 2, 3), (2, 4, 1)], ids=str)
+@pytest.mark.parametrize("architecture", few(["opt", "gemma2", "llama"], ci=2))
+@looped("shape", [(3, 3, 2), (1, 2, 1), (4, 2, 3), (2, 4, 1)])
 def test_tokens_are_those_of_greedy_decoding(architecture: str, shape: tuple[int, int, int]) -> None:
     model = tiny_model(architecture, max_model_len=64)
     window, ngram, guesses = shape
@@ -87,7 +88,7 @@ def test_tokens_are_those_of_greedy_decoding(architecture: str, shape: tuple[int
     assert [list(output.token_ids) for output in outputs] == [greedy_reference(model, prompt, 20) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("shape", [(3, 3), (1, 2), (4, 2), (2, 4)], ids=str)
+@looped("shape", [(3, 3), (1, 2), (4, 2), (2, 4)])
 def test_an_ngram_of_the_window_ends_with_what_the_target_says_behind_it(shape: tuple[int, int]) -> None:
     model = tiny_model(max_model_len=64)
     width, ngram = shape

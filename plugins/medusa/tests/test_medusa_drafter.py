@@ -35,6 +35,7 @@ from tests.support.fed_heads import KINDS, NUM_NEW, PROMPTS, Trial, earlier_stat
 from tests.support.heads import Weights, random_weights, write_head
 from tests.support.hidden import right_states
 from tests.support.perfect_medusa import NUM_HEADS, SIZE, VOCAB, lagging_target, write_perfect_medusa
+from tests.support.tiers import looped
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},
@@ -62,8 +63,8 @@ def test_the_text_is_worth_guessing() -> None:
     assert len({each[place : place + 3] for each in texts for place in range(NUM_NEW - 2)}) > 60
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@looped("kinds", KINDS)
+@looped("shape", SHAPES)
 def test_heads_that_are_always_right_are_always_accepted(shape: str, kinds: str) -> None:
     trial().make_engine(SHAPES[shape])
     trial().decode(KINDS[kinds])
@@ -239,7 +240,7 @@ def test_no_token_depends_on_the_heads(
         assert generation.token_ids == trial().text(generation.request_id, prompt, kind, num_new)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "words"),
     [
         ({"path": None}, "give drafter.path=FOLDER"),
@@ -250,7 +251,6 @@ def test_no_token_depends_on_the_heads(
         ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
         ({"num_nodes": 0}, "drafter.num_nodes is 0; it must be at least 1"),
     ],
-    ids=str,
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:

@@ -10,7 +10,7 @@ import torch
 
 from emssd.errors import EmssdError
 from emssd.heads import Checkpoint, Format, drop_copies, expect, fill, made_empty, read_checkpoint, rename
-from emssd.heads.files import cannot_load
+from emssd.heads.files import cannot_load, reading_config
 from emssd.heads.lent import Lent
 from emssd_mtp.head import MtpHead
 
@@ -57,7 +57,8 @@ def load_mtp(path: str, lent: Lent) -> LoadedMtp:
     """
     checkpoint, target = read_checkpoint(path), lent.target
     expect(checkpoint, Format.mtp)
-    _check(checkpoint, lent)
+    with reading_config(path):
+        _check(checkpoint, lent)
     names = rename(checkpoint, lambda name: _place(name, lent.sizes.num_layers))
     if odd := next((name for name in names.values() if checkpoint.tensors[name].dtype not in _WHOLE), None):
         raise cannot_load(path, f"its weights are quantized ({odd}), which drafter=mtp does not read")

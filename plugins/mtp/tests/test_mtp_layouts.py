@@ -34,6 +34,7 @@ from emssd.testing.oracle import greedy_reference
 from tests.support import sampling as reference
 from tests.support.heads import Weights, dense_rms, run_ragged
 from tests.support.peers import all_double
+from tests.support.tiers import looped
 
 VOCAB, SIZE, NUM_LAYERS = 23, 16, 2
 COMMON: dict[str, Any] = {
@@ -160,8 +161,8 @@ def naive(head: Made, inputs: torch.Tensor) -> torch.Tensor:
     return dense_rms(out[0], head.extra["shared_head.norm"], 1e-5)
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize("kind", KINDS)
+@looped("backend", ["ragged", "padded"])
+@looped("kind", KINDS)
 @torch.inference_mode()
 def test_rows_pieces_and_trees_are_as_the_formulas_say(kind: str, backend: str) -> None:
     head = load_mtp(made(kind).path, lent(kind)).head
@@ -218,8 +219,8 @@ def test_tables_are_the_targets_where_they_are_copies_and_their_own_where_not(ki
     assert torch.allclose(own.head.logits(hidden, borrowed.project), hidden @ extra["shared_head.head"].T)
 
 
-@pytest.mark.parametrize("tree", [TreeKind.chain, TreeKind.dynamic])
-@pytest.mark.parametrize("kind", KINDS)
+@looped("tree", [TreeKind.chain, TreeKind.dynamic])
+@looped("kind", KINDS)
 def test_no_token_depends_on_it(kind: str, tree: TreeKind) -> None:
     model = target(kind)
     spec = model.kv_cache_spec(3)

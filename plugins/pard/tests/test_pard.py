@@ -39,6 +39,7 @@ from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References, greedy_reference
 from tests.support import sampling as reference
 from tests.support.looking_back import DISTANCE, VOCAB, looking_back_model
+from tests.support.tiers import looped
 
 MODEL_LEN, NUM_NEW, LENGTH = 144, 31, DISTANCE + 1  # the longest chain that can be foreseen
 WIDE, MASK = VOCAB + 4, VOCAB + 2  # ids of the draft model
@@ -117,8 +118,8 @@ def test_the_text_is_worth_guessing() -> None:
     assert len({each[place : place + 3] for each in texts for place in range(NUM_NEW - 2)}) > 30
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize("kinds", KINDS)
+@looped("backend", ["ragged", "padded"])
+@looped("kinds", KINDS)
 def test_a_draft_model_that_is_always_right_is_always_accepted(kinds: str, backend: str) -> None:
     assert is_full(decode(make_engine(backend), KINDS[kinds]))
 
@@ -229,8 +230,8 @@ def test_a_model_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
     assert all(each.num_drafted for each in done)
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@looped("kinds", KINDS)
+@looped("backend", ["ragged", "padded"])
 def test_no_token_depends_on_the_draft_model(backend: str, kinds: str) -> None:
     decode(make_engine(backend, make_drafter(random_model(), backend), batch_size=3), KINDS[kinds])
 

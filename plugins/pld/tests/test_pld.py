@@ -27,6 +27,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import decode_in_little_memory, run_with_preemption
+from tests.support.tiers import looped
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(
@@ -103,7 +104,7 @@ def test_the_defaults_are_the_published_ones_the_first_longest_match_with_ten_to
     assert chains(drafter, [sequence([3, 4, 5, 60, 61, 3, 4, 5], name="c")], [10]) == [[]]  # too little to copy
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "expected"),
     [
         ({}, [10, 11, 3]),
@@ -112,7 +113,6 @@ def test_the_defaults_are_the_published_ones_the_first_longest_match_with_ten_to
         ({"occurrence": Occurrence.last, "num_speculative_tokens": 1, "max_ngram_size": 1}, [30]),
         ({"max_ngram_size": 3, "min_ngram_size": 3}, []),
     ],
-    ids=str,
 )
 def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> None:
     text = [3, 4, 10, 11, 3, 4, 20, 21, 3, 4, 30, 3, 4]
@@ -130,7 +130,7 @@ def test_a_preempted_request_begins_anew_with_the_tokens_it_has() -> None:
     assert chains(drafter, [sequence([9, 8, 7, 6, 9, 8])], [2]) == [[7, 6]]
 
 
-@pytest.mark.parametrize(
+@looped(
     "options",
     [
         {"max_ngram_size": 0},
@@ -139,7 +139,6 @@ def test_a_preempted_request_begins_anew_with_the_tokens_it_has() -> None:
         {"num_speculative_tokens": 0},
         {"num_speculative_tokens": -1},
     ],
-    ids=str,
 )
 def test_sizes_that_cannot_be_are_config_errors_that_name_the_option(options: dict[str, int]) -> None:
     ((name, value),) = options.items()
@@ -192,5 +191,6 @@ class AsDefined(PLDDrafter):
         return draft
 
 
+@pytest.mark.hypothesis
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
     run_with_preemption(PLDMachine, share=4, num_steps=12)

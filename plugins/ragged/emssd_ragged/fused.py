@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -13,7 +12,7 @@ from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["PAGE_SIZE", "FusedKernels", "FusedTables", "why_not_fused"]
+__all__ = ["PAGE_SIZE", "FusedKernels", "why_not_fused"]
 
 PAGE_SIZE = 16  # one vector of scores
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -29,21 +28,6 @@ def why_not_fused(spec: KVCacheSpec, page_size: int) -> str | None:
     if page_size != PAGE_SIZE:
         return f"the fused kernel has pages of {PAGE_SIZE} tokens, and backend.page_size is {page_size}"
     return why_unavailable()
-
-
-@dataclass(slots=True)
-class FusedTables:
-    """One step as the kernel reads it, all int32 and 1-D; see `emssd.attention.tables.PagedMetadata` for the terms.
-
-    The parents of all rows' trees stand one after another; there are none if no row has a tree.
-    """
-
-    qo_indptr: torch.Tensor
-    kv_lens: torch.Tensor
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    tree_indptr: torch.Tensor | None = None
-    parents: torch.Tensor | None = None
 
 
 class FusedKernels(PagedKernels):
@@ -69,8 +53,8 @@ class FusedKernels(PagedKernels):
         return (heads, key_cells, PAGE_SIZE, width), (heads, PAGE_SIZE // width, value_lanes, width)
 
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
-        kernels = load_kernels()
-        self._attend, self._move = kernels.attend.default, kernels.move.default
+        self._move = load_kernels().move.default
+        self._step_of = torch.classes.emssd_native.Step
         self._keys, self._values = pool.keys, pool.values
         wide = torch.promote_types(spec.dtype, torch.float32)
         self._scales = [layer.scale for layer in spec.layers]
@@ -80,39 +64,26 @@ class FusedKernels(PagedKernels):
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         pages = [table.pages(request_id) for request_id in packed.request_ids]
-        tables = FusedTables(
-            qo_indptr=_int32(packed.qo_indptr),
-            kv_lens=_int32(packed.kv_lens),
-            kv_indptr=_int32([0, *accumulate(map(len, pages))]),
-            kv_indices=_int32([page for row in pages for page in row]),
-        )
+        tree_indptr, parents = None, None
         if packed.trees is not None:
-            tables.tree_indptr = _int32([0, *accumulate(map(len, packed.trees))])
-            tables.parents = _int32([parent for tree in packed.trees for parent in tree])
-        return StepPlan.ragged(packed.on(packed.input_ids.device), tables)
+            tree_indptr = [0, *accumulate(map(len, packed.trees))]
+            parents = [parent for tree in packed.trees for parent in tree]
+        step = self._step_of(
+            self._keys, self._values, packed.qo_indptr, packed.kv_lens,
+            [0, *accumulate(map(len, pages))], [page for row in pages for page in row], tree_indptr, parents,
+            self._scales, self._windows, self._softcaps, self._sinks,
+        )  # fmt: skip
+        return StepPlan.ragged(packed.on(packed.input_ids.device), step)
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        tables: FusedTables = plan.attention
-        out: torch.Tensor = self._attend(
-            query, key, value, self._keys[layer], self._values[layer],
-            tables.qo_indptr, tables.kv_lens, tables.kv_indptr, tables.kv_indices, tables.tree_indptr, tables.parents,
-            self._scales[layer], self._windows[layer], self._softcaps[layer], self._sinks[layer],
-        )  # fmt: skip
+        out: torch.Tensor = plan.attention.attend(query, key, value, layer)
         return out
 
     def native_step(self, plan: StepPlan) -> NativeStep:
-        tables: FusedTables = plan.attention
-        return NativeStep(
-            self._keys, self._values,
-            tables.qo_indptr, tables.kv_lens, tables.kv_indptr, tables.kv_indices, tables.tree_indptr, tables.parents,
-            self._scales, self._windows, self._softcaps, self._sinks,
-        )  # fmt: skip
+        step: NativeStep = plan.attention
+        return step
 
     def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         self._move(pages, sources, targets, any(pages is values for values in self._values))
-
-
-def _int32(values: list[int] | tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)

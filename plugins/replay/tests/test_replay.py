@@ -20,6 +20,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
 from emssd.simulate.tree_law import TreeLaw
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 OPT = {
     "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2,
@@ -32,8 +33,8 @@ LLAMA = {
 PROMPTS = [[5, 6, 7], [9], [4, 4, 4, 4], [90, 11], [30]]
 
 
-@pytest.mark.parametrize("architecture", [OPT, LLAMA], ids=["opt", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("architecture", [OPT, LLAMA])
+@looped("dtype", [torch.float32, torch.bfloat16])
 def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: dict, dtype: torch.dtype) -> None:
     model = counting_model(architecture, dtype, torch.device("cpu"))
     engine = Engine.from_model(model, drafter="none", batch_size=3)
@@ -42,7 +43,7 @@ def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: d
 
 
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize(
+@looped(
     ("config", "expected"),
     [
         (ReplayConfig(p=1.0, num_speculative_tokens=3), 4.0),
@@ -54,11 +55,11 @@ def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: d
 def test_certain_drafts_are_accepted_as_often_as_stated(config: ReplayConfig, expected: float, backend: str) -> None:
     model = counting_model(OPT, torch.float32, torch.device("cpu"))
     engine = Engine.from_model(model, drafter=config, backend=backend, budget="fixed", batch_size=2, batching="static")
-    limit = 1 + 12 * 4  # what steps of 1 and of 4 tokens fill up exactly, behind the first
+    limit = 1 + 6 * 4  # what steps of 1 and of 4 tokens fill up exactly, behind the first
     rows = engine.generate(PROMPTS, limit)
     assert [list(row.token_ids) for row in rows] == [counted_on(prompt[-1], limit, 96) for prompt in PROMPTS]
     steps = {row.num_steps for row in rows}
-    assert steps == ({12 + 1} if expected == 4.0 else {limit})
+    assert steps == ({6 + 1} if expected == 4.0 else {limit})
 
 
 @given(
@@ -73,11 +74,11 @@ def test_what_is_accepted_is_what_the_trace_says(
     config = ReplayConfig(p=p, concentration=concentration, coverage=coverage, num_speculative_tokens=5)
     drafter = ReplayDrafter(config, 96)
     engine = Engine.from_model(MODEL, drafter=drafter, budget="fixed", batch_size=batch_size)
-    for row in engine.generate(PROMPTS, 60):
+    for row in engine.generate(PROMPTS, 30):
         stage = drafter._stage(row.request_id)
         position = steps = accepted = 0
-        while position < 60:
-            right = min(stage.right[position], 60 - position - 1)
+        while position < 30:
+            right = min(stage.right[position], 30 - position - 1)
             position, steps, accepted = position + right + 1, steps + 1, accepted + right
         assert (row.num_steps, row.num_accepted) == (steps, accepted)  # the same at every batch size
 
@@ -168,7 +169,7 @@ def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
     )  # 3 drafted, 1 right; then 1 of 2, and the end
 
 
-@pytest.mark.parametrize(
+@looped(
     ("config", "message"),
     [
         (ReplayConfig(p=1.5), "p is 1.5"),
@@ -235,7 +236,7 @@ def test_of_each_nodes_children_at_most_one_is_right_and_as_often_as_stated(seed
             assert abs(counts[node] - 1000 * chance) < 5 * (1000 * chance * (1 - chance)) ** 0.5 + 1  # 5 sigma
 
 
-@pytest.mark.parametrize(
+@looped(
     ("config", "message"),
     [
         (ReplayConfig(branches=[2, 0]), r"branches are \[2, 0\]; give the number of children for each level"),

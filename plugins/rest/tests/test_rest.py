@@ -77,7 +77,7 @@ def test_with_its_own_outputs_in_the_store_the_target_decodes_the_same_in_few_st
 
 
 # A first run of a model takes seconds, and explaining a failure minutes.
-@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
+@settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
 @given(
     seed=st.integers(0, 999),

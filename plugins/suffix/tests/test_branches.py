@@ -173,5 +173,6 @@ class SuffixTreeMachine(EngineMachine):
         return CONFIGS.map(Checked)
 
 
+@pytest.mark.hypothesis
 def test_after_any_arrivals_and_preemptions_it_drafts_as_if_new_and_outputs_are_greedy() -> None:
-    run_with_preemption(SuffixTreeMachine, share=4, num_steps=12)
+    run_with_preemption(SuffixTreeMachine, share=5, num_steps=10)

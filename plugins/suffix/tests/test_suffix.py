@@ -25,6 +25,7 @@ from emssd.errors import ConfigError
 from emssd.sequences import Batch, FinishReason, Request, Sequence
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import decode_in_little_memory, run_with_preemption
+from tests.support.tiers import looped
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(
@@ -157,7 +158,7 @@ def test_the_defaults_are_those_of_the_papers_implementations() -> None:
     assert drafted(drafter, sequence([1, 2, 3], name="b")) == []  # without a cache no row knows of another
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "expected"),
     [
         ({}, [6, 7]),
@@ -168,7 +169,6 @@ def test_the_defaults_are_those_of_the_papers_implementations() -> None:
         ({"max_spec_factor": 2.0, "min_token_prob": 0.4}, [6, 7]),
         ({"min_match_length": 3}, []),
     ],
-    ids=str,
 )
 def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> None:
     # 6 follows (3, 4) in two cases of three; behind it always 7; then 8 or, the latest, 9.
@@ -176,7 +176,7 @@ def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> 
     assert drafted(SuffixDrafter(SuffixConfig(**options)), sequence(text)) == expected
 
 
-@pytest.mark.parametrize(
+@looped(
     ("least", "expected"),
     [(1 / 3, [4, 5, 3, 6]), (0.34, [4, 5, 3]), (2 / 3, [4, 5, 3]), (0.67, [])],
 )
@@ -215,7 +215,7 @@ def test_a_row_drafts_the_same_alone_and_among_others() -> None:
     assert all(alone)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("options", "sentence"),
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be at least 1"),
@@ -229,22 +229,20 @@ def test_a_row_drafts_the_same_alone_and_among_others() -> None:
         ({"cache_tokens": 127}, "cache_tokens is 127; it must be 0 for no cache, or at least 128"),
         ({"cache_bias": -1}, "cache_bias is -1; it must be at least 0"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_options_out_of_range_are_config_errors_that_say_what_they_may_be(options: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"drafter.{sentence}"):
         SuffixDrafter(SuffixConfig(**options))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("backend", "num_kv_tokens"),
     [
         (RaggedConfig(kernels=Kernels.torch), 256),  # narrow heads without padding
         (PaddedConfig(), None),  # keeps no memory limit
     ],
-    ids=["ragged", "padded"],
 )
-@pytest.mark.parametrize("cache_tokens", [0, 200])
+@looped("cache_tokens", [0, 200])
 def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
     backend: Any, num_kv_tokens: int | None, cache_tokens: int
 ) -> None:
@@ -265,5 +263,6 @@ class SuffixMachine(EngineMachine):
         return CONFIGS.map(AsDefined)
 
 
+@pytest.mark.hypothesis
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
     run_with_preemption(SuffixMachine, share=4, num_steps=12)

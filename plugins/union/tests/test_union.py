@@ -43,6 +43,7 @@ from emssd.testing.models import tiny_model
 from tests.support import paged_plugin
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
+from tests.support.tiers import looped
 from tests.support.tree_drafts import decode_with_trees, paths_of, row_of, tree_of
 
 VOCAB_SIZE = 11
@@ -213,8 +214,8 @@ def test_a_drafter_that_fails_is_switched_off_alone(where: str) -> None:
     assert good.released == bad.released == ["a"]
 
 
-@pytest.mark.parametrize("where", ["propose", "vocabulary", "observe"])
-@pytest.mark.parametrize("is_first", [True, False])
+@looped("where", ["propose", "vocabulary", "observe"])
+@looped("is_first", [True, False])
 def test_or_ends_the_run_and_the_others_hear_of_the_step_all_the_same(where: str, is_first: bool) -> None:
     good, bad, batch = Told(chains([3, 4])), Raising(where), Batch((row_of([1]),))
     whole = union(bad, good) if is_first else union(good, bad)
@@ -263,7 +264,7 @@ def draft_model() -> TargetModel:
     return TargetModel(tiny_model("llama", seed=3, vocab_size=VOCAB_SIZE, max_model_len=64))
 
 
-@pytest.mark.parametrize("names", [[], ["llma", "llma"], ["union"], ["llma", "union"]])
+@looped("names", [[], ["llma", "llma"], ["union"], ["llma", "union"]])
 def test_no_drafters_one_of_them_twice_or_itself_is_refused(names: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"^drafter.drafters is .*give each drafter once, and not union itself, as"):
         assembled(UnionConfig(names))
@@ -373,5 +374,6 @@ class UnionMachine(EngineMachine):
             assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
 
 
+@pytest.mark.hypothesis
 def test_after_any_arrivals_preemptions_and_trims_a_draft_model_in_it_drafts_what_a_fresh_one_drafts() -> None:
     run_with_preemption(UnionMachine, share=4, num_steps=12)

@@ -1,0 +1,133 @@
+"""The border at which plugins are called: whatever one does there becomes a sentence that names it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from emssd.errors import DraftError, EmssdError, PluginError, PluginWarning
+
+__all__ = ["guarded", "named_if_slow", "process_kept", "told"]
+
+_SLOW_SECONDS = 5.0
+_LONGEST = 600  # characters of a stranger's message
+
+
+def told(error: BaseException) -> str:
+    """What went wrong, in one printable line with the class of the exception; a `PluginError` needs none."""
+    try:
+        text = str(error)
+    except BaseException as other:  # a stranger's exception may be as broken as what raised it
+        text = f"no message, as that raises {type(other).__name__}"
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
+    if isinstance(error, PluginError):
+        return line
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+@contextmanager
+def guarded(owner: str, where: str, *, in_step: bool = False) -> Iterator[None]:
+    """Whatever a plugin raises in the body, `SystemExit` too, becomes a sentence; errors of emssd pass as they are.
+
+    In a step, of these only a `DraftError` passes, and the environment is not looked at, as that takes 40 µs.
+
+    Args:
+        owner: how messages call the plugin.
+        where: which of its functions the body calls.
+        in_step: see above.
+
+    Raises:
+        PluginError: in the place of the plugin's own exception, or as `process_kept` does.
+    """
+    try:
+        with process_kept(in_step=in_step):
+            yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, DraftError if in_step else EmssdError) and not isinstance(error, _LeftBehindError):
+            raise
+        raise PluginError(f"{owner} failed in {where}: {told(error)}") from error
+
+
+@contextmanager
+def process_kept(*, in_step: bool = False) -> Iterator[None]:
+    """For a call of a plugin: what it changes for the whole process is changed back, and is an error.
+
+    That is PyTorch's default dtype and device and autocast, filters that make errors of warnings, and
+    variables that are taken out of the environment; `in_step`, nobody looks at these.
+
+    Raises:
+        PluginError: it has changed something; this comes after what the body raises.
+    """
+    before, environment = _settings(), {} if in_step else dict(os.environ)
+    changed = list[str]()
+    try:
+        yield
+    finally:
+        if _settings() != before:
+            changed = _changed_back(before)
+        if gone := {name: value for name, value in environment.items() if name not in os.environ}:
+            os.environ.update(gone)
+            changed.append("os.environ")
+    if changed:
+        raise _LeftBehindError(f"it left {' and '.join(changed)} changed for the whole process; it must set that back")
+
+
+class _LeftBehindError(PluginError):
+    """Says nothing of whose it is."""
+
+
+def _settings() -> tuple[Any, ...]:
+    """In the order of `_changed_back`; of PyTorch as it is when it is imported, where it is not yet."""
+    filters, torch = tuple(warnings.filters), sys.modules.get("torch")
+    if torch is None:
+        return filters, None, [], False, False
+    modes, autocast = torch.overrides._get_current_function_mode_stack(), torch.is_autocast_enabled
+    return filters, torch.get_default_dtype(), modes, autocast("cpu"), autocast("cuda")
+
+
+def _changed_back(before: tuple[Any, ...]) -> list[str]:
+    """The names of the settings that were others `before`."""
+    old, dtype, modes, *autocasts = before
+    (filters, *now), changed = _settings(), list[str]()
+    if any(each[0] == "error" and each not in old and issubclass(PluginWarning, each[2]) for each in filters):
+        warnings.filters[:] = old  # type: ignore[index]  # a list, whatever its stub says
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # as its own functions do
+        changed.append("warnings.filters")
+    if (torch := sys.modules.get("torch")) is None:
+        return changed
+    if now[0] != (dtype or torch.float32):
+        torch.set_default_dtype(dtype or torch.float32)
+        changed.append("the default dtype")
+    if now[1] != modes:
+        torch.set_default_device(None)
+        while torch.overrides._len_torch_function_stack():
+            torch.overrides._pop_mode()
+        for mode in modes:
+            torch.overrides._push_mode(mode)
+        changed.append("the default device")
+    for kind, was, is_on in zip(("cpu", "cuda"), autocasts, now[2:], strict=True):
+        if was != is_on:
+            torch.set_autocast_enabled(kind, was)
+            changed.append("autocast")
+    return changed
+
+
+@contextmanager
+def named_if_slow(owner: str, way_out: str) -> Iterator[None]:
+    """Says on stderr that `owner` is being loaded, if the body takes long: it may hang, and nobody else would know."""
+    said = f"emssd: {owner} is still being loaded after {_SLOW_SECONDS:g} s; {way_out}"
+    timer = threading.Timer(_SLOW_SECONDS, lambda: print(said, file=sys.stderr, flush=True))
+    timer.name, timer.daemon = "emssd-slow-plugin", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

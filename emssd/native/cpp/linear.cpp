@@ -1,0 +1,230 @@
+// Linear layers: weights stream through once for as many rows as there are registers for, and each output is one sum in order
+// of the inputs.
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "vectors.h"
+
+namespace emssd {
+namespace {
+
+constexpr int kLanes = Floats::kOfPart;
+constexpr int kVectors = std::max(2, Floats::kParts);
+constexpr int kMaxRows = kRegister == 64 ? 14 : kRegister == 32 ? 6 : 2;  // rows that share one pass over a panel
+constexpr int64_t kPanel = kVectors * kLanes;  // outputs whose weights lie together, as [cell][output]
+constexpr int64_t kAhead = 2048;               // bytes that are fetched ahead
+constexpr int64_t kTaskSize = 1 << 15;         // multiplications that are worth a task
+
+using Sums = Floats::Part;
+using SumBits = Bits::Part;
+typedef uint16_t SumHalves __attribute__((vector_size(2 * kLanes)));
+typedef int8_t SumBytes __attribute__((vector_size(kLanes)));
+
+// How the weights of a layer are stored, as cells of kWidth inputs, and multiplied: `of` is a vector of weights ready for any
+// number of rows. Inputs are floats, but for pairs.
+struct FloatCells {
+  using Cell = float;
+  using Input = float;
+  static constexpr int64_t kWidth = 1;
+  static INLINE Sums of(const Cell* cells) { return load<Sums>(cells); }
+  static INLINE Sums multiply_add(Sums sum, Sums weights, Input by) { return sum + weights * by; }
+};
+
+struct HalfCells : FloatCells {
+  using Cell = uint16_t;
+  static INLINE Sums of(const Cell* cells) {
+    return (Sums)(__builtin_convertvector(load<SumHalves>(cells), SumBits) << 16);
+  }
+};
+
+struct ByteCells : FloatCells {
+  using Cell = int8_t;
+  static INLINE Sums of(const Cell* cells) {
+#if defined(__AVX512F__)
+    return (Sums)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(cells))));
+#elif defined(__AVX2__)
+    return (Sums)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(cells))));
+#else
+    return __builtin_convertvector(load<SumBytes>(cells), Sums);
+#endif
+  }
+};
+
+#ifdef __AVX512BF16__
+struct PairCells {
+  using Cell = uint32_t;
+  using Input = uint32_t;
+  static constexpr int64_t kWidth = 2;
+  static INLINE __m512bh of(const Cell* cells) { return (__m512bh)_mm512_loadu_si512(cells); }
+  static INLINE Sums multiply_add(Sums sum, __m512bh weights, Input by) {
+    return (Sums)_mm512_dpbf16_ps((__m512)sum, weights, (__m512bh)_mm512_set1_epi32(by));
+  }
+};
+constexpr bool kPairs = true;
+#else
+using PairCells = HalfCells;
+constexpr bool kPairs = false;
+#endif
+
+// weight [out, in] of cells as [panels, in, kPanel], zeros behind the last output.
+template <class Cell>
+void panels_of(const Cell* from, int64_t out, int64_t in, Cell* to) {
+  parallel_for((out + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin * kPanel; output < std::min(end * kPanel, out); ++output) {
+      Cell* panel = to + output / kPanel * in * kPanel + output % kPanel;
+      for (int64_t cell = 0; cell < in; ++cell) panel[cell * kPanel] = from[output * in + cell];
+    }
+  });
+}
+
+// What a pass over a panel fetches beside it: with each cell, `step` bytes on from `from`.
+struct Ahead {
+  const char* from;
+  int64_t step;
+};
+
+// N rows of input, as [cells, N], by a panel: sums [N, kPanel].
+template <class Kind, int N>
+void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell* panel, int64_t cells, Ahead ahead,
+                    float* to) {
+  Sums sum[N][kVectors];
+#pragma GCC unroll 16
+  for (int row = 0; row < N; ++row) {
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{};
+  }
+#pragma GCC unroll 1
+  for (int64_t cell = 0; cell < cells; ++cell) {
+    const auto* place = panel + cell * kPanel;
+    __builtin_prefetch(ahead.from + cell * ahead.step);
+    if (sizeof(*place) * kPanel > 64) __builtin_prefetch(ahead.from + cell * ahead.step + 64);
+    decltype(Kind::of(place)) weights[kVectors];
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) weights[vector] = Kind::of(place + vector * kLanes);
+#pragma GCC unroll 16
+    for (int row = 0; row < N; ++row) {
+#pragma GCC unroll 16
+      for (int vector = 0; vector < kVectors; ++vector) {
+        sum[row][vector] = Kind::multiply_add(sum[row][vector], weights[vector], input[cell * N + row]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < N; ++row) {
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) {
+      std::memcpy(to + row * kPanel + vector * kLanes, &sum[row][vector], sizeof(Sums));
+    }
+  }
+}
+
+template <class Kind, int... kRows>
+auto panel_kernels(std::integer_sequence<int, kRows...>) {
+  return std::array{&multiply_panel<Kind, kRows + 1>...};
+}
+
+// Rows [count, in] as [cells, count].
+template <class T, class Input>
+void across(const T* rows, int64_t count, int64_t cells, Input* to) {
+  for (int64_t row = 0; row < count; ++row) {
+    for (int64_t cell = 0; cell < cells; ++cell) {
+      if constexpr (std::is_same_v<Input, float>) {
+        to[cell * count + row] = static_cast<float>(rows[row * cells + cell]);
+      } else {
+        std::memcpy(&to[cell * count + row], rows + (row * cells + cell) * 2, sizeof(Input));
+      }
+    }
+  }
+}
+
+// A panel's sums, times `scale` if there is one, plus `bias`, to the first `outputs` of the row at `to`.
+template <class T>
+void finish(const float* sums, const float* scale, const float* bias, int64_t outputs, T* to) {
+  for (int64_t first = 0; first < std::min(outputs, kPanel); first += kPage) {
+    Floats values = load<Floats>(sums + first);
+    if (scale) values *= load<Floats>(scale + first);
+    values += load<Floats>(bias + first);
+    T block[kPage];
+    Lane<T>::narrow(values, block);
+    std::copy_n(block, std::min(outputs - first, kPage), to + first);
+  }
+}
+
+template <class T, class Kind>
+void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
+  static const auto kernels = panel_kernels<Kind>(std::make_integer_sequence<int, kMaxRows>{});
+  using Input = typename Kind::Input;
+  const int64_t in = layer.in, outputs = layer.outputs;
+  constexpr int64_t kCellBytes = kPanel * sizeof(typename Kind::Cell);
+  const int64_t cells = in / Kind::kWidth, passes = (num_rows + kMaxRows - 1) / kMaxRows;
+  const int64_t share = (num_rows + passes - 1) / passes;
+  std::vector<Input> inputs(num_rows * cells);
+  parallel_for((num_rows + share - 1) / share, kTaskSize / (share * in) + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * share; row < std::min(end * share, num_rows); row += share) {
+      across(rows + row * in, std::min(share, num_rows - row), cells, inputs.data() + row * cells);
+    }
+  });
+  const auto* weights = static_cast<const typename Kind::Cell*>(layer.weights);
+  const float *bias = layer.bias, *scale = layer.scale;
+  parallel_for((outputs + kPanel - 1) / kPanel, kTaskSize / (num_rows * in * kPanel) + 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[kMaxRows * kPanel];
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first = panel * kPanel;
+      for (int64_t row = 0; row < num_rows; row += share) {
+        const int64_t count = std::min(share, num_rows - row);
+        const auto* place = weights + first * cells;
+        // One pass fetches what it needs next. Of several, each fetches its part of the next panel: arithmetic hides memory.
+        Ahead ahead{reinterpret_cast<const char*>(place) + kAhead, kCellBytes};
+        if (passes > 1) {
+          const char* next = reinterpret_cast<const char*>(place + cells * kPanel);
+          ahead = {next + row / share * cells * kCellBytes / passes, kCellBytes / passes};
+        }
+        kernels[count - 1](inputs.data() + row * cells, place, cells, ahead, sums);
+        for (int64_t i = 0; i < count; ++i) {
+          finish(sums + i * kPanel, scale ? scale + first : nullptr, bias + first, outputs - first,
+                 to + (row + i) * outputs + first);
+        }
+      }
+    }
+  });
+}
+
+template <class T>
+void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
+  if (layer.type == Type::int8) return multiply<T, ByteCells>(rows, num_rows, layer, to);
+  if constexpr (std::is_same_v<T, float>) {
+    multiply<T, FloatCells>(rows, num_rows, layer, to);
+  } else if (layer.pairs) {
+    multiply<T, PairCells>(rows, num_rows, layer, to);
+  } else {
+    multiply<T, HalfCells>(rows, num_rows, layer, to);
+  }
+}
+
+}  // namespace
+
+int64_t panel_width() { return kPanel; }
+
+bool takes_pairs() { return kPairs; }
+
+void to_panels(const void* weight, const Linear& layer, void* panels) {
+  const auto pack = [&](auto cell, int64_t cells) {
+    using Cell = decltype(cell);
+    panels_of(static_cast<const Cell*>(weight), layer.outputs, cells, static_cast<Cell*>(panels));
+  };
+  if (layer.type == Type::int8) return pack(int8_t{}, layer.in);
+  if (layer.type == Type::float32) return pack(uint32_t{}, layer.in);
+  layer.pairs ? pack(uint32_t{}, layer.in / 2) : pack(uint16_t{}, layer.in);
+}
+
+void linear(const Linear& layer, Type type, const void* input, int64_t num_rows, void* out) {
+  if (type == Type::float32) {
+    return multiply(static_cast<const float*>(input), num_rows, layer, static_cast<float*>(out));
+  }
+  multiply(static_cast<const BFloat16*>(input), num_rows, layer, static_cast<BFloat16*>(out));
+}
+
+}  // namespace emssd

@@ -1,0 +1,277 @@
+// Modules: their linear layers, and the compiled programs that run them, once or level by level.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+#include <algorithm>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#include "choice.h"
+#include "step.h"
+
+namespace emssd {
+namespace {
+
+#ifdef __AMX_BF16__
+constexpr bool kTiles = true;  // those of bfloat16 are left to oneDNN
+#else
+constexpr bool kTiles = false;
+#endif
+constexpr int64_t kTypicalTokens = 32;  // of a step, for oneDNN's choice of a layout
+
+// A linear layer: of ours with the memory that it reads, else `weight` in the layout of oneDNN.
+struct Layer {
+  std::optional<Linear> own;
+  Tensor weight;
+  std::optional<Tensor> bias, scale;
+};
+
+// A module of which there is a compiled program: its linear layers, the program, and what the step that runs attends with.
+struct Module {
+  std::vector<Layer> linears;
+  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> program;
+  const Step* step = nullptr;  // none: attention is Python's
+};
+
+// oneDNN's linear layer on weights in its own layout; both operators are registered by PyTorch.
+Tensor onednn_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+                             .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::string_view,
+                                           c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>)>();
+  static const c10::List<std::optional<at::Scalar>> no_scalars;
+  return op.call(input, weight, bias, "none", no_scalars, std::nullopt);
+}
+
+Tensor onednn_layout(const Tensor& weight) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mkldnn::_reorder_linear_weight", "")
+                             .typed<Tensor(const Tensor&, std::optional<c10::SymInt>)>();
+  return op.call(weight, c10::SymInt(kTypicalTokens));
+}
+
+// `values` [n] in float32, zeros behind them up to `size`; all zeros if there are none.
+Tensor padded(const std::optional<Tensor>& values, int64_t size) {
+  Tensor whole = at::zeros({size}, at::kFloat);
+  if (values) whole.narrow(0, 0, values->size(0)).copy_(*values);
+  return whole;
+}
+
+Layer own_layer(const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& scale) {
+  const int64_t out = weight.size(0), in = weight.size(1), width = panel_width(), panels = (out + width - 1) / width;
+  Linear own{};
+  own.type = type_of(weight), own.in = in, own.outputs = out;
+  TORCH_CHECK(own.type != Type::float64, "no kernel for ", weight.scalar_type());
+  own.pairs = takes_pairs() && own.type == Type::bfloat16 && in % 2 == 0;
+  Tensor packed = own.pairs ? at::zeros({panels, in / 2, width, 2}, weight.options())
+                            : at::zeros({panels, in, width}, weight.options());
+  to_panels(weight.const_data_ptr(), own, packed.mutable_data_ptr());
+  Layer layer{own, packed, padded(bias, panels * width), std::nullopt};
+  if (scale) layer.scale = padded(scale, panels * width);
+  layer.own->weights = packed.const_data_ptr(), layer.own->bias = layer.bias->const_data_ptr<float>();
+  layer.own->scale = scale ? layer.scale->const_data_ptr<float>() : nullptr;
+  return layer;
+}
+
+Tensor own_linear(const Tensor& input, const Linear& layer) {
+  const Tensor rows = input.contiguous();
+  const Type type = type_of(rows);
+  TORCH_CHECK(type == layer.type || (layer.type == Type::int8 && type != Type::float64), "no kernel for ", rows.scalar_type());
+  TORCH_CHECK(rows.size(-1) == layer.in, "inputs of ", rows.size(-1), " numbers for a layer of ", layer.in);
+  auto sizes = rows.sizes().vec();
+  sizes.back() = layer.outputs;
+  Tensor out = at::empty(sizes, rows.options());
+  if (rows.numel() > 0) emssd::linear(layer, type, rows.const_data_ptr(), rows.numel() / layer.in, out.mutable_data_ptr());
+  return out;
+}
+
+// By the number that stands in its handle. A module stays where it is until it is freed.
+std::mutex modules_lock;
+std::unordered_map<int64_t, std::unique_ptr<Module>> modules;
+int64_t num_modules = 0;
+
+Module& module_of(const Tensor& handle) {
+  const std::lock_guard<std::mutex> guard(modules_lock);
+  return *modules.at(*handle.const_data_ptr<int64_t>());
+}
+
+// A new handle [] int64: a module without linear layers and without a program so far.
+Tensor new_module() {
+  int64_t number;
+  {
+    const std::lock_guard<std::mutex> guard(modules_lock);
+    modules[number = ++num_modules] = std::make_unique<Module>();
+  }
+  return at::scalar_tensor(number, at::kLong);
+}
+
+// Adds a layer: weight [out, in], bias [out] or none; int8 weights with the scale [out] of each output. Layers are numbered
+// from 0. Returns whether inputs of many different sizes are slower than those of few: oneDNN makes a program for each.
+bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& scale) {
+  TORCH_CHECK(scale.has_value() == (weight.scalar_type() == at::kChar), "int8 weights, and only they, have a scale");
+  const bool by_tiles = kTiles && weight.scalar_type() == at::kBFloat16;
+  Layer layer = by_tiles ? Layer{std::nullopt, onednn_layout(weight.contiguous()), bias, std::nullopt}
+                         : own_layer(weight.contiguous(), bias, scale);
+  module_of(handle).linears.push_back(std::move(layer));
+  return by_tiles;
+}
+
+// Frees the module of a handle. A plain function and not an operator: Python's finalizers call it at any point, also where
+// operators are traced. No lock is held while tensors go.
+void free_module(int64_t number) {
+  std::unique_ptr<Module> gone;
+  const std::lock_guard<std::mutex> guard(modules_lock);
+  if (const auto found = modules.find(number); found != modules.end()) {
+    gone.swap(found->second);
+    modules.erase(found);
+  }
+}
+
+// input [..., in] by layer `index` of a handle: [..., out_features]. oneDNN gets one row as two, since it sums up a single
+// one in another order.
+Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t out_features) {
+  const Layer& layer = module_of(handle).linears.at(index);
+  if (layer.own) return own_linear(input, *layer.own);
+  if (input.numel() == input.size(-1)) {
+    const Tensor twice = input.reshape({1, input.size(-1)}).expand({2, input.size(-1)}).contiguous();
+    auto sizes = input.sizes().vec();
+    sizes.back() = out_features;
+    return onednn_linear(twice, layer.weight, layer.bias).narrow(0, 0, 1).reshape(sizes);
+  }
+  return onednn_linear(input, layer.weight, layer.bias);
+}
+
+// The attention of a layer of a compiled program: of the step that runs, or in Python if that is not known here.
+Tensor attend_layer(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& handle, int64_t layer) {
+  if (const Step* step = module_of(handle).step) return attend(query, key, value, *step, layer);
+  static const auto in_python = c10::Dispatcher::singleton()
+                                    .findSchemaOrThrow("emssd::attend", "")
+                                    .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t)>();
+  return in_python.call(query, key, value, handle, layer);
+}
+
+// Loads the program of a module. Returns the names of the constants that it needs.
+std::vector<std::string> open_program(const Tensor& handle, const std::string& path) {
+  Module& module = module_of(handle);
+  module.program = std::make_unique<torch::inductor::AOTIModelPackageLoader>(path, "model", true);
+  return module.program->get_constant_fqns();
+}
+
+// Gives a program its constants, all of them. None is copied: they must stay.
+void load_constants(const Tensor& handle, const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {
+  TORCH_CHECK(names.size() == tensors.size(), "each constant has a name");
+  std::unordered_map<std::string, Tensor> constants;
+  for (size_t i = 0; i < names.size(); ++i) constants.emplace(names[i], tensors[i]);
+  module_of(handle).program->load_constants(constants, false, true, true);
+}
+
+std::vector<Tensor> run(Module& module, const Tensor& handle, std::vector<Tensor> inputs, const Step* step) {
+  struct Attending {  // also where the program throws
+    Module& module;
+    Attending(Module& module, const Step* step) : module(module) { module.step = step; }
+    ~Attending() { module.step = nullptr; }
+  } attending(module, step);
+  inputs.push_back(handle);
+  return module.program->boxed_run(std::move(inputs));
+}
+
+// Runs the program of a module once; attention is Python's.
+std::vector<Tensor> run_program(const Tensor& handle, std::vector<Tensor> inputs) {
+  return run(module_of(handle), handle, std::move(inputs), nullptr);
+}
+
+// Runs the program of a module once, on inputs without padding; attention is done here.
+std::vector<Tensor> run_step(const c10::intrusive_ptr<Step>& step, const Tensor& handle, std::vector<Tensor> inputs) {
+  return run(module_of(handle), handle, std::move(inputs), step.get());
+}
+
+// Drafts chains, one pass a level, and nothing of the host between: behind each row its likeliest token, behind that one
+// the next, and so on.
+//
+// inputs: of the first pass: token ids [1, nnz] of a model, or vectors [1, nnz, width] of a head; positions [1, nnz]; the
+// last token of each row [R]. The step has no trees, and the pages of each row reach as far as its chain. lengths [R]: of
+// the chains, at least 1. vocab_size: only so many logits are looked at. table [vocab, hidden]: of a head, what a token's
+// embedding is, beside which its own hidden state stands in the next pass; none for a model. target_ids: of a head, the
+// tokens that its columns are; none if they are the same. scale: of the logits, where shares are wanted; else 0. least: a
+// token whose share has a smaller logarithm is the last of its chain.
+// Returns tokens [R, k] int64 and the logarithms of their shares [R, k], as of `top`; k is the longest chain, and anything
+// stands behind shorter ones.
+std::tuple<Tensor, Tensor> run_chain(const c10::intrusive_ptr<Step>& first_step, const Tensor& handle, std::vector<Tensor> inputs,
+                                     const Integers& lengths, int64_t vocab_size, const std::optional<Tensor>& table,
+                                     const std::optional<Tensor>& target_ids, double scale, double least) {
+  const int64_t num_rows = static_cast<int64_t>(lengths.size());
+  Step step(*first_step);
+  TORCH_CHECK(inputs.size() == 3 && static_cast<int64_t>(step.kv_lens.size()) == num_rows && inputs[2].numel() == num_rows &&
+              !step.trees, "a chain behind the last token of each row");
+  Module& module = module_of(handle);
+  const int64_t depth = *std::max_element(lengths.begin(), lengths.end());
+  const auto ints = inputs[1].options();
+  Tensor tokens = at::zeros({num_rows, depth}, ints), shares = at::zeros({num_rows, scale > 0 ? depth : 0}, at::kDouble);
+  int64_t* all_tokens = tokens.mutable_data_ptr<int64_t>();
+  double* all_shares = shares.mutable_data_ptr<double>();
+  Integers active(num_rows), positions(num_rows);
+  const int64_t* first = inputs[1].const_data_ptr<int64_t>();
+  const int64_t* last = inputs[2].const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < num_rows; ++row) active[row] = row, positions[row] = first[last[row]];
+  for (int64_t level = 0;; ++level) {
+    const std::vector<Tensor> outputs = run(module, handle, std::move(inputs), &step);
+    const Tensor& all_logits = outputs[table ? 1 : 0];
+    const Tensor logits = all_logits.view({-1, all_logits.size(-1)}).narrow(1, 0, std::min(vocab_size, all_logits.size(-1)));
+    const int64_t num_active = static_cast<int64_t>(active.size());
+    TORCH_CHECK(logits.size(0) == num_active, "one row of logits behind each chain");
+    const Tensor chosen = scale > 0 ? top(logits, 1, scale) : argmax(logits);
+    Integers going, ids, places, next_positions;
+    std::vector<int32_t> lens;
+    for (int64_t i = 0; i < num_active; ++i) {
+      const int64_t row = active[i];
+      int64_t token = scale > 0 ? static_cast<int64_t>(chosen.const_data_ptr<double>()[i]) : chosen.const_data_ptr<int64_t>()[i];
+      const double share = scale > 0 ? chosen.const_data_ptr<double>()[num_active + i] : 0;
+      if (scale > 0) all_shares[row * depth + level] = share;
+      if (target_ids) token = target_ids->const_data_ptr<int64_t>()[token];
+      all_tokens[row * depth + level] = token;
+      if (level + 1 == lengths[row] || share < least) continue;
+      going.push_back(row), ids.push_back(token), places.push_back(i);
+      next_positions.push_back(positions[row] + level + 1), lens.push_back(first_step->kv_lens[row] + level + 1);
+    }
+    if (going.empty()) return {tokens, shares};
+    const int64_t num = static_cast<int64_t>(going.size());
+    const Tensor next = at::tensor(ids);
+    if (table) {
+      Tensor hidden = outputs[0].view({-1, outputs[0].size(-1)});
+      if (num < num_active) hidden = hidden.index_select(0, at::tensor(places));
+      inputs = {at::cat({at::embedding(*table, next), hidden}, 1).unsqueeze(0)};
+    } else {
+      inputs = {next.unsqueeze(0)};
+    }
+    inputs.push_back(at::tensor(next_positions).unsqueeze(0));
+    inputs.push_back(at::arange(num, ints));
+    if (num < num_active) {  // pages of those rows alone
+      step.page_indptr = {0}, step.pages.clear();
+      for (const int64_t row : going) {
+        const int32_t *pages = first_step->pages.data(), *starts = first_step->page_indptr.data() + row;
+        step.pages.insert(step.pages.end(), pages + starts[0], pages + starts[1]);
+        step.page_indptr.push_back(static_cast<int32_t>(step.pages.size()));
+      }
+    }
+    step.query_indptr.resize(num + 1);
+    std::iota(step.query_indptr.begin(), step.query_indptr.end(), 0);
+    step.kv_lens = lens;
+    active.swap(going);
+  }
+}
+
+}  // namespace
+}  // namespace emssd
