@@ -25,7 +25,7 @@ MEASURED = [
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
 PYTEST = [BIN / "pytest", *SPREAD]
-OWN_SESSION = "gpu or dry_run or benchmark or torchrun"  # markers of tests that other sessions run
+OWN_SESSION = "gpu or dry_run or benchmark or torchrun or docs"  # markers of tests that other sessions run
 CI = f"not ({OWN_SESSION} or nightly)"  # what `nox -s tests` runs
 EXAMPLES = sorted(project.parent for project in ROOT.glob("examples/plugins/*/pyproject.toml"))
 PEERS = {
@@ -118,6 +118,13 @@ def oldest(session: nox.Session) -> None:
     session.install("--no-deps", *cpu, floors["torch"])
     session.install("-e", ".", *floors.values())
     session.run("pytest", *SPREAD, "-m", CI, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def pages(session: nox.Session) -> None:
+    """Tests what the documentation shows: its commands, its code, and what its examples print."""
+    shown = ["tests/docs", "tests/cli/test_docs.py", "tests/test_readme.py"]
+    session.run(*PYTEST, "-m", "docs", *shown, *session.posargs)
 
 
 @nox.session(venv_backend="none")

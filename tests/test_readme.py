@@ -58,16 +58,17 @@ def test_every_link_leads_to_a_file_and_a_heading_of_it() -> None:
             assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], anchor
 
 
-@pytest.mark.costly("decodes in a process of its own")
+@pytest.mark.docs
 def test_the_library_example_prints_what_the_readme_shows() -> None:
     assert run(ROOT / "examples" / "library.py") in blocks("text")
 
 
-@pytest.mark.costly("decodes in a process of its own")
+@pytest.mark.docs
 def test_the_sampling_example_finds_equal_texts() -> None:
     assert run(ROOT / "examples" / "sampling.py") == "True\n"
 
 
+@pytest.mark.docs
 def test_the_generate_example_equals_generate_without_emssd(capsys: pytest.CaptureFixture[str]) -> None:
     source = (ROOT / "examples" / "hf_generate.py").read_text()
     exec(compile(source, "hf_generate.py", "exec"), {})

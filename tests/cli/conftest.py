@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
@@ -26,8 +28,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from emssd import __main__
+from emssd.cli import command
 from emssd.jobs import config
-from emssd.plugins.registry import KINDS
+from emssd.jobs.config import register_configs
+from emssd.model import cache, load_model
+from emssd.plugins.registry import KINDS, Registry
 from emssd.testing.models import tiny_model
 
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3, as the tiny models' configs say
@@ -135,14 +140,44 @@ def prompts(work: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def options_nodes() -> dict[object, DictConfig]:
+@dataclass
+class Kept:
+    """What commands of all tests share."""
+
+    options: dict[object, DictConfig] = field(default_factory=dict)
     """The options of plugins as OmegaConf holds them; Hydra's store keeps them and hands out copies."""
-    return {}
+    stores: dict[object, dict[str, Any]] = field(default_factory=dict)
+    """What Hydra's store holds with the plugins of emssd alone."""
+    models: dict[object, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="session")
+def of_all_tests() -> Kept:
+    return Kept()
+
+
+def without_copies(repo: dict[str, Any]) -> dict[str, Any]:
+    """The folders of Hydra's store; it copies what lies in them itself."""
+    return {name: without_copies(node) if isinstance(node, dict) else node for name, node in repo.items()}
 
 
 @pytest.fixture
-def composed_once(options_nodes: dict[object, DictConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def loaded_once(of_all_tests: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded models and those of fixtures are loaded once; what a test has made itself is its own."""
+
+    def load(path: str, **options: Any) -> Any:
+        if Path(path).resolve().is_relative_to(tmp_path):
+            return load_model(path, **options)
+        key = (path, *sorted((name, repr(value)) for name, value in options.items()))
+        if key not in of_all_tests.models:
+            of_all_tests.models[key] = load_model(path, **options)
+        return of_all_tests.models[key]
+
+    monkeypatch.setattr(cache, "load_model", load)
+
+
+@pytest.fixture
+def composed_once(of_all_tests: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands share what each would compute anew, or twice. Tests that start `python -m emssd` go the whole way."""
     get_mode, load, structured = Hydra.get_mode, ConfigLoaderImpl.load_sweep_config, config.structured
     validated: dict[object, tuple[Any, Any]] = {}
@@ -159,21 +194,42 @@ def composed_once(options_nodes: dict[object, DictConfig], monkeypatch: pytest.M
         validated[key] = master_config, load(self, master_config, sweep_overrides)
         return validated[key][1]
 
+    def of_one_store(self: CachingConfigRepository, delegate: IConfigRepository) -> None:
+        """Hydra copies its whole store with each look at it, for ``--help`` more than a hundred times."""
+        self.delegate, self.cache = copy(delegate), {}
+
     def structured_once(options: type) -> DictConfig:
         """A plugin's options get a class of their own in each command, with the plugin's name as a field."""
         key = (options.__bases__, vars(options)["name"]) if "name" in vars(options) else options
-        if key not in options_nodes:
-            options_nodes[key] = structured(options)
-        return options_nodes[key]
+        if key not in of_all_tests.options:
+            of_all_tests.options[key] = structured(options)
+        return of_all_tests.options[key]
+
+    def registered_once(registry: Registry, *, runnable: bool = False) -> None:
+        """The store of emssd's own plugins is always the same; with a stranger's it is made anew."""
+        store, key = ConfigStore.instance(), tuple((each.name, each.state) for each in registry.records)
+        if any(each.distribution != "emssd" for each in registry.records):
+            register_configs(registry, runnable=runnable)
+        elif key in of_all_tests.stores:
+            store.repo = without_copies(of_all_tests.stores[key])
+        else:
+            register_configs(registry, runnable=runnable)
+            of_all_tests.stores[key] = without_copies(store.repo)
 
     monkeypatch.setattr(Hydra, "get_mode", mode_if_given)
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", launched_as_validated)
+    monkeypatch.setattr(CachingConfigRepository, "__init__", of_one_store)
     monkeypatch.setattr(config, "structured", structured_once)
+    monkeypatch.setattr(command, "register_configs", registered_once)
 
 
 @pytest.fixture
 def emssd(
-    work: Path, composed_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Path,
+    composed_once: None,
+    loaded_once: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., Result]:
     """``emssd(*arguments)`` runs the command line in this process, without a network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -181,9 +237,7 @@ def emssd(
     monkeypatch.setattr("hydra._internal.utils.is_under_debugger", lambda: False)  # it takes coverage for one
     Plugins.instance()  # Hydra's own entries of the store come with its plugins, once in a process
     repo = {group: node for group, node in ConfigStore.instance().repo.items() if group not in KINDS}
-    monkeypatch.setattr(
-        ConfigStore.instance(), "repo", deepcopy(repo)
-    )  # what an earlier test has put there is not here
+    monkeypatch.setattr(ConfigStore.instance(), "repo", without_copies(repo))  # without what an earlier test has put in
 
     def run(*arguments: object) -> Result:
         in_order = sorted(map(str, arguments), key=lambda argument: argument != "-m")  # Hydra wants it first
@@ -221,6 +275,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
     def run(name: str, source: str) -> None:
         site = tmp_path / f"site_{name}"
+        shutil.rmtree(site, ignore_errors=True)  # of the same name before
         info = site / f"third_party_{name}-1.2.dist-info"
         info.mkdir(parents=True)
         (site / f"third_party_{name}.py").write_text(source)
@@ -254,6 +309,7 @@ def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 _DRAFTER = """
+from copy import copy
 from dataclasses import dataclass, field
 from emssd.drafting import Draft, Drafter
 from emssd.plugins import DrafterSpec, hookimpl

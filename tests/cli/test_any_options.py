@@ -82,7 +82,7 @@ def overrides(draw: st.DrawFn) -> str:
     return f"{prefix}{name}{between}{draw(_VALUES)}".lstrip("-")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each run begins with an empty output
 @given(st.lists(overrides(), min_size=1, max_size=2), st.booleans())
 @example(["={}"], False)
@@ -106,7 +106,7 @@ def _assert_valid(value: Any) -> None:
     assert not isinstance(value, (int, float)) or (math.isfinite(value) and abs(value) < 2**63)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])  # as above
 @given(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0") | st.sampled_from(_ODD)), st.booleans()

@@ -16,6 +16,7 @@ from emssd.jobs.config import register_configs
 from emssd.plugins.registry import Registry
 from emssd.plugins.requirements import unmet_requirement
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "broken_plugin.md"
 
@@ -141,7 +142,7 @@ def run(**chosen: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("fault", LOADED)
+@looped("fault", LOADED)
 def test_a_plugin_that_cannot_be_loaded(fault: str, install: Callable) -> None:
     install("mine", LOADED[fault])
     registry, messages = load()
@@ -174,13 +175,13 @@ def test_one_that_cannot_run_here(install: Callable) -> None:
     assert str(caught.value) in page()
 
 
-@pytest.mark.parametrize("fault", RUNS)
+@looped("fault", RUNS, at_a_time=5)
 def test_one_that_fails_while_it_runs(fault: str, install: Callable) -> None:
     install("mine", GOOD.replace("return Draft.empty(len(batch))", RUNS[fault]))
     assert run(drafter="mine") in page()
 
 
-@pytest.mark.parametrize("fault", ENDS)
+@looped("fault", ENDS)
 def test_what_ends_the_run(fault: str, install: Callable) -> None:
     kind, source = ENDS[fault]
     install("mine", source)
@@ -196,8 +197,8 @@ def test_options_that_the_command_line_cannot_hold(install: Callable) -> None:
     assert message in page()
 
 
-@pytest.mark.parametrize(
-    ("line", "met"),
+@looped(
+    "line, met",
     [("emssd>=99", False), ("emssd>=0.1,<99", True), ("emssd", True), ("numpy>=99", True), ("???", True),
      ("Emssd>=99; python_version<'3'", True), ("emssd[testing]>=99", False)],
 )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 
 from emssd.jobs.closing import remarks, short_end, short_start
 from emssd.metrics.busy import CPUTimes, OtherProcesses, cpu_times
+from tests.support.tiers import looped
 
 METRICS: dict[str, Any] = {"mean_acceptance_length": 2.0, "other_cpu_share": 0.05}
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
@@ -47,8 +48,8 @@ def test_texts_are_shortened_to_a_paragraph_that_commands_no_terminal() -> None:
     assert short_end("x\x1b[2Jy\x9bz") == "x [2Jy z"
 
 
-@pytest.mark.parametrize(
-    ("figures", "found"),
+@looped(
+    "figures, found",
     [
         ({"mean_acceptance_length": 1.0049}, "acceptance length τ 1.00"),
         ({"speedup": 1.0}, "1.00 times the speed of plain greedy decoding"),
@@ -64,7 +65,7 @@ def test_where_nothing_was_gained(figures: dict[str, float], found: str) -> None
     assert remarks(METRICS | figures, drafts=False) == []
 
 
-@pytest.mark.parametrize("figures", [{}, {"speedup": 1.01}, {"speedup": 0.0}, {"mean_acceptance_length": 1.01}])
+@looped("figures", [{}, {"speedup": 1.01}, {"speedup": 0.0}, {"mean_acceptance_length": 1.01}])
 def test_where_something_was_gained_or_nothing_was_measured(figures: dict[str, float]) -> None:
     assert remarks(METRICS | figures, drafts=True) == []
 
@@ -77,7 +78,7 @@ def test_a_run_says_that_nothing_was_gained(decode: Callable) -> None:
     assert "nothing was gained (acceptance length" not in decode(*RETRIEVE).out
 
 
-@pytest.mark.parametrize(("shares", "said"), [((0.25, None), "25%"), ((0.0, 0.5), "50%"), ((0.1, 0.1), None),
+@looped("shares, said", [((0.25, None), "25%"), ((0.0, 0.5), "50%"), ((0.1, 0.1), None),
                                               ((None, None), None)])  # fmt: skip
 def test_a_busy_machine(shares: tuple[float | None, float | None], said: str | None) -> None:
     run, greedy = shares
@@ -102,8 +103,8 @@ def counted(passed: tuple[float, float, float], cores: int = 2, seconds: float =
     return lambda: next(readings)
 
 
-@pytest.mark.parametrize(
-    ("busy", "idle", "own", "seconds", "share"),
+@looped(
+    "busy, idle, own, seconds, share",
     [
         (12.0, 8.0, 10.0, 10.0, 0.1),
         (10.0, 10.0, 10.0, 10.0, 0.0),

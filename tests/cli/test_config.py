@@ -16,7 +16,9 @@ from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.jobs.config import ModelConfig, RunConfig, conf_dir, register_configs
 from emssd.model.random_weights import counted_on, counting_model
 from emssd.plugins.registry import KINDS, Registry
+from tests.support.tiers import looped
 
+pytestmark = pytest.mark.usefixtures("composed_once")
 PRESETS = sorted(path for path in conf_dir().glob("*/*.yaml") if path.parent.name in (*KINDS, "model"))
 
 
@@ -35,7 +37,7 @@ def compose(*overrides: str) -> RunConfig:
     return options
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
+@looped("path", PRESETS, at_a_time=7)
 def test_every_preset_composes_to_its_plugins_dataclass(path: Path, store: Registry) -> None:
     options = compose(f"{path.parent.name}={path.stem}")
     chosen = getattr(options, path.parent.name)
@@ -48,7 +50,7 @@ def test_every_preset_composes_to_its_plugins_dataclass(path: Path, store: Regis
             assert getattr(chosen, str(key)) == value
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
+@looped("path", PRESETS)
 def test_a_preset_says_only_what_differs(path: Path, store: Registry) -> None:
     preset = OmegaConf.load(path)
     (base,) = preset.defaults
@@ -114,7 +116,7 @@ def presets(work: Path) -> str:
     return "presets"
 
 
-@pytest.mark.parametrize("option", [["--config-dir", "presets"], ["--config-dir=presets"], ["-cd", "presets"]])
+@looped("option", [["--config-dir", "presets"], ["--config-dir=presets"], ["-cd", "presets"]])
 def test_presets_of_the_users_own(option: list[str], presets: str, emssd: Callable) -> None:
     chosen = ["drafter=draft_1m", "drafter.num_speculative_tokens=3", "size=toy", "--cfg", "job", "-p", "drafter"]
     result = emssd(*option, *chosen)
@@ -147,7 +149,7 @@ def test_an_experiment_of_the_users_own_may_set_the_options_of_what_is_chosen(pr
     assert "\n  match_length: 4\n  copy_length: 2\n" in result.out, result
 
 
-@pytest.mark.parametrize("said", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
+@looped("said", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
 def test_a_shape_may_say_that_its_embeddings_are_tied(said: dict[str, bool]) -> None:
     shape = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 20}  # fmt: skip

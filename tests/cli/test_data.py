@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Callable, Iterable
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from emssd.plugins.registry import Registry
+from tests.support.tiers import looped
 
 RECORDS: list[dict[str, Any]] = [
     {"prompt": "one", "turns": ["a?", "b?"], "id": "x", "kind": "math", "level": 1},
@@ -41,8 +45,8 @@ def taken(result: Any) -> dict[str, str]:
     return {row["id"]: row["prompt"] for row in result.rows}
 
 
-@pytest.mark.parametrize(
-    ("unit", "expected"),
+@looped(
+    "unit, expected",
     [
         ("line", {"t.txt:1": "one", "t.txt:2": "two\u2028still two", "t.txt:4": "three"}),
         ("paragraph", {"t.txt:1": "one\ntwo\u2028still two", "t.txt:2": "three"}),
@@ -54,25 +58,34 @@ def test_text_files(unit: str, expected: dict[str, str], read: Callable, work: P
     assert taken(read("data=text", "data.path=t.txt", f"data.unit={unit}")) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
+@looped("source", ["jsonl", "hf"])
+@looped(
+    "options, expected",
     [
-        ([], {"records.jsonl:1": "one", "records.jsonl:2": "two", "records.jsonl:3": "three"}),
-        (["data.field=kind", "data.id_field=id"], {"x": "math", "y": "code", "z": "math"}),
-        (
-            ["data.template='Q: {turns[0]}\\n{level}'", "data.id_field=id"],
-            {"x": "Q: a?\n1", "y": "Q: c?\n2", "z": "Q: d?\n2"},
-        ),
-        (["data.where.kind=math", "data.id_field=id"], {"x": "one", "z": "three"}),
-        (["data.where.kind=math", "data.where.level=2", "data.id_field=id"], {"z": "three"}),
-        (["data.limit=1"], {"records.jsonl:1": "one"}),
-        (["data.where.kind=math", "data.limit=1", "data.id_field=id"], {"x": "one"}),
+        ({}, {"records.jsonl:1": "one", "records.jsonl:2": "two", "records.jsonl:3": "three"}),
+        ({"field": "kind", "id_field": "id"}, {"x": "math", "y": "code", "z": "math"}),
+        ({"template": "Q: {turns[0]}\n{level}", "id_field": "id"}, {"x": "Q: a?\n1", "y": "Q: c?\n2", "z": "Q: d?\n2"}),
+        ({"where": {"kind": "math"}, "id_field": "id"}, {"x": "one", "z": "three"}),
+        ({"where": {"kind": "math", "level": 2}, "id_field": "id"}, {"z": "three"}),
+        ({"limit": 1}, {"records.jsonl:1": "one"}),
+        ({"where": {"kind": "math"}, "limit": 1, "id_field": "id"}, {"x": "one"}),
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("source", ["jsonl", "hf"])
-def test_records(source: str, arguments: list[str], expected: dict[str, str], read: Callable, records: Path) -> None:
-    assert taken(read(f"data={source}", f"data.path={records}", *arguments)) == expected
+def test_records(source: str, options: dict[str, Any], expected: dict[str, str], records: Path) -> None:
+    registry = Registry()
+    spec, config = registry.resolve("data", source)
+    prompts = registry.build("data", spec, dataclasses.replace(config, path=str(records), **options))
+    assert {prompt.prompt_id: prompt.text for prompt in prompts} == expected
+
+
+def test_records_are_chosen_by_options(read: Callable, records: Path) -> None:
+    options = [
+        "data.where.kind=math",
+        "data.where.level=2",
+        "data.id_field=id",
+        "data.template='Q: {turns[0]}\\n{level}'",
+    ]
+    assert taken(read("data=jsonl", f"data.path={records}", *options)) == {"z": "Q: d?\n2"}
 
 
 def test_gsm8k_from_its_real_file(read: Callable, shared: Path) -> None:
@@ -104,14 +117,14 @@ def test_mt_bench_first_turns(read: Callable, work: Path) -> None:
     assert taken(read("data=mt_bench", "data.path=mt.jsonl")) == {"mt.jsonl:1": "first"}
 
 
-@pytest.mark.parametrize("source", ["text", "jsonl"])
+@looped("source", ["text", "jsonl"])
 def test_a_byte_order_mark_is_no_part_of_a_prompt(source: str, read: Callable, work: Path) -> None:
     content = {"text": "one\n", "jsonl": '{"prompt": "one"}\n'}[source]
     (work / "t").write_bytes(content.encode("utf-8-sig"))
     assert taken(read(f"data={source}", "data.path=t")) == {"t:1": "one"}
 
 
-@pytest.mark.parametrize(("truncate", "kept"), [("left", "fghij"), ("right", "abcde")])
+@looped("truncate, kept", [("left", "fghij"), ("right", "abcde")])
 def test_truncation_keeps_one_end(truncate: str, kept: str, read: Callable, work: Path) -> None:
     (work / "t.txt").write_text(f"abcdefghij\n{kept}\n")
     result = read("data=text", "data.path=t.txt", f"data.truncate={truncate}", "data.max_prompt_tokens=5")
@@ -126,8 +139,8 @@ def test_truncation_leaves_room_for_the_new_tokens(read: Callable, work: Path) -
     assert result.rows[0]["num_prompt_tokens"] == 86  # of the model's 96
 
 
-@pytest.mark.parametrize(
-    ("content", "arguments", "sentence"),
+@looped(
+    "content, arguments, sentence",
     [
         ("", ["data=text"], "no/file holds no prompts: it is empty"),
         ("\n \n", ["data=text"], "no/file holds no prompts: it is empty"),
@@ -197,12 +210,12 @@ def test_truncation_leaves_room_for_the_new_tokens(read: Callable, work: Path) -
             "file:2 has the id '1' of file:1; choose a field that differs with data.id_field",
         ),
     ],
-    ids=lambda value: str(value)[:30],
+    at_a_time=6,
 )
 def test_a_bad_file_is_named_with_the_place(
     content: str | bytes, arguments: list[str], sentence: str, read: Callable, work: Path
 ) -> None:
-    (work / "no").mkdir()
+    (work / "no").mkdir(exist_ok=True)
     (work / "no" / "file").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert read(*arguments, "data.path=no/file").sentence == sentence
 
@@ -265,8 +278,8 @@ def test_prompts_from_standard_input(read: Callable, type_in: Callable[[bytes], 
     assert taken(read("data=jsonl", "data.path=-")) == {"stdin:1": "one"}
 
 
-@pytest.mark.parametrize(
-    ("source", "content", "sentence"),
+@looped(
+    "source, content, sentence",
     [
         ("text", b"", "stdin holds no prompts: it is empty"),
         ("jsonl", b"", "stdin holds no prompts"),

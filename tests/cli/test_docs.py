@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "long_jobs.md"
 
 
@@ -15,6 +17,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.docs
 def test_the_commands_of_the_page_on_long_jobs(emssd: Callable, work: Path) -> None:
     (records,) = blocks("json")
     (work / "questions.jsonl").write_text(records)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiers import looped
+
 OFFERED = {
     "drafter": ["draft_model", "llma", "llma_original", "none"],
     "backend": ["flashinfer", "padded", "ragged", "unpad_both", "unpad_inputs", "unpad_kv"],
@@ -20,7 +22,7 @@ OFFERED = {
 }
 
 
-@pytest.mark.parametrize("kind", OFFERED)
+@looped("kind", OFFERED)
 def test_an_unknown_name_is_answered_with_the_known_ones(kind: str, decode: Callable) -> None:
     sentence = decode(f"{kind}=lama").sentence
     guess = " did you mean 'llma'?" if kind == "drafter" else ""
@@ -42,7 +44,7 @@ def test_an_unknown_model_preset(decode: Callable) -> None:
     assert sentence.endswith("write model.path=opt_66b")
 
 
-@pytest.mark.parametrize("path", ["gpt-that-is-not-there", "./folder/that/is/not/there", "notes.txt"])
+@looped("path", ["gpt-that-is-not-there", "./folder/that/is/not/there", "notes.txt"])
 def test_a_model_path_that_holds_no_model(path: str, decode: Callable, work: Path) -> None:
     (work / "notes.txt").write_text("not a model")
     sentence = decode(f"model.path={path}").sentence
@@ -53,7 +55,7 @@ def test_a_model_path_that_holds_no_model(path: str, decode: Callable, work: Pat
     )
 
 
-@pytest.mark.parametrize("choice", ["backend=flashinfer", "-m backend=ragged,flashinfer"])
+@looped("choice", ["backend=flashinfer", "-m backend=ragged,flashinfer"])
 def test_flashinfer_without_cuda_says_why_not_and_what_instead(choice: str, decode: Callable) -> None:
     import torch
 
@@ -65,8 +67,8 @@ def test_flashinfer_without_cuda_says_why_not_and_what_instead(choice: str, deco
     assert not list(result.folder.glob("*/"))  # no run
 
 
-@pytest.mark.parametrize(
-    ("argument", "sentence"),
+@looped(
+    "argument, sentence",
     [
         ("batch_size=0", "batch_size is 0; it must be at least 1"),
         ("max_new_tokens=0", "max_new_tokens is 0; it must be at least 1"),
@@ -81,13 +83,14 @@ def test_flashinfer_without_cuda_says_why_not_and_what_instead(choice: str, deco
             "drafter.num_speculative_tokens",
         ),
     ],
+    at_a_time=4,
 )
 def test_an_option_out_of_range(argument: str, sentence: str, decode: Callable) -> None:
     assert decode(argument).sentence == sentence
 
 
-@pytest.mark.parametrize(
-    ("argument", "reason"),
+@looped(
+    "argument, reason",
     [
         ("hidden_size=abc", "Validation error for field 'hidden_size': TypeError: Field 'hidden_size' expected int, "),
         ("hidden_size=66", "Class validation error for validator 'validate_architecture': ValueError: The hidden size"),
@@ -152,7 +155,7 @@ def test_a_disk_that_fills_up_before_the_metrics(decode: Callable, work: Path, m
     assert len(result.rows) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_keeps_the_finished_rows(start: Callable[..., subprocess.Popen[str]], model: str, work: Path) -> None:
     (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(5000)))
     process = start(
@@ -186,8 +189,8 @@ def test_the_fused_kernel_with_other_pages_says_what_instead(decode: Callable) -
     assert "kernels=torch serves it" in sentence
 
 
-@pytest.mark.parametrize(
-    ("argument", "sentence"),
+@looped(
+    "argument, sentence",
     [
         ("data.limt=2", "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, "),
         ("+data.limt=2", "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, "),

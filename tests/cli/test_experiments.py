@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from emssd.jobs.config import Size, conf_dir
@@ -17,6 +18,7 @@ from emssd.jobs.rows_file import RowsFile
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows
+from tests.support.tiers import few, looped, only
 
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
@@ -35,11 +37,16 @@ def toy(emssd: Callable, name: str, *more: str) -> Any:
     return emssd("-m", f"experiment={name}", "size=toy", "output_dir=out", "progress=false", *few, *more)
 
 
+def little(emssd: Callable, name: str, *more: str) -> Any:
+    return toy(emssd, name, "data.limit=1", "max_new_tokens=4", *more)
+
+
 def test_the_list_above_is_complete() -> None:
     assert sorted(TOYS) == sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("name", only(DECODING, ci=("crossover", "fig1", "trees")))
+@pytest.mark.costly("all jobs of an experiment")
 def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd: Callable) -> None:
     result = toy(emssd, name)
     assert result.status == 0, result.err
@@ -77,6 +84,7 @@ def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:
             assert abs(estimate["mean"] - point["exact"][name]) < 5 * estimate["error"]
 
 
+@pytest.mark.nightly
 def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
     rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=24").folder)
     padded = {
@@ -89,7 +97,7 @@ def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
     assert padded["unpad_inputs"][0] == 0 < padded["unpad_inputs"][1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> None:
     result = toy(
         emssd, "fig1", "batch_size=1,3", "repeat=1,2", "method=greedy,ragged", "drafter=llma", "drafter.copy_length=3"
@@ -102,12 +110,12 @@ def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> No
 
 def test_other_data_than_the_task_has_is_not_called_by_its_name(emssd: Callable, work: Path) -> None:
     (work / "prompts.txt").write_text("The for statement is\nThe assert statement is\n")
-    own = ("data=text", "data.path=prompts.txt", "data.limit=2", "method=greedy")
+    own = ("data=text", "data.path=prompts.txt", "data.limit=1", "method=greedy", "max_new_tokens=4")
     (row,) = rows_of(toy(emssd, "fig1", *own).folder)
     assert (row["data"], row["data_label"]) == ("text", None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None:
     folder = toy(emssd, "fig1").folder
     whole = rows_of(folder)
@@ -125,8 +133,8 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
     assert len(rows_of(folder)) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
+@looped(
+    "arguments, sentence",
     [
         (
             ["experiment=figure1"],
@@ -166,6 +174,7 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
             "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5",
         ),
     ],
+    at_a_time=3,
 )
 def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd: Callable) -> None:
     result = emssd("-m", "size=toy", "output_dir=out", "progress=false", *arguments)
@@ -174,17 +183,16 @@ def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd:
     assert "Traceback" not in result.err + result.out
 
 
-@pytest.mark.parametrize("name", sorted(TOYS))
+@looped("name", sorted(TOYS), at_a_time=2)
 def test_whatever_a_size_chooses_is_there(name: str, emssd: Callable) -> None:
     own = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{name}.yaml"), "experiment.sizes") or {}
     plugins = {kind: Registry().names(kind) for kind in KINDS}
     for size in Size:
         if size.value in own and own[size.value] is None:
             continue
-        result = emssd(f"experiment={name}", f"size={size.value}", "--cfg", "all")
+        result = emssd(f"experiment={name}", f"size={size.value}", "--cfg", "all", "-p", "hydra.sweeper", "--resolve")
         assert result.status == 0, result.err
-        sweeper = OmegaConf.create(result.out).hydra.sweeper
-        params = OmegaConf.to_container(sweeper, resolve=True)["params"] or {}
+        params = yaml.safe_load(result.out)["params"] or {}
         for group, choices in params.items():
             if group in (*KINDS, "model", "method", "task"):
                 presets = [path.stem for path in (conf_dir() / group).glob("*.yaml")] + plugins.get(group, [])
@@ -201,33 +209,41 @@ def test_models_of_the_same_name_are_not_repeats_of_each_other(emssd: Callable, 
     for name in ("a", "b"):
         shutil.copytree(model, work / name / "final")
     (work / "prompts.txt").write_text("hello hello hello\nround and round\n")
-    own = ("model=hf", "model.path=a/final,b/final", "data=text", "data.path=prompts.txt", "max_new_tokens=4")
-    result = toy(emssd, "fig1", *own, "method=greedy,ragged")
+    own = (
+        "model=hf",
+        "model.path=a/final,b/final",
+        "data=text",
+        "data.path=prompts.txt",
+        "max_new_tokens=4",
+        "data.limit=2",
+    )
+    result = toy(emssd, "fig1", *own, "method=ragged")
     assert result.status == 0, result.err
     title = "final · llma · text, 2 prompts, 4 new tokens · float64 · model.path={}/final"
-    cells = [(title.format(name), label, 1) for name in ("a", "b") for label in ("greedy", "ragged")]
+    cells = [(title.format(name), "ragged", 1) for name in ("a", "b")]
     assert cells_of(result.folder) == cells
     assert all(title.format(name) in result.out for name in ("a", "b"))
 
 
 @pytest.mark.parametrize(
     "swept",
-    [
-        ("max_step_tokens=64,128", "batching=continuous"),
-        ("admission=preempt,worst_case", "batching=continuous"),
-        ("kv_memory=null,1GiB",),
-        ("ignore_eos=false,true",),
-        ("model.max_model_len=null,256",),
-        ("data.path=a.txt,b.txt", "data=text"),
-        ("backend.kernels=auto,torch",),
-        ("backend.page_size=16,32",),
-        ("budget=fixed,adaptive",),
-    ],
+    few(
+        [
+            ["data.path=a.txt,b.txt", "data=text"],
+            ["budget=fixed,adaptive"],
+            ["max_step_tokens=64,128", "batching=continuous"],
+            ["admission=preempt,worst_case", "batching=continuous"],
+            ["kv_memory=null,1GiB"],
+            ["ignore_eos=false,true"],
+            ["model.max_model_len=null,256"],
+            ["backend.kernels=auto,torch"],
+            ["backend.page_size=16,32"],
+        ],
+        ci=2,
+    ),
     ids=lambda swept: swept[0].partition("=")[0],
 )
-def test_runs_of_other_options_are_not_repeats_of_each_other(
-    swept: tuple[str, ...], emssd: Callable, work: Path
-) -> None:
+def test_runs_of_other_options_are_not_repeats_of_each_other(swept: list[str], emssd: Callable, work: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (work / name).write_text("The for statement is\n")
     result = toy(emssd, "fig1", "method=ragged_greedy,ragged", "max_new_tokens=2", *swept)
@@ -241,7 +257,7 @@ def test_runs_of_other_options_are_not_repeats_of_each_other(
 
 def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
     swept = ("drafter=cascade", "drafter.drafters=[llma,pld],[pld]", "drafter.options={},{pld:{max_ngram_size:4}}")
-    result = toy(emssd, "drafters", *swept, "task=toy")
+    result = little(emssd, "drafters", *swept, "task=toy")
     assert result.status == 0, result.err
     labels = [row["drafter_options"] for row in rows_of(result.folder)]
     assert labels == [
@@ -280,34 +296,36 @@ def emssd_drafters():
 
 def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) -> None:
     install("mortal", MORTAL)
-    result = toy(emssd, "drafters", "drafter=llma,mortal", "task=toy")
+    short = ("data.limit=1", "max_new_tokens=12", "task=toy")
+    result = toy(emssd, "drafters", "drafter=llma,mortal", *short)
     assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError: it d")
     assert [row["drafter"] for row in rows_of(result.folder)] == ["llma"]
-    again = toy(emssd, "drafters", "drafter=llma,mortal", "task=toy", "resume=true", "on_drafter_error=disable")
+    again = toy(emssd, "drafters", "drafter=llma,mortal", *short, "resume=true", "on_drafter_error=disable")
     assert again.sentence == (
         "on_drafter_error=disable would leave rows of a drafter that failed and drafted nothing; an experiment ends "
         "there, and goes on with resume=true. Leave on_drafter_error= out"
     )
-    assert toy(emssd, "drafters", "drafter=llma", "task=toy", "overwrite=true", "on_drafter_error=fail").status == 0
+    assert toy(emssd, "drafters", "drafter=llma", *short, "overwrite=true", "on_drafter_error=fail").status == 0
 
 
-@pytest.mark.parametrize(("seed", "noted"), [("int = 7", {"drafter": 7}), ("str | None = None", {})])
+@looped("seed, noted", [("int = 7", {"drafter": 7}), ("str | None = None", {})])
 def test_a_seed_of_a_plugin_is_noted_if_it_is_a_whole_number(
     seed: str, noted: dict[str, int], emssd: Callable, install: Callable
 ) -> None:
     install("seeded", MORTAL.replace("    pass", f"    seed: {seed}").replace("self.steps > 3", "False"))
-    (row,) = rows_of(toy(emssd, "drafters", "drafter=mortal", "task=toy").folder)
+    (row,) = rows_of(little(emssd, "drafters", "drafter=mortal", "task=toy", "overwrite=true").folder)
     assert {name: value for name, value in row["provenance"]["seed"].items() if name == "drafter"} == noted
     assert row["replay"] is None
 
 
+@pytest.mark.costly("a right run and a wrong one")
 def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from emssd.decoding import engine
 
-    checked = ("check=greedy", "method=greedy,unpad_both", "max_new_tokens=16")
+    checked = ("check=greedy", "method=greedy,unpad_both", "data.limit=2", "max_new_tokens=8")
     right = engine.verify
-    result = toy(emssd, "fig1", *checked)
-    assert "check=greedy: 8 exact, 0 numerical ties, 0 true differences\n" in result.out
+    result = toy(emssd, "fig1", *checked, "method=greedy")
+    assert "check=greedy: 2 exact, 0 numerical ties, 0 true differences\n" in result.out
 
     def wrong(chosen: Any, draft: Any, *others: Any) -> Any:
         verification = right(chosen, draft, *others)
@@ -322,24 +340,24 @@ def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyP
     assert found["differences"] > 0
     assert result.out.count("DIFFERENCE in ") == found["differences"]
     assert (
-        f"check=greedy: {found['exact'] + 4} exact, {found['ties']} numerical ties, {found['differences']} true "
+        f"check=greedy: {found['exact'] + 2} exact, {found['ties']} numerical ties, {found['differences']} true "
         "differences, in jobs 1; out/JOB/metrics.json says where\n"
     ) in result.out
 
 
 def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Callable) -> None:
-    folder = toy(emssd, "fig1", "method=greedy").folder
+    folder = little(emssd, "fig1", "method=greedy").folder
     row = rows_of(folder)[0]
     del row["metrics"]["decode_steps"]
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    result = toy(emssd, "fig1", "method=greedy,ragged", "resume=true")
+    result = little(emssd, "fig1", "method=greedy,ragged", "resume=true")
     assert result.sentence.startswith("resume=true: out/rows.jsonl:1 (metrics) has no 'decode_steps', so it is of ")
     assert "With overwrite=true all of its jobs run again" in result.sentence
     assert not (folder / "1").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
+@looped(
+    "arguments, sentence",
     [
         (["overwrite=true", "batch_size=0"], "batch_size is 0; it must be at least 1"),
         (["overwrite=true", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
@@ -347,9 +365,11 @@ def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Cal
     ],
 )
 def test_an_earlier_experiment_stays_until_the_new_one_has_a_row(
-    arguments: list[str], sentence: str, emssd: Callable
+    arguments: list[str], sentence: str, emssd: Callable, work: Path
 ) -> None:
-    folder = toy(emssd, "fig1", "method=greedy").folder
+    folder = work / "out"
+    if not folder.exists():
+        little(emssd, "fig1", "method=greedy")
     before = (folder / "rows.jsonl").read_bytes()
     assert toy(emssd, "fig1", "method=greedy", *arguments).sentence.startswith(sentence)
     assert (folder / "rows.jsonl").read_bytes() == before
@@ -358,18 +378,18 @@ def test_an_earlier_experiment_stays_until_the_new_one_has_a_row(
 def test_an_experiment_is_alone_in_its_folder(emssd: Callable, work: Path) -> None:
     pytest.importorskip("fcntl", reason="file locks are Unix")
     with closing(RowsFile(work / "out")):
-        assert toy(emssd, "fig1", "method=greedy").sentence == (
+        assert little(emssd, "fig1", "method=greedy").sentence == (
             "output_dir=out is being written by another run; wait for it, or set output_dir to another folder"
         )
-    assert toy(emssd, "fig1", "method=greedy").status == 0
+    assert little(emssd, "fig1", "method=greedy").status == 0
 
 
 def test_a_prompt_with_a_line_separator_of_unicode(emssd: Callable, work: Path) -> None:
     (work / "prompts.jsonl").write_text('{"prompt": "The for statement"}\n')
     own = ("data=jsonl", "data.path=prompts.jsonl", "data.template='{prompt}\u2028is'", "method=greedy")
-    folder = toy(emssd, "fig1", *own).folder
+    folder = little(emssd, "fig1", *own).folder
     (row,) = read_rows(folder / "rows.jsonl")
     assert isinstance(row, Row)
     assert "data.template={prompt}\u2028is" in row.options
-    assert toy(emssd, "fig1", *own, "resume=true").status == 0
+    assert little(emssd, "fig1", *own, "resume=true").status == 0
     assert len(rows_of(folder)) == 1

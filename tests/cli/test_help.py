@@ -21,6 +21,7 @@ from emssd.plugins.registry import KINDS, Registry
 from emssd.report.__main__ import main as report_main
 from emssd.simulate.__main__ import main as simulate_main
 from emssd_train.cli import main as train_main
+from tests.support.tiers import looped
 
 from .conftest import drafter
 
@@ -135,7 +136,7 @@ def test_completion_of_a_shell(emssd: Callable, monkeypatch: pytest.MonkeyPatch)
     assert emssd("-sc", "install=csh").sentence.startswith("No completion plugin for 'csh' found, available")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@looped("command", COMMANDS)
 def test_a_reader_that_goes_away_ends_a_command_quietly(
     command: str, emssd: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

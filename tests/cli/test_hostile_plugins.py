@@ -17,6 +17,7 @@ from emssd.errors import PluginError
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.conformance.rules import BrokenRule
 from emssd.testing.conformance.watch import WatchedDrafter
+from tests.support.tiers import looped
 
 from .conftest import drafter
 
@@ -42,7 +43,7 @@ PROPOSES: dict[str, tuple[Callable[[Any, Batch], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", PROPOSES)
+@looped("fault", PROPOSES)
 def test_a_drafter_that_misbehaves_breaks_a_rule(fault: str) -> None:
     propose, rule, said = PROPOSES[fault]
 
@@ -56,7 +57,7 @@ def test_a_drafter_that_misbehaves_breaks_a_rule(fault: str) -> None:
     assert said in caught.value.message
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_check_of_one_that_exits_in_a_step_goes_on_to_its_last_line(
     install: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,7 +80,7 @@ def test_options_that_exit_are_named(install: Callable, capsys: pytest.CaptureFi
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_drafter_that_ends_the_process_is_named_with_the_rule(
     install: Callable, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +122,7 @@ def test_who_was_at_work_when_a_process_ended_or_hung_is_named(
         child.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_has_a_process_of_its_own(
     install: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

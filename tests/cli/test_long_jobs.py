@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from emssd.errors import OutputError, PromptError
 from emssd.jobs.config import OnError
 from emssd.jobs.intake import Failures
 from emssd.jobs.output import OutputFolder
+from tests.support.tiers import looped, only
 
 
 def rows_by_id(path: Path) -> dict[str, list[int]]:
@@ -35,11 +37,11 @@ def cut_down(folder: Path, num_rows: int, rest: str = "") -> None:
     (folder / "metrics.json").unlink()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_twice_and_resumed_nothing_is_lost_or_decoded_twice(
     start: Callable[..., subprocess.Popen[str]], emssd: Callable, model: str, work: Path
 ) -> None:
-    num_prompts = 160
+    num_prompts = 80
     (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(num_prompts)))
     options = [f"model.path={model}", "data=text", "data.path=many.txt", "max_new_tokens=24", "batch_size=4"]
 
@@ -57,10 +59,10 @@ def test_killed_twice_and_resumed_nothing_is_lost_or_decoded_twice(
         assert process.returncode == -signal.SIGKILL, err
         return path.read_bytes().count(b"\n")
 
-    first = killed_at(10)
+    first = killed_at(8)
     # Another drafter, backend and batch size: none of them determines the output.
-    before = killed_at(40, "resume=true", "drafter=none", "backend=padded", "batch_size=3")
-    assert 10 <= first < before < num_prompts
+    before = killed_at(24, "resume=true", "drafter=none", "backend=padded", "batch_size=3")
+    assert 8 <= first < before < num_prompts
     with path.open("ab") as file:
         file.write(b'{"id": "many.txt:300", "prompt": "pro')  # what a kill within a write leaves
     assert emssd(*options, "output_dir=killed", "resume=true").status == 0
@@ -123,8 +125,8 @@ def test_what_does_not_determine_the_output_may_change(decode: Callable) -> None
     assert OmegaConf.load(result.folder / "config.yaml").drafter.name == "none"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
+@looped(
+    "arguments, names",
     [
         (["max_new_tokens=23"], "max_new_tokens"),
         (["stop=[x]", "ignore_eos=true"], "stop, ignore_eos"),
@@ -132,9 +134,12 @@ def test_what_does_not_determine_the_output_may_change(decode: Callable) -> None
         (["model.dtype=float32"], "model.dtype"),
     ],
 )
-def test_what_determines_the_output_may_not_change(arguments: list[str], names: str, decode: Callable) -> None:
-    folder = decode().folder
-    cut_down(folder, 2)
+def test_what_determines_the_output_may_not_change(
+    arguments: list[str], names: str, decode: Callable, work: Path
+) -> None:
+    folder = work / "out"
+    if not folder.exists():
+        cut_down(decode().folder, 2)
     before = {path.name: path.read_text() for path in folder.iterdir()}
     assert decode("overwrite=false", "resume=true", *arguments).sentence == (
         f"resume=true: the rows in out were made with another value of {names}; go on as out/config.yaml says, "
@@ -143,7 +148,7 @@ def test_what_determines_the_output_may_not_change(arguments: list[str], names: 
     assert {path.name: path.read_text() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("change", [("abc abcd abc", "abc abcd abd"), ("hello hello hello\n", "\n")])
+@looped("change", [("abc abcd abc", "abc abcd abd"), ("hello hello hello\n", "\n")])
 def test_rows_whose_prompts_have_changed_are_not_kept_silently(
     change: tuple[str, str], decode: Callable, prompts: Path
 ) -> None:
@@ -170,8 +175,8 @@ def without(name: str) -> str:
     return json.dumps({key: value for key, value in WHOLE.items() if key != name})
 
 
-@pytest.mark.parametrize(
-    ("line", "wrong"),
+@looped(
+    "line, wrong",
     [
         ("oops", "it is not JSON"),
         ("[" * 5000, "it is not JSON"),
@@ -191,7 +196,6 @@ def without(name: str) -> str:
         (changed(sample=-1), "its sample cannot be -1"),
         (changed(sample="1"), 'its sample cannot be "1"'),
     ],
-    ids=lambda value: value[:40],
 )
 def test_a_line_that_is_no_row(line: str, wrong: str, work: Path) -> None:
     path = work / "generations.jsonl"
@@ -220,8 +224,8 @@ def test_a_row_that_is_there_twice(decode: Callable) -> None:
     assert path.read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("config", "why"),
+@looped(
+    "config, why",
     [
         (b"model: [1", "it is no YAML of options: while parsing a flow sequence"),
         (b"model: ${nothing}", "it is no YAML of options: Interpolation key 'nothing' not found"),
@@ -229,10 +233,11 @@ def test_a_row_that_is_there_twice(decode: Callable) -> None:
         (b"- 1", "it is no YAML of options: Index 'model' (str) is not an int"),
         (b"\xff", "it is no UTF-8 text"),
     ],
-    ids=str,
 )
-def test_rows_whose_config_is_broken(config: bytes, why: str, decode: Callable) -> None:
-    folder = decode().folder
+def test_rows_whose_config_is_broken(config: bytes, why: str, decode: Callable, work: Path) -> None:
+    folder = work / "out"
+    if not folder.exists():
+        decode()
     (folder / "config.yaml").write_bytes(config)
     assert decode("overwrite=false", "resume=true").sentence == (
         f"resume=true: out holds rows, but its config.yaml cannot be read ({why}), which tells how they were made; "
@@ -276,7 +281,7 @@ def test_options_that_contradict_each_other(decode: Callable, emssd: Callable) -
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_is_resumed_job_by_job(decode: Callable) -> None:
     sweep = ["-m", "drafter=none,llma", "overwrite=false"]
     folder = decode(*sweep).folder
@@ -340,7 +345,24 @@ def records(decode: Callable, work: Path) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize(("line", "name", "reason"), BAD, ids=[reason for _, _, reason in BAD])
+def test_each_bad_prompt_is_skipped_for_its_own_reason(decode: Callable, work: Path) -> None:
+    lines, wanted = [b'{"id": "first", "n": 3, "prompt": "hello"}'], []
+    for number, case in enumerate(BAD, start=2):
+        line, *named = (re.sub(r"\bbad\b", f"bad{number}", text) for text in case)
+        lines.append(b'{"prompt": "\xff"}' if line == "\ufffe" else line.encode())
+        wanted.append([text.replace("f.jsonl:2", f"f.jsonl:{number}") for text in named])
+    (work / "f.jsonl").write_bytes(b"\n".join(lines))
+    fields = ["data.id_field=id", "data.max_new_tokens_field=n"]
+    result = decode("data=jsonl", "data.path=f.jsonl", *fields, "on_error=skip")
+    assert [row["id"] for row in result.rows] == ["first"]
+    errors = [json.loads(text) for text in (result.folder / "errors.jsonl").read_text().splitlines()]
+    by_name = {error["id"]: error["error"] for error in errors}
+    assert len(by_name) == len(errors) == len(BAD) == result.metrics["num_failed_prompts"]
+    for name, reason in wanted:
+        assert by_name[name].startswith(reason), (name, by_name[name])
+
+
+@pytest.mark.parametrize(("line", "name", "reason"), only(BAD, ci=(BAD[0], BAD[6], BAD[-1])))
 def test_a_bad_prompt_fails_the_run_or_is_skipped(line: str, name: str, reason: str, records: Callable) -> None:
     failed = records(line)
     assert failed.sentence.startswith(reason)
@@ -369,6 +391,7 @@ def test_a_limit_beyond_all_models_and_what_no_option_reads_are_fine(records: Ca
     assert len(records('{"id": "2", "n": 5.0, "prompt": "a"}').rows[1]["token_ids"]) == 5
     result = records('{"id": "\\ud800", "n": 1' + "0" * 40 + ', "prompt": "a", "score": NaN}')
     assert {row["id"]: len(row["token_ids"]) for row in result.rows} == {"first": 3, "\ud800": 95, "3": 24}
+    assert "41 steps at most are too few to pay for it" in result.err  # no row is longer than the model takes
 
 
 def test_a_prompt_that_the_kv_cache_cannot_hold(decode: Callable, prompts: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from emssd import Engine, SamplingParams
 from emssd.sequences import Request, StopStrings
+from tests.support.tiers import looped
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "openai_batch.md"
@@ -229,8 +230,8 @@ def test_harmless_fields_change_nothing(batch: Callable) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(
-    ("requests", "arguments", "sentence"),
+@looped(
+    "requests, arguments, sentence",
     [
         ([GOOD, chat("a", tools=[1])], ["on_error=fail"], "r.jsonl:2: emssd cannot honour tools=[1]; leave it out"),
         ([GOOD], ["sampling.temperature=0.5"], "sampling.temperature is 0.5; with data=openai_batch each request "

@@ -14,6 +14,7 @@ from emssd.testing.conformance.rules import rules_of
 from emssd.testing.conformance.setting import setting
 from tests.support.perfect_head import VOCAB, perfect_target
 from tests.support.random_heads import random_head
+from tests.support.tiers import looped
 
 from .conftest import drafter
 
@@ -23,7 +24,7 @@ NUM_RULES = len(rules_of("drafter"))
 
 def test_check_reports_a_good_plugin_rule_by_rule(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     install("good", drafter(GREEDY, options="depth: int = 4"))
-    authoring.main(["check", "third", "depth=5", "--examples", "2"])
+    authoring.main(["check", "third", "depth=5", "--examples", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "drafter third (third-party-good 1.2), rule by rule:"
     assert [line.split()[:2] for line in lines[2 : 2 + NUM_RULES]] == [
@@ -39,6 +40,9 @@ def test_check_of_a_budget_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == f"budget fixed (emssd {__version__}), rule by rule:"
     assert [line.split()[:2] for line in lines[2:-2]] == [["ok", rule.name] for rule in rules_of("budget")]
     assert lines[-1] == f"{len(rules_of('budget'))} rules kept, 0 broken, 0 not tested"
+
+
+def test_check_of_a_policy_that_decides_at_random(capsys: pytest.CaptureFixture[str]) -> None:
     authoring.main(["check", "fixed", "--decides-at-random", "--examples", "1"])
     rules = ["budget.deterministic", "budget.release", "budget.preemption"]
     assert skipped(capsys, len(rules_of("budget"))) == dict.fromkeys(
@@ -52,7 +56,7 @@ def test_check_names_the_rule_that_is_broken_and_exits_with_1(
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")  # the settings of the folder and the user do not matter
     install("long", drafter(GREEDY.replace("* limit", "* (limit + 1)")))
     with pytest.raises(SystemExit) as stop:
-        authoring.main(["check", "third", "--kind", "drafter", "--examples", "2"])
+        authoring.main(["check", "third", "--kind", "drafter", "--examples", "1"])
     assert stop.value.code == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     place = lines.index("BROKEN drafter.budget it drafts at most budget[row] tokens for a row")
@@ -73,24 +77,34 @@ LEARNS = (
 DRAWS = "import random; return Draft.from_chains([[random.randrange(2)][:limit] for limit in budget])"
 
 
-def test_check_of_a_drafter_that_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.nightly
+def test_check_finds_a_drafter_that_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     install("learns", drafter(LEARNS))
     with pytest.raises(SystemExit):
         authoring.main(["check", "third", "--examples", "5"])
     said = capsys.readouterr().out
     assert "\nBROKEN   drafter.isolation " in said
     assert "learns_across_requests = True in its test class, or --learns-across-requests to emssd-plugins check" in said
-    authoring.main(["check", "third", "--examples", "2", "--learns-across-requests"])
+
+
+def test_check_of_a_drafter_that_says_it_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    install("learns", drafter(LEARNS))
+    authoring.main(["check", "third", "--examples", "1", "--learns-across-requests"])
     reason = "it learns across requests, and its drafts are not compared"
     assert skipped(capsys) == dict.fromkeys(["drafter.isolation", "drafter.release", "drafter.preemption"], reason)
 
 
-def test_check_of_a_drafter_that_draws(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.nightly
+def test_check_finds_a_drafter_that_draws(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     install("draws", drafter(DRAWS))
     with pytest.raises(SystemExit):
         authoring.main(["check", "third", "--examples", "5"])
     assert "\nBROKEN   drafter.deterministic " in capsys.readouterr().out
-    authoring.main(["check", "third", "--examples", "2", "--decides-at-random"])
+
+
+def test_check_of_a_drafter_that_says_it_draws(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    install("draws", drafter(DRAWS))
+    authoring.main(["check", "third", "--examples", "1", "--decides-at-random"])
     rules = ["drafter.deterministic", "drafter.isolation", "drafter.release", "drafter.preemption"]
     assert skipped(capsys) == dict.fromkeys(rules, "it drafts at random, and its drafts are not compared")
 
@@ -103,8 +117,8 @@ def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = NUM_RULES) -> d
     return found
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@looped(
+    "arguments, message",
     [
         (
             ["lama"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from emssd.decoding.check import CheckReport, Difference
 from emssd.errors import PluginError, PluginWarning
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.console import print_check, print_report
+from tests.support.tiers import looped
 
 from .conftest import drafter
 
@@ -107,8 +109,8 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Callable, emssd: Callable) -> None:
+@looped("name", BROKEN)
+def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Callable, tmp_path: Path) -> None:
     source, reason = BROKEN[name]
     install(name, source)
     with pytest.warns(PluginWarning) as warned:
@@ -120,6 +122,7 @@ def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Cal
     with pytest.raises(PluginError) as caught:
         registry.find("drafter", "third")
     assert str(caught.value) == f"unknown drafter 'third'; choose one of {known}. {message}"
+    shutil.rmtree(tmp_path / f"site_{name}")  # the next case is alone
 
 
 BUILDS = {
@@ -135,7 +138,7 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("fault", BUILDS)
+@looped("fault", BUILDS)
 def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) -> None:
     made, complaint = BUILDS[fault]
     helper = "\ndef third(most):\n    made = Third()\n    made.num_speculative_tokens = most\n    return made\n"
@@ -148,8 +151,8 @@ def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) 
     assert not registry.in_use
 
 
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
+@looped(
+    "kind, wanted",
     [
         ("backend", "an emssd.attention.AttentionBackend"),
         ("budget", "an emssd.drafting.BudgetPolicy"),
@@ -272,8 +275,8 @@ def test_the_list_of_plugins_shows_every_state(
     assert any(line.startswith("backend ragged ready emssd 0.") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("propose", "complaint"),
+@looped(
+    "propose, complaint",
     [
         ("raise KeyError('lost')", "failed in propose: KeyError: 'lost'"),
         (
@@ -292,6 +295,7 @@ def test_the_list_of_plugins_shows_every_state(
             "draft at most budget[row] tokens",
         ),
     ],
+    at_a_time=2,
 )
 def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
     propose: str, complaint: str, install: Callable, decode: Callable
@@ -301,10 +305,11 @@ def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
         "late",
         drafter(f"if 'prompts.txt:6' not in batch.request_ids: return Draft.empty(len(batch))\n        {propose}"),
     )
-    goes_on = decode("drafter=third", "budget=fixed", "batch_size=1")
+    options = ("drafter=third", "budget=fixed", "batch_size=1", "max_new_tokens=4")
+    goes_on = decode(*options)
     assert len(goes_on.rows) == 5
     assert f"drafter 'third' (third-party-late 1.2) {complaint}" in goes_on.err
-    result = decode("drafter=third", "budget=fixed", "batch_size=1", "on_drafter_error=fail")
+    result = decode(*options, "on_drafter_error=fail")
     assert result.sentence == f"drafter 'third' (third-party-late 1.2) {complaint}"
     assert [row["id"] for row in result.rows] == [f"prompts.txt:{line}" for line in (1, 2, 4, 5)]
     assert not (result.folder / "metrics.json").exists()
@@ -332,7 +337,7 @@ def emssd_prompt_sources():
     assert [row["id"] for row in result.rows] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("reason", ["pip install 'emssd[cuda]' brings it", "no [/opt/x.so] and no :smile:"])
+@looped("reason", ["pip install 'emssd[cuda]' brings it", "no [/opt/x.so] and no :smile:"])
 def test_reasons_are_listed_as_they_stand(
     reason: str, install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from emssd.integrations import installed
+from tests.support.tiers import looped
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY = "Ray is not installed: nox -s ray, or pip install 'emssd[ray]'"
@@ -56,7 +57,7 @@ def workers_of(process: Any) -> list[psutil.Process]:
     return [each for each in found if any("ray::" in word and "_Worker" in word for word in each.cmdline())]
 
 
-@pytest.mark.slow  # Ray takes some ten seconds to start, three times
+@pytest.mark.nightly
 def test_every_row_is_there_once_whatever_dies(
     ray: Any, emssd: Callable, start: Callable, many: list[str], work: Path
 ) -> None:
@@ -93,7 +94,7 @@ def test_every_row_is_there_once_whatever_dies(
     assert "nothing is left to do" in again.err
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.nightly
 def test_a_batch_file_is_answered_with_its_errors(ray: Any, emssd: Callable, model: str, work: Path) -> None:
     body = {"prompt": "abc", "max_tokens": 6, "temperature": 0.9, "n": 2}
     bodies = {"a": body, "b": body | {"tools": [1]}, "c": body | {"prompt": "x" * 200}, "d": body}
@@ -116,7 +117,7 @@ def test_a_batch_file_is_answered_with_its_errors(ray: Any, emssd: Callable, mod
     assert not (work / "three").exists()
 
 
-@pytest.mark.slow  # as above
+@pytest.mark.nightly
 def test_the_example_writes_parquet(ray: Any, work: Path) -> None:
     runpy.run_path(str(ROOT / "examples" / "ray_data.py"))
     import pyarrow.parquet
@@ -136,8 +137,8 @@ def test_without_ray_the_run_says_what_to_install(decode: Callable, monkeypatch:
     )
 
 
-@pytest.mark.parametrize(
-    ("option", "sentence"),
+@looped(
+    "option, sentence",
     [
         ("cluster.workers=0", "cluster.workers is 0; it must be at least 1"),
         ("cluster.prompts_per_task=0", "cluster.prompts_per_task is 0; it must be at least 1"),

@@ -11,6 +11,7 @@ import pytest
 
 from emssd.errors import ConfigError, OutputError
 from emssd.jobs.rows_file import RowsFile
+from tests.support.tiers import looped
 
 
 def row(job: int, *more: str) -> dict[str, Any]:
@@ -62,13 +63,12 @@ def test_a_job_that_was_another_one(folder: Path) -> None:
             rows.has(1, ["batch_size=4"])
 
 
-@pytest.mark.parametrize(
+@looped(
     "line",
     [
         "oops", "[" * 5000, "[1]", "{}", '{"job": "x", "overrides": []}', '{"job": 1.5, "overrides": []}',
         '{"job": 1, "overrides": null}', '{"job": 1, "overrides": [1]}',
     ],
-    ids=lambda line: line[:40],
 )  # fmt: skip
 def test_a_line_that_is_no_row(line: str, folder: Path) -> None:
     path = folder / "rows.jsonl"

@@ -146,7 +146,7 @@ def test_threads_of_one_job_are_not_those_of_the_next(decode: Callable, monkeypa
     monkeypatch.setattr("emssd.jobs.job._own_threads", lambda: 2)
     before = torch.get_num_threads()
     try:
-        result = decode("-m", "num_threads=1,null", "max_new_tokens=2")
+        result = decode("-m", "num_threads=1,null", "max_new_tokens=2", "data.limit=1")
     finally:
         torch.set_num_threads(before)
     written = [json.loads((result.folder / name / "metrics.json").read_text()) for name in ("0", "1")]
@@ -214,7 +214,7 @@ def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
     assert sorted(work.rglob("*")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_module_runs_as_a_process_with_a_progress_bar(
     start: Callable[..., subprocess.Popen[str]], model: str, prompts: Path
 ) -> None:
@@ -231,7 +231,7 @@ def test_the_title_names_the_options_that_are_not_the_defaults(decode: Callable)
     assert "drafter=llma(search=prompt_and_output) · backend=padded(pad_kv=False) · " in title
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_greedy(
     emssd: Callable, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

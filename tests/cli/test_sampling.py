@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiers import few, looped
+
 SAMPLED = ("sampling=sampled", "sampling.temperature=0.8", "sampling.seed=7", "max_new_tokens=16")
 
 
@@ -16,11 +18,12 @@ def texts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {row["id"]: (row["text"], row["token_ids"], row.get("seed")) for row in rows}
 
 
-def test_text_and_tokens_are_the_same_with_any_drafter_and_batch_size(decode: Callable) -> None:
+@pytest.mark.parametrize("drafters", few([["suffix", "lookahead"], ["llma", "pld"]], ci=1), ids=", ".join)
+def test_text_and_tokens_are_the_same_with_any_drafter_and_batch_size(drafters: list[str], decode: Callable) -> None:
     first = decode(*SAMPLED, "drafter=none", "batch_size=1")
     expected = texts(first.rows)
     assert {seed for _, _, seed in expected.values()} == {7}
-    for drafter in ("llma", "suffix", "lookahead", "pld"):
+    for drafter in drafters:
         result = decode(*SAMPLED, f"drafter={drafter}", "batch_size=4", "check=plain")
         assert texts(result.rows) == expected
         assert result.metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}
@@ -60,7 +63,7 @@ def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, mo
     assert "tokens DO NOT have the law of plain decoding" in result.out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demos_text_is_the_same_bytes_in_any_setting(emssd: Callable) -> None:
     """The embedded models in float32, with the settings that differ most."""
     options = (*SAMPLED, "data.limit=5", "output_dir=out", "overwrite=true", "progress=false", "check=plain")
@@ -78,7 +81,7 @@ def test_the_demos_text_is_the_same_bytes_in_any_setting(emssd: Callable) -> Non
     assert set(files) == {files[0]}
 
 
-@pytest.mark.parametrize("name", ["greedy", "plain"])
+@looped("name", ["greedy", "plain"])
 def test_both_names_of_the_check_compare_greedy_rows(name: str, decode: Callable) -> None:
     result = decode("max_new_tokens=8", f"check={name}")
     assert f"check={name}: 5 exact" in result.out
@@ -123,8 +126,8 @@ def test_prompts_have_options_of_their_own(emssd: Callable, model: str, records:
     assert texts(emssd(*options, "drafter=pld", "batch_size=1").rows) == texts(rows)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
+@looped(
+    "how, message",
     [
         ({"temperature": -1}, "prompt prompts.jsonl:1: sampling.temperature is -1; it must be 0 or at least 1e-06"),
         (
@@ -136,6 +139,7 @@ def test_prompts_have_options_of_their_own(emssd: Callable, model: str, records:
         ({"logit_bias": {"100000": 1}}, "logit_bias has token 100000, but the model's vocabulary has"),
         (0.5, "prompts.jsonl:1: field 'how' holds a value of type float; options of sampling are an object, such as"),
     ],
+    at_a_time=3,
 )
 def test_options_of_a_prompt_that_cannot_be_are_refused(
     how: Any, message: str, emssd: Callable, model: str, records: Callable
@@ -144,8 +148,8 @@ def test_options_of_a_prompt_that_cannot_be_are_refused(
     assert message in result.sentence
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
+@looped(
+    "option, message",
     [
         ("temperature=-1", "sampling.temperature is -1.0; it must be 0 or at least 1e-06"),
         ("top_p=0", "sampling.top_p is 0.0; it must be above 0, and at most 1"),
@@ -163,10 +167,11 @@ def test_options_that_cannot_be_are_refused(option: str, message: str, emssd: Ca
 def test_a_job_goes_on_with_the_same_text_and_not_with_another_seed(
     decode: Callable, emssd: Callable, model: str, prompts: Path
 ) -> None:
-    expected = texts(decode(*SAMPLED).rows)
-    first = decode(*SAMPLED, "data.limit=2")
+    short = (*SAMPLED, "max_new_tokens=8")
+    expected = texts(decode(*short).rows)
+    first = decode(*short, "data.limit=2")
     assert len(first.rows) == 2
-    again = (f"model.path={model}", "data=text", f"data.path={prompts}", *SAMPLED, "output_dir=out", "resume=true")
+    again = (f"model.path={model}", "data=text", f"data.path={prompts}", *short, "output_dir=out", "resume=true")
     assert "were made with another value of sampling.seed" in emssd(*again, "sampling.seed=8").sentence
     assert texts(emssd(*again, "drafter=none").rows) == expected
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from transformers.utils import import_utils as utils
@@ -46,6 +47,7 @@ assert torch._dynamo.utils.counters
 """
 
 
+@pytest.mark.costly("a process of its own, and a compiler in it")
 def test_heavy_modules_are_not_imported_by_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, "data.limit=1", "max_new_tokens=2", "progress=false"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)

@@ -19,6 +19,7 @@ from emssd.jobs import progress
 from emssd.jobs.progress import LiveFigures
 from emssd.metrics.stats import RunReport
 from emssd.sequences import StopStrings
+from tests.support.tiers import looped
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ CONVERSATION = [{"role": "user", "content": "hi"}, {"role": "assistant", "conten
 ASK = {"role": "user", "content": "he"}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "arguments", "text"),
+@looped(
+    "prompt, arguments, text",
     [
         ("hi", [], "<s>[u]hi[a]"),
         ("hi", ["data.system='Be good'"], "<s>[s]Be good[u]hi[a]"),
@@ -57,6 +58,7 @@ ASK = {"role": "user", "content": "he"}
         ([{"role": "system", "content": "mine"}, ASK], ["data.system=ok"], "<s>[s]mine[u]he[a]"),
         ("hi", ["data.template='Q: {prompt}'"], "<s>[u]Q: hi[a]"),
     ],
+    at_a_time=2,
 )
 def test_prompts_go_through_the_chat_template(
     prompt: Any, arguments: list[str], text: str, chat: Callable, chat_model: str
@@ -74,8 +76,8 @@ def test_text_files_can_be_questions_too(emssd: Callable, chat_model: str, promp
     assert lengths == {text: 1 + len(f"[u]{text}[a]") for text in ("hello hello hello", "abc abcd abc")}
 
 
-@pytest.mark.parametrize(
-    ("record", "arguments", "sentence"),
+@looped(
+    "record, arguments, sentence",
     [
         ({"prompt": ""}, [], "prompt f.jsonl:1 is empty; there is nothing to continue"),
         ({"prompt": []}, [], "prompt f.jsonl:1 is no list of messages"),
@@ -112,6 +114,7 @@ def test_text_files_can_be_questions_too(emssd: Callable, chat_model: str, promp
             "pass over conversations that are too long",
         ),
     ],
+    at_a_time=4,
 )
 def test_what_is_no_conversation(record: Any, arguments: list[str], sentence: str, chat: Callable) -> None:
     assert chat([record], *arguments).sentence == sentence
@@ -157,14 +160,15 @@ def test_stop_strings_end_rows(decode: Callable) -> None:
     assert "stop" in {row["finish_reason"] for row in result.rows}
 
 
-@pytest.mark.parametrize(
-    ("option", "strings"),
+@looped(
+    "option, strings",
     [
         (r'stop=["\n\n","Question:"]', ["\n\n", "Question:"]),
         (r"stop=['\t\r','\\n','\d']", ["\t\r", "\\n", "\\d"]),
         ('stop=["\n"]', ["\n"]),
         ('stop=["</s>", "é"]', ["</s>", "é"]),
     ],
+    at_a_time=2,
 )
 def test_stop_strings_as_they_are_typed(
     option: str, strings: list[str], decode: Callable, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import looped
+
 from .conftest import drafter
 
 HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was given, and what to do
@@ -67,13 +69,13 @@ SENTENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("given", SENTENCES, ids=lambda given: given[:40])
+@looped("given", SENTENCES, at_a_time=7)
 def test_what_cannot_be_is_told_in_a_sentence(given: str, emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert emssd(*given.split(" ")).sentence.startswith(SENTENCES[given])
 
 
-@pytest.mark.parametrize("given", HYDRAS_OWN, ids=lambda given: given[:40])
+@looped("given", HYDRAS_OWN, at_a_time=7)
 def test_what_hydra_refuses_is_told_in_one_line_with_a_hint(
     given: str, emssd: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,8 +101,8 @@ def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: C
     assert ". It has match_length, copy_length" in sentence
 
 
-@pytest.mark.parametrize(
-    ("options", "set_to", "wrong"),
+@looped(
+    "options, set_to, wrong",
     [
         ("scale: float = float('nan')", "drafter=third", "drafter.scale is nan; it must be a finite number"),
         ("scale: float = 1.0", "drafter.scale=inf", "drafter.scale is inf; it must be a finite number"),

@@ -14,6 +14,7 @@ from emssd import Engine, demo
 from emssd.demo.corpus import Document, documents, make_prompts
 from emssd.errors import ConfigError, PromptError
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 MEGABYTE = 10**6
 
@@ -23,7 +24,7 @@ def test_all_of_it_takes_at_most_ten_megabytes() -> None:
     assert sum(file.stat().st_size for file in weights.rglob("*") if file.is_file()) <= 10 * MEGABYTE
 
 
-@pytest.mark.parametrize("name", ["target", "draft"])
+@looped("name", ["target", "draft"])
 def test_the_models_load_without_a_warning_in_float32(name: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

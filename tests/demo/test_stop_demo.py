@@ -39,7 +39,7 @@ def expected(target: tuple[Any, Any], prompts: list[str]) -> list[list[list[int]
     return [[decode(prompt, stop) for prompt in prompts] for stop in STOPS]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])
 def test_rows_end_where_transformers_ends_them(
     target: tuple[Any, Any], prompts: list[str], expected: list[list[list[int]]], drafter: str

@@ -26,7 +26,9 @@ from emssd.plugins.registry import Registry
 from emssd.report.__main__ import make_parser as report_parser
 from emssd.simulate.__main__ import make_parser as simulate_parser
 from emssd_train.cli import make_parser as train_parser
+from tests.support.tiers import looped
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "plugins"
 # Reports in docs/results hold commands as they were run.
@@ -140,7 +142,7 @@ def test_commands_are_found() -> None:
         assert any(found.startswith(part) for found in words), part
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@looped("page", PAGES)
 def test_every_command_is_one_that_works(page: Path, store: None) -> None:
     for words in commands(page):
         head = _head(words)
@@ -191,7 +193,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> No
             raise AssertionError(f"{parser.prog} does not take {arguments}") from stop
 
 
-@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "types.md"], ids=lambda page: page.name)
+@looped("page", [page for page in WRITTEN if page.name != "types.md"])
 def test_python_and_toml_in_the_pages_are_of_files_that_a_test_runs(page: Path) -> None:
     for language, text in blocks(page):
         if language == "python":

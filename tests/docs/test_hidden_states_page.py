@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from emssd import Engine
@@ -14,6 +15,7 @@ from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[1, 5, 6, 5, 7, 5], [9], [3] * 20, [8, 2, 8, 4, 8]]
 

@@ -15,6 +15,7 @@ import pytest
 
 from emssd.authoring.new import new_plugin
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "plugins"
 

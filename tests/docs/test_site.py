@@ -18,7 +18,9 @@ from emssd.drafting import Drafter
 from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
 from emssd.plugins.registry import KINDS, Registry
 from emssd.simulate.closed_forms import acceptance_pmf, expected
+from tests.support.tiers import looped
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
@@ -60,7 +62,7 @@ def test_the_page_of_options_has_every_option_once_with_its_words() -> None:
         assert f"| `{path.parent.name}={path.stem}` | " in page or path.parent.name == "sweep", path
 
 
-@pytest.mark.parametrize(
+@looped(
     "line",
     [
         "`drafter.search` · `prompt` \\| `prompt_and_output` · default `prompt`: ",
@@ -127,7 +129,7 @@ def test_links_that_leave_the_docs_become_text_and_dead_ones_are_warned_of(
     ]
 
 
-@pytest.mark.parametrize("name", ["padding", "tree"])
+@looped("name", ["padding", "tree"])
 def test_a_picture_is_what_its_script_draws(name: str, module) -> None:
     assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == module(name).picture()
 

@@ -6,6 +6,8 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from emssd.attention import PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, Outcome
@@ -15,6 +17,7 @@ from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from emssd.testing.paged import ReferenceKernels
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[1, 5, 6, 5, 7, 5], [9], [3] * 20, [8, 2, 8, 4, 8]]
 

@@ -52,20 +52,3 @@ def test_workflows_may_only_read_and_run_what_is_pinned(path: Path) -> None:
 def test_as_a_library_it_shows_no_messages() -> None:
     say = "import logging, emssd; logging.getLogger('emssd').warning('hello')"
     assert not subprocess.run([sys.executable, "-c", say], capture_output=True, check=True).stderr
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_shell_can_complete_options(shell: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "emssd", "-sc", f"install={shell}"], capture_output=True, text=True, check=True
-    )
-    assert "hydra" in done.stdout
-    assert not done.stderr
-
-
-def test_a_plugins_name_is_completed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "emssd", "-sc", "query=bash"],
-        capture_output=True, text=True, check=True, env={"COMP_LINE": "emssd drafter=llm", "COMP_POINT": "17"},
-    )  # fmt: skip
-    assert "drafter=llma" in done.stdout.split()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from emssd.report.cells import Grid, Spread, grids
 from emssd.report.rows import Row
+from tests.support.tiers import looped
 
 from .conftest import row
 
@@ -101,7 +102,7 @@ def test_repeats_without_a_baseline_are_counted_and_the_others_show() -> None:
     assert cell.speedup_text() == "2.00, baseline in 1 of 2 repeats"
 
 
-@pytest.mark.parametrize("experiment", ["padding_ratio", "acceptance", "step_time"])
+@looped("experiment", ["padding_ratio", "acceptance", "step_time"])
 def test_experiments_that_run_no_plain_decoding_lack_no_baseline(experiment: str) -> None:
     cell = _only([row(experiment, "vanilla")]).get("vanilla", 2)
     assert cell is not None

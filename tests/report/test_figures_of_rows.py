@@ -17,6 +17,7 @@ from emssd.report.floor import Floor
 from emssd.report.sections.acceptance import acceptance, accepted_by_position, least_of_batches
 from emssd.report.sections.crossover import crossing_at, crossings
 from emssd.report.sources import read
+from tests.support.tiers import looped
 
 from .conftest import row, value, write
 
@@ -68,8 +69,8 @@ def _crossings(by_size: dict[int, tuple[float, ...]]) -> list[str]:
     return list(line)
 
 
-@pytest.mark.parametrize(
-    ("by_size", "shown"),
+@looped(
+    "by_size, shown",
     [
         ({1: (2, 2), 8: (0.9, 1.2), 16: (0.7, 0.9)}, ["1 and 8", "8", "9.2"]),
         ({2: (0.5, 0.6)}, ["none", "none", ""]),

@@ -17,6 +17,7 @@ from emssd.report.sections import Plot, sections
 from emssd.report.sections.provenance import mixtures
 from emssd.report.sources import read
 from emssd.report.tables import Code, Table, escape
+from tests.support.tiers import looped
 
 from .conftest import measured, value, write
 
@@ -118,7 +119,7 @@ def test_text_from_rows_is_shown_as_it_is(page: Page) -> None:
     assert 0 not in cells
 
 
-@pytest.mark.parametrize(("inputs", "ratio", "inputs_on_top"), [(120, "0.80", "1.20"), (160, "1.07", "1.20")])
+@looped("inputs, ratio, inputs_on_top", [(120, "0.80", "1.20"), (160, "1.07", "1.20")])
 def test_which_unpadding_gains_more_is_a_ratio_within_repeats(
     inputs: float, ratio: str, inputs_on_top: str, tmp_path: Path
 ) -> None:
@@ -190,7 +191,7 @@ def test_datasets_stand_beside_the_papers_figures_of_their_own_data(tmp_path: Pa
     assert printed == ["1.12", "2.28", "2.11", "2.11"]  # of the vanilla method, at batch size 2
 
 
-@pytest.mark.parametrize("text", ["a|b", "`x`", "``", "*a*", "<b>&amp;", "[x](http://y)", "a\\|b", "$x$"])
+@looped("text", ["a|b", "`x`", "``", "*a*", "<b>&amp;", "[x](http://y)", "a\\|b", "$x$"])
 def test_text_comes_through_markdown_unchanged(text: str) -> None:
     page = html_page("t", Table(["escaped", "code"], [[text, Code(text)]]).markdown(), {})
     cells = list(ET.fromstring(page.removeprefix("<!DOCTYPE html>\n")).iter("td"))

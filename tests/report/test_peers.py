@@ -13,6 +13,7 @@ import pytest
 from benchmarks.peers_report import main, peers, read_peers
 from emssd.report.sections.common import Plot, Section
 from emssd.report.tables import Table
+from tests.support.tiers import looped
 
 from .conftest import measured
 from .conftest import write as write_rows
@@ -132,8 +133,8 @@ def test_the_page_has_them_before_single_runs_and_says_where_they_come_from(tmp_
     assert "failed: no | memory" in page  # a cell of a table, shown as it is
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
+@looped(
+    "text, said",
     [
         ("{", "cannot be read as JSON"),
         ("[1]", "is no result of benchmarks/cpu_peers.py"),

@@ -17,6 +17,7 @@ from emssd.report import summary
 from emssd.report.__main__ import main
 from emssd.report.rows import Row, parse
 from emssd.report.sources import read
+from tests.support.tiers import looped
 
 from .conftest import measured, simulation, value, write
 
@@ -48,8 +49,8 @@ def test_a_folder_without_rows_says_how_to_make_them(refused: Callable[..., str]
     assert "holds no rows yet" in refused(tmp_path / "rows.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
+@looped(
+    "change, said",
     [
         (lambda row: row.pop("batching"), "has no 'batching'"),
         (lambda row: row["metrics"].pop("decode_kv_tokens"), "(metrics) has no 'decode_kv_tokens'"),

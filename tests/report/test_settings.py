@@ -11,6 +11,7 @@ import pytest
 from emssd.errors import ConfigError
 from emssd.report.cells import Grid, grids
 from emssd.report.rows import Row, parse, read_rows
+from tests.support.tiers import looped
 
 from .conftest import value, write
 
@@ -58,7 +59,7 @@ def test_a_method_with_other_options_of_its_backend_is_not_under_the_same_label(
     assert [[cell.line.label for cell in grid.cells] for grid in found.values()] == [["ragged"], ["ragged"]]
 
 
-@pytest.mark.parametrize("path", sorted(ROWS.glob("*/rows.jsonl")), ids=lambda path: path.parent.name)
+@looped("path", sorted(ROWS.glob("*/rows.jsonl")))
 def test_rows_from_before_there_were_options_are_read(path: Path) -> None:
     assert len(read_rows(path)) == path.read_text().count("\n")
 
@@ -68,7 +69,7 @@ def test_a_row_whose_options_are_no_list_is_refused() -> None:
         parse(value() | {"options": "x"})
 
 
-@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+@looped("end", ["\u2028", "\u2029", "\x85"])
 def test_what_only_unicode_calls_a_lines_end_does_not_end_a_row(end: str, tmp_path: Path) -> None:
     row = value() | {"overrides": [f"data.template=a{end}b"]}
     write(tmp_path, [])

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from emssd.report.rows import Row
 from emssd.report.sections.step_time import step_time, steps_of
 from emssd.report.sources import read
+from tests.support.tiers import looped
 
 from .conftest import row, value, write
 
@@ -26,8 +25,8 @@ def prompts(number: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
+@looped(
+    "changes, names",
     [
         (
             [{"drafter_options": f"replay(p={p}, num_speculative_tokens=3)"} for p in (0, 0.9)],
@@ -50,7 +49,7 @@ def test_drafted_tokens_and_prompts_that_follow_the_batch_size_are_one_setting()
     assert grid.title == "demo · replay, fixed on padded · demo · float32 (replay)"
 
 
-@pytest.mark.parametrize("longest", [1.0, 1.5])
+@looped("longest", [1.0, 1.5])
 def test_the_largest_acceptance_length_is_shown(longest: float, tmp_path: Path) -> None:
     lengths = (1.0, longest)
     rows = [value("step_time", None, repeat=i, metrics_mean_acceptance_length=tau) for i, tau in enumerate(lengths)]

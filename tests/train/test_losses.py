@@ -41,6 +41,7 @@ from tests.support.looking_back import DISTANCE, looking_back_model
 from tests.support.looking_back import VOCAB as WORDS
 from tests.support.perfect_head import VOCAB
 from tests.support.perfect_medusa import NUM_HEADS, SIZE, lagging_target, write_perfect_medusa
+from tests.support.tiers import looped
 
 DEPTH = 4
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]
@@ -259,7 +260,7 @@ def test_new_heads_begin_as_the_targets_own_projection() -> None:
     torch.testing.assert_close(heads(hidden), wanted.expand(2, -1, -1), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@looped("tied", [True, False])
 def test_a_mask_is_a_new_token_unless_there_is_one(tied: bool) -> None:
     model: Any = tiny_model("llama", tie_word_embeddings=tied)
     before = model.get_input_embeddings().weight.detach().clone()

@@ -28,6 +28,7 @@ from emssd.model import load_model
 from emssd.testing.models import tiny_model
 from emssd_train.cli import main
 from emssd_train.progress import Bar
+from tests.support.tiers import looped
 
 SMALL = ["--limit", "7", "--held-out", "2", "--max-new-tokens", "8", "--rows", "2", "--depth", "2", "--epochs", "2"]
 SMALL += ["--save-every", "1"]
@@ -272,9 +273,7 @@ def test_a_draft_model_must_fit_the_target(train: Train, tmp_path: Path, capsys:
     assert not (tmp_path / "head").exists()
 
 
-@pytest.mark.parametrize(
-    ("kind", "option"), [("medusa", "--hidden-layers"), ("medusa", "--draft"), ("pard", "--num-layers")]
-)
+@looped("kind, option", [("medusa", "--hidden-layers"), ("medusa", "--draft"), ("pard", "--num-layers")])
 def test_an_option_of_another_kind_is_unknown(
     kind: str, option: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ from emssd_train.teacher import Teacher
 from emssd_train.texts import Text, frequent_tokens
 from emssd_train.unrolled import UnrolledLoss, unroll
 from tests.support.perfect_head import SIZE, VOCAB, perfect_target, write_perfect_eagle3
+from tests.support.tiers import looped
 
 DEPTH, LAYERS = 4, (1, 2, 3)
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]
@@ -182,8 +183,8 @@ def test_places_whose_token_cannot_be_drafted_do_not_count(tmp_path: Path) -> No
     assert loss["losses"].tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "chosen"),
+@looped(
+    "num_layers, chosen",
     [(32, (2, 16, 29)), (8, (2, 4, 5)), (6, (1, 3, 6)), (3, (1, 2, 3)), (2, (0, 1, 2)), (1, (0, 1))],
 )
 def test_hidden_layers_by_default(num_layers: int, chosen: tuple[int, ...]) -> None:
