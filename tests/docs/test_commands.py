@@ -50,6 +50,7 @@ QUOTED = {  # files that a test runs, or nox -s example_plugin
     "examples/sampling.py",
     "examples/two_ways.py",
     "examples/similar_places.py",
+    "examples/entropy_budget.py",
     "examples/hf_generate.py",
     "examples/ray_data.py",
     "examples/trl_grpo.py",
