@@ -22,10 +22,12 @@ from emssd.errors import ConfigError, PromptError, did_you_mean
 from emssd.jobs.config import OnError, RunConfig
 from emssd.jobs.output import OutputFolder, as_asked
 from emssd.plugins.registry import Registry
-from emssd.sampling import SamplingParams
+from emssd.sampling.params import MOST_SAMPLES, SamplingParams
 from emssd.sequences import Request, StopStrings
 
 __all__ = ["Failures", "check_options", "num_samples", "prompts_of", "sampling_of", "to_requests", "unfinished"]
+
+_LONGEST_ID = 19  # digits of a token id that no model has
 
 
 class Failures:
@@ -138,7 +140,10 @@ def sampling_of(
                 known = ", ".join(options)
                 raise ConfigError(f"{name} is no option{did_you_mean(name, options) or '.'} The options are {known}")
         if isinstance(bias := own.get("logit_bias"), dict):
-            own["logit_bias"] = {int(token) if token.isdecimal() else token: value for token, value in bias.items()}
+            own["logit_bias"] = {
+                int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
+                for token, value in bias.items()
+            }
         params = SamplingParams(**options | own)
         if vocab_size is not None:
             params.check_vocabulary(vocab_size)
@@ -162,7 +167,7 @@ def num_samples(config: RunConfig, prompt: Prompt) -> int:
     """How many rows `prompt` gets; 1 if what it asks for cannot be, as `sampling_of` says."""
     own = None if prompt.sampling is None else prompt.sampling.get("n")
     number = config.sampling.n if own is None else own
-    return number if isinstance(number, int) and number > 0 else 1
+    return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
 
 
 def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfig, config_text: str) -> list[Prompt]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache, partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def _prepare(
         console.print("nothing is left to do")
         return None
     console.print(f"loading {config.model.path} …", highlight=False)
-    engine = make_engine(config, registry, models, num_steps=_most_steps(config, left) if alone else None)
+    engine = make_engine(config, registry, models, num_steps=partial(_most_steps, config, left) if alone else None)
     if config.model.compile == "auto":
         console.print(engine.target.why_compiled, highlight=False, soft_wrap=True)
     if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
@@ -215,11 +216,23 @@ def write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt],
         write_batch_output(output.path, prompts, failures.prompts, model.path, tokenizer)
 
 
-def _most_steps(config: RunConfig, prompts: Seq[Prompt]) -> int:
-    """So many steps the rows of `prompts` take without drafts, if none of them ends early."""
-    limits = (each.max_new_tokens or config.max_new_tokens for each in prompts)
-    num_tokens = sum(limit * num_samples(config, each) for limit, each in zip(limits, prompts, strict=True))
-    return ceil(num_tokens / config.batch_size)
+def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
+    """So many steps the rows of `prompts` take without drafts, if none of them ends early.
+
+    Args:
+        config: of the run.
+        prompts: in the order in which they begin, each in the place in the batch that is free first.
+        longest: sequence that the model takes.
+    """
+    limits = [
+        min(each.max_new_tokens or config.max_new_tokens, longest)
+        for each in prompts
+        for _ in range(num_samples(config, each))
+    ]
+    ends = [0] * min(config.batch_size, len(limits))
+    for limit in limits:
+        heapq.heapreplace(ends, ends[0] + limit)
+    return max(ends, default=0)
 
 
 def make_engine(
@@ -228,18 +241,19 @@ def make_engine(
     models: ModelCache,
     *,
     baseline: Engine | None = None,
-    num_steps: int | None = None,
+    num_steps: Callable[[int], int] | None = None,
 ) -> Engine:
     """The engine of `config`, or plain decoding with the target of `baseline`.
 
-    Given `num_steps`, the most that it has to do, ``model.compile=auto`` may compile the model.
+    Given `num_steps`, which says how many it has to do at most with sequences of some length, ``model.compile=auto``
+    may compile the model.
     """
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer
     else:
         target, tokenizer = models.target(**vars(config.model))
         if num_steps is not None:
-            target.compile_if_it_pays(num_steps)
+            target.compile_if_it_pays(num_steps(target.max_model_len))
         if config.experiment is not None:
             machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
     return Engine.assemble(
