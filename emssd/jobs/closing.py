@@ -35,12 +35,11 @@ def print_texts(console: Console, rows: Iterable[tuple[Prompt, Generation]]) -> 
 
 def print_whole(console: Console, rows: Iterable[Generation]) -> None:
     """The texts as they are, with an empty line between them; a terminal gets nothing that could command it."""
-    for number, row in enumerate(rows):
-        separator = "\n" if number else ""
-        if console.is_terminal:
-            console.print(f"{separator}{row.text}", highlight=False, soft_wrap=True)
-        else:
-            print(f"{separator}{row.text}")
+    text = "\n\n".join(row.text or "" for row in rows)
+    if console.is_terminal:
+        console.print(text, highlight=False, soft_wrap=True)
+    else:
+        print(text)
 
 
 def _asked(prompt: Prompt) -> str:

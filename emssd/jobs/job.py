@@ -230,21 +230,12 @@ def write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt],
 
 
 def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
-    """So many steps the rows of `prompts` take without drafts, if none of them ends early.
-
-    Args:
-        config: of the run.
-        prompts: in the order in which they begin, each in the place in the batch that is free first.
-        longest: sequence that the model takes.
-    """
-    limits = [
-        min(each.max_new_tokens or config.max_new_tokens, longest)
-        for each in prompts
-        for _ in range(num_samples(config, each))
-    ]
-    ends = [0] * min(config.batch_size, len(limits))
-    for limit in limits:
-        heapq.heapreplace(ends, ends[0] + limit)
+    """So many steps the rows of `prompts` take without drafts, in a model of `longest` tokens, if none ends early."""
+    ends = [0] * min(config.batch_size, sum(num_samples(config, each) for each in prompts))
+    for each in prompts:
+        limit = min(each.max_new_tokens or config.max_new_tokens, longest)
+        for _ in range(num_samples(config, each)):
+            heapq.heapreplace(ends, ends[0] + limit)  # in the place of the batch that is free first
     return max(ends, default=0)
 
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from emssd.data.records import read_json
 from emssd.errors import OutputError
 
-__all__ = ["LinesFile", "remove_file", "whole_file"]
+__all__ = ["LinesFile", "whole_file"]
 
 
 class LinesFile:
@@ -189,20 +189,6 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             part.unlink()
         raise OutputError(
             f"cannot write {path}: {error.strerror}; the rows are in {path.parent}, and resume=true goes on from there"
-        ) from error
-
-
-def remove_file(path: Path) -> None:
-    """Remove `path`, if it is there.
-
-    Raises:
-        OutputError: it cannot be removed.
-    """
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"cannot remove {path}: {error.strerror}; take it away, or set output_dir to another folder"
         ) from error
 
 

@@ -15,7 +15,7 @@ from emssd.data.records import read_json
 from emssd.errors import ConfigError, OutputError
 from emssd.jobs.batch_output import BATCH_OUTPUT
 from emssd.jobs.config import STDOUT, changed_options
-from emssd.jobs.lines_file import LinesFile, remove_file, whole_file
+from emssd.jobs.lines_file import LinesFile, whole_file
 from emssd.sequences import FinishReason, Generation, TokenLogprob
 
 __all__ = ["OutputFolder", "as_asked"]
@@ -167,8 +167,13 @@ class OutputFolder:
                 file.write(content)
 
     def _remove(self, name: str) -> None:
-        if not self.is_stdout:
-            remove_file(self.path / name)
+        try:
+            if not self.is_stdout:
+                (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"cannot remove {self.path / name}: {error.strerror}; take it away, or set output_dir to another folder"
+            ) from error
 
 
 class _Stdout:
