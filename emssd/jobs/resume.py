@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -13,10 +13,10 @@ from pathlib import Path
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
 from emssd.jobs.config import RunConfig
+from emssd.jobs.experiment import changed
 from emssd.jobs.intake import num_samples, sampling_of
 from emssd.jobs.output import OutputFolder, as_asked
 from emssd.model.checkpoint import files_of
-from emssd.sampling import SamplingParams
 
 __all__ = ["check_model", "made_with", "unfinished"]
 
@@ -128,10 +128,7 @@ def _request_digest(config: RunConfig, prompt: Prompt) -> str:
         sampling = sampling_of(config, prompt)
     except PromptError as error:  # it has no rows
         return str(error)
-    usual, how = SamplingParams(), None
-    if sampling is not None:  # n says how many rows there are
-        how = {each.name: getattr(sampling, each.name) for each in fields(sampling) if each.name != "n"}
-        how = {name: value for name, value in how.items() if value != getattr(usual, name)}
+    how = None if sampling is None else changed(replace(sampling, n=1))  # n says how many rows there are
     limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
     return _short([limit, how, config.stop if prompt.stop is None else [*prompt.stop]])
 
