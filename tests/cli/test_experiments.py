@@ -73,6 +73,8 @@ def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd
     assert all(len(same) == 1 for same in texts.values())  # whatever was compared, the tokens are the same
     assert f"python -m emssd.report {Path('out')}" in result.out
     assert "tokens/s" in result.err
+    assert all(f" {number} of {TOYS[name]}: " in result.err for number in range(1, TOYS[name] + 1))
+    assert result.err.count(" left\n") == TOYS[name]
 
 
 def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:
