@@ -12,7 +12,7 @@ import torch
 
 from emssd.errors import UnsupportedModelError
 from emssd.model.probe import ProbeRows, running
-from emssd.model.replaced import replaced_forward
+from emssd.model.replaced import only_here, replaced_forward
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -110,10 +110,11 @@ class Streams:
         with ExitStack() as hooks:
             for index, listener in listeners.items():
                 if index == 0:
-                    hook = self.layers[0].register_forward_pre_hook(_first_input(listener), with_kwargs=True)
+                    hear = only_here(_first_input(listener), _ignored)
+                    hook = self.layers[0].register_forward_pre_hook(hear, with_kwargs=True)
                 else:
                     module = self.decoder if index == NORMED else self.layers[index - 1]
-                    hook = module.register_forward_hook(_first_output(listener))
+                    hook = module.register_forward_hook(only_here(_first_output(listener), _ignored))
                 hooks.callback(hook.remove)
             yield
 
@@ -124,7 +125,7 @@ class Streams:
         def note(kind: str, index: int) -> Callable[[torch.Tensor], None]:
             return lambda states: calls.append((kind, index, states, states.clone()))
 
-        with ExitStack() as hooks, running(target):
+        with ExitStack() as hooks, target.lock, running(target):
             for index, layer in enumerate(self.layers):
                 listener = _first_input(note("given to", index))
                 hooks.callback(layer.register_forward_pre_hook(listener, with_kwargs=True).remove)
@@ -222,6 +223,10 @@ def _first_output(listener: Callable[[torch.Tensor], None]) -> Callable[..., Non
         listener(output if isinstance(output, torch.Tensor) else output[0])
 
     return hook
+
+
+def _ignored(*_: Any) -> None:
+    """What a hook does in other threads."""
 
 
 def _noted_in(calls: list[_Call]) -> Callable[..., None]:

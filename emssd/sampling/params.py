@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
+from types import MappingProxyType
 
 from emssd.errors import ConfigError, did_you_mean
 
@@ -112,7 +114,12 @@ class SamplingParams:
                 raise ConfigError(f"logit_bias has a token id {token!r}; it must be a whole number of at least 0")
             if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
                 raise ConfigError(f"logit_bias of token {token} is {bias!r}; it must be a finite number, or -inf")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))  # drafters see it, too
+
+    def __reduce__(self) -> tuple[Callable[[], SamplingParams], tuple[()]]:
+        """For pickle and copy, which take no read-only mapping."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(SamplingParams, **values | {"logit_bias": dict(self.logit_bias)}), ()
 
     @property
     def is_greedy(self) -> bool:
