@@ -56,8 +56,6 @@ class HookedModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, shard: Shard | None = None) -> None:
-        register(model.config)
-        self.lock = lock_of(model)
         self._sinks: Any = WeakTensorKeyDictionary()  # of each tensor its numbers; it has no annotations
         self.model: Any = model  # Transformers' own annotations do not describe how its models are called
         model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
@@ -65,6 +63,8 @@ class HookedModel:
         check_config(model.config, type(model))
         if shard is None:
             check_whole(model)
+        register(model.config)
+        self.lock = lock_of(model)
         self.is_spread = is_spread(model)
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
         self.device: torch.device = output_device(model)
