@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class Guard:
         self._rows = ProbeRows(target)
         self._places, tensors = _look(target)
         self._sums, self._config = checksums([*tensors.values()]), _config(target)
-        self._reads_weights = False
+        self._reads_weights, self._pattern = False, _pattern(target)
         try:
             self._canary = self._run_canary(target)
             self._reads_weights = not bool(self._canary[1].isfinite().all())
@@ -80,7 +80,7 @@ class Guard:
             return rows.attend(layer, seen, query, key, value)
 
         drawn = _random_state(target.device)
-        with running(target), _Linears(target, reads_weights=self._reads_weights):
+        with running(target), _Linears(() if self._reads_weights else target.model.parameters(), self._pattern):
             logits = target.run(rows.tokens[None], rows.positions[None], attend, last)[0].cpu()
         if not torch.equal(_random_state(target.device), drawn):
             raise UnsupportedModelError(
@@ -90,15 +90,12 @@ class Guard:
 
 
 class _Linears(TorchFunctionMode):
-    """Computes linear layers with weights of a model without reading these: a product of rank one for each."""
+    """Computes linear layers with `weights` without reading these: a product of rank one for each, of a `pattern`."""
 
-    def __init__(self, target: HookedModel, *, reads_weights: bool) -> None:
+    def __init__(self, weights: Iterable[torch.Tensor], pattern: torch.Tensor) -> None:
         super().__init__()
-        weights = () if reads_weights else target.model.parameters()
         self._offsets = {id(weight): 97 * place % _OFFSETS for place, weight in enumerate(weights) if weight.ndim == 2}
-        widest = max((max(each.shape) for each in target.model.parameters() if each.ndim == 2), default=0)
-        pattern = torch.arange(1, widest + _OFFSETS + 1, dtype=torch.float64).sqrt().mul(977).sin()
-        self._pattern = pattern.to(target.device, target.dtype)
+        self._pattern = pattern
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and (offset := self._offsets.get(id(args[1]))) is not None:
@@ -117,6 +114,13 @@ def _look(target: HookedModel) -> tuple[dict[str, tuple[Any, ...]], dict[str, to
     every = {f"{name}{part}": each for name, tensor in named for part, each in _parts(tensor)}
     places = {name: _place(each) for name, each in every.items()}
     return places, {name: every[name] for name in {place: name for name, place in places.items()}.values()}
+
+
+def _pattern(target: HookedModel) -> torch.Tensor:
+    """Numbers from -1 to 1 without a visible order, more than a weight has rows or columns."""
+    widest = max((max(each.shape) for each in target.model.parameters() if each.ndim == 2), default=0)
+    numbers = torch.arange(1, widest + _OFFSETS + 1, dtype=torch.float64).sqrt().mul(977).sin()
+    return numbers.to(target.device, target.dtype)
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
