@@ -284,6 +284,9 @@ class AttentionBackend(ABC):
     def forget_prefixes(self) -> None:
         """Nothing that was published before is adopted any more. Rows keep what they have."""
 
+    def forget_steps(self) -> None:
+        """The model has changed: passes that were recorded are not replayed any more. No row holds KV."""
+
     @property
     @abstractmethod
     def kv_usage(self) -> KVUsage:

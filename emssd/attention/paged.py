@@ -66,6 +66,9 @@ class PagedKernels(ABC):
         """See `AttentionBackend.native_step`."""
         return None
 
+    def forget_steps(self) -> None:
+        """See `AttentionBackend.forget_steps`."""
+
     def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the keys or the values of some tokens to other slots. All are read before the first is written.
 
@@ -180,6 +183,9 @@ class PagedBackend(AttentionBackend):
 
     def forget_prefixes(self) -> None:
         self._table.forget()
+
+    def forget_steps(self) -> None:
+        self._kernels.forget_steps()
 
     @property
     def kv_usage(self) -> KVUsage:

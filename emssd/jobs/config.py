@@ -79,6 +79,8 @@ class ModelConfig:
             Transformers has none for it; that code can do anything.
         weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, on a CPU. That is another
             model, somewhat worse and faster; speculation does not change its text.
+        frozen: no plugin changes the model; else each run looks whether it is still the same, in the time of about a
+            step.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
         checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
     """
@@ -92,6 +94,7 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     weights: str = "auto"
+    frozen: bool = False
     tensor_parallel: bool = False
     checksums: bool = False
 

@@ -114,7 +114,7 @@ class BorrowedTarget:
         def give(*arguments: Any, **keywords: Any) -> Any:
             return output_type(last_hidden_state=hidden.unsqueeze(0))
 
-        with replaced_forward(self._streams.decoder, give):
+        with self._target.lock, replaced_forward(self._streams.decoder, give):
             logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
         return logits[0].to(self.device)
 

@@ -47,6 +47,13 @@ class ModelRunner(ABC):
     device: torch.device
     dtype: torch.dtype
 
+    def begin(self) -> None:
+        """A run begins: no row holds KV. What was computed by a model that has changed since is used no more.
+
+        Raises:
+            UnsupportedModelError: it cannot be served as it is now.
+        """
+
     @abstractmethod
     def run(self, packed: PackedInputs) -> ModelOutput:
         """Compute one ragged step. The KV of its tokens stays until `commit` or `release` drops it.
@@ -128,6 +135,13 @@ class CausalLMRunner(ModelRunner):
         self.backend = backend
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
+        self._num_changes = model.num_changes
+
+    def begin(self) -> None:
+        before, self._num_changes = self._num_changes, self.model.begin()
+        if self._num_changes != before:
+            self.backend.forget_steps()
+            self.forget_prefixes()
 
     def run(self, packed: PackedInputs) -> ModelOutput:
         with phase("plan"):
@@ -147,7 +161,8 @@ class CausalLMRunner(ModelRunner):
         if plan is None or step is None:
             return None
         with phase("forward"):
-            tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
+            with self.model.lock:
+                tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
             return tokens
 
     def _announce(self, packed: PackedInputs) -> None:

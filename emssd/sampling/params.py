@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from emssd.errors import ConfigError, did_you_mean
@@ -123,7 +125,12 @@ class SamplingParams:
             if math.isnan(bias) or bias == math.inf:
                 given = _told(self.logit_bias[token])
                 raise ConfigError(f"logit_bias of token {token} is {given}; it must be a finite number, or -inf")
-        object.__setattr__(self, "logit_bias", biases)
+        object.__setattr__(self, "logit_bias", MappingProxyType(biases))  # drafters see it, too
+
+    def __reduce__(self) -> tuple[Callable[[], SamplingParams], tuple[()]]:
+        """For pickle and copy, which take no read-only mapping."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(SamplingParams, **values | {"logit_bias": dict(self.logit_bias)}), ()
 
     @property
     def is_greedy(self) -> bool:
