@@ -134,4 +134,4 @@ def _request_digest(config: RunConfig, prompt: Prompt) -> str:
 
 
 def _short(value: object) -> str:
-    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:_LENGTH]
+    return sha256(json.dumps(value, sort_keys=True, default=dict).encode()).hexdigest()[:_LENGTH]
