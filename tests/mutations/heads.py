@@ -19,7 +19,7 @@ FAULTS = (
         PAIRED,
         "token_ids += row.tokens[-length:]",
         "token_ids += row.tokens[-length - 1 : -1]",
-        ("tests/heads/test_paired.py", "plugins/eagle", "plugins/eagle3", "plugins/mtp"),
+        ("tests/heads/test_paired.py::test_a_head_that_is_always_right_is_always_accepted",),
     ),
     Fault(
         "a node is paired with what the head said of another",
@@ -27,15 +27,7 @@ FAULTS = (
         PAIRED,
         "for place, (row, node) in enumerate(nodes_of(before))}",
         "for place, (row, node) in enumerate(nodes_of(before))} | {(row.request_id, -1): 0 for row, _ in before}",
-        ("tests/heads/test_paired_trees.py", "tests/heads/test_paired.py"),
-    ),
-    Fault(
-        "the KV of drafted nodes is kept",
-        "eagle",
-        PAIRED,
-        "tuple(row.pairs.num_used for row in rows)))",
-        "tuple(row.pairs.num_used + len(row.tree.cached) for row in rows)))",
-        ("tests/heads/test_paired.py", "tests/heads/test_paired_trees.py"),
+        ("tests/heads/test_paired_trees.py::test_trees_are_those_of_the_papers",),
     ),
     Fault(
         "hidden states of a row that is gone are kept",
@@ -43,15 +35,10 @@ FAULTS = (
         PAIRED,
         "            self._pairs.pop(request_id, None)\n",
         "",
-        ("tests/heads/test_paired.py", "tests/heads/test_paired_trees.py"),
-    ),
-    Fault(
-        "the hidden state before the newest token is used twice",
-        "eagle",
-        "emssd/heads/states.py",
-        "self.start, self.num_used = num_tokens - 1, num_tokens",
-        "self.start, self.num_used = num_tokens - 1, num_tokens - 1",
-        ("tests/heads/test_paired.py", "plugins/medusa", "plugins/hydra"),
+        (
+            "tests/heads/test_paired.py::test_later_rows_of_the_same_names_have_nothing_of_earlier_ones",
+            "tests/heads/test_paired.py::test_rows_that_are_preempted_begin_anew",
+        ),
     ),
     Fault(
         "the first layer norms its features twice",
@@ -59,7 +46,7 @@ FAULTS = (
         "plugins/eagle/emssd_eagle/head.py",
         "normed=i > 0)",
         "normed=True)",
-        ("plugins/eagle",),
+        ("plugins/eagle/tests/test_eagle_head.py::test_rows_with_trees_run_together_as_each_way_alone",),
     ),
     Fault(
         "embeddings and features change places",
@@ -67,7 +54,7 @@ FAULTS = (
         EAGLE3 + "head.py",
         "torch.cat([self.input_layernorm(embeds), normed], dim=-1)",
         "torch.cat([normed, self.input_layernorm(embeds)], dim=-1)",
-        ("plugins/eagle3",),
+        ("plugins/eagle3/tests/test_head.py::test_a_head_of_each_layout_gives_what_the_formulas_say",),
     ),
     Fault(
         "columns of a head's own vocabulary are taken for the target's ids",
@@ -75,7 +62,7 @@ FAULTS = (
         "emssd/heads/choices.py",
         "target_ids[torch.tensor(columns, device=target_ids.device)].tolist()",
         "columns",
-        ("plugins/eagle3", "tests/heads", "plugins/medusa"),
+        ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_of_some_tokens_only",),
     ),
     Fault(
         "a level drafts from the mask of the level before",
@@ -83,7 +70,7 @@ FAULTS = (
         EAGLE3 + "parallel.py",
         "(row.request_id, len(row.tree.way(node)))",
         "(row.request_id, len(row.tree.way(node)) - 1)",
-        ("plugins/eagle3",),
+        ("tests/heads/test_paired_trees.py::test_trees_are_those_of_the_papers",),
     ),
     Fault(
         "a head's guesses are taken for those of the first row",
@@ -91,7 +78,7 @@ FAULTS = (
         MEDUSA,
         "places = [len(path) * num_rows + row.place for row, path in asked]",
         "places = [len(path) * num_rows for row, path in asked]",
-        ("plugins/medusa",),
+        ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_that_are_always_right_are_always_accepted",),
     ),
     Fault(
         "the choice at a level is that of the head before",
@@ -99,7 +86,7 @@ FAULTS = (
         MEDUSA,
         "nodes = [behind(row.node, len(path), path) for row, path in asked]\n        tokens",
         "nodes = [behind(row.node, max(0, len(path) - 1), path[1:]) for row, path in asked]\n        tokens",
-        ("plugins/medusa",),
+        ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_that_are_always_right_are_always_accepted",),
     ),
     Fault(
         "the tokens on the way to a node stand before the newest one",
@@ -107,15 +94,7 @@ FAULTS = (
         HYDRA + "drafter.py",
         "torch.tensor([[row.newest, *path] for row, path in paths])",
         "torch.tensor([[*path, row.newest] for row, path in paths])",
-        ("plugins/hydra",),
-    ),
-    Fault(
-        "the prefix layer sees its hidden states a second time",
-        "hydra",
-        HYDRA + "drafter.py",
-        "            row.states.used(row.num_computed)\n        return hidden",
-        "            row.states.used(row.num_computed)\n            row.states.num_used -= 1\n        return hidden",
-        ("plugins/hydra",),
+        ("plugins/hydra/tests/test_hydra_drafter.py::test_drafts_are_those_of_the_formulas",),
     ),
     Fault(
         "the norms of embeddings and features change places",
@@ -123,7 +102,7 @@ FAULTS = (
         "plugins/mtp/emssd_mtp/head.py",
         "torch.cat([self.enorm(embeds), self.hnorm(features)], dim=-1)",
         "torch.cat([self.hnorm(embeds), self.enorm(features)], dim=-1)",
-        ("plugins/mtp",),
+        ("plugins/mtp/tests/test_mtp_layouts.py::test_rows_pieces_and_trees_are_as_the_formulas_say",),
     ),
     Fault(
         "drafts are read from a block a place too early",
@@ -131,7 +110,7 @@ FAULTS = (
         DFLASH + "drafter.py",
         "at * size + lead + slot for at, row",
         "at * size + slot for at, row",
-        ("plugins/dflash",),
+        ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",),
     ),
     Fault(
         "a block stands a position too far",
@@ -139,7 +118,7 @@ FAULTS = (
         DFLASH + "runner.py",
         "for place in range(row.start, row.start + self._size)]",
         "for place in range(row.start + 1, row.start + 1 + self._size)]",
-        ("plugins/dflash",),
+        ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",),
     ),
     Fault(
         "a token of a block sees those before it alone",
@@ -147,6 +126,6 @@ FAULTS = (
         DFLASH + "runner.py",
         "queries = [place + self._size for place in blocks] if self._doubled else blocks",
         "queries = blocks",
-        ("plugins/dflash",),
+        ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",),
     ),
 )

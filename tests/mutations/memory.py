@@ -23,7 +23,7 @@ FAULTS = (
         PAGES,
         "        self._holders[page] -= 1\n        if not self._holders[page]:",
         "        self._holders[page] -= 1\n        if self._holders[page] < 2:",
-        ("tests/core/test_pages.py", "tests/core/test_prefixes.py"),
+        ("tests/core/test_prefixes.py::TestSharedPages::runTest",),
     ),
     Fault(
         "a page that two sequences share is written to without a copy",
@@ -31,7 +31,10 @@ FAULTS = (
         PAGES,
         "if self._holders[page] > 1:",
         "if self._holders[page] > 2:",
-        ("tests/core/test_pages.py", "tests/core/test_prefixes.py", "tests/backends/test_prefix_caching.py"),
+        (
+            "tests/core/test_prefixes.py::test_a_row_that_is_cut_back_into_a_shared_page_gets_a_copy_before_it_writes",
+            "tests/backends/test_prefix_caching.py::test_who_is_cut_back_into_a_shared_page_writes_into_a_copy",
+        ),
     ),
     Fault(
         "a page that is written to stays known by its old text",
@@ -39,7 +42,7 @@ FAULTS = (
         PAGES,
         "            else:\n                self._known.remove(page)\n        whole",
         "        whole",
-        ("tests/core/test_pages.py", "tests/core/test_prefixes.py", "tests/backends/test_prefix_caching.py"),
+        ("tests/core/test_prefixes.py::test_what_a_row_alone_knows_is_unknown_once_it_writes_there",),
     ),
     Fault(
         "a sequence adopts the KV of its last token too",
@@ -47,7 +50,10 @@ FAULTS = (
         PAGES,
         "self._known.find(tokens, (len(tokens) - 1) // self.page_size)",
         "self._known.find(tokens, len(tokens) // self.page_size)",
-        ("tests/core/test_pages.py", "tests/core/test_prefixes.py", "tests/backends/test_prefix_caching.py"),
+        (
+            "tests/core/test_prefixes.py::test_an_adopted_page_is_not_evicted_and_the_last_token_is_not_adopted",
+            "tests/backends/test_prefix_caching.py::test_the_last_token_of_a_prompt_is_always_computed",
+        ),
     ),
     Fault(
         "a page is kept that holds no token",
@@ -55,7 +61,10 @@ FAULTS = (
         PAGES,
         "while pages and (len(pages) - 1) * self.page_size >= num_tokens:",
         "while pages and (len(pages) - 1) * self.page_size > num_tokens:",
-        ("tests/core/test_pages.py", "tests/core/test_paged.py"),
+        (
+            "tests/core/test_pages.py::TestPageTable::runTest",
+            "tests/backends/test_ragged.py::test_held_memory_is_the_whole_pages_of_the_tokens_to_the_byte",
+        ),
     ),
     Fault(
         "pages of a step that failed are counted beside those of the next",
@@ -63,15 +72,18 @@ FAULTS = (
         PAGES,
         "        self.truncate_all(zip(packed.request_ids, before, strict=True))\n",
         "",
-        ("tests/core/test_pages.py", "tests/core/test_paged.py", "tests/core/test_interrupted_steps.py"),
+        ("tests/core/test_paged.py::test_what_a_failed_step_took_is_given_back_before_the_next_takes_its_own",),
     ),
     Fault(
-        "a page is found by its own tokens, whatever stands before",
+        "a page that belongs to another text by now is still found",
         "prefix sharing",
         "emssd/attention/prefixes.py",
-        "            node, page = next_one\n",
-        "            _, page = next_one\n",
-        ("tests/core/test_prefixes.py", "tests/backends/test_prefix_caching.py", "tests/core/test_pages.py"),
+        "            del self._found[key]\n",
+        "            pass\n",
+        (
+            "tests/core/test_prefixes.py::test_the_end_of_a_text_is_evicted_before_its_head",
+            "tests/core/test_prefixes.py::test_what_a_row_alone_knows_is_unknown_once_it_writes_there",
+        ),
     ),
     Fault(
         "the copy of a page has no values",
@@ -80,7 +92,7 @@ FAULTS = (
         "        for source, target in self._table.copies:\n"
         "            for pages in (*self._pool.keys, *self._pool.values):",
         "        for source, target in self._table.copies:\n            for pages in self._pool.keys:",
-        ("tests/core/test_paged.py", "tests/backends/test_prefix_caching.py"),
+        ("tests/backends/test_prefix_caching.py::test_who_is_cut_back_into_a_shared_page_writes_into_a_copy",),
     ),
     Fault(
         "a pool that grows forgets what it held",
@@ -88,7 +100,7 @@ FAULTS = (
         "emssd/attention/pool.py",
         "                    pool[layer][: len(old)] = old\n",
         "",
-        ("tests/core/test_paged.py", "tests/core/test_engine.py"),
+        ("tests/backends/test_ragged.py::test_pool_grows_with_the_sequences_and_keeps_what_is_in_it",),
     ),
     Fault(
         "tree nodes are stored by depth, siblings in one slot",
@@ -96,7 +108,7 @@ FAULTS = (
         TABLES,
         "if packed.trees is None else runs(kv_lens - q_lens, q_lens)",
         "",
-        ("tests/core/test_paged.py", "tests/backends/test_flashinfer_trees.py", "tests/backends/test_flashinfer.py"),
+        ("tests/backends/test_flashinfer.py::test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone",),
     ),
     Fault(
         "the last page of a row is told to be empty where it is full",
@@ -104,7 +116,7 @@ FAULTS = (
         TABLES,
         "(kv_lens - 1) % size + 1,",
         "kv_lens % size,",
-        ("tests/core/test_paged.py", "tests/backends/test_flashinfer.py"),
+        ("tests/core/test_paged.py::test_metadata_reads_and_writes_the_slots_of_every_token",),
     ),
     Fault(
         "siblings see each other in a mask",
@@ -112,7 +124,7 @@ FAULTS = (
         TABLES,
         "mask[-len(tree) :, -len(tree) :] = ancestors(tree)",
         "mask[-len(tree) :, -len(tree) :] |= ancestors(tree)",
-        ("tests/core/test_trees.py", "tests/backends/test_flashinfer_trees.py"),
+        ("tests/core/test_tree_steps.py::test_all_that_is_right_is_accepted_among_decoys",),
     ),
     Fault(
         "a window in a tree mask is a token longer",
@@ -120,7 +132,10 @@ FAULTS = (
         TABLES,
         "mask &= positions > positions[:, None] - sliding_window",
         "mask &= positions >= positions[:, None] - sliding_window",
-        ("tests/core/test_trees.py", "tests/backends/test_flashinfer_trees.py", "tests/backends/test_tree_windows.py"),
+        (
+            "tests/backends/test_flashinfer.py::test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone",
+            "tests/core/test_paged.py::test_a_node_sees_its_ancestors_and_itself_and_nobody_else",
+        ),
     ),
     Fault(
         "padding tokens of a recorded step write into the first page",
@@ -128,7 +143,9 @@ FAULTS = (
         "emssd/attention/recorded.py",
         "_write(arrays.slots, pages.slots, scrap_slots)",
         "_write(arrays.slots, pages.slots, 0)",
-        ("tests/backends/test_flashinfer_graphs.py",),
+        (
+            "tests/backends/test_flashinfer_graphs.py::TestStaticInputs::test_each_step_leaves_nothing_of_the_one_before",
+        ),
     ),
     Fault(
         "a recorded step leaves what an earlier one computed in its padding",
@@ -136,7 +153,9 @@ FAULTS = (
         PLANNED,
         "                out[packed.num_tokens : size].zero_()\n",
         "                pass\n",
-        ("tests/backends/test_flashinfer_graphs.py", "tests/backends/test_not_finite.py"),
+        (
+            "tests/backends/test_flashinfer_graphs.py::test_padding_gets_nothing_of_a_larger_step_before_that_was_not_finite",
+        ),
     ),
     Fault(
         "a window is a token longer",
@@ -144,7 +163,7 @@ FAULTS = (
         FLASHINFER,
         "-1 if window is None else window - 1",
         "-1 if window is None else window",
-        ("tests/backends/test_flashinfer_wrapper.py", "tests/backends/test_flashinfer.py", "plugins/flashinfer"),
+        ("tests/backends/test_flashinfer_wrapper.py::test_it_equals_the_dense_reference_after_any_history",),
     ),
     Fault(
         "a mask is given, and the step is planned as causal all the same",
@@ -152,7 +171,7 @@ FAULTS = (
         FLASHINFER,
         "self._rules(causal=mask is None)",
         "self._rules(causal=True)",
-        ("tests/backends/test_flashinfer_wrapper.py", "tests/backends/test_flashinfer_trees.py"),
+        ("tests/backends/test_flashinfer_wrapper.py::test_a_tree_attends_as_it_does_with_the_reference_kernels",),
     ),
     Fault(
         "a window reaches a token further back",
@@ -160,7 +179,7 @@ FAULTS = (
         GROUPED,
         "mask &= keys > queries - window",
         "mask &= keys >= queries - window",
-        ("tests/backends/test_conformance.py", "tests/backends/test_ragged.py", "tests/attack/test_attack.py"),
+        ("tests/backends/test_tree_windows.py::test_windows_shorter_than_a_tree_is_deep",),
     ),
     Fault(
         "siblings see each other",
@@ -168,7 +187,7 @@ FAULTS = (
         GROUPED,
         "                mask &= ~self.hidden\n",
         "                pass\n",
-        ("tests/backends/test_conformance.py", "tests/backends/test_ragged.py"),
+        ("tests/core/test_tree_steps.py::test_all_that_is_right_is_accepted_among_decoys",),
     ),
     Fault(
         "the result of a short row is that of its padding",
@@ -176,7 +195,7 @@ FAULTS = (
         GROUPED,
         "range(place * longest, place * longest + stop - start)",
         "range((place + 1) * longest - stop + start, (place + 1) * longest)",
-        ("tests/backends/test_conformance.py", "tests/backends/test_ragged.py"),
+        ("tests/core/test_tree_steps.py::test_rows_that_may_generate_one_two_or_three_tokens",),
     ),
     Fault(
         "slots of rejected tokens are attended to",
@@ -184,7 +203,7 @@ FAULTS = (
         PADDED,
         "            self._positions[self._index(rows), self._index(slots)] = _HOLE\n",
         "            pass\n",
-        ("tests/backends/test_padded.py", "tests/backends/test_conformance.py"),
+        ("tests/backends/test_conformance.py::test_backend_equals_dense_reference_after_any_history",),
     ),
     Fault(
         "a row that moves up in the slab leaves its positions behind",
@@ -192,7 +211,7 @@ FAULTS = (
         PADDED,
         "            for slab in (*self._keys, *self._values, self._positions):\n                slab[: len(stay)]",
         "            for slab in (*self._keys, *self._values):\n                slab[: len(stay)]",
-        ("tests/backends/test_padded.py", "tests/backends/test_conformance.py"),
+        ("tests/backends/test_conformance.py::test_backend_equals_dense_reference_after_any_history",),
     ),
     Fault(
         "moved KV keeps the position of the sibling that was there",
@@ -200,7 +219,9 @@ FAULTS = (
         PADDED,
         "            for slab in (*self._keys, *self._values, self._positions):\n                slab[row, target]",
         "            for slab in (*self._keys, *self._values):\n                slab[row, target]",
-        ("tests/backends/test_padded.py", "tests/backends/test_conformance.py", "tests/backends/test_tree_moves.py"),
+        (
+            "tests/backends/test_tree_moves.py::test_a_slab_holds_the_accepted_tokens_at_their_positions_and_pads_as_for_chains",
+        ),
     ),
     Fault(
         "logits of padded inputs are taken from another row",
@@ -208,7 +229,7 @@ FAULTS = (
         PADDED,
         "wanted // longest * len(keep) + column_index",
         "wanted // len(keep) * len(keep) + column_index",
-        ("tests/backends/test_padded.py", "tests/backends/test_conformance.py"),
+        ("tests/core/test_tree_steps.py::test_rows_that_may_generate_one_two_or_three_tokens",),
     ),
     Fault(
         "moved values are taken for keys",
@@ -217,9 +238,8 @@ FAULTS = (
         "any(pages is values for values in self._values)",
         "False",
         (
-            "tests/backends/test_tree_moves.py",
-            "tests/backends/test_fused_trees.py",
-            "tests/backends/test_conformance.py",
+            "tests/backends/test_fused_trees.py::test_tokens_move_as_in_a_plain_copy",
+            "tests/backends/test_fused_trees.py::test_an_accepted_way_goes_on_as_a_chain",
         ),
     ),
     Fault(
@@ -228,15 +248,18 @@ FAULTS = (
         FUSED,
         "self._scales[layer], self._windows[layer],",
         "self._scales[layer], self._windows[0],",
-        ("tests/backends/test_fused.py", "tests/backends/test_conformance.py"),
+        ("tests/backends/test_tree_windows.py::test_windows_shorter_than_a_tree_is_deep",),
     ),
     Fault(
-        "trees of a step are told of as if no row before had one",
+        "nodes of a tree are told to be children of its first",
         "ragged, fused",
         FUSED,
-        "_int32([0, *accumulate(map(len, packed.trees))])",
-        "_int32([0, *map(len, packed.trees)])",
-        ("tests/backends/test_fused_trees.py", "tests/backends/test_conformance.py"),
+        "[parent for tree in packed.trees for parent in tree]",
+        "[min(parent, 0) for tree in packed.trees for parent in tree]",
+        (
+            "tests/backends/test_fused_tree_steps.py::test_random_trees_give_the_tokens_of_greedy_decoding",
+            "tests/backends/test_fused_trees.py::test_beside_prompts_and_chains_on_two_threads_a_node_has_its_bits",
+        ),
     ),
     Fault(
         "a window is a token longer, in C++",
@@ -244,7 +267,7 @@ FAULTS = (
         NATIVE,
         "(window > 0 && at <= position[i] - window)) score.set",
         "(window > 0 && at < position[i] - window)) score.set",
-        ("tests/backends/test_fused.py", "tests/backends/test_conformance.py"),
+        ("tests/backends/test_fused.py::test_a_window_ends_at_its_token_in_contexts_of_several_blocks",),
     ),
     Fault(
         "a node sees the slots before it, and not its ancestors, in C++",
@@ -252,7 +275,7 @@ FAULTS = (
         NATIVE,
         "tail[tree.seen(slot, at) - tail_begin]",
         "tail[at - tail_begin]",
-        ("tests/backends/test_fused_trees.py", "tests/backends/test_conformance.py"),
+        ("tests/backends/test_fused_trees.py::test_trees_in_float64_are_those_of_the_dense_reference",),
     ),
     Fault(
         "weights of earlier blocks of KV keep their old maximum",
@@ -260,7 +283,7 @@ FAULTS = (
         NATIVE,
         "denominator[i] = denominator[i] * correction + total(sum);",
         "denominator[i] = denominator[i] + total(sum);",
-        ("tests/backends/test_fused.py", "tests/backends/test_conformance.py"),
+        ("tests/attack/test_attack.py::test_texts_longer_than_a_block_of_the_kernels",),
     ),
     Fault(
         "the kernels' noise does not depend on the position",
@@ -268,15 +291,7 @@ FAULTS = (
         NATIVE,
         "splitmix64(static_cast<uint64_t>(key) ^ splitmix64(static_cast<uint64_t>(position)))",
         "splitmix64(static_cast<uint64_t>(key) ^ splitmix64(static_cast<uint64_t>(position & 0)))",
-        ("tests/sampling/test_kernel.py", "tests/sampling/test_choice.py"),
-    ),
-    Fault(
-        "each level of a chain stands at the position of the first",
-        "C++ kernels",
-        NATIVE,
-        "return positions[going[i]] + level + 1;",
-        "return positions[going[i]] + 1;",
-        ("tests/models/test_chains.py", "tests/heads"),
+        ("tests/sampling/test_kernel.py::test_the_random_bits_are_those_of_the_hash",),
     ),
     Fault(
         "the last of equally large logits is the greedy token",
@@ -284,7 +299,7 @@ FAULTS = (
         NATIVE,
         "for (place = 0; place + 1 < size && static_cast<Sum>(from[place]) != largest_entry;) ++place;",
         "for (place = size - 1; place > 0 && static_cast<Sum>(from[place]) != largest_entry;) --place;",
-        ("tests/core/test_native.py", "tests/sampling/test_kernel.py"),
+        ("tests/core/test_verify.py::test_of_equal_logits_the_lowest_id_wins",),
     ),
     Fault(
         "a program of several rows gives the logits of the first",
@@ -292,7 +307,7 @@ FAULTS = (
         "emssd/model/compiled.py",
         "logits_to_keep = (starts + logits_to_keep).flatten()",
         "logits_to_keep = (0 * starts + logits_to_keep).flatten()",
-        ("tests/models/test_compiled.py",),
+        ("tests/models/test_compiled.py::test_tokens_are_those_of_greedy_decoding",),
     ),
     Fault(
         "a model that changed goes on with its old program",
@@ -300,7 +315,7 @@ FAULTS = (
         "emssd/model/compiled.py",
         "if int(position_ids.min()) == 0 and (change",
         "if int(position_ids.min()) < 0 and (change",
-        ("tests/models/test_compiled_changes.py",),
+        ("tests/models/test_compiled_changes.py::test_a_model_that_changes_later_runs_as_it_is",),
     ),
     Fault(
         "a window of masks is a token shorter than the model's",
@@ -308,6 +323,6 @@ FAULTS = (
         "emssd/model/masks.py",
         "    return None if window >= length else window\n",
         "    return None if window >= length else window - 1\n",
-        ("tests/models/test_masks.py",),
+        ("tests/models/test_masks.py::TestTheRuleOfAMask::test_windows_and_causal_masks_are_known",),
     ),
 )

@@ -140,6 +140,7 @@ def _tested(copy: Copy, cache: Path, changed: Path | None, arguments: Seq[str], 
     sys.path[:0] = sources
     sys.dont_write_bytecode = changed is not None
     os.chdir(tree)
+    os.environ.pop("HYPOTHESIS_PROFILE", None)
     os.environ |= {"PYTHONPATH": os.pathsep.join(sources), "EMSSD_CACHE": str(cache), "PYTHONHASHSEED": "0"}
     libraries = set(cache.rglob("*.so"))
     watch = _Watch()
