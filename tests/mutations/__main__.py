@@ -46,10 +46,11 @@ def main() -> int:
         if wrong := _why_not_green(faults, copies):
             print(wrong)
             return 1
-        survivors = sum(_tell(fault, result) for fault, result in _results(faults, copies))
-    caught = len(faults) - survivors
+        survivors = [fault.name for fault, result in _results(faults, copies) if _survives(fault, result)]
+    caught = len(faults) - len(survivors)
     print(f"{caught} of {len(faults)} faults were caught, in {time.monotonic() - begin:.0f} s")
-    return int(survivors > 0)
+    print(*(f"SURVIVES: {name}" for name in survivors), sep="\n")
+    return int(bool(survivors))
 
 
 def _import_libraries() -> None:
@@ -97,12 +98,11 @@ def _results(faults: Seq[Fault], copies: Seq[Copy]) -> Iterator[tuple[Fault, Res
         time.sleep(0.05)
 
 
-def _tell(fault: Fault, result: Result) -> bool:
+def _survives(fault: Fault, result: Result) -> bool:
     """Print what became of a fault; returns whether it survived."""
-    survived = result.error is not None or not result.failed
     said = result.error or ", ".join(result.failed) or "SURVIVES"
     print(f"{result.seconds:5.1f} s  {fault.room}: {fault.name}\n         {said}", flush=True)
-    return survived
+    return result.error is not None or not result.failed
 
 
 if __name__ == "__main__":

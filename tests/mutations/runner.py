@@ -20,7 +20,7 @@ from .fault import ROOT, Fault
 
 __all__ = ["Copy", "Result", "Run"]
 
-_LONGEST = 300.0  # seconds of one run
+_LONGEST = 300.0  # seconds of one run with a fault
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "site", "dist", "build", "outputs", "multirun", "results")
 
 
@@ -84,16 +84,22 @@ class Run:
         seconds = time.monotonic() - self._begin
         pid, _ = os.waitpid(self._pid, os.WNOHANG)
         if not pid:
-            if seconds < _LONGEST:
+            if seconds < _LONGEST or self.fault is None:
                 return None
             os.killpg(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
         if self._changed is not None:
             self._changed.write_bytes(self._kept)
             os.utime(self._changed, ns=(self._times, self._times))
-        if not self._told.exists():
-            return Result({}, {}, f"its process ended; see {self._copy.log}" if pid else "it takes too long", seconds)
-        told: dict[str, Any] = json.loads(self._told.read_text())
+        told: dict[str, Any] = {
+            "passed": {},
+            "failed": {},
+            "error": "its process ended" if pid else "it takes too long",
+        }
+        if self._told.exists():
+            told = json.loads(self._told.read_text())
+        if told["error"]:
+            told["error"] += f":\n{self._copy.log.read_text(errors='replace')[-1000:]}"
         return Result(told["passed"], told["failed"], told["error"], seconds)
 
     def wait(self) -> Result:
@@ -147,7 +153,7 @@ def _tested(copy: Copy, cache: Path, changed: Path | None, arguments: Seq[str], 
     code = pytest.main([*arguments, "-q", "-p", "no:cacheprovider", "--hypothesis-seed", "0"], plugins=[watch])
     error = None
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        error = f"pytest ended with {code}; see {copy.log}"
+        error = f"pytest ended with {code}"
     elif changed is None:
         pass
     elif changed.suffix != ".py":
