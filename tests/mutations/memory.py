@@ -14,7 +14,7 @@ FUSED = "plugins/ragged/emssd_ragged/fused.py"
 GROUPED = "plugins/ragged/emssd_ragged/grouped.py"
 PADDED = "plugins/padded/emssd_padded/backend.py"
 FLASHINFER = "plugins/flashinfer/emssd_flashinfer/kernels.py"
-NATIVE = "emssd/native/*.[ch]*"
+NATIVE = "emssd/native/cpp/*.*"
 
 FAULTS = (
     Fault(
@@ -246,8 +246,8 @@ FAULTS = (
         "a layer attends in the window of the first",
         "ragged, fused",
         FUSED,
-        "self._scales[layer], self._windows[layer],",
-        "self._scales[layer], self._windows[0],",
+        "[layer.sliding_window or 0 for layer in spec.layers]",
+        "[spec.layers[0].sliding_window or 0 for _ in spec.layers]",
         ("tests/backends/test_tree_windows.py::test_windows_shorter_than_a_tree_is_deep",),
     ),
     Fault(
@@ -265,8 +265,8 @@ FAULTS = (
         "a window is a token longer, in C++",
         "C++ kernels",
         NATIVE,
-        "(window > 0 && at <= position[i] - window)) score.set",
-        "(window > 0 && at < position[i] - window)) score.set",
+        "std::min(end, position - window + 1)",
+        "std::min(end, position - window)",
         ("tests/backends/test_fused.py::test_a_window_ends_at_its_token_in_contexts_of_several_blocks",),
     ),
     Fault(
