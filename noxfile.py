@@ -148,6 +148,12 @@ def attack(session: nox.Session) -> None:
         session.run(BIN / "pytest", "-q", *sampled, env={"HYPOTHESIS_PROFILE": "thorough"})
 
 
+@nox.session(venv_backend="none")
+def mutations(session: nox.Session) -> None:
+    """Plants faults one by one, each of which the tests of `tests` must catch; `-- --only WORDS` plants some."""
+    session.run(sys.executable, "-m", "tests.mutations", *session.posargs)
+
+
 @nox.session(venv_backend="venv", reuse_venv=True)
 def lm_eval(session: nox.Session) -> None:
     """Tests the evaluation harness's model `emssd` with that installed, and scores the example's task, offline."""
