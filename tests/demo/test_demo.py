@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,16 +77,25 @@ def test_the_head_is_small_and_goes_with_the_demo_only() -> None:
         Engine.from_model(tiny_model("llama"), drafter="eagle3")
 
 
+def decoded(engine: Engine) -> list[tuple[int, ...]]:
+    return [row.token_ids for row in engine.generate([prompt.text for prompt in demo.prompts(8)], 40)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[int, ...]]:
+    return decoded(Engine.from_pretrained("demo", drafter="none"))
+
+
 @pytest.mark.parametrize(("drafter", "longest"), [("llma", 8), ("draft_model", 5), ("eagle3", 6)])
-def test_drafters_are_accepted_and_change_nothing(drafter: str, longest: int) -> None:
-    prompts = [prompt.text for prompt in demo.prompts(16)]
-    greedy = Engine.from_pretrained("demo", drafter="none").generate(prompts, 64)
+def test_drafters_are_accepted_and_change_nothing(drafter: str, longest: int, plain: list[tuple[int, ...]]) -> None:
     engine = Engine.from_pretrained("demo", drafter=drafter, budget="fixed")
-    assert [row.token_ids for row in engine.generate(prompts, 64)] == [row.token_ids for row in greedy]
+    assert decoded(engine) == plain
     assert 1.5 < engine.report.mean_acceptance_length < longest - 1
 
 
-def test_the_models_can_be_trained_anew_and_the_seed_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], bytes]:
+    """``trained(folder, seed)`` gives the weights of a target that was trained for two steps, with a draft model."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "tools")
     train = importlib.import_module("train_demo.__main__").main
 
@@ -98,9 +108,18 @@ def test_the_models_can_be_trained_anew_and_the_seed_decides(tmp_path: Path, mon
         assert record["steps"] == {"target": 2, "draft": 1}
         return (out / "target" / "model.safetensors").read_bytes()
 
-    first = weights("a", 1)
-    assert weights("b", 1) == first
-    assert weights("c", 2) != first
+    return weights
+
+
+@pytest.mark.nightly
+def test_the_seed_decides_how_the_models_are_trained(trained: Callable[[str, int], bytes]) -> None:
+    first = trained("a", 1)
+    assert trained("b", 1) == first
+    assert trained("c", 2) != first
+
+
+def test_the_models_can_be_trained_anew(trained: Callable[[str, int], bytes], tmp_path: Path) -> None:
+    assert trained("a", 1)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "draft", dtype="auto")

@@ -28,7 +28,7 @@ from emssd.model import load_model
 from emssd.testing.models import tiny_model
 from emssd_train.cli import main
 from emssd_train.progress import Bar
-from tests.support.tiers import looped
+from tests.support.tiers import few, looped
 
 SMALL = ["--limit", "7", "--held-out", "2", "--max-new-tokens", "8", "--rows", "2", "--depth", "2", "--epochs", "2"]
 SMALL += ["--save-every", "1"]
@@ -146,7 +146,7 @@ def test_the_seed_decides_every_byte(trained: Path, train: Train, tmp_path: Path
     assert [one == two for one, two in zip(other, first, strict=True)] == [True, False, True]
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("eagle3", 1), ("eagle3", 4), ("medusa", 4), ("pard", 4)])
+@pytest.mark.parametrize(("kind", "steps"), few([("eagle3", 4), ("eagle3", 1), ("medusa", 4), ("pard", 4)], ci=1))
 def test_an_interrupted_training_goes_on_exactly(
     kind: str,
     steps: int,
