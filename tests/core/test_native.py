@@ -119,7 +119,7 @@ exit 1
     made = len(build._PARTS) - 1
     assert (
         kept(cache_folder) == ["manifest.json"] * made + ["part.o"] * made
-    )  # a second attempt need not make them again
+    )  # not made again
 
 
 def test_a_compiler_that_does_not_even_run_is_named(
