@@ -117,9 +117,7 @@ exit 1
     assert failure() == "building the C++ kernels failed: choice.cpp:8:1: error: out of luck"
     assert kept(cache_folder / "kernels") == []  # no half of a library
     made = len(build._PARTS) - 1
-    assert (
-        kept(cache_folder) == ["manifest.json"] * made + ["part.o"] * made
-    )  # not made again
+    assert kept(cache_folder) == ["manifest.json"] * made + ["part.o"] * made  # not made again
 
 
 def test_a_compiler_that_does_not_even_run_is_named(

@@ -315,7 +315,7 @@ FAULTS = (
         "emssd/model/target.py",
         "        if self.compiled is not None:\n            hidden, self.compiled",
         "        if self.compiled is None:\n            hidden, self.compiled",
-        ("tests/models/test_compiled_changes.py::test_a_model_that_changes_later_runs_as_it_is",),
+        ("tests/models/test_compiled_changes.py::test_weights_that_change_later_are_read_again",),
     ),
     Fault(
         "weights that changed between runs are not noticed",

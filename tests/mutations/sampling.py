@@ -10,7 +10,7 @@ CHOOSING = "emssd/decoding/choosing.py"
 LOGPROBS = "emssd/decoding/logprobs.py"
 PROCESSING = "emssd/sampling/processing.py"
 RULES = "emssd/sampling/residual/rules.py"
-INTAKE = "emssd/jobs/intake.py"
+RESUME = "emssd/jobs/resume.py"
 LINES = "emssd/jobs/lines_file.py"
 
 FAULTS = (
@@ -204,7 +204,7 @@ FAULTS = (
     Fault(
         "a prompt counts as done with its first sample",
         "resumed jobs",
-        INTAKE,
+        RESUME,
         "if any((prompt.prompt_id, sample) not in output.finished for sample",
         "if all((prompt.prompt_id, sample) not in output.finished for sample",
         (
@@ -215,7 +215,7 @@ FAULTS = (
     Fault(
         "samples that are there are made again",
         "resumed jobs",
-        INTAKE,
+        RESUME,
         "if (prompt.prompt_id, each.sample) not in finished]",
         "]",
         (
@@ -226,7 +226,7 @@ FAULTS = (
     Fault(
         "rows that were made with other options are kept",
         "resumed jobs",
-        INTAKE,
+        RESUME,
         "if changed := output.changed_options(config_text):",
         'if changed := "":',
         ("tests/cli/test_long_jobs.py::test_what_determines_the_output_may_not_change",),
