@@ -215,7 +215,7 @@ FAULTS = (
     Fault(
         "samples that are there are made again",
         "resumed jobs",
-        RESUME,
+        "emssd/jobs/intake.py",
         "if (prompt.prompt_id, each.sample) not in finished]",
         "]",
         (
