@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,7 +167,7 @@ def loaded_once(of_all_tests: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The embedded models and those of fixtures are loaded once; what a test has made itself is its own."""
 
     def load(path: str, **options: Any) -> Any:
-        if Path(path).resolve().is_relative_to(tmp_path):
+        if (made := tmp_path / path).is_relative_to(tmp_path) and made.exists():
             return load_model(path, **options)
         key = (path, *sorted((name, repr(value)) for name, value in options.items()))
         if key not in of_all_tests.models:
@@ -174,6 +175,7 @@ def loaded_once(of_all_tests: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return of_all_tests.models[key]
 
     monkeypatch.setattr(cache, "load_model", load)
+    monkeypatch.setattr(cache, "gc", SimpleNamespace(collect=lambda: None))  # nothing is dropped
 
 
 @pytest.fixture

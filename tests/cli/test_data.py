@@ -66,7 +66,7 @@ def test_text_files(unit: str, expected: dict[str, str], read: Callable, work: P
         ({"field": "kind", "id_field": "id"}, {"x": "math", "y": "code", "z": "math"}),
         ({"template": "Q: {turns[0]}\n{level}", "id_field": "id"}, {"x": "Q: a?\n1", "y": "Q: c?\n2", "z": "Q: d?\n2"}),
         ({"where": {"kind": "math"}, "id_field": "id"}, {"x": "one", "z": "three"}),
-        ({"where": {"kind": "math", "level": 2}, "id_field": "id"}, {"z": "three"}),
+        ({"where": {"kind": "math", "level": "2"}, "id_field": "id"}, {"z": "three"}),
         ({"limit": 1}, {"records.jsonl:1": "one"}),
         ({"where": {"kind": "math"}, "limit": 1, "id_field": "id"}, {"x": "one"}),
     ],

@@ -176,7 +176,7 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
             "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5",
         ),
     ],
-    at_a_time=3,
+    at_a_time=2,
 )
 def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd: Callable) -> None:
     result = emssd("-m", "size=toy", "output_dir=out", "progress=false", *arguments)
@@ -207,6 +207,7 @@ def cells_of(folder: Path) -> list[tuple[str, str, int]]:
     return [(grid.title, cell.line.label, len(cell.rows)) for grid in grids(rows) for cell in grid.cells]
 
 
+@pytest.mark.costly("loads two models")
 def test_models_of_the_same_name_are_not_repeats_of_each_other(emssd: Callable, model: str, work: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(model, work / name / "final")

@@ -50,6 +50,7 @@ def test_check_of_a_policy_that_decides_at_random(capsys: pytest.CaptureFixture[
     )
 
 
+@pytest.mark.costly("all rules, and a smallest example of the broken one")
 def test_check_names_the_rule_that_is_broken_and_exits_with_1(
     install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

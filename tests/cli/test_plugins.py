@@ -295,7 +295,7 @@ def test_the_list_of_plugins_shows_every_state(
             "draft at most budget[row] tokens",
         ),
     ],
-    at_a_time=2,
+    at_a_time=1,
 )
 def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
     propose: str, complaint: str, install: Callable, decode: Callable
