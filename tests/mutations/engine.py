@@ -291,7 +291,7 @@ FAULTS = (
         SCHEDULER,
         "if fits(lengths | {name: lengths[name] + limit for",
         "if fits(lengths | {name: lengths[name] for",
-        ("tests/core/test_scheduler.py::test_every_schedule_of_any_history_is_as_documented",),
+        ("tests/core/test_scheduler.py::test_rows_draft_less_where_the_cache_is_nearly_full",),
     ),
     Fault(
         "a drafter is asked for rows that one before it has drafted for",
