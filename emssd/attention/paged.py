@@ -66,6 +66,10 @@ class PagedKernels(ABC):
         """See `AttentionBackend.native_step`."""
         return None
 
+    def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
+        """See `AttentionBackend.take_sinks`."""
+        return False
+
     def forget_steps(self) -> None:
         """See `AttentionBackend.forget_steps`."""
 
@@ -183,6 +187,9 @@ class PagedBackend(AttentionBackend):
 
     def forget_prefixes(self) -> None:
         self._table.forget()
+
+    def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
+        return self._kernels.take_sinks(layers)
 
     def forget_steps(self) -> None:
         self._kernels.forget_steps()

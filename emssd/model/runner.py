@@ -135,13 +135,19 @@ class CausalLMRunner(ModelRunner):
         self.backend = backend
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
-        self._num_changes = model.num_changes
+        self._num_changes, self._layers = model.num_changes, model.layers
 
     def begin(self) -> None:
         before, self._num_changes = self._num_changes, self.model.begin()
         if self._num_changes != before:
             self.backend.forget_steps()
             self.forget_prefixes()
+        if self._layers != self.model.layers and not self.backend.take_sinks(self.model.layers):
+            raise UnsupportedModelError(
+                f"the model's attention sinks have changed, and the KV cache of this engine, a "
+                f"{type(self.backend).__name__}, takes no others; make the engine again"
+            )
+        self._layers = self.model.layers
 
     def run(self, packed: PackedInputs) -> ModelOutput:
         with phase("plan"):

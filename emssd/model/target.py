@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -125,14 +126,15 @@ class TargetModel(HookedModel):
         try:
             self._windows = learn_windows(self)
             layers = probe_layers(self)
-            if layers != self.layers:
+            if _without_sinks(layers) != _without_sinks(self.layers):
                 raise UnsupportedModelError(
-                    f"the model has changed ({change}), and attends by other rules or sinks than those that the KV "
-                    f"cache of this engine was made for; make the engine again"
+                    f"the model has changed ({change}), and attends by other rules than those that the KV cache of "
+                    f"this engine was made for; make the engine again"
                 )
         except BaseException:
             self._windows = windows
             raise
+        self.layers = layers
         self.streams = None if self.streams is None else Streams(self)
         if self.compiled is not None:
             hidden, self.compiled = self.compiled.hidden, None  # first, as a program holds weights of its own
@@ -240,6 +242,10 @@ class TargetModel(HookedModel):
             return None
         self.why_compiled = f"compiled: {'just now, for later runs too' if compiled.is_new else 'its program was kept'}"
         return compiled
+
+
+def _without_sinks(layers: Seq[LayerSpec]) -> list[LayerSpec]:
+    return [replace(layer, sinks=None if layer.sinks is None else ()) for layer in layers]
 
 
 _NOTHING = torch.empty(0)  # in the place of hidden states that are not computed yet

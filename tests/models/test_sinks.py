@@ -12,6 +12,7 @@ from emssd_ragged import Kernels, RaggedConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from emssd import Engine
+from emssd.attention import AttentionBackend
 from emssd.errors import CompileError, UnsupportedModelError
 from emssd.model import TargetModel
 from emssd.model.compiled import CompiledForward
@@ -40,7 +41,7 @@ def gpt_oss(vocab_size: int = 13) -> PreTrainedModel:
     return cast("PreTrainedModel", model)
 
 
-@pytest.mark.parametrize(
+BACKENDS = pytest.mark.parametrize(
     "backend",
     [
         pytest.param(RaggedConfig(kernels=Kernels.fused), id="fused"),
@@ -48,6 +49,9 @@ def gpt_oss(vocab_size: int = 13) -> PreTrainedModel:
         pytest.param(PaddedConfig(), id="padded"),
     ],
 )
+
+
+@BACKENDS
 def test_tokens_are_those_of_the_models_own_attention(kernels: None, backend: Any) -> None:
     model = gpt_oss()
     engine = Engine.from_model(model, drafter=LLMA, backend=backend, batch_size=3)
@@ -56,18 +60,27 @@ def test_tokens_are_those_of_the_models_own_attention(kernels: None, backend: An
     assert engine.report.num_accepted > 0
 
 
-def test_sinks_that_change_between_two_runs_are_refused() -> None:
+@BACKENDS
+def test_sinks_that_change_between_two_runs_are_read_again(kernels: None, backend: Any) -> None:
     model = gpt_oss()
-    engine = Engine.from_model(model)
-    assert engine.generate(PROMPTS, 2)
+    engine = Engine.from_model(model, drafter=LLMA, backend=backend)
+    before = engine.generate(PROMPTS, NEW_TOKENS)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.add_(3.0)
+    after = engine.generate(PROMPTS, NEW_TOKENS)
+    assert [list(each.token_ids) for each in after] == [greedy_reference(model, each, NEW_TOKENS) for each in PROMPTS]
+    assert [each.token_ids for each in after] != [each.token_ids for each in before]
+
+
+def test_a_backend_that_takes_no_other_sinks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt_oss()
+    engine = Engine.from_model(model, backend="padded")
+    monkeypatch.setattr(type(engine.runner.backend), "take_sinks", AttentionBackend.take_sinks)  # type: ignore[attr-defined]
     sinks = model.model.layers[1].self_attn.sinks.data
     before = sinks.clone()
     sinks.add_(1.0)
-    reason = (
-        r"the model has changed \(model\.layers\.1\.self_attn\.sinks\), .* other rules or sinks .*; make the engine"
-    )
     for _ in range(2):
-        with pytest.raises(UnsupportedModelError, match=reason):
+        with pytest.raises(UnsupportedModelError, match=r"sinks have changed, .* a PaddedBackend, takes no others"):
             engine.generate(PROMPTS, 2)
     sinks.copy_(before)
     assert engine.generate(PROMPTS, 2)
