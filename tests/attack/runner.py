@@ -183,6 +183,7 @@ class _Run:
                 backend=BACKENDS[history.backend],
                 budget=policy,
                 options=options,
+                eos=history.asks[0].eos,
             )
             if room is None or made.runner.fits({"longest": longest}):
                 break
