@@ -139,7 +139,7 @@ def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = NUM_RULES) -> d
         (["ragged", "--model", "here"], "--model is for drafters, and 'ragged' is a backend; leave it out"),
         (
             ["llma", "--model", "nowhere"],
-            "'nowhere' is no folder of a model, nor a tiny model's architecture: llama of a tiny one",
+            "'nowhere' is no folder of a model, nor a tiny model's architecture: opt, llama, ",
         ),
     ],
 )
