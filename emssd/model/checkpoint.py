@@ -132,9 +132,11 @@ def files_of(path: str) -> list[Path]:
     """
     from huggingface_hub import snapshot_download
 
-    source = _source(path)
     try:
+        source = _source(path)
         return files_read(Path(source if Path(source).is_dir() else snapshot_download(source, local_files_only=True)))
+    except ConfigError:
+        raise
     except (OSError, ValueError):  # it was not downloaded, or can be no id
         return []
 

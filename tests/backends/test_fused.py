@@ -165,7 +165,7 @@ def _kernels(kernels: None) -> None:
     """All of these tests need them."""
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(layer=layers(), dtype=dtypes, steps=histories, strided=st.booleans(), seed=st.integers(0, 2**16),
        garbage=st.sampled_from(GARBAGE))  # fmt: skip
 def test_every_step_of_any_rows_equals_dense_attention(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 

@@ -54,6 +54,7 @@ def test_every_weight_goes_to_the_nearest_of_its_output_s_255(dtype: torch.dtype
     assert all(torch.equal(each, plain.get_parameter(name)) for name, each in others.items())
 
 
+@pytest.mark.costly("compiles a model")
 def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     added = []
 

@@ -77,9 +77,7 @@ class TestWindows:
         assert windows == ([7, 7] if architecture == "phimoe" else [7, None])
         done = engine.generate(PROMPTS, 12, ignore_eos=True)
         model.config.sliding_window = 100  # proves that these rows are long enough to tell
-        assert any(
-            list(ours.token_ids) != alone(model, prompt, 12) for prompt, ours in zip(PROMPTS, done, strict=True)
-        )
+        assert any(list(ours.token_ids) != alone(model, prompt, 12) for prompt, ours in zip(PROMPTS, done, strict=True))
 
     @pytest.mark.costly("compiles a model")
     def test_a_window_that_only_the_mask_knows_is_honoured_by_the_compiled_model(self) -> None:

@@ -345,6 +345,7 @@ def test_a_compiled_head_gives_the_same(
 
 
 @pytest.mark.parametrize("num_wrong", [1, 2])
+@pytest.mark.costly("compiles a model")
 def test_a_program_that_computes_nan_is_compiled_again_and_then_refused(
     num_wrong: int, kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

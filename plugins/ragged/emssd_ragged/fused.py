@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -31,6 +33,12 @@ def why_not_fused(spec: KVCacheSpec, page_size: int) -> str | None:
     return why_unavailable()
 
 
+@cache
+def _step_class() -> Any:
+    """No attribute of a backend, which may be copied."""
+    return torch.classes.emssd_native.Step
+
+
 class FusedKernels(PagedKernels):
     """A page is keys ``[heads, cells, 16, width]`` and values ``[heads, 16 / width, lanes, width]``.
 
@@ -55,7 +63,6 @@ class FusedKernels(PagedKernels):
 
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         self._move = load_kernels().move.default
-        self._step_of = torch.classes.emssd_native.Step
         self._keys, self._values = pool.keys, pool.values
         self._wide = torch.promote_types(spec.dtype, torch.float32)
         self._scales = [layer.scale for layer in spec.layers]
@@ -74,7 +81,7 @@ class FusedKernels(PagedKernels):
         if packed.trees is not None:
             tree_indptr = [0, *accumulate(map(len, packed.trees))]
             parents = [parent for tree in packed.trees for parent in tree]
-        step = self._step_of(
+        step = _step_class()(
             self._keys, self._values, packed.qo_indptr, packed.kv_lens,
             [0, *accumulate(map(len, pages))], [page for row in pages for page in row], tree_indptr, parents,
             self._scales, self._windows, self._softcaps, self._sinks,

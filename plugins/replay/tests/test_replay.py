@@ -33,7 +33,7 @@ LLAMA = {
 PROMPTS = [[5, 6, 7], [9], [4, 4, 4, 4], [90, 11], [30]]
 
 
-@looped("architecture", [OPT, LLAMA])
+@pytest.mark.parametrize("architecture", [OPT, LLAMA])
 @looped("dtype", [torch.float32, torch.bfloat16])
 def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: dict, dtype: torch.dtype) -> None:
     model = counting_model(architecture, dtype, torch.device("cpu"))
