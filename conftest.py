@@ -82,7 +82,7 @@ class _Limit:
 
 
 def _slowness() -> float:
-    """How much slower this machine is just now than a quiet one like CI's, which counts to 500,000 in 0.025 s of CPU."""
+    """How much slower this machine is now than a quiet one, which counts to 500,000 in 0.025 s of CPU."""
     begun, number = _cpu_seconds(), 0
     while number < 500_000:
         number += 1 + number % 1
