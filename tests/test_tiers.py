@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiers import few, only
+from tests.support.tiers import few, looped, only
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def busy() -> None:
 
 
 def test_cpu_seconds_are_limited_and_waiting_is_not(call: Callable[..., None]) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"used 0\.[2-9] s of CPU; at most 0\.1 s are allowed"):
+    with pytest.raises(pytest.fail.Exception, match=r"used 0\.[2-9] s of CPU; CI allows 0\.1 s"):
         call(busy)
     call(busy, "costly")
     call(lambda: time.sleep(0.2))
@@ -66,3 +67,37 @@ def test_the_first_cases_stay_in_ci() -> None:
         ((4,), "four", ["nightly"]),
     ]
     assert [isinstance(case, int) for case in only([1, 2, 3], ci=[2])] == [False, True, False]
+
+
+def test_each_case_runs_and_the_first_that_fails_is_named() -> None:
+    seen: list[tuple[int, str, str]] = []
+
+    @looped("number, word", [(1, "one"), (2, "two"), (3, "three")])
+    def test(number: int, work: str, word: str) -> None:
+        seen.append((number, word, work))
+        assert number < 2
+
+    assert list(inspect.signature(test).parameters) == ["work"]
+    with pytest.raises(AssertionError) as caught:
+        test(work="folder")
+    assert seen == [(1, "one", "folder"), (2, "two", "folder")]
+    assert caught.value.__notes__ == ["the case was {'number': 2, 'word': 'two'}"]
+
+
+def test_long_lists_are_several_tests() -> None:
+    seen: list[int] = []
+
+    @looped("number", range(5), at_a_time=2)
+    def test(number: int) -> None:
+        seen.append(number)
+
+    (mark,) = test.pytestmark
+    assert mark.kwargs["ids"] == ["from 1", "from 3", "from 5"]
+    for chosen in mark.args[1]:
+        test(chosen=chosen)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_no_cases_are_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="there are no cases"):
+        looped("number", [])

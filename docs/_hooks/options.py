@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, get_args
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from emssd.cli import docstrings
-from emssd.cli.option_texts import option_texts, written
+from emssd.cli.option_texts import option_texts, preset_text, written
 from emssd.decoding.options import EngineOptions
 from emssd.jobs.config import (
     ClusterConfig,
@@ -33,7 +32,7 @@ _HEAD = """# Options
 
 Every option of `python -m emssd`, and of the plugins that come with it, with its default. They are set on the command
 line, as in `batch_size=16 drafter=llma drafter.copy_length=10`. In the library those of
-[how rows are decoded](#engine) are arguments of `Engine.from_pretrained`, as are `dtype`, `device`, `max_model_len`,
+[the engine](#engine) are arguments of `Engine.from_pretrained`, as are `dtype`, `device`, `max_model_len`,
 `compile`, `device_map` and `trust_remote_code` of [the model](#model), and those of plugins are fields of their
 dataclasses, as in `drafter=LLMAConfig(copy_length=10)`. A name that does not exist is an error. `null` is
 Python's `None`. `python -m emssd --help` lists the options of what is chosen, those of plugins from elsewhere included.
@@ -64,13 +63,13 @@ def page() -> str:
     """
     chosen = _main_choices()
     own = [field for field in dataclasses.fields(RunConfig) if field not in dataclasses.fields(EngineOptions)]
-    lines = [_HEAD, "## The run {#run}", ""]
+    lines = [_HEAD, "## Run", ""]
     for name, choice in chosen.items():
         what = (_GROUPS | _MORE)[name]
-        lines += [f"`{name}`{{ #run-{name} }} · [a choice](#{name}) · {choice}", f":   {what}", ""]
-    lines += _options(RunConfig, "run", [field for field in own if field.name not in chosen])
-    lines += ["## How rows are decoded {#engine}", "", docstrings.introduction(EngineOptions), ""]
-    lines += _options(EngineOptions, "run", dataclasses.fields(EngineOptions))
+        lines.append(f"- `{name}` · [a choice](#{name}) · {choice}: {what}")
+    lines += _options(RunConfig, [field for field in own if field.name not in chosen])
+    lines += ["## Engine", "", docstrings.introduction(EngineOptions), ""]
+    lines += _options(EngineOptions, dataclasses.fields(EngineOptions))
     kinds = {
         "model": ModelConfig,
         "sampling": SamplingConfig,
@@ -79,18 +78,17 @@ def page() -> str:
         "task": TaskConfig,
     }
     for prefix, kind in kinds.items():
-        lines += [f"## {prefix}=… {{#{prefix}}}", "", docstrings.introduction(kind), ""]
-        lines += _options(kind, prefix, dataclasses.fields(kind), prefix=f"{prefix}.") + _presets(prefix)
-    lines += ["## method=… {#method}", "", "What experiments compare; each sets options of the run.", ""]
+        lines += [f"## {prefix}=…", "", docstrings.introduction(kind), ""]
+        lines += _options(kind, dataclasses.fields(kind), f"{prefix}.") + _presets(prefix)
+    lines += ["## method=…", "", "What experiments compare; each sets options of the run.", ""]
     lines += _presets("method")
     for group, what in _GROUPS.items():
-        lines += [f"## {group}=… {{#{group}}}", "", what, ""]
+        lines += [f"## {group}=…", "", what, ""]
         for spec in specs(group):
-            anchor = f"{group}-{spec.name}"
-            lines += [f"### {group}={spec.name} {{#{anchor}}}", "", docstrings.introduction(spec.config), ""]
-            lines += _options(spec.config, anchor, dataclasses.fields(spec.config), prefix=f"{group}.")
+            lines += [f"### {group}={spec.name}", "", docstrings.introduction(spec.config), ""]
+            lines += _options(spec.config, dataclasses.fields(spec.config), f"{group}.")
         lines += _presets(group)
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _main_choices() -> dict[str, str]:
@@ -107,18 +105,17 @@ def specs(group: str) -> list[Spec]:
     return [spec for spec in registry.specs(group) if registry.source(group, spec.name).startswith("emssd ")]
 
 
-def _options(kind: type, anchor: str, fields: Any, prefix: str = "") -> list[str]:
-    """A definition list: name, type and default, then what the docstring says."""
+def _options(kind: type, fields: Any, prefix: str = "") -> list[str]:
+    """A list: name, type and default, then what the docstring says."""
     lines, wanted = [], {field.name for field in fields}
     for option in option_texts(kind):
         if option.name not in wanted:
             continue
         if not option.text:
             raise LookupError(f"{kind.__name__}.{option.name} is not in the Attributes of its docstring")
-        label = f"`{prefix}{option.name}`{{ #{anchor}-{option.name} }}"
         default = "no default" if option.default == MISSING else f"default `{written(option.default)}`"
-        lines += [f"{label} · {_type(option.kind)} · {default}", f":   {option.text}", ""]
-    return lines
+        lines.append(f"- `{prefix}{option.name}` · {_type(option.kind)} · {default}: {option.text}")
+    return [*lines, ""]
 
 
 def _type(hint: Any) -> str:
@@ -140,7 +137,7 @@ def _presets(group: str) -> list[str]:
     """A table of the files of conf/GROUP."""
     rows = list(_preset_rows(sorted((conf_dir() / group).glob("*.yaml"))))
     head = [
-        f"### Presets of {group} {{#{group}-presets}}",
+        f"### Presets of {group}",
         "",
         f"Files of `conf/{group}`.",
         "",
@@ -152,8 +149,7 @@ def _presets(group: str) -> list[str]:
 
 def _preset_rows(paths: list[Path]) -> Iterator[str]:
     for path in paths:
-        comment = re.match(r"(?:# @.*\n)?((?:# .*\n)*)", path.read_text(encoding="utf-8"))
-        said = " ".join(line.removeprefix("# ") for line in comment[1].splitlines()) if comment else ""
+        said = preset_text(path)
         if not said:
             values = OmegaConf.load(path)
             assert isinstance(values, DictConfig)

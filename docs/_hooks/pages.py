@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import options
-import types_page
 from links import moved
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -33,8 +31,6 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add what is made at build time."""
     made: dict[str, Callable[[], str]] = {
-        "reference/options.md": options.page,
-        "reference/types.md": types_page.page,
         "decisions/index.md": decisions,
         "changelog.md": lambda: moved(ROOT / "CHANGELOG.md", "changelog.md"),
         "contributing.md": lambda: moved(ROOT / "CONTRIBUTING.md", "contributing.md"),

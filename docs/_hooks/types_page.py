@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -40,7 +41,13 @@ CLASSES: dict[str, list[type]] = {
         attention.PagedKernels,
     ],
     "Models": [model.ModelRunner, model.ModelOutput, model.BorrowedTarget],
-    "Budgets": [drafting.BudgetPolicy, drafting.BudgetStep, drafting.StepStats, drafting.StageStats],
+    "Budgets": [
+        drafting.BudgetPolicy,
+        drafting.BudgetStep,
+        drafting.DraftedNode,
+        drafting.StepStats,
+        drafting.StageStats,
+    ],
     "Prompts": [data.Prompt, data.FailedPrompt],
 }
 
@@ -65,7 +72,7 @@ def page() -> str:
         for kind in kinds:
             lines += [f"### {kind.__name__}", "", f"*{_what(kind)} of `{_home(kind)}`.*", ""]
             lines += [docstrings.introduction(kind), "", *_fields(kind), *_methods(kind)]
-    return "\n".join(lines)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip("\n") + "\n"
 
 
 def _modules() -> Iterator[str]:
@@ -106,13 +113,13 @@ def _fields(kind: type) -> Iterator[str]:
     if is_dataclass(kind):
         annotations = {field.name: field.type for field in fields(kind)}
     for name in [name for name in annotations if is_dataclass(kind) or name in texts]:
-        yield f"`{name}`{{ #{kind.__name__}-{name} }} · `{annotations[name]}`"
-        yield f":   {texts.get(name, '–')}\n"
+        yield f"- `{name}` · `{annotations[name]}`: {texts.get(name, '–')}"
     for name, member in vars(kind).items():
         if isinstance(member, property):
             assert member.fget is not None
-            yield f"`{name}`{{ #{kind.__name__}-{name} }} · `{member.fget.__annotations__['return']}`"
-            yield f":   {docstrings.introduction(member)}\n"
+            said = " ".join(docstrings.introduction(member).split())
+            yield f"- `{name}` · `{member.fget.__annotations__['return']}`: {said}"
+    yield ""
 
 
 def _methods(kind: type) -> Iterator[str]:

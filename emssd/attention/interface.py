@@ -284,6 +284,16 @@ class AttentionBackend(ABC):
     def forget_prefixes(self) -> None:
         """Nothing that was published before is adopted any more. Rows keep what they have."""
 
+    def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
+        """The model has other attention sinks now, those of `layers`, and no row holds KV. Whether they are taken.
+
+        A backend that does not take them serves the model no more.
+        """
+        return False
+
+    def forget_steps(self) -> None:
+        """The model has changed: passes that were recorded are not replayed any more. No row holds KV."""
+
     @property
     @abstractmethod
     def kv_usage(self) -> KVUsage:

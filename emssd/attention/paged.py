@@ -66,6 +66,13 @@ class PagedKernels(ABC):
         """See `AttentionBackend.native_step`."""
         return None
 
+    def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
+        """See `AttentionBackend.take_sinks`."""
+        return False
+
+    def forget_steps(self) -> None:
+        """See `AttentionBackend.forget_steps`."""
+
     def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the keys or the values of some tokens to other slots. All are read before the first is written.
 
@@ -180,6 +187,12 @@ class PagedBackend(AttentionBackend):
 
     def forget_prefixes(self) -> None:
         self._table.forget()
+
+    def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
+        return self._kernels.take_sinks(layers)
+
+    def forget_steps(self) -> None:
+        self._kernels.forget_steps()
 
     @property
     def kv_usage(self) -> KVUsage:

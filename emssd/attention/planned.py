@@ -98,6 +98,9 @@ class PlannedKernels(PagedKernels):
             static: if it is to be recorded, its limits, and the tables on the device that it reads.
         """
 
+    def forget_steps(self) -> None:
+        self._recordings.clear()
+
     def num_rows(self, size: int) -> int:
         """Rows of a recording of `size` tokens. Every row has a token, so no step has more rows than tokens."""
         return min(self._spec.max_batch_size, size)

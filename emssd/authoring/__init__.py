@@ -52,6 +52,7 @@ def _run(given: argparse.Namespace, notes: Notes) -> int:
                 num_examples=given.examples,
                 learns_across_requests=given.learns_across_requests,
                 decides_at_random=given.decides_at_random,
+                model=given.model,
                 timeout=given.timeout,
                 notes=notes,
             )
@@ -78,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("options", metavar="OPTION=VALUE", nargs="*", help="options of the plugin, as in length=3")
     check.add_argument("--kind", choices=["drafter", "backend", "budget"], help="where several have this name")
     check.add_argument("--examples", type=int, metavar="N", help="how many examples to draw for each test")
+    check.add_argument("--model", metavar="DIR", help="the target of a drafter that was trained for one")
     check.add_argument(
         "--timeout", type=_seconds, default=600, metavar="SECONDS", help="the most for one test (default: 600)"
     )

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emssd.authoring.watched import LOAD_SECONDS, Notes
-from emssd.errors import ConfigError, PluginError
+from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.faults import guarded
+from emssd.plugins import DrafterSpec
 from emssd.plugins.registry import Registry
 from emssd.testing.conformance.rules import RULES, rules_of
 
@@ -48,6 +49,7 @@ def check(
     num_examples: int | None = None,
     learns_across_requests: bool = False,
     decides_at_random: bool = False,
+    model: str | None = None,
     timeout: float | None = None,
     notes: Notes | None = None,
 ) -> int:
@@ -60,6 +62,7 @@ def check(
         num_examples: of each test; each test's own number by default.
         learns_across_requests: the drafter means to, so its drafts are not compared with those of one without a past.
         decides_at_random: the drafter or the budget policy means to, so what it decides is not compared.
+        model: folder of the target of a drafter; small random targets by default.
         timeout, notes: the seconds that one test may take, and where it is noted, for `emssd.authoring.watched`.
 
     Returns:
@@ -85,17 +88,22 @@ def check(
         raise ConfigError(f"--learns-across-requests is for drafters, and {name!r} is a {kind}; leave it out")
     if decides_at_random and kind == "backend":
         raise ConfigError(f"--decides-at-random is for drafters and policies, and {name!r} is a {kind}; leave it out")
+    if model is not None and kind != "drafter":
+        raise ConfigError(f"--model is for drafters, and {name!r} is a {kind}; leave it out")
     owner = registry.owner(kind, name)
     notes.note(owner, "before its tests")
     with guarded(owner, "making its options"):
         values = _values(spec.config, options, f"{kind} {name!r}")
+    if isinstance(spec, DrafterSpec):
+        notes.note(owner, "in build", timeout)
+        _try_build(spec, values, model)
     print(f"{kind} {name} ({registry.source(kind, name)}), rule by rule:\n", flush=True)
     results = _Results(kind, lambda test: notes.note(owner, f"in the test of {test}", timeout))
     source = _TEST_FILE.format(
         suite=_SUITES[kind], name=name, options=values, learns=learns_across_requests, draws=decides_at_random
     )
     with guarded(owner, "its tests", in_step=True):  # pytest has variables of its own in the environment
-        status = _run_pytest(source, num_examples, results)
+        status = _run_pytest(source, num_examples, model, results)
     return results.print_and_judge(status, owner)
 
 
@@ -129,7 +137,25 @@ def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
     return values
 
 
-def _run_pytest(source: str, num_examples: int | None, results: _Results) -> int:
+def _try_build(spec: DrafterSpec, values: dict[str, Any], model: str | None) -> None:
+    """Refuse a drafter that says that it is none for the targets of the check; how else it fails, its rules tell."""
+    from emssd.testing.conformance.options import made
+    from emssd.testing.conformance.probes import VOCAB_SIZE
+    from emssd.testing.conformance.setting import setting
+
+    context = setting(model or "llama", VOCAB_SIZE).context
+    try:
+        spec.build(made(spec.config, values), context)
+    except (ConfigError, UnsupportedModelError) as error:
+        more = "" if model else "; if it was trained for one target, name that target's folder: --model DIR"
+        target = model or "the small random target of this check"
+        raise ConfigError(f"drafter {spec.name!r} cannot draft for {target}: {error}{more}") from error
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+
+
+def _run_pytest(source: str, num_examples: int | None, model: str | None, results: _Results) -> int:
     """Run one test file by itself: no settings, plugins or conftest of the folder that the user happens to be in."""
     import pytest
 
@@ -145,6 +171,8 @@ def _run_pytest(source: str, num_examples: int | None, results: _Results) -> int
                      "--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider"]  # fmt: skip
         if num_examples is not None:
             arguments.append(f"--emssd-examples={num_examples}")
+        if model is not None:
+            arguments.append(f"--emssd-models={model}")
         return int(pytest.main(arguments, plugins=[pytest_plugin, results]))
 
 

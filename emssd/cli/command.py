@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.conf import HydraConf
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -21,7 +26,7 @@ from emssd.cli.errors import explained
 from emssd.cli.help_text import register_help
 from emssd.cli.options import to_options
 from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
-from emssd.jobs.config import conf_dir, register_configs
+from emssd.jobs.config import STDOUT, conf_dir, register_configs
 from emssd.jobs.jobs import Jobs
 from emssd.plugins.registry import Registry
 from emssd.version import __version__
@@ -55,6 +60,7 @@ def main() -> None:
             register_configs(registry, runnable=True)
             register_help(registry)
             sys.argv[1:] = map(_quoted_prompt, sys.argv[1:])
+            _check_flags(sys.argv[1:])
             with closing(Jobs(registry)) as jobs:
                 _compose_and_run(jobs, registry)
                 jobs.finish()
@@ -93,7 +99,7 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
     try:
         if options.experiment is not None:
             _check_launcher(hydra_config.launcher._target_)
-            jobs.run_of_experiment(options, text, folder, number, overrides)
+            jobs.run_of_experiment(options, text, folder, number, overrides, _num_jobs(hydra_config))
         elif is_sweep:
             jobs.run(options, text, folder / str(number), overrides)
         else:
@@ -103,8 +109,36 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
             raise
         raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error
     except KeyboardInterrupt:
+        if options.output_dir == STDOUT:
+            raise
         again = f"resume=true output_dir={options.output_dir}"
         _leave(f"interrupted; the rows that were finished are in {folder}/, and {again} goes on from there")
+
+
+def _check_flags(arguments: list[str]) -> None:
+    """Refuse what other programs would take, and of which Hydra would say how itself is called.
+
+    Raises:
+        ConfigError: how the option is written here.
+    """
+    _, unknown = get_args_parser().parse_known_args(arguments)
+    for flag in (each for each in unknown if each.startswith("-")):
+        given, has_value, value = flag.partition("=")
+        if not has_value:
+            value = next(iter(arguments[arguments.index(flag) + 1 :]), "VALUE")
+        name = given.lstrip("-").replace("-", "_")
+        raise ConfigError(
+            f"there is no {given}; options are written NAME=VALUE, here perhaps {name}={value}; "
+            f"python -m emssd --help lists all"
+        )
+
+
+def _num_jobs(config: HydraConf) -> int:
+    """How many jobs the sweep of this command has, of what its experiment and the command line say."""
+    given = [f"{name}={value}" for name, value in (config.sweeper.get("params") or {}).items()]
+    given += [argument for argument in sys.argv[1:] if re.match("[^-=][^=]*=", argument)]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return sum(map(len, BasicSweeper.split_arguments(parser.parse_overrides(given), None)))
 
 
 def _check_launcher(target: str) -> None:

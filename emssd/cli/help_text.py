@@ -15,9 +15,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from emssd.cli.option_texts import option_texts, written
+from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.decoding.options import EngineOptions
-from emssd.jobs.config import RunConfig
+from emssd.jobs.config import RunConfig, conf_dir
 from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["register_help"]
@@ -52,8 +52,17 @@ def _choices(registry: Registry, root: DictConfig, width: int, group: str) -> st
     there = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
     names = sorted({*there, *(registry.names(group) if group in KINDS else ())})
     chosen = root.hydra.runtime.choices.get(group)
-    text = ", ".join(f"{name}*" if name == chosen else name for name in names)
-    return textwrap.fill(text, width, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
+    starred = {name: f"{name}*" if name == chosen else name for name in names}
+    if group not in KINDS:
+        said = ", ".join(starred.values())
+        return textwrap.fill(said, width, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
+    texts = {spec.name: choice_text(f"{group}={spec.name}", spec.config) for spec in registry.specs(group)}
+    texts |= {path.stem: preset_text(path) for path in (conf_dir() / group).glob("*.yaml")}
+    room = max(width - 26, 20)
+    shown = [textwrap.shorten(_first_sentence(texts.get(name, "")), room, placeholder=" …") for name in names]
+    return "\n".join(
+        [f"  {group}", *(f"    {starred[name]:<21} {text}" for name, text in zip(names, shown, strict=True))]
+    )
 
 
 def _options(node: DictConfig, kind: type, prefix: str, width: int) -> Iterator[str]:
@@ -74,4 +83,4 @@ def _options(node: DictConfig, kind: type, prefix: str, width: int) -> Iterator[
 
 def _first_sentence(text: str) -> str:
     """Enough for a list; the page of options has the whole text."""
-    return re.split(r"(?<=[\w`)])\. ", text)[0].rstrip(".")
+    return re.split(r"(?<=[\w`)])\. (?!\d)", text)[0].rstrip(".")

@@ -1,16 +1,19 @@
-"""What is said of each option of a dataclass: its type, its default, and its description."""
+"""What is said of choices, and of each option of a dataclass: its type, its default, and its description."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from omegaconf import MISSING
 
-from emssd.cli.docstrings import attributes
+from emssd.cli.docstrings import attributes, introduction
 
-__all__ = ["OptionText", "option_texts", "written"]
+__all__ = ["OptionText", "choice_text", "option_texts", "preset_text", "written"]
 
 
 class OptionText(NamedTuple):
@@ -27,6 +30,21 @@ class OptionText(NamedTuple):
     kind: Any
     default: Any
     text: str
+
+
+def choice_text(choice: str, config: type) -> str:
+    """What follows `choice`, as in "`drafter=llma`: …", in the docstring of a plugin's config or its module."""
+    for documented in (config, sys.modules.get(config.__module__)):
+        paragraph = " ".join(introduction(documented).partition("\n\n")[0].split())
+        if f"`{choice}`: " in paragraph:
+            return paragraph.partition(f"`{choice}`: ")[2]
+    return ""
+
+
+def preset_text(path: Path) -> str:
+    """The comment that a preset's file begins with."""
+    comment = re.match(r"(?:# @.*\n)?((?:# .*\n)*)", path.read_text(encoding="utf-8"))
+    return " ".join(line.removeprefix("# ") for line in comment[1].splitlines()) if comment else ""
 
 
 def option_texts(kind: type) -> list[OptionText]:

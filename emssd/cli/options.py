@@ -12,9 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from emssd.cli.errors import as_config_error, no_option
+from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.sources import DemoConfig
 from emssd.errors import ConfigError
-from emssd.jobs.config import DEFAULT_OUTPUT_DIR, RunConfig
+from emssd.jobs.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig
 from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["to_options"]
@@ -112,12 +113,21 @@ def _check_choice(kind: str, chosen: Any, registry: Registry) -> None:
 
 
 def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
-    """Refuse `prompt` beside other prompts, and to read stdin twice.
+    """Refuse `prompt` beside other prompts, to read stdin twice, and files where rows go to stdout.
 
     Raises:
         ConfigError: says which option to leave out.
     """
     data = options.data
+    if options.output_dir == STDOUT:
+        others = {"resume=true": options.resume, "overwrite=true": options.overwrite, "a sweep": is_sweep}
+        others["data=openai_batch"] = isinstance(data, OpenAIBatchConfig)
+        for name, is_asked in others.items():
+            if is_asked:
+                raise ConfigError(
+                    f"output_dir={STDOUT} writes the rows of one run to stdout, and no file, which {name} needs; set "
+                    f"output_dir to a folder"
+                )
     if options.prompt is not None:
         if options.experiment is not None:
             raise ConfigError("an experiment decodes the data of its task; leave prompt= or experiment= out")

@@ -53,6 +53,7 @@ def load_parts(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     weights: str = "auto",
+    frozen: bool = False,
     tensor_parallel: bool = False,
     checksums: bool = False,
     **options: Any,
@@ -65,7 +66,7 @@ def load_parts(
             list of them, asked in turn.
         backend: a name or a plugin's config.
         budget: a name, a plugin's config, or a `BudgetPolicy`.
-        dtype, device, max_model_len, compile, device_map, weights: see `emssd.model.load_model`.
+        dtype, device, max_model_len, compile, device_map, weights, frozen: see `emssd.model.load_model`.
         trust_remote_code: see there; it holds for draft models too.
         tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call does
             not return: it does its part until process 0 ends, and ends then.
@@ -89,6 +90,7 @@ def load_parts(
         compile=compile,
         device_map=device_map,
         weights=weights,
+        frozen=frozen,
         tensor_parallel=tensor_parallel,
         checksums=checksums,
     )
@@ -106,12 +108,13 @@ def parts_around(
     budget: Any = "adaptive",
     max_model_len: int | None = None,
     compile: Compile = False,
+    frozen: bool = False,
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Parts:
     """The parts of an engine for a model that is already loaded; see `load_parts` for the options."""
     chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code)
-    target = TargetModel(model, max_model_len=max_model_len, compile=compile)
+    target = TargetModel(model, max_model_len=max_model_len, compile=compile, frozen=frozen)
     return make_parts(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
 
 

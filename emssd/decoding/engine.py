@@ -87,6 +87,7 @@ class Engine:
         self.report = RunReport()
         self._make_timer = make_timer
         self._finished: list[Sequence] = []  # to be returned by `step`
+        self._in_run = False
 
     @classmethod
     def from_pretrained(cls, path: str = "demo", **options: Any) -> Engine:
@@ -140,6 +141,9 @@ class Engine:
         """
         if not self.scheduler.has_work:
             return self._handed_over()
+        if not self._in_run:
+            self.runner.begin()
+        self._in_run = True
         with self._make_timer() as timer:
             schedule = self._schedule()
             draft = self.drafting.propose(schedule.batch, schedule.limits, schedule.num_prefill_tokens)
@@ -153,6 +157,7 @@ class Engine:
             logprobs = token_logprobs(output.logits, schedule.batch, draft, verification)
             self._advance(schedule, draft, verification, logprobs)
             outcome = with_hidden(verification.outcome(schedule.batch, draft), packed, output)
+            self._in_run = self.scheduler.has_work
             self._conclude(outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 
@@ -260,7 +265,9 @@ class Engine:
         """Drop these requests, or all that wait or run. Later ones may still begin with KV of theirs."""
         gone = request_ids
         self._finished = [row for row in self._finished if gone is not None and row.request_id not in gone]
-        self._free(self.scheduler.clear(gone))
+        dropped = self.scheduler.clear(gone)
+        self._in_run &= self.scheduler.has_work
+        self._free(dropped)
 
     def sequence(self, request: Request) -> Sequence:
         """The sequence of `request` as it will begin.

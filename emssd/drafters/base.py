@@ -11,7 +11,7 @@ import torch
 from emssd.attention import Kept
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import Draft, Drafter, GoesOn
 from emssd.drafting.levels import with_room
 from emssd.model import ModelRunner
 from emssd.sampling import SamplingParams
@@ -53,6 +53,10 @@ class ModelDrafter(Drafter):
         self._runner = runner
         self._vocab_size = vocab_size
         self._num_cached: dict[str, int] = {}
+        self._goes_on: GoesOn | None = None
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        self._goes_on = goes_on
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
@@ -86,6 +90,12 @@ class ModelDrafter(Drafter):
     def _cached(self, row: Sequence) -> int:
         """Of the row's tokens, how many need not be computed: all but one at most, as after a step that failed."""
         return min(self._num_cached.get(row.request_id, 0), len(row.tokens) - 1)
+
+    def _limits(self, batch: Batch, budget: Seq[int]) -> list[int]:
+        """``[B]`` how long the chains of some rows may be; 0 where the KV cache has no room."""
+        limits = [min(limit, self._reach(row)) if limit > 0 else 0 for row, limit in zip(batch, budget, strict=True)]
+        kv_lens = [len(row.tokens) + limit - 1 if limit else 0 for row, limit in zip(batch, limits, strict=True)]
+        return [limit if fits else 0 for limit, fits in zip(limits, self._with_room(batch, kv_lens), strict=True)]
 
     def _with_room(self, batch: Batch, kv_lens: Seq[int]) -> list[bool]:
         """Which rows the KV cache has room for, at ``kv_lens [B]`` tokens, beside those that it holds already.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 
@@ -50,5 +49,5 @@ def parallel_chains(firsts: Seq[Node], lengths: Seq[int], logits: torch.Tensor) 
 
 def joined_chains(chains: Seq[Chain]) -> Draft:
     """A draft of one chain per row, ``[B]``, with its confidence."""
-    draft = Draft.from_chains([token for token, _ in chain] for chain in chains)
-    return replace(draft, confidence=tuple(share for chain in chains for _, share in chain))
+    shares = [[share for _, share in chain] for chain in chains]
+    return Draft.from_chains([[token for token, _ in chain] for chain in chains], shares)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 
@@ -15,7 +14,7 @@ from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import top_choices
 from emssd.drafters.base import CachedRow, ModelDrafter
 from emssd.drafting import Draft, Outcome
-from emssd.drafting.levels import GrowingTree, joined_best
+from emssd.drafting.levels import GrowingTree, going_on, joined_best
 from emssd.drafting.shapes import Expansion, Shape
 from emssd.model import ModelRunner
 from emssd.sampling.draws import behind
@@ -51,13 +50,13 @@ class TreeDrafter(ModelDrafter):
         if not level:
             return Draft.empty(len(batch))
         trees = {row.request_id: tree for row, tree, _ in level}
-        rows = [(row, tree) for row, tree, _ in level]
-        self._grow(level, self._catch_up([row for row, _ in rows]))
-        while level := self._next_level(rows):
-            self._grow(level, self._compute(level))
+        logits = self._catch_up([row for row, *_ in level])
+        self._grow(level, logits)
+        while level := self._next_level(self._going_on(level, logits)):
+            logits = self._compute(level)
+            self._grow(level, logits)
         self._trees = trees
-        draft = joined_best([trees.get(row.request_id) for row in batch])
-        return draft if self.drafts_trees else replace(draft, parents=None)
+        return joined_best([trees.get(row.request_id) for row in batch], chains=not self.drafts_trees)
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of the accepted way, moved together, and drop the rest. Count what the target chose."""
@@ -101,6 +100,12 @@ class TreeDrafter(ModelDrafter):
             if tree is not None and fits
         ]
         return [each for each in level if each[2]]
+
+    def _going_on(self, level: Level, logits: torch.Tensor) -> list[tuple[CachedRow, GrowingTree]]:
+        """The rows of a level that are drafted further, once it has grown from ``logits [n, vocab]``."""
+        grown = ((row.request_id, tree, expansions) for row, tree, expansions in level)
+        going = going_on(self._goes_on, grown, logits, self.shape.temperature)
+        return [(row, tree) for row, tree, _ in level if row.request_id in going]
 
     def _next_level(self, rows: list[tuple[CachedRow, GrowingTree]]) -> Level:
         """The rows that are not done, with the nodes to expand."""

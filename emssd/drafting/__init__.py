@@ -1,6 +1,6 @@
 """Drafting: the `Drafter` and `BudgetPolicy` interfaces, and the stages that ask them in every step."""
 
-from emssd.drafting.budget import BudgetPolicy, BudgetStep
+from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode, GoesOn
 from emssd.drafting.context import DrafterContext, LoadRunner
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
@@ -12,8 +12,10 @@ __all__ = [
     "BudgetPolicy",
     "BudgetStep",
     "Draft",
+    "DraftedNode",
     "Drafter",
     "DrafterContext",
+    "GoesOn",
     "HiddenStates",
     "LoadRunner",
     "LookupDrafter",

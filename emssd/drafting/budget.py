@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch
 
-__all__ = ["BudgetPolicy", "BudgetStep", "FixedBudget", "HeldBudget"]
+__all__ = ["BudgetPolicy", "BudgetStep", "DraftedNode", "FixedBudget", "GoesOn", "HeldBudget"]
+
+
+class DraftedNode(NamedTuple):
+    """A node of the deepest level of a tree that is being drafted, or the newest token of a chain.
+
+    Attributes:
+        confidence: how sure the drafter is that it follows its parent, from 0 to 1. It is 1 where tokens are drawn for
+            `residual` sampling, as it would tell which one was drawn.
+        chance: the product of the confidences on the way to it.
+        entropy: in nats, of the drafter's own distribution behind its parent.
+    """
+
+    confidence: float
+    chance: float
+    entropy: float
+
+
+class GoesOn(Protocol):
+    """Which rows are drafted further, by request id, given the newest nodes of those that may be."""
+
+    def __call__(self, newest: Mapping[str, Seq[DraftedNode]], /) -> Container[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +72,19 @@ class BudgetPolicy(ABC):
     def allot(self, step: BudgetStep) -> Seq[int]:
         """Before a drafter is asked: the most tokens to draft for each row, ``[B]``, each at most its limit."""
 
+    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
+        """Between passes of a drafter that runs a model level by level: whether to draft each row further, ``[B]``.
+
+        `newest` are the nodes ``[B]`` of each row's deepest level; none in rows that have ended. Without this method,
+        a drafter may draft a chain in one call, and on a GPU its host need not wait for each pass.
+        """
+        return [True] * len(newest)
+
     def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         """After it has drafted: how many of the first nodes of each row to verify, ``[B]``; all of them by default.
 
         Rows with a `Draft.q` are verified whole, whatever is said of them: to drop tokens by what they are would change
-        the law of `residual` sampling. Only `allot` and `max_depth`, as it is before drafting, limit these.
+        the law of `residual` sampling. Only `allot`, `goes_on` and `max_depth`, as it is before drafting, limit these.
         """
         return draft.lengths
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 
+from emssd.drafting.budget import GoesOn
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.hidden import checked_layers
@@ -84,6 +85,11 @@ class CheckedDrafter(Drafter):
             draft = self.drafter.propose(batch, limits)
             return own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
         return Draft.empty(len(batch))
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        """Pass it on."""
+        with self._guarded("end_by"):
+            self.drafter.end_by(goes_on)
 
     def check_ids(self, drafted: Seq[int]) -> None:
         """Check ids that were drafted on a device, now that they have come to the host; none of these was accepted."""

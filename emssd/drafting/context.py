@@ -30,8 +30,8 @@ class DrafterContext:
             tokenizer (or ``None``); `trees` says whether its steps hold token trees. The memory of all caches is
             divided once all drafters are built: run it from `propose` on.
         make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
-        target: embeddings, first layers, final norm and LM head of the target, to be borrowed; ``None`` where there is
-            no model.
+        target: device, dtype, embeddings, first layers, final norm, LM head and logits of the target, to be borrowed;
+            ``None`` where there is no model.
         cache_spec: what the target's KV cache has to hold; ``None`` where there is no model.
         make_cache: ``make_cache(spec)`` gives a KV cache for layers of the drafter's own, on the backend of the target;
             the `spec` is `cache_spec` with other layers, or with trees. It shares the memory as a model's does, and is

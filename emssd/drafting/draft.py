@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from emssd.attention.transfer import on_device
 from emssd.attention.trees import Parents, depths, is_chain
 from emssd.drafting.hidden import HiddenStates
+from emssd.errors import DraftError
 
 if TYPE_CHECKING:
     from emssd.sequences import Batch
@@ -48,26 +49,25 @@ class Draft:
     q: tuple[Seq[torch.Tensor] | None, ...] | None = None
 
     @classmethod
-    def from_chains(cls, chains: Iterable[Seq[int]]) -> Draft:
-        """A draft of one chain of token ids per row; an empty chain drafts nothing."""
-        token_ids: list[int] = []
-        indptr = [0]
-        for chain in chains:
-            token_ids.extend(chain)
-            indptr.append(len(token_ids))
-        return cls(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr))
+    def from_chains(cls, chains: Iterable[Seq[int]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
+        """A draft of one chain of token ids per row; an empty chain drafts nothing.
+
+        `confidence` is that of each token, in the same shape.
+
+        Raises:
+            DraftError: it has another shape.
+        """
+        rows = [list(each) for each in chains]
+        lengths = list(map(len, rows))
+        token_ids = torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64)
+        return cls(token_ids, (0, *accumulate(lengths)), confidence=_flat(confidence, lengths))
 
     @classmethod
-    def from_trees(cls, trees: Iterable[Seq[tuple[int, int]]]) -> Draft:
-        """A draft of one tree per row: its nodes in order, each a token id and the index of its parent, or -1."""
-        token_ids: list[int] = []
-        parents: list[int] = []
-        indptr = [0]
-        for tree in trees:
-            token_ids.extend(token for token, _ in tree)
-            parents.extend(parent for _, parent in tree)
-            indptr.append(len(token_ids))
-        return cls(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), tuple(parents))
+    def from_trees(cls, trees: Iterable[Seq[tuple[int, int]]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
+        """Like `from_chains`, of one tree per row: its nodes in order, each a token id and its parent, or -1."""
+        rows = [list(tree) for tree in trees]
+        draft = cls.from_chains([[token for token, _ in row] for row in rows], confidence)
+        return replace(draft, parents=tuple(parent for row in rows for _, parent in row))
 
     @classmethod
     def empty(cls, num_rows: int) -> Draft:
@@ -160,6 +160,14 @@ class Outcome:
     target_ids: tuple[Seq[int], ...]
     candidates: tuple[Seq[Seq[int]], ...] | None = None
     hidden: HiddenStates | None = None
+
+
+def _flat(confidence: Iterable[Seq[float]] | None, lengths: list[int]) -> tuple[float, ...] | None:
+    """The `confidence` of all tokens of rows of these `lengths`."""
+    told = None if confidence is None else [tuple(row) for row in confidence]
+    if told is not None and (given := list(map(len, told))) != lengths:
+        raise DraftError(f"its confidence has rows of {given} numbers, and its tokens rows of {lengths}; give one each")
+    return None if told is None else tuple(chain.from_iterable(told))
 
 
 def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] | None:

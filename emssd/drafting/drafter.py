@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from emssd.drafting.budget import GoesOn
 from emssd.drafting.draft import Draft, Outcome
 from emssd.sequences import Batch
 
@@ -46,6 +47,13 @@ class Drafter(ABC):
         Returns:
             A `Draft` with one row per row of the batch and ids below the vocabulary size. In a tree, no node is deeper
             than ``row.num_remaining - 1``, as every step gives one token of the target's own; see `Draft.shallow`.
+        """
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        """Ask `goes_on` between passes which rows to draft further; ``None``: draft all of them to their budgets.
+
+        Called when an engine takes the drafter, or another budget policy. Only drafters that run a model level by level
+        need it.
         """
 
     def observe(self, outcome: Outcome) -> None:

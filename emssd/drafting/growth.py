@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
@@ -85,8 +84,8 @@ def grow_tree(
 def joined_trees(trees: Iterable[Tree]) -> Draft:
     """A draft of one tree per row."""
     rows = list(trees)
-    draft = Draft.from_trees(list(zip(row.token_ids, row.parents, strict=True)) for row in rows)
-    return replace(draft, confidence=tuple(chance for row in rows for chance in row.confidence))
+    nodes = [list(zip(row.token_ids, row.parents, strict=True)) for row in rows]
+    return Draft.from_trees(nodes, [row.confidence for row in rows])
 
 
 def check_branches(branches: int) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
 
+from emssd.attention.transfer import to_host
+from emssd.drafting.budget import DraftedNode, GoesOn
 from emssd.drafting.draft import Draft
 
-__all__ = ["GrowingTree", "joined_best", "with_room"]
+__all__ = ["GrowingTree", "going_on", "joined_best", "with_room"]
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ class GrowingTree:
         return found
 
 
-def joined_best(trees: Seq[GrowingTree | None]) -> Draft:
+def joined_best(trees: Seq[GrowingTree | None], *, chains: bool = False) -> Draft:
     """A draft of the best nodes of each row, the most probable first; of nothing for rows without a tree."""
     token_ids, parents, confidence, indptr = list[int](), list[int](), list[float](), [0]
     for tree in trees:
@@ -116,7 +118,34 @@ def joined_best(trees: Seq[GrowingTree | None]) -> Draft:
             parents.extend(places[tree.parents[node]] for node in best)
             confidence.extend(math.exp(tree.log_probs[node]) for node in best)
         indptr.append(indptr[-1] + len(best))
-    return Draft(torch.tensor(token_ids, dtype=torch.int64), tuple(indptr), tuple(parents), tuple(confidence))
+    tokens = torch.tensor(token_ids, dtype=torch.int64)
+    return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))
+
+
+def going_on(
+    goes_on: GoesOn | None,
+    level: Iterable[tuple[str, GrowingTree, Iterable[tuple[int, object]]]],
+    logits: torch.Tensor,
+    temperature: float,
+) -> Container[str]:
+    """Which rows of a level that has just grown are drafted further: all, or those for which `goes_on` says so.
+
+    Args:
+        goes_on: see `emssd.drafting.Drafter.end_by`.
+        level: request id, tree and expansions of each row.
+        logits: ``[n, vocab]`` behind the expanded nodes, divided by `temperature`. A GPU's host waits for entropies.
+    """
+    if goes_on is None:
+        return {name for name, *_ in level}
+    entropies = torch.special.entr((logits.double() / temperature).softmax(dim=-1)).sum(dim=-1)
+    left, newest = iter(to_host(entropies.nan_to_num(math.log(logits.shape[1])))), dict[str, list[DraftedNode]]()
+    for name, tree, expansions in level:
+        behind = {node: next(left) for node, _ in expansions}
+        pairs = [(node, behind[tree.parents[node]]) for node in tree.level]
+        newest[name] = [
+            DraftedNode(math.exp(tree.log_probs[node]), math.exp(tree.scores[node]), entropy) for node, entropy in pairs
+        ]
+    return goes_on(newest)
 
 
 def with_room(

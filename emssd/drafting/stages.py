@@ -6,7 +6,7 @@ Retrieval costs nothing and is good on text to copy, a model fills the gaps: the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from itertools import accumulate
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from emssd.attention.transfer import on_device
-from emssd.drafting.budget import BudgetPolicy, BudgetStep
+from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import PluginError
@@ -42,9 +42,23 @@ class DraftStages:
 
     def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
         self.drafters = tuple(drafters)
-        self.policy = policy
         self._policy_name = f"budget policy {policy_name or type(policy).__name__}"
+        self.policy = policy
+        self._step: BudgetStep | None = None  # that is being drafted for
+        self._failed: PluginError | None = None  # of the policy, while a drafter asked it
         self.stats: tuple[StageStats, ...] = ()  # of the latest step
+
+    @property
+    def policy(self) -> BudgetPolicy:
+        """What decides before each drafter, between its passes, and afterwards."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: BudgetPolicy) -> None:
+        self._policy = policy
+        ends = getattr(policy.goes_on, "__func__", None) is not BudgetPolicy.goes_on
+        for drafter in self.drafters:
+            drafter.end_by(self._going_on if ends else None)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -71,13 +85,16 @@ class DraftStages:
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
         for stage, drafter in enumerate(self.drafters):
             with phase("schedule"):
-                step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
+                self._failed = None
+                step = self._step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
                 budget = self._asked(self.policy.allot, step.limits, step)
                 depth = self._called(lambda: self.policy.max_depth, "max_depth")
             with phase("draft"):
                 start = time.perf_counter()
                 proposed = drafter.propose(batch, budget)
                 seconds = time.perf_counter() - start
+                if (failed := self._failed) is not None:
+                    raise failed
             with phase("schedule"):
                 if depth is not None:
                     proposed = proposed.shallow([depth] * len(batch))
@@ -95,6 +112,18 @@ class DraftStages:
         for drafter, stats in zip(self.drafters, self.stats, strict=True):
             rows = zip(draft.indptr, draft.indptr[1:], stats.drafted, strict=False)
             drafter.check_ids([token for start, stop, own in rows if own for token in drafted[start:stop]])
+
+    @phase("schedule")
+    def _going_on(self, newest: Mapping[str, Seq[DraftedNode]]) -> set[str]:
+        """See `GoesOn`. If the policy fails, no row goes on, and the step fails once the drafter is done."""
+        step = self._step
+        assert step is not None, "a drafter asks while it drafts"
+        names = step.batch.request_ids
+        try:
+            answers = self._asked(self.policy.goes_on, [1] * len(names), step, [newest.get(name, ()) for name in names])
+        except PluginError as error:
+            self._failed, answers = error, []
+        return {name for name, answer in zip(names, answers, strict=False) if answer}
 
     def _asked(self, decide: Callable[..., Seq[int]], limits: Seq[int], *arguments: Any) -> list[int]:
         """What the policy decides in `decide`.

@@ -16,8 +16,8 @@ from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import likelihood
-from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
-from emssd.drafting.levels import GrowingTree, joined_best, with_room
+from emssd.drafting import Draft, Drafter, GoesOn, HiddenStates, Outcome
+from emssd.drafting.levels import GrowingTree, going_on, joined_best, with_room
 from emssd.drafting.shapes import DynamicShape, Expansion, Shape
 from emssd.heads.choices import head_choices
 from emssd.heads.lent import Lent
@@ -89,6 +89,10 @@ class PairedDrafter(Drafter):
         self._arrived: list[HiddenStates] = []
         self._num_arrived = 0  # tokens
         self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        self._goes_on: GoesOn | None = None
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        self._goes_on = goes_on
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         if not any(budget):
@@ -102,8 +106,7 @@ class PairedDrafter(Drafter):
             self._grow_trees(rows)
         self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.pairs.num_used for row in rows)))
         trees = {row.request_id: row.tree for row in rows}
-        draft = joined_best([trees.get(row.request_id) for row in batch])
-        return draft if self.drafts_trees else replace(draft, parents=None)
+        return joined_best([trees.get(row.request_id) for row in batch], chains=not self.drafts_trees)
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the hidden states of all tokens that the target has computed."""
@@ -168,7 +171,7 @@ class PairedDrafter(Drafter):
         level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
         hidden, logits = self._catch_up(rows)
         self._grow(level, logits)
-        while following := self._next_level(rows):
+        while following := self._next_level(self._going_on(level, logits)):
             hidden, logits = self._compute(following, level, hidden)
             level = following
             self._grow(level, logits)
@@ -178,6 +181,7 @@ class PairedDrafter(Drafter):
         shape, table = self._shape, self._head.table(self._target.table)
         if (
             table is None
+            or self._goes_on is not None
             or not (isinstance(shape, DynamicShape) and shape.width == 1)
             or not all(row.node.params.is_greedy for row in rows)
         ):
@@ -223,6 +227,12 @@ class PairedDrafter(Drafter):
         """Note that all pairs of some rows are computed."""
         for row in rows:
             row.pairs.used(row.tree.num_tokens)
+
+    def _going_on(self, level: Level, logits: torch.Tensor) -> list[PairedRow]:
+        """The rows of a level that are drafted further, once it has grown from ``logits [n, draft_vocab_size]``."""
+        grown = ((row.request_id, row.tree, expansions) for row, expansions in level)
+        going = going_on(self._goes_on, grown, logits, self._shape.temperature)
+        return [row for row, _ in level if row.request_id in going]
 
     def _next_level(self, rows: Seq[PairedRow]) -> Level:
         """The rows that are not done, with the nodes to expand."""

@@ -96,7 +96,13 @@ def custom_generate(
         raise ConfigError(f"max_length leaves no room for new tokens beside inputs of {input_ids.shape[1]} tokens")
     with training_flags_kept(model):
         engine = Engine.from_model(
-            model, draft_tokenizer, drafter=drafter, backend=backend, budget=budget, batch_size=len(prompts)
+            model,
+            draft_tokenizer,
+            drafter=drafter,
+            backend=backend,
+            budget=budget,
+            batch_size=len(prompts),
+            frozen=True,  # as long as this call
         )
         longest = max(map(len, prompts))
         if longest + max_new_tokens > engine.target.max_model_len:

@@ -28,8 +28,8 @@ class Library:
 
 
 LIBRARIES = {
-    "lm_eval": Library(
-        ">=0.4.13,<0.5", "this needs the evaluation harness: pip install 'emssd[lm_eval]'", ("lm_eval",)
+    "lm-eval": Library(
+        ">=0.4.13,<0.5", "this needs the evaluation harness: pip install 'emssd[lm-eval]'", ("lm_eval",)
     ),
     "ray": Library(
         ">=2.60,<3", "cluster=ray needs Ray Data: pip install 'emssd[ray]', on all machines of the cluster", ("ray",)

@@ -13,6 +13,6 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point of ``emssd-lm-eval``; takes what ``lm_eval`` takes. Exits with 2 for an error of the user's."""
     with exit_on_error("emssd-lm-eval"):
-        check_installed("lm_eval")
+        check_installed("lm-eval")
         import_module("emssd.integrations.lm_eval")
         import_module("lm_eval.__main__").cli_evaluate()

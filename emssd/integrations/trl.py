@@ -22,7 +22,7 @@ from emssd.integrations.hf_criteria import limits
 from emssd.integrations.hf_options import check_config, check_processors, sampling_of
 from emssd.integrations.installed import check_installed
 from emssd.metrics.stats import RunReport
-from emssd.model.replaced import replaced_forward
+from emssd.model.replaced import lock_of, replaced_forward
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
@@ -184,7 +184,8 @@ class Rollouts:
 
     def _engine(self, model: PreTrainedModel, tokenizer: Any, num_rows: int) -> Engine:
         """A new engine around `model` as it is now, with the drafter and the budget policy of those before."""
-        options = {"batch_size": num_rows, "backend": self._backend} | self._options
+        # The model is that of this rollout, so that nothing of it can be old.
+        options = {"batch_size": num_rows, "backend": self._backend, "frozen": True} | self._options
         if self._made_for is not model:
             parts = parts_around(model, tokenizer, drafter=self._asked[0], budget=self._asked[1], **options)
             self._drafter = [each.drafter for each in parts.drafters]
@@ -219,7 +220,7 @@ def _without_autocast(model: PreTrainedModel) -> Iterator[None]:
     """
     before = vars(model).get("_original_forward")
     plain = nullcontext() if before is None else replaced_forward(model, before)
-    with torch.autocast(model.device.type, enabled=False), plain:
+    with lock_of(model), torch.autocast(model.device.type, enabled=False), plain:
         yield
 
 

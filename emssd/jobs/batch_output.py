@@ -11,14 +11,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import read_json
-from emssd.errors import OutputError
+from emssd.jobs.lines_file import whole_file
 from emssd.sequences.token_bytes import TokenBytes
 
 __all__ = ["BATCH_OUTPUT", "write_batch_output"]
@@ -44,20 +43,11 @@ def write_batch_output(
     Raises:
         OutputError: it cannot be written.
     """
-    path, part, num_lines = folder / BATCH_OUTPUT, folder / f"{BATCH_OUTPUT}.part", 0
-    token_bytes = cache(lambda: TokenBytes(load_tokenizer()))
-    try:
-        with part.open("wb") as file:
-            for answer in _answers(folder, prompts, failed, model, token_bytes):
-                file.write(f"{json.dumps(answer)}\n".encode())
-                num_lines += 1
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        raise OutputError(
-            f"cannot write {path}: {error.strerror}; the rows are in {folder}. Make room, and go on with resume=true"
-        ) from error
+    token_bytes, num_lines = cache(lambda: TokenBytes(load_tokenizer())), 0
+    with whole_file(folder / BATCH_OUTPUT) as file:
+        for answer in _answers(folder, prompts, failed, model, token_bytes):
+            file.write(f"{json.dumps(answer)}\n".encode())
+            num_lines += 1
     return num_lines
 
 

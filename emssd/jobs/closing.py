@@ -12,13 +12,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from emssd.data.prompts import Prompt
-from emssd.metrics.busy import BUSY_SHARE
+from emssd.metrics.busy import busy_remark
 from emssd.native import fallback_reason
 from emssd.sequences import Generation
 
-__all__ = ["print_texts", "remarks", "short_end", "short_start"]
+__all__ = ["print_texts", "print_whole", "remarks", "short_end", "short_start"]
 
 _SHOWN_TEXTS = 2
+_HARDLY = 0.1  # tokens that a policy lets a row draft in a step
 _SHOWN_PROMPT, _SHOWN_TEXT = 120, 400  # characters
 
 
@@ -30,6 +31,15 @@ def print_texts(console: Console, rows: Iterable[tuple[Prompt, Generation]]) -> 
         console.print(Text(prompt.prompt_id + sample, style="bold"))
         for label, words in (("prompt", _asked(prompt)), ("text", short_start(text))):
             console.print(Padding(Text.assemble((f"{label}: ", "dim"), words), (0, 0, 0, 2), expand=False))
+
+
+def print_whole(console: Console, rows: Iterable[Generation]) -> None:
+    """The texts as they are, with an empty line between them; a terminal gets nothing that could command it."""
+    text = "\n\n".join(row.text or "" for row in rows)
+    if console.is_terminal:
+        console.print(text, highlight=False, soft_wrap=True)
+    else:
+        print(text)
 
 
 def _asked(prompt: Prompt) -> str:
@@ -62,7 +72,11 @@ def remarks(metrics: dict[str, Any], *, drafts: bool) -> list[str]:
         metrics: of the run, as in ``docs/metrics.md``.
         drafts: whether it had a drafter.
     """
-    said = [_without_gain(metrics) if drafts else None, fallback_reason(), _on_a_busy_machine(metrics)]
+    said = [
+        _without_gain(metrics) if drafts else None,
+        fallback_reason(),
+        busy_remark(metrics, metrics.get("greedy", {})),
+    ]
     return [sentence for sentence in said if sentence is not None]
 
 
@@ -74,14 +88,12 @@ def _without_gain(metrics: dict[str, Any]) -> str | None:
         found.append(f"{speedup:.2f} times the speed of plain greedy decoding")
     if not found:
         return None
+    if metrics["num_allotted_tokens"] < _HARDLY * metrics["num_row_steps"]:
+        return (
+            f"nothing was gained ({', '.join(found)}), as the budget policy let next to nothing be drafted: by what it "
+            f"measured, drafts do not pay here; budget=fixed drafts all the same"
+        )
     return (
         f"nothing was gained ({', '.join(found)}): try another drafter (emssd-plugins lists them), "
         f"other options of this one, or a smaller batch_size"
     )
-
-
-def _on_a_busy_machine(metrics: dict[str, Any]) -> str | None:
-    shares = [run.get("other_cpu_share") or 0.0 for run in (metrics, metrics.get("greedy", {}))]
-    if max(shares) <= BUSY_SHARE:
-        return None
-    return f"the machine was busy: other processes used {max(shares):.0%} of its cores, so its times may mislead"

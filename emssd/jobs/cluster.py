@@ -20,11 +20,12 @@ from emssd.errors import ConfigError, EmssdError, PromptError
 from emssd.integrations.installed import check_installed
 from emssd.jobs.config import ClusterConfig, OnError, RunConfig
 from emssd.jobs.experiment import setting_of
-from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests, unfinished
+from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests
 from emssd.jobs.job import JobResult, make_engine, write_answers
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
 from emssd.jobs.provenance import versions
+from emssd.jobs.resume import made_with, unfinished
 from emssd.plugins.registry import Registry
 from emssd.report import print_failures
 from emssd.sequences import Generation
@@ -82,27 +83,27 @@ def run_on_cluster(config: RunConfig, output_dir: Path, config_text: str, regist
             console.print(f"resume=true: {output.path}/ holds {num_before} of {num_rows} rows", highlight=False)
         figures = _Figures()
         if left:
-            output.begin(config_text, failures.prompts)
+            output.begin(config_text, failures.prompts, made_with(config))
             console.print(f"starting {cluster.workers} workers with {config.model.path} …", highlight=False)
             live = LiveFigures(console, "decoding", num_rows, done=num_before, show=config.progress)
             with live, _ray(cluster) as ray:
                 _decode(ray, config, cluster, left, output, failures, figures, live)
+        if left or failures.prompts:
             output.write_errors(failures.prompts)
         write_answers(config, output, prompts, failures)
         print_failures(console, failures.prompts)
         if not output.finished and not figures.num_rows:
-            raise PromptError(
-                f"none of the {len(failures.prompts)} prompts can be used; {output.path}/errors.jsonl says why"
-            )
+            raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.says_why} says why")
         if not figures.num_rows:
             console.print("nothing is left to do")
             return JobResult(output.read_metrics())
         metrics = _metrics(config, figures, num_before, len(failures.prompts))
         output.write_metrics(metrics)
     said = f"{figures.num_rows} rows, {figures.num_new_tokens} tokens in {figures.seconds:.1f} s"
-    plain_console().print(
+    written = "" if output.is_stdout else f"; written to {output.path}/"
+    plain_console(stderr=output.is_stdout).print(
         f"{said}, {figures.tokens_per_second:.0f} tokens/s, τ {figures.mean_acceptance_length:.2f}, on "
-        f"{cluster.workers} workers; written to {output.path}/",
+        f"{cluster.workers} workers{written}",
         highlight=False,
     )
     return JobResult(metrics)

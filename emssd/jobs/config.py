@@ -21,6 +21,7 @@ from emssd.sampling import SamplingParams
 
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
+    "STDOUT",
     "Check",
     "ClusterConfig",
     "ExperimentConfig",
@@ -37,6 +38,7 @@ __all__ = [
     "structured",
 ]
 
+STDOUT = "-"  # as output_dir
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
 _NO_ROW_OPTIONS = ("data.limit", "sampling.n", "model.tensor_parallel", "model.checksums")
 _ROW_OPTIONS = ("model", "prompt", "data", "sampling", "max_new_tokens", "stop", "ignore_eos")
@@ -77,6 +79,8 @@ class ModelConfig:
             Transformers has none for it; that code can do anything.
         weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, on a CPU. That is another
             model, somewhat worse and faster; speculation does not change its text.
+        frozen: no plugin changes the model; else each run looks whether it is still the same, in the time of about a
+            step.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
         checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
     """
@@ -90,6 +94,7 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     weights: str = "auto"
+    frozen: bool = False
     tensor_parallel: bool = False
     checksums: bool = False
 
@@ -191,10 +196,12 @@ class RunConfig(EngineOptions):
             ``greedy`` is its older name.
         on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on;
             ``auto`` skips with ``data=openai_batch``, whose answers have a place for errors, and else fails.
-        output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go.
+        output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go. With ``-``, rows go to stdout,
+            all else that is printed goes to stderr, and no file is written.
         resume: go on with the job whose rows are in `output_dir`; its finished rows are not decoded again.
         overwrite: replace what an earlier run left in `output_dir`.
         progress: show a progress bar.
+        figures: print the table of figures; ``null`` does so unless there is a `prompt`.
         num_threads: CPU threads of PyTorch; ``null`` leaves its choice.
         experiment: config group: sweeps whose runs are compared, such as those of the paper.
         size: of an experiment: ``toy`` (seconds), ``small`` (minutes on two cores), ``paper`` (a GPU, real weights), or
@@ -221,6 +228,7 @@ class RunConfig(EngineOptions):
     resume: bool = False
     overwrite: bool = False
     progress: bool = True
+    figures: bool | None = None
     num_threads: int | None = None
     cluster: ClusterConfig | None = None
     experiment: ExperimentConfig | None = None
@@ -249,6 +257,8 @@ def _row_options(text: str) -> dict[str, Any]:
     try:
         config = OmegaConf.create(text)
         groups = {name: OmegaConf.select(config, name) for name in _ROW_OPTIONS}
+    except RecursionError:
+        raise ConfigError("it is no YAML of options: its brackets are nested too deeply") from None
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"it is no YAML of options: {str(error).partition(chr(10))[0]}") from error
     if groups["model"] is None:

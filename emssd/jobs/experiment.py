@@ -17,7 +17,7 @@ from emssd.jobs.rows_file import AROUND
 from emssd.model.costs import Costs
 from emssd.sequences import Generation
 
-__all__ = ["label_of", "row_of", "setting_of", "simulated_row"]
+__all__ = ["changed", "label_of", "row_of", "setting_of", "simulated_row"]
 
 _TOLD = AROUND | {  # options that other fields of a row tell: data.limit its prompts, threads and device its machine
     "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "sampling",
@@ -113,11 +113,11 @@ def _job(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str, Any]:
 
 def label_of(options: Any) -> str:
     """A plugin's name, and its options where they are not the defaults: ``padded(pad_kv=False)``."""
-    given = [f"{name}={value}" for name, value in _changed(options).items() if name != "name"]
+    given = [f"{name}={value}" for name, value in changed(options).items() if name != "name"]
     return f"{options.name}({', '.join(given)})" if given else str(options.name)
 
 
-def _changed(options: Any) -> dict[str, Any]:
+def changed(options: Any) -> dict[str, Any]:
     """The fields of a dataclass that are not the defaults; those without a default are among them."""
     found = {}
     for field in dataclasses.fields(options):
@@ -146,7 +146,7 @@ def setting_of(config: RunConfig) -> dict[str, Any]:
 def _given(config: RunConfig) -> dict[str, Any]:
     """By name the options of the run, its model, its data and its sampling that are not the defaults."""
     groups = {"": config, "model.": config.model, "data.": config.data, "sampling.": config.sampling}
-    return {f"{group}{name}": value for group, part in groups.items() for name, value in _changed(part).items()}
+    return {f"{group}{name}": value for group, part in groups.items() for name, value in changed(part).items()}
 
 
 def _other_options(config: RunConfig, overrides: Seq[str]) -> list[str]:

@@ -20,12 +20,13 @@ from emssd.data.prompts import (
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, PromptError, did_you_mean
 from emssd.jobs.config import OnError, RunConfig
-from emssd.jobs.output import OutputFolder, as_asked
 from emssd.plugins.registry import Registry
-from emssd.sampling import SamplingParams
+from emssd.sampling.params import MOST_SAMPLES, SamplingParams
 from emssd.sequences import Request, StopStrings
 
-__all__ = ["Failures", "check_options", "num_samples", "prompts_of", "sampling_of", "to_requests", "unfinished"]
+__all__ = ["Failures", "check_options", "num_samples", "prompts_of", "sampling_of", "to_requests"]
+
+_LONGEST_ID = 19  # digits of a token id that no model has
 
 
 class Failures:
@@ -138,7 +139,10 @@ def sampling_of(
                 known = ", ".join(options)
                 raise ConfigError(f"{name} is no option{did_you_mean(name, options) or '.'} The options are {known}")
         if isinstance(bias := own.get("logit_bias"), dict):
-            own["logit_bias"] = {int(token) if token.isdecimal() else token: value for token, value in bias.items()}
+            own["logit_bias"] = {
+                int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
+                for token, value in bias.items()
+            }
         params = SamplingParams(**options | own)
         if vocab_size is not None:
             params.check_vocabulary(vocab_size)
@@ -162,47 +166,7 @@ def num_samples(config: RunConfig, prompt: Prompt) -> int:
     """How many rows `prompt` gets; 1 if what it asks for cannot be, as `sampling_of` says."""
     own = None if prompt.sampling is None else prompt.sampling.get("n")
     number = config.sampling.n if own is None else own
-    return number if isinstance(number, int) and number > 0 else 1
-
-
-def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfig, config_text: str) -> list[Prompt]:
-    """Those of `prompts` that have rows which are not among the ones that `output` keeps.
-
-    Args:
-        prompts: of the job.
-        output: its folder.
-        config: its options.
-        config_text: the same as ``config.yaml`` will have them.
-
-    Raises:
-        ConfigError: those rows were made with other options, or of other prompts, than now.
-    """
-    prompts = list(prompts)
-    if not output.finished:
-        return prompts
-    way_out = f"go on as {output.path}/config.yaml says, or start again with overwrite=true or another output_dir"
-    if changed := output.changed_options(config_text):
-        raise ConfigError(
-            f"resume=true: the rows in {output.path} were made with another value of {', '.join(changed)}; {way_out}"
-        )
-    asked = {prompt.prompt_id: (as_asked(prompt), num_samples(config, prompt)) for prompt in prompts}
-    for (prompt_id, sample), prompt in output.finished.items():
-        now, number = asked.get(prompt_id, (None, 0))
-        if now != prompt:
-            raise ConfigError(
-                f"resume=true: the row {prompt_id!r} in {output.path} has a prompt that the data no longer holds; "
-                f"bring the old data back, or start again with overwrite=true or another output_dir"
-            )
-        if sample >= number:
-            raise ConfigError(
-                f"resume=true: {output.path} holds sample {sample} of {prompt_id!r}, and n is {number} now; raise n to "
-                f"at least {sample + 1}, or start again with overwrite=true or another output_dir"
-            )
-    return [
-        prompt
-        for prompt in prompts
-        if any((prompt.prompt_id, sample) not in output.finished for sample in range(asked[prompt.prompt_id][1]))
-    ]
+    return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
 
 
 def to_requests(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache, partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,17 @@ from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
 from emssd.decoding.parallel import make_runner
 from emssd.decoding.warmup import warm_up
-from emssd.errors import PromptError
+from emssd.errors import ConfigError, PromptError
 from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
-from emssd.jobs.closing import print_texts, remarks
+from emssd.jobs.closing import print_texts, print_whole, remarks
 from emssd.jobs.config import RunConfig
 from emssd.jobs.experiment import label_of, setting_of
 from emssd.jobs.imports import import_transformers
-from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests, unfinished
+from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
 from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
+from emssd.jobs.resume import check_model, made_with, unfinished
 from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model.cache import ModelCache
 from emssd.model.checkpoint import load_tokenizer
@@ -110,7 +111,7 @@ def run_job(
         work = _prepare(config, config_text, output, quiet, registry, models, alone=alone)
         if work is None:
             return JobResult(output.read_metrics())
-        output.begin(config_text, work.failures.prompts)
+        output.begin(config_text, work.failures.prompts, made_with(config))
         warm_up(work.engine, work.requests)
         num_before, num_here = len(output.finished), len(work.requests)
         live = LiveFigures(console, "decoding", num_before + num_here, done=num_before, show=config.progress)
@@ -126,32 +127,38 @@ def run_job(
             metrics |= _check_metrics(report, metrics, greedy)
             output.write_metrics(metrics)
     result = JobResult(metrics, [done[_place(request)] for request in work.requests], work.engine)
-    _print_results(config, work, result, report, output.path, brief=brief)
+    _print_results(config, work, result, report, output, brief=brief)
     return result
 
 
 def _print_results(
-    config: RunConfig, work: _Work, result: JobResult, report: CheckReport | None, folder: Path, *, brief: bool
+    config: RunConfig, work: _Work, result: JobResult, report: CheckReport | None, output: OutputFolder, *, brief: bool
 ) -> None:
-    """Print to stdout what came out; if `brief`, only what is wrong."""
-    console = plain_console()
+    """Print what came out; if `brief`, only what is wrong. It goes to stdout, unless the rows do."""
+    console, on_the_way = plain_console(stderr=output.is_stdout), plain_console(stderr=True)
     if brief:
         if report is not None and (report.differences or not (report.law is None or report.law.is_right)):
             print_check(console, report, config.check and config.check.value)
         return
-    print_report(console, result.metrics, _plain_label(config))
-    if config.prompt is None:  # whose text is printed whole
+    has_figures = config.prompt is None if config.figures is None else config.figures
+    if config.prompt is not None and not output.is_stdout:
+        print_whole(console, result.generations)
+    if has_figures:
+        print_report(console, result.metrics, _plain_label(config))
+    if config.prompt is None:
         print_texts(console, [(work.prompts[row.request_id], row) for row in result.generations])
     if report is not None:
         print_check(console, report, config.check and config.check.value)
     drafts = config.speculate and config.drafter.name != "none"
-    for remark in remarks(result.metrics, drafts=drafts):
+    for remark in remarks(result.metrics, drafts=drafts) if has_figures else ():
         console.print(remark, style="yellow", highlight=False)
     print_failures(console, work.failures.prompts)
     files = ["generations.jsonl", "metrics.json", "config.yaml"]
     files += ["errors.jsonl"] if work.failures.prompts else []
     files += [BATCH_OUTPUT] if isinstance(config.data, OpenAIBatchConfig) else []
-    console.print(f"written to {folder}/: {', '.join(files)}", highlight=False)
+    if not output.is_stdout:
+        said = console if has_figures else on_the_way
+        said.print(f"written to {output.path}/: {', '.join(files)}", highlight=False)
 
 
 def _plain_label(config: RunConfig) -> str:
@@ -187,11 +194,17 @@ def _prepare(
         there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
         console.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
     if output.finished and not left:
+        if config.check is not None and "check" not in output.read_metrics():
+            raise ConfigError(
+                f"check={config.check.value} compares the rows that a run decodes, and {output.path} holds all; "
+                f"leave check= out, or decode them again with overwrite=true"
+            )
         write_answers(config, output, prompts, failures)
         console.print("nothing is left to do")
         return None
     console.print(f"loading {config.model.path} …", highlight=False)
     engine = make_engine(config, registry, models, num_steps=partial(_most_steps, config, left) if alone else None)
+    check_model(config, output)  # again: to load it may have brought newer files from the hub
     if config.model.compile == "auto":
         console.print(engine.target.why_compiled, highlight=False, soft_wrap=True)
     if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
@@ -205,7 +218,7 @@ def _prepare(
     if output.finished:
         console.print("nothing else is left to do")
         return None
-    raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.path}/errors.jsonl says why")
+    raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.says_why} says why")
 
 
 def write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt], failures: Failures) -> None:
@@ -216,11 +229,14 @@ def write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt],
         write_batch_output(output.path, prompts, failures.prompts, model.path, tokenizer)
 
 
-def _most_steps(config: RunConfig, prompts: Seq[Prompt], max_model_len: int) -> int:
-    """So many steps the rows of `prompts` take without drafts, if none of them ends early."""
-    limits = (min(each.max_new_tokens or config.max_new_tokens, max_model_len) for each in prompts)
-    num_tokens = sum(limit * num_samples(config, each) for limit, each in zip(limits, prompts, strict=True))
-    return ceil(num_tokens / config.batch_size)
+def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
+    """So many steps the rows of `prompts` take without drafts, in a model of `longest` tokens, if none ends early."""
+    ends = [0] * min(config.batch_size, sum(num_samples(config, each) for each in prompts))
+    for each in prompts:
+        limit = min(each.max_new_tokens or config.max_new_tokens, longest)
+        for _ in range(num_samples(config, each)):
+            heapq.heapreplace(ends, ends[0] + limit)  # in the place of the batch that is free first
+    return max(ends, default=0)
 
 
 def make_engine(
@@ -233,7 +249,8 @@ def make_engine(
 ) -> Engine:
     """The engine of `config`, or plain decoding with the target of `baseline`.
 
-    Given `num_steps`, the most that it has to do by the model's length, ``model.compile=auto`` may compile the model.
+    Given `num_steps`, which says how many it has to do at most with sequences of some length, ``model.compile=auto``
+    may compile the model.
     """
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer

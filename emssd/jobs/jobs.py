@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -15,6 +16,7 @@ from emssd.console.terminal import plain_console
 from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError
 from emssd.jobs.config import RunConfig
+from emssd.jobs.progress import time_left
 from emssd.jobs.sweep import SweptRun, print_sweep
 from emssd.plugins.registry import Registry
 
@@ -41,6 +43,7 @@ class Jobs:
         self._cache: ModelCache | None = None
         self._rows: RowsFile | None = None
         self._swept: list[SweptRun] = []
+        self._start, self._num_done = time.monotonic(), 0  # of the jobs of an experiment
 
     @property
     def _models(self) -> ModelCache:
@@ -63,11 +66,9 @@ class Jobs:
         self._note_check(result.metrics)
         if swept is not None:
             self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
-        for generation in result.generations if config.prompt is not None else ():
-            plain_console().print(f"\n{generation.text}", highlight=False, soft_wrap=True)
 
     def run_of_experiment(
-        self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str]
+        self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str], total: int
     ) -> None:
         """Job `number` of the experiment's sweep: a line on the console, and a row.
 
@@ -102,7 +103,9 @@ class Jobs:
         self._note_check(result.metrics)
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
         self._rows.append(row)
-        console.print(f"{number:4d}  {_said(row)}", highlight=False, soft_wrap=True)
+        self._num_done += 1
+        left = time_left(time.monotonic() - self._start, self._num_done, total - number - 1)
+        console.print(f"{number:4d}  {number + 1} of {total}: {_said(row)}, {left}", highlight=False, soft_wrap=True)
 
     def _note_check(self, metrics: Mapping[str, Any]) -> None:
         check = metrics.get("check", {})

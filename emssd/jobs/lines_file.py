@@ -1,19 +1,19 @@
-"""A file of JSON lines that one process at a time appends to: locked, flushed with every line, never half written."""
+"""Files that are never half written: one of JSON lines that one process at a time appends to, and whole ones."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from emssd.data.records import read_json
 from emssd.errors import OutputError
 
-__all__ = ["LinesFile"]
+__all__ = ["LinesFile", "whole_file"]
 
 
 class LinesFile:
@@ -35,6 +35,7 @@ class LinesFile:
         self._sync_seconds = sync_seconds
         self._synced = time.monotonic()
         self._kept_bytes = 0
+        self._is_cut = False  # from then on, the file holds what is kept, and nothing else
         self._made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,21 +106,38 @@ class LinesFile:
         return content[: self._kept_bytes].split(b"\n")[:-1]
 
     def cut(self) -> None:
-        """Drop what is not kept.
+        """Drop what an earlier run left and is not kept.
 
         Raises:
             OSError: that does not work.
         """
-        if os.fstat(self._file.fileno()).st_size > self._kept_bytes:
+        if not self._is_cut and os.fstat(self._file.fileno()).st_size > self._kept_bytes:
             self._file.truncate(self._kept_bytes)
+        self._is_cut = True
+
+    def check(self) -> None:
+        """Make sure that the file is as this process left it, if it has changed it.
+
+        Raises:
+            OutputError: something else has removed or replaced it, cut it short, or written to it.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        if not self._is_cut or ((is_there := _is_at(self.path, self._file.fileno())) and size == self._kept_bytes):
+            return
+        what = "is no longer there" if not is_there else "was cut short" if size < self._kept_bytes else "has grown"
+        raise OutputError(
+            f"{self.path} {what}, and not by this run, so that rows may be lost; resume=true makes those anew that are "
+            f"missing"
+        )
 
     def append(self, line: bytes) -> None:
         """Write one line, which ends with a newline, behind those that are kept.
 
         Raises:
-            OutputError: the disk is full, say; nothing of the line is left then.
+            OutputError: the disk is full, say, and nothing of the line is left then; or as `check` says.
         """
         rest = memoryview(line)
+        self.check()
         try:
             self.cut()
             while rest:
@@ -154,11 +172,36 @@ class LinesFile:
                 folder.rmdir()
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the body ends; if that fails, `path` stays as it was.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise OutputError(
+            f"cannot write {path}: {error.strerror}; the rows are in {path.parent}, and resume=true goes on from there"
+        ) from error
+
+
 def _opened_alone(path: Path) -> FileIO:
     """Open `path` to be read and appended to, and locked until it is closed or this process ends, in whichever way."""
     while True:
         file = FileIO(path, "a+")
         try:
+            if not file.seekable():
+                raise OutputError(
+                    f"{path} is a pipe, and rows go to a file; take it away, or set output_dir to another folder, or "
+                    f"to - for stdout"
+                )
             _lock(file.fileno(), path.parent)
             if _is_at(path, file.fileno()):
                 return file

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,8 +14,8 @@ from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import read_json
 from emssd.errors import ConfigError, OutputError
 from emssd.jobs.batch_output import BATCH_OUTPUT
-from emssd.jobs.config import changed_options
-from emssd.jobs.lines_file import LinesFile
+from emssd.jobs.config import STDOUT, changed_options
+from emssd.jobs.lines_file import LinesFile, whole_file
 from emssd.sequences import FinishReason, Generation, TokenLogprob
 
 __all__ = ["OutputFolder", "as_asked"]
@@ -31,12 +31,13 @@ class OutputFolder:
     made here goes again.
 
     Args:
-        path: made if it does not exist.
+        path: made if it does not exist. ``-`` is none: rows go to stdout, and nothing is kept.
         resume: keep the rows that are there.
         overwrite: replace what is there.
 
     Attributes:
-        finished: the prompts of the rows that are kept, as in ``generations.jsonl``, by id and sample.
+        finished, made_with: of the rows that are kept, by id and sample, their prompt and what they were made with, as
+            in ``generations.jsonl``; the latter is empty for rows of earlier versions.
 
     Raises:
         OutputError: it cannot be written, at once or later (disk full); another run writes to it; or it holds rows,
@@ -47,12 +48,18 @@ class OutputFolder:
         self.path = path
         self._config: str | None = None
         self._failed: Sequence[FailedPrompt] = ()
+        self._describe: Callable[[Prompt], Mapping[str, str]] = lambda _: {}
+        self.finished: dict[tuple[str, int], Any] = {}
+        self.made_with: dict[tuple[str, int], Mapping[str, Any]] = {}
+        self.is_stdout = str(path) == STDOUT
+        if self.is_stdout:
+            self._rows: LinesFile | _Stdout = _Stdout()
+            return
         self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
         try:
-            earlier = self._rows.earlier("run", _name_of, _what_is_wrong, resume=resume, overwrite=overwrite)
-            self.finished: dict[tuple[str, int], Any] = {
-                (row["id"], row.get("sample", 0)): row["prompt"] for row in earlier
-            }
+            for row in self._rows.earlier("run", _name_of, _what_is_wrong, resume=resume, overwrite=overwrite):
+                place = row["id"], row.get("sample", 0)
+                self.finished[place], self.made_with[place] = row["prompt"], row.get("made_with", {})
         except BaseException:
             self._rows.close()
             raise
@@ -80,9 +87,14 @@ class OutputFolder:
                 f"({getattr(error, 'strerror', why)}), which tells how they were made; overwrite=true starts again"
             ) from error
 
-    def begin(self, config: str, failed: Sequence[FailedPrompt]) -> None:
-        """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed."""
-        self._config, self._failed = config, failed
+    def begin(
+        self, config: str, failed: Sequence[FailedPrompt], made_with: Callable[[Prompt], Mapping[str, str]]
+    ) -> None:
+        """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed.
+
+        `made_with` says what the row of a prompt is made with.
+        """
+        self._config, self._failed, self._describe = config, failed, made_with
 
     def write_generation(self, prompt: Prompt, generation: Generation) -> None:
         """Append one finished row."""
@@ -95,6 +107,7 @@ class OutputFolder:
             "num_prompt_tokens": len(generation.prompt_ids),
             "num_steps": generation.num_steps,
             "acceptance_length": generation.acceptance_length,
+            "made_with": self._describe(prompt),
         }
         if generation.seed is not None:
             record |= {"seed": generation.seed, "sample": generation.sample}
@@ -109,13 +122,13 @@ class OutputFolder:
             return
         try:
             self._rows.cut()
-            for name in ("metrics.json", BATCH_OUTPUT):
-                (self.path / name).unlink(missing_ok=True)
-            _replace(self.path / "config.yaml", self._config.encode())
         except OSError as error:
             raise OutputError(
                 f"cannot write to output_dir={self.path}: {error.strerror}; set output_dir to a writable folder"
             ) from error
+        for name in ("metrics.json", BATCH_OUTPUT):
+            self._remove(name)
+        self._write("config.yaml", self._config.encode())
         self.write_errors(self._failed)
         self._config = None
 
@@ -124,7 +137,7 @@ class OutputFolder:
         if lines := [_line({"id": item.prompt_id, "error": item.error}) for item in failed]:
             self._write("errors.jsonl", b"".join(lines))
         else:
-            (self.path / "errors.jsonl").unlink(missing_ok=True)
+            self._remove("errors.jsonl")
 
     def read_metrics(self) -> dict[str, Any]:
         """The ``metrics.json`` that is there; empty if the run was interrupted before it was written."""
@@ -135,16 +148,53 @@ class OutputFolder:
         return metrics if isinstance(metrics, dict) else {}
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
-        """Write ``metrics.json``."""
+        """Write ``metrics.json``, which tells that all rows are there.
+
+        Raises:
+            OutputError: they are not, or it cannot be written.
+        """
+        self._rows.check()
         self._write("metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
 
+    @property
+    def says_why(self) -> str:
+        """What tells why prompts failed."""
+        return "what is above" if self.is_stdout else f"{self.path}/errors.jsonl"
+
     def _write(self, name: str, content: bytes) -> None:
+        if not self.is_stdout:
+            with whole_file(self.path / name) as file:
+                file.write(content)
+
+    def _remove(self, name: str) -> None:
         try:
-            _replace(self.path / name, content)
+            if not self.is_stdout:
+                (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise OutputError(
-                f"cannot write {self.path / name}: {error.strerror}; the rows are in {self.path}"
+                f"cannot remove {self.path / name}: {error.strerror}; take it away, or set output_dir to another folder"
             ) from error
+
+
+class _Stdout:
+    """Stands in for a `LinesFile` whose lines go to stdout."""
+
+    def append(self, line: bytes) -> None:
+        """Write one line, in ASCII: the encoding of stdout may be any.
+
+        Raises:
+            OutputError: nobody reads on, say.
+        """
+        if sys.stdout is not None:
+            sys.stdout.write(f"{json.dumps(json.loads(line))}\n")
+            sys.stdout.flush()
+        if (error := getattr(sys.stdout, "error", None)) or sys.stdout is None:  # as `steady` keeps it
+            raise OutputError(f"stdout takes no more rows: {error.strerror if error else 'it is closed'}")
+
+    def cut(self) -> None:
+        """There are no earlier lines."""
+
+    check = close = cut
 
 
 def _what_is_wrong(row: Any) -> str | None:
@@ -162,6 +212,7 @@ def _what_is_wrong(row: Any) -> str | None:
         "num_steps": type(row.get("num_steps")) is int,
         "acceptance_length": isinstance(row.get("acceptance_length"), float | int),
         "sample": type(sample := row.get("sample", 0)) is int and sample >= 0,
+        "made_with": isinstance(row.get("made_with", {}), dict),
     }
     wrong = next((name for name, fit in fits.items() if not fit), None)
     if wrong is None:
@@ -197,15 +248,3 @@ def _line(record: dict[str, Any]) -> bytes:
         return (json.dumps(record, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold and UTF-8 cannot
         return (json.dumps(record) + "\n").encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a whole file or leave it as it was."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
-        raise

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-__all__ = ["Figures", "LiveFigures", "show_messages"]
+__all__ = ["Figures", "LiveFigures", "show_messages", "time_left"]
 
 
 class Figures(Protocol):
@@ -81,7 +81,7 @@ class LiveFigures:
         now = time.monotonic()
         if now - self._logged >= self._log_seconds:
             self._logged = now
-            left = _time_left(now - self._start, self._done - self._before, self._total - self._done)
+            left = time_left(now - self._start, self._done - self._before, self._total - self._done)
             self._console.print(f"{self._title} {self._done}/{self._total}, {live}, {left}", highlight=False)
 
 
@@ -90,9 +90,9 @@ class _TimeLeft(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         done, left = task.completed - task.fields["before"], (task.total or 0) - task.completed
-        return Text(_time_left(task.elapsed or 0.0, done, left))
+        return Text(time_left(task.elapsed or 0.0, done, left))
 
 
-def _time_left(elapsed: float, done: float, left: float) -> str:
+def time_left(elapsed: float, done: float, left: float) -> str:
     """``0:01:30 left``, if rows go on taking as long as the `done` ones took; nothing before the first."""
     return f"{timedelta(seconds=round(elapsed / done * left))} left" if done else ""

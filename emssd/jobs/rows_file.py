@@ -12,7 +12,7 @@ from emssd.jobs.lines_file import LinesFile
 
 __all__ = ["AROUND", "RowsFile"]
 
-AROUND = frozenset({"resume", "overwrite", "output_dir", "progress"})
+AROUND = frozenset({"resume", "overwrite", "output_dir", "progress", "figures"})
 """Options that say where a run goes and how it is shown, not what it is."""
 
 

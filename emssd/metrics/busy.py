@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
-__all__ = ["BUSY_SHARE", "CPUTimes", "OtherProcesses", "cpu_times"]
+__all__ = ["BUSY_SHARE", "CPUTimes", "OtherProcesses", "busy_remark", "cpu_times"]
 
 BUSY_SHARE = 0.1
 """Of the cores: where others use more, a run's times are said to be those of a busy machine."""
@@ -52,6 +53,14 @@ def cpu_times(*, siblings: bool = False) -> CPUTimes:
             own = process.cpu_times()
             used += own.user + own.system + getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
     return CPUTimes(time.perf_counter(), len(cores), every - idle, idle, used)
+
+
+def busy_remark(*runs: Mapping[str, Any]) -> str | None:
+    """The sentence that ends a run on a busy machine, of the metrics of `runs`; ``None`` for a quiet machine."""
+    share = max((run.get("other_cpu_share") or 0.0 for run in runs), default=0.0)
+    if share <= BUSY_SHARE:
+        return None
+    return f"the machine was busy: other processes used {share:.0%} of its cores, so its times may mislead"
 
 
 class OtherProcesses:

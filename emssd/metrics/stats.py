@@ -79,6 +79,7 @@ class RunReport:
     num_row_steps: int = 0
     num_tokens: int = 0
     num_new_tokens: int = 0
+    num_allotted: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     input_padding: int = 0
@@ -112,6 +113,7 @@ class RunReport:
         self.num_row_steps += len(step.acceptance)
         self.num_tokens += step.num_tokens
         self.num_new_tokens += step.num_new_tokens
+        self.num_allotted += sum(sum(stage.budget) for stage in step.stages)
         self.num_drafted += sum(step.drafted)
         self.num_accepted += sum(step.acceptance) - len(step.acceptance)
         self.input_padding += step.input_padding
@@ -217,6 +219,7 @@ class RunReport:
             "decode_computed_tokens": self.decode_computed_tokens,
             "decode_kv_tokens": self.decode_kv_tokens,
             "num_new_tokens": self.num_new_tokens,
+            "num_allotted_tokens": self.num_allotted,
             "num_drafted_tokens": self.num_drafted,
             "num_accepted_tokens": self.num_accepted,
             "seconds": {**self.seconds, "total": self.total_seconds, "decode": self.decode_seconds},

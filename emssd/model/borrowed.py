@@ -28,7 +28,7 @@ class BorrowedTarget:
         target: the model, which is left as it was.
 
     Attributes:
-        vocab_size, device, dtype: of the model.
+        vocab_size, device, dtype: of the model; where and as what its hidden states and logits are.
     """
 
     def __init__(self, target: TargetModel) -> None:
@@ -52,7 +52,10 @@ class BorrowedTarget:
 
     @property
     def model(self) -> Any:
-        """The model itself, for drafters with layers of its own classes. It must stay as it is."""
+        """The model itself, for drafters with layers of its own classes. It must stay as it is.
+
+        `Drafter.propose` and `observe` may call it, with a cache of their own; nothing of the engine's KV is read.
+        """
         self._check_together()
         return self._model
 
@@ -111,8 +114,14 @@ class BorrowedTarget:
         def give(*arguments: Any, **keywords: Any) -> Any:
             return output_type(last_hidden_state=hidden.unsqueeze(0))
 
-        with replaced_forward(self._streams.decoder, give):
+        with self._target.lock, replaced_forward(self._streams.decoder, give):
             logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
+        return logits[0].to(self.device)
+
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[n, vocab]`` what the model says behind each of ``token_ids [n]``, a whole text; nothing is cached."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
         return logits[0].to(self.device)
 
     def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:

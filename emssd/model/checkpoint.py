@@ -15,14 +15,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
-from emssd.model.checkpoint_files import check_json, has_vocabulary, tokenizer_fault, weights_fault
+from emssd.model.checkpoint_files import check_json, files_read, has_vocabulary, tokenizer_fault, weights_fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.model.spread import DeviceMap
 
-__all__ = ["load_checkpoint", "load_tokenizer"]
+__all__ = ["files_of", "load_checkpoint", "load_tokenizer"]
 
 _WHAT_TO_GIVE = (
     "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
@@ -122,6 +122,21 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     if only_special:  # Transformers makes such ones of nothing
         raise _cannot(path, missing)
     return tokenizer
+
+
+def files_of(path: str) -> list[Path]:
+    """The files that loading `path` reads, in order; none of a hub id that is not on this machine.
+
+    Raises:
+        ConfigError: a folder that is not there.
+    """
+    from huggingface_hub import snapshot_download
+
+    source = _source(path)
+    try:
+        return files_read(Path(source if Path(source).is_dir() else snapshot_download(source, local_files_only=True)))
+    except (OSError, ValueError):  # it was not downloaded, or can be no id
+        return []
 
 
 def _source(path: str) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from emssd.errors import ConfigError
 
-__all__ = ["check_json", "file_fault", "has_vocabulary", "tokenizer_fault", "weights_fault"]
+__all__ = ["check_json", "file_fault", "files_read", "has_vocabulary", "tokenizer_fault", "weights_fault"]
 
 # Transformers passes over some of these without a word if they are damaged, and so would lose the EOS ids.
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -19,6 +19,7 @@ _WEIGHTS = (  # files, and the list of what is in which; the first kind that is 
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
 )
 _VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+_OTHERS = ("added_tokens.json", "chat_template*", "*.py")
 _AGAIN = "copy or download it again"
 
 
@@ -44,16 +45,23 @@ def tokenizer_fault(source: str) -> str | None:
 
 
 def weights_fault(source: str) -> str | None:
-    """The first file of weights in the folder `source` that cannot be read, as a sentence; ``None`` if all can.
+    """The first file of weights in the folder `source` that cannot be read, as a sentence; ``None`` if all can."""
+    return next(filter(None, map(file_fault, _weights(Path(source)))), None)
 
-    Only those count that Transformers would read: training leaves others behind.
-    """
-    folder = Path(source)
+
+def files_read(folder: Path) -> list[Path]:
+    """The files of `folder` that Transformers reads of a model and its tokenizer, in order."""
+    found = {file for name in (*_OBJECTS, *_VOCABULARIES, *_OTHERS) for file in folder.glob(name)}
+    return sorted(file for file in found.union(_weights(folder)) if file.is_file())
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Only those that Transformers would read: training leaves others behind."""
     for pattern, index in _WEIGHTS:
         named = _shards(folder / index) if (folder / index).is_file() else ()
         if files := sorted({*folder.glob(pattern), *(folder / name for name in named)}):
-            return next(filter(None, map(file_fault, files)), None)
-    return None
+            return files
+    return []
 
 
 def has_vocabulary(source: str) -> bool:

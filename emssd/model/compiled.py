@@ -6,9 +6,6 @@ that share their input joined into one; Inductor compiles the rest ahead of time
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +14,6 @@ import torch
 
 from emssd.errors import CompileError, EmssdError
 from emssd.model import program, tracing
-from emssd.model.changes import Changes
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
 from emssd.model.program import Chain, Program, declare_operators
@@ -43,7 +39,7 @@ class CompiledForward:
 
     Args:
         target: the model, on a CPU. It is left as it was; its linear weights are copied in the layout of their kernel.
-            Where the model has changed when a sequence begins, it runs as it is from then on, with a warning.
+            It must stay as it is, see `emssd.model.guard`.
         hidden: indices of the hidden states that the program gives beside logits, see `emssd.model.streams.Streams`.
         only_kept: take a program that an earlier run has left, and compile nothing.
 
@@ -68,7 +64,7 @@ class CompiledForward:
             if only_kept and not is_kept("models", key):  # before kernels are built that may not be needed
                 raise NotKeptError("no program of it is kept")
             declare_operators()
-            self._layers, self._target = target.layers, weakref.ref(target)
+            self._layers = target.layers
             self._open(target, key, right, only_kept=only_kept)
         except (NativeError, CacheError) as error:
             raise CompileError(str(error)) from error
@@ -92,9 +88,6 @@ class CompiledForward:
 
         `step` is what `attend` does, where C++ code can do it.
         """
-        # Now, and not in every step: beside a sequence's first tokens, looking costs nothing.
-        if int(position_ids.min()) == 0 and (change := self._changes.first()) is not None:
-            return self._without(change)(input_ids, position_ids, attend, logits_to_keep, hidden=hidden)
         batch, num_tokens = input_ids.shape
         if batch > 1:  # the program takes one row of tokens, and only `attend` knows where rows begin
             starts = torch.arange(0, batch * num_tokens, num_tokens).unsqueeze(1)
@@ -115,23 +108,10 @@ class CompiledForward:
 
     def run_chain(self, plan: StepPlan, step: NativeStep, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
         """See `emssd.model.runner.ModelRunner.run_chain`; `plan` is by `AttentionBackend.plan_chain`, `step` of it."""
-        if self._program.few_sizes or int(plan.position_ids.min()) == 0:  # `__call__` looks whether the model changed
+        if self._program.few_sizes:
             return None
         inputs = [plan.input_ids, plan.position_ids, plan.logits_to_keep]
         return self._program.run_chain(inputs, step, Chain([*lengths], vocab_size))[0]
-
-    def _without(self, change: str) -> Callable[..., torch.Tensor]:
-        """The model's own forward, from now on."""
-        target = self._target()
-        assert target is not None, "a program outlives its model"
-        warnings.warn(
-            f"the model runs without model.compile from here on: it has changed since it was compiled ({change}); make "
-            f"the engine again to compile it as it is now",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        target.compiled = None
-        return target.run
 
     def _open(self, target: HookedModel, key: str, right: list[torch.Tensor], *, only_kept: bool) -> None:
         """Load the program of that key, once more compiled if what is there is not the model's."""
@@ -148,7 +128,6 @@ class CompiledForward:
         """Load what was found, and compare its logits and hidden states with the model's, `right`."""
         vars(self).pop("_program", None)  # its weights go before there are others
         self._program = Program(found, target.model)
-        self._changes = Changes(target.model)
         pairs = zip(short_pass(target, self, self.hidden), right, strict=True)
         for name, pair in zip(["logits", *(f"hidden states {k}" for k in self.hidden)], pairs, strict=True):
             if not (far := difference(*pair)) <= PROBE_TOLERANCE[target.dtype]:

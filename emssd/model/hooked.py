@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.model.interface import (
@@ -18,6 +19,7 @@ from emssd.model.interface import (
     register,
     with_windows,
 )
+from emssd.model.replaced import lock_of
 from emssd.model.spread import is_spread, output_device
 from emssd.model.support import check_config, check_whole, resolve_max_model_len
 
@@ -46,6 +48,7 @@ class HookedModel:
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
+        lock: held for a pass, by all that call this model through emssd.
 
     Raises:
         UnsupportedModelError: its config says that it cannot be served.
@@ -53,13 +56,15 @@ class HookedModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, shard: Shard | None = None) -> None:
-        register()
+        self._sinks: Any = WeakTensorKeyDictionary()  # of each tensor its numbers; it has no annotations
         self.model: Any = model  # Transformers' own annotations do not describe how its models are called
         model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
         self.shard = shard
         check_config(model.config, type(model))
         if shard is None:
             check_whole(model)
+        register(model.config)
+        self.lock = lock_of(model)
         self.is_spread = is_spread(model)
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
         self.device: torch.device = output_device(model)
@@ -101,9 +106,11 @@ class HookedModel:
             keywords["emssd_masks"] = masks
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
+        in_loops = self.dtype is torch.float64  # for which PyTorch has no grouped matrix product
         with (
-            implementation(self.model, ATTENTION_NAME if masks is None else MASKED_NAME),
-            keywords_known(keywords),
+            self.lock,
+            implementation(ATTENTION_NAME if masks is None else MASKED_NAME, experts_in_loops=in_loops),
+            keywords_known(keywords | {"emssd_numbers": self._numbers}),
             taking,
             cut,
         ):
@@ -116,3 +123,10 @@ class HookedModel:
             )
         logits: torch.Tensor = output.logits
         return logits
+
+    def _numbers(self, sinks: torch.Tensor) -> tuple[float, ...]:
+        """The numbers of ``sinks [heads]``, read once: on a GPU, the host waits for it."""
+        if sinks not in self._sinks:
+            self._sinks[sinks] = tuple(sinks.detach().flatten().tolist())
+        numbers: tuple[float, ...] = self._sinks[sinks]
+        return numbers

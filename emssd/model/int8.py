@@ -8,7 +8,7 @@ import torch
 
 from emssd.errors import ConfigError
 
-__all__ = ["SCALE", "bytes_of", "round_drafter", "round_weights", "scales_of"]
+__all__ = ["SCALE", "bytes_of", "is_rounded", "round_drafter", "round_weights", "scales_of"]
 
 SCALE = "int8_scale"
 """The name of a buffer that each rounded layer has."""
@@ -67,3 +67,8 @@ def scales_of(model: torch.nn.Module) -> dict[int, torch.Tensor]:
 def bytes_of(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The integers of a rounded weight ``[out, in]``, as int8: they survive that bfloat16 rounds their products."""
     return (weight.float() / scale.unsqueeze(1)).round().to(torch.int8)
+
+
+def is_rounded(weight: torch.Tensor, rounded: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether ``weight [out, in]`` is still what `bytes_of` stands for."""
+    return torch.equal((rounded * scale.unsqueeze(1)).to(weight.dtype), weight)

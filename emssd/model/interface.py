@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
@@ -21,7 +21,6 @@ __all__ = [
     "Visible",
     "implementation",
     "keywords_known",
-    "one_expert_after_another",
     "register",
     "with_windows",
 ]
@@ -44,53 +43,61 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
-def register() -> None:
-    """Make both names known to Transformers."""
+def register(config: Any) -> None:
+    """Make both names known to Transformers, and `implementation` to the classes of `config` and of those within it."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionInterface.register(MASKED_NAME, _masked_attention)
     AttentionMaskInterface.register(MASKED_NAME, _mask)
+    for each in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        for base in type(each).__mro__:
+            for field in ("_attn_implementation", "_experts_implementation"):
+                own = vars(base).get(field)
+                if isinstance(own, property) and not isinstance(own, _OfThisPass):
+                    setattr(base, field, _OfThisPass(_getter(own, field), own.fset))
+
+
+_PASSES: dict[int, tuple[str | None, bool]] = {}
+"""By thread in a pass of a model: its attention, and whether experts run one by one. `torch.compile` guards a dict."""
 
 
 @contextmanager
-def implementation(model: Any, name: str) -> Iterator[None]:
-    """Set a model's attention for one call, so that a caller's own model still works as before after it.
+def implementation(attention: str | None = None, *, experts_in_loops: bool = False) -> Iterator[None]:
+    """Within, models that this thread calls compute this attention. No config is written to: nobody else sees it.
 
-    PyTorch has no grouped matrix product in float64, so there a mixture of experts runs one expert after another.
+    Args:
+        attention: its name; ``None`` leaves it.
+        experts_in_loops: a mixture runs one expert after another, and not all in one grouped matrix product.
     """
-    config = model.config
-    attention = _of_each(config, "_attn_implementation")
-    config._attn_implementation = name
-    try:
-        with one_expert_after_another(model) if model.dtype is torch.float64 else nullcontext():
-            yield
-    finally:
-        config._attn_implementation = attention
-
-
-@contextmanager
-def one_expert_after_another(model: Any) -> Iterator[None]:
-    """Run the experts of a mixture in a loop, and not in one grouped matrix product, for some calls."""
-    config = model.config
-    experts = _of_each(config, "_experts_implementation")
-    is_grouped = "grouped_mm" in experts.values()
-    if is_grouped:
-        config._experts_implementation = "eager"
+    thread = get_ident()
+    before = _PASSES.get(thread)
+    own_attention, own_experts = before or (None, False)
+    _PASSES[thread] = attention or own_attention, experts_in_loops or own_experts
     try:
         yield
     finally:
-        if is_grouped:
-            config._experts_implementation = experts
+        if before is None:
+            del _PASSES[thread]
+        else:
+            _PASSES[thread] = before
 
 
-def _of_each(config: Any, field: str) -> dict[str, str | None]:
-    """What a config and those within it have for `field`, in the form that they take."""
-    within = {key: getattr(config, key, None) for key in config.sub_configs}
-    return {"": getattr(config, field, None)} | {
-        key: getattr(each, field, None) for key, each in within.items() if each is not None
-    }
+class _OfThisPass(property):
+    """A property of configs that `implementation` replaces."""
+
+
+def _getter(own: property, field: str) -> Callable[[Any], Any]:
+    def get(config: Any) -> Any:
+        value = own.fget(config)  # type: ignore[misc]  # every property of a config can be read
+        if not _PASSES or (chosen := _PASSES.get(get_ident())) is None:
+            return value
+        if field == "_attn_implementation":
+            return chosen[0] or value
+        return "eager" if chosen[1] and value == "grouped_mm" else value
+
+    return get
 
 
 _KEYWORDS: ContextVar[Mapping[str, Any] | None] = ContextVar("_KEYWORDS", default=None)
@@ -153,7 +160,7 @@ def _attention(
         scale=float(scaling) if scaling is not None else key_dim**-0.5,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=None if s_aux is None else _numbers(s_aux),
+        sinks=None if s_aux is None else (_KEYWORDS.get() or {})["emssd_numbers"](s_aux),
     )
     out = emssd_attend(
         int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of Transformers has this integer
@@ -163,19 +170,6 @@ def _attention(
         value.transpose(1, 2).reshape(batch * num_tokens, spec.num_kv_heads, spec.value_dim),
     )
     return out.view(batch, num_tokens, num_heads, spec.value_dim), None
-
-
-_SINKS: Any = WeakTensorKeyDictionary()  # of each tensor its version and its numbers; without annotations
-
-
-def _numbers(sinks: torch.Tensor) -> tuple[float, ...]:
-    """The numbers of ``sinks [heads]``, which are read again where they were written to."""
-    if sinks.is_inference():  # which has no version
-        return tuple(sinks.flatten().tolist())
-    known: tuple[int, tuple[float, ...]] | None = _SINKS.get(sinks)
-    if known is None or known[0] != sinks._version:
-        known = _SINKS[sinks] = sinks._version, tuple(sinks.detach().flatten().tolist())
-    return known[1]
 
 
 def _masked_attention(

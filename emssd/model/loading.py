@@ -34,6 +34,7 @@ def load_model(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     weights: str = "auto",
+    frozen: bool = False,
     for_drafts: bool = False,
     tensor_parallel: bool = False,
     checksums: bool = False,
@@ -52,6 +53,7 @@ def load_model(
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
         weights: ``auto`` (as they are), or ``int8``: rounded, see `emssd.model.int8.round_weights`. That is another
             model, and on CPUs alone. ``compile="auto"`` compiles it, as only a program is faster.
+        frozen: the caller promises that the model stays as it is; else each run looks, see `emssd.model.guard`.
         for_drafts: it is only to draft, so that a compiled program of it may round its weights in the same way.
         tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
             `emssd.model.parallel.follower.follow`.
@@ -98,22 +100,24 @@ def load_model(
         kind = _resolve_dtype("bfloat16" if dtype == "auto" else dtype)
         assert isinstance(kind, torch.dtype)
         made = counting_model(architecture, kind, _resolve_device(device))
-        return _target(made, weights, max_model_len, compile, for_drafts), None
+        return _target(made, weights, max_model_len, compile, frozen, for_drafts), None
     torch_dtype = _resolve_dtype(dtype)
     torch_device = None if device_map is not None else _resolve_device(device)
     model, tokenizer = load_checkpoint(
         path, dtype=torch_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code, device_map=device_map
     )
     if torch_device is None:
-        return TargetModel(model, max_model_len=max_model_len, compile=compile), tokenizer
+        return TargetModel(model, max_model_len=max_model_len, compile=compile, frozen=frozen), tokenizer
     try:
         model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"{torch_device} has no room for the weights of {path!r}; take a smaller one") from error
-    return _target(model, weights, max_model_len, compile, for_drafts), tokenizer
+    return _target(model, weights, max_model_len, compile, frozen, for_drafts), tokenizer
 
 
-def _target(model: Any, weights: str, max_model_len: int | None, compile: Compile, for_drafts: bool) -> TargetModel:
+def _target(
+    model: Any, weights: str, max_model_len: int | None, compile: Compile, frozen: bool, for_drafts: bool
+) -> TargetModel:
     if weights == "int8":
         if model.device.type != "cpu":
             raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")
@@ -124,7 +128,7 @@ def _target(model: Any, weights: str, max_model_len: int | None, compile: Compil
         compile = True if compile == "auto" else compile
     elif for_drafts and compile:
         round_drafter(model)
-    return TargetModel(model, max_model_len=max_model_len, compile=compile)
+    return TargetModel(model, max_model_len=max_model_len, compile=compile, frozen=frozen or for_drafts)
 
 
 class Wanted(NamedTuple):

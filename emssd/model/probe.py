@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.attention import LayerSpec, additive_mask, masked_attention
 from emssd.errors import UnsupportedModelError
-from emssd.model.interface import Attend, implementation, one_expert_after_another
+from emssd.model.interface import Attend, implementation
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -52,7 +52,7 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     with running(target):
         with _Aranges(rows.num_tokens) as aranges:
             packed = rows.run_packed(target, attend)
-        with implementation(model, "eager"):
+        with implementation("eager", experts_in_loops=target.dtype is torch.float64):
             alone = rows.run_alone(model)
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(layers) != list(range(expected)):
@@ -72,7 +72,7 @@ def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
     Such a model counts the tokens of a call. What it does with the numbers may only show far beyond a short probe.
     Grouped experts count tokens as well, to sort them.
     """
-    with running(target), one_expert_after_another(target.model):
+    with running(target), implementation(experts_in_loops=True):
         packed = rows.run_packed(target, rows.attend)
         with _Aranges(rows.num_tokens, rows.positions):
             moved = rows.run_packed(target, rows.attend)

@@ -14,7 +14,7 @@ import torch
 
 from emssd.attention.native import NativeStep
 from emssd.model import tracing
-from emssd.model.int8 import bytes_of, scales_of
+from emssd.model.int8 import bytes_of, is_rounded, scales_of
 from emssd.model.module_state import named_tensors
 from emssd.native import Entry, free_module, load_kernels
 
@@ -76,8 +76,9 @@ class Program:
             scale = None
             if all(weight.data_ptr() in scales for weight in weights):
                 each_scale = [scales[weight.data_ptr()] for weight in weights]
-                weights = [bytes_of(*pair) for pair in zip(weights, each_scale, strict=True)]
-                scale = torch.cat(each_scale)
+                rounded = [bytes_of(*pair) for pair in zip(weights, each_scale, strict=True)]
+                if all(map(is_rounded, weights, rounded, each_scale)):  # else they were written to since
+                    weights, scale = rounded, torch.cat(each_scale)
             bias = torch.cat(biases) if biases else None
             self.few_sizes |= kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.

@@ -47,6 +47,13 @@ class ModelRunner(ABC):
     device: torch.device
     dtype: torch.dtype
 
+    def begin(self) -> None:
+        """A run begins: no row holds KV. What was computed by a model that has changed since is used no more.
+
+        Raises:
+            UnsupportedModelError: it cannot be served as it is now.
+        """
+
     @abstractmethod
     def run(self, packed: PackedInputs) -> ModelOutput:
         """Compute one ragged step. The KV of its tokens stays until `commit` or `release` drops it.
@@ -128,6 +135,19 @@ class CausalLMRunner(ModelRunner):
         self.backend = backend
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
+        self._num_changes, self._layers = model.num_changes, model.layers
+
+    def begin(self) -> None:
+        before, self._num_changes = self._num_changes, self.model.begin()
+        if self._num_changes != before:
+            self.backend.forget_steps()
+            self.forget_prefixes()
+        if self._layers != self.model.layers and not self.backend.take_sinks(self.model.layers):
+            raise UnsupportedModelError(
+                f"the model's attention sinks have changed, and the KV cache of this engine, a "
+                f"{type(self.backend).__name__}, takes no others; make the engine again"
+            )
+        self._layers = self.model.layers
 
     def run(self, packed: PackedInputs) -> ModelOutput:
         with phase("plan"):
@@ -147,7 +167,8 @@ class CausalLMRunner(ModelRunner):
         if plan is None or step is None:
             return None
         with phase("forward"):
-            tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
+            with self.model.lock:
+                tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
             return tokens
 
     def _announce(self, packed: PackedInputs) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from emssd.errors import UnsupportedModelError
 from emssd.model.probe import ProbeRows, running
-from emssd.model.replaced import replaced_forward
+from emssd.model.replaced import only_here, replaced_forward
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -110,10 +110,10 @@ class Streams:
         with ExitStack() as hooks:
             for index, listener in listeners.items():
                 if index == 0:
-                    hook = self.layers[0].register_forward_pre_hook(_first_input(listener), with_kwargs=True)
+                    hook = _before(self.layers[0], listener)
                 else:
                     module = self.decoder if index == NORMED else self.layers[index - 1]
-                    hook = module.register_forward_hook(_first_output(listener))
+                    hook = _behind(module, _first_output(listener))
                 hooks.callback(hook.remove)
             yield
 
@@ -124,14 +124,13 @@ class Streams:
         def note(kind: str, index: int) -> Callable[[torch.Tensor], None]:
             return lambda states: calls.append((kind, index, states, states.clone()))
 
-        with ExitStack() as hooks, running(target):
+        with ExitStack() as hooks, target.lock, running(target):
             for index, layer in enumerate(self.layers):
-                listener = _first_input(note("given to", index))
-                hooks.callback(layer.register_forward_pre_hook(listener, with_kwargs=True).remove)
-                hooks.callback(layer.register_forward_hook(self._note_more).remove)
+                hooks.callback(_before(layer, note("given to", index)).remove)
+                hooks.callback(_behind(layer, self._note_more).remove)
             for module in _outside(self.decoder, self.layers):
-                hooks.callback(module.register_forward_hook(_noted_in(behind)).remove)
-            hooks.callback(self.decoder.register_forward_hook(self._note_type).remove)
+                hooks.callback(_behind(module, _noted_in(behind)).remove)
+            hooks.callback(_behind(self.decoder, self._note_type).remove)
             hooks.enter_context(self._heard({k + 1: note("given by", k) for k in range(self.num_layers)}))
             hooks.enter_context(self._heard({NORMED: note("given by", self.num_layers)}))
             rows.run_packed(target, rows.attend)
@@ -204,11 +203,18 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other or (one.data_ptr() == other.data_ptr() and one.numel() == other.numel())
 
 
-def _first_input(listener: Callable[[torch.Tensor], None]) -> Callable[..., None]:
+def _before(module: torch.nn.Module, listener: Callable[[torch.Tensor], None]) -> Any:
+    """A hook of this thread, which hears the residual stream that `module` is called with."""
+
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         listener(_handed_on(*arguments, **keywords))
 
-    return hook
+    return module.register_forward_pre_hook(only_here(hook, _ignored), with_kwargs=True)
+
+
+def _behind(module: torch.nn.Module, hook: Callable[..., None]) -> Any:
+    """A hook of this thread, which hears what `module` gives."""
+    return module.register_forward_hook(only_here(hook, _ignored))
 
 
 def _handed_on(*arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -222,6 +228,10 @@ def _first_output(listener: Callable[[torch.Tensor], None]) -> Callable[..., Non
         listener(output if isinstance(output, torch.Tensor) else output[0])
 
     return hook
+
+
+def _ignored(*_: Any) -> None:
+    """What a hook does in other threads."""
 
 
 def _noted_in(calls: list[_Call]) -> Callable[..., None]:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -13,10 +14,11 @@ import torch
 
 from emssd.attention import AttentionBackend, LayerSpec, StepPlan
 from emssd.errors import CompileError, ConfigError, UnsupportedModelError
+from emssd.model.guard import Guard
 from emssd.model.hooked import HookedModel
 from emssd.model.masks import learn_windows
 from emssd.model.probe import probe_layers
-from emssd.model.spread import is_spread, layer_devices
+from emssd.model.spread import is_spread, layer_devices, output_device
 from emssd.model.streams import Hidden, Streams
 
 if TYPE_CHECKING:
@@ -56,11 +58,13 @@ class TargetModel(HookedModel):
             leaves the rest to `compile_if_it_pays`.
         shard: where the others are, if this process has but a shard of the model. All processes do this, and every
             call, together.
+        frozen: the caller promises that the model stays as it is, so `begin` need not look. That holds of shards, too.
 
     Attributes:
         compiled: that program, or ``None``.
         why_compiled: in a line, whether it is compiled, and why.
         may_compile: whether a program that is wanted is compiled if none is kept: ``False`` with ``compile=False``.
+        num_changes: how often `begin` found it changed.
 
     Raises:
         UnsupportedModelError: with the reason, if its output would not be that of the model.
@@ -74,6 +78,7 @@ class TargetModel(HookedModel):
         max_model_len: int | None = None,
         compile: Compile = False,
         shard: Shard | None = None,
+        frozen: bool = False,
     ) -> None:
         if compile is True and is_spread(model):
             raise ConfigError("model.compile compiles a model on one device; leave it or model.device_map out")
@@ -89,6 +94,53 @@ class TargetModel(HookedModel):
             self.devices = devices if {*devices} != {self.device} else ()
             self.may_compile, self.why_compiled = False, "not compiled: Accelerate moves it from device to device"
         self.compiled = self._compile() if self.may_compile else None
+        self.num_changes = 0
+        self._guard = None if frozen or shard is not None else Guard(self)
+
+    @torch.inference_mode(False)  # for the key of a program, which has what is traced outside of it
+    def begin(self) -> int:
+        """A run begins: what was learnt of the model is learnt again if it has changed. Returns `num_changes`.
+
+        Raises:
+            UnsupportedModelError: it is in training mode, or it has changed so that its KV cache cannot serve it.
+        """
+        if self.model.training:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} is in training mode, where dropout draws at random; call model.eval()"
+            )
+        if self._guard is not None:
+            with self.lock:
+                if (change := self._guard.change(self)) is not None:
+                    self._learn_again(change)
+        return self.num_changes
+
+    def _learn_again(self, change: str) -> None:
+        kind = self.model.dtype, output_device(self.model), self.model.config.get_text_config().vocab_size
+        if kind != (self.dtype, self.device, self.vocab_size):
+            raise UnsupportedModelError(
+                f"the model is in {kind[0]} on {kind[1]} with {kind[2]} tokens now, and this engine was made for "
+                f"{self.dtype} on {self.device} with {self.vocab_size}; make the engine again"
+            )
+        windows, self._windows = self._windows, {}
+        self._sinks.clear()
+        try:
+            self._windows = learn_windows(self)
+            layers = probe_layers(self)
+            if _without_sinks(layers) != _without_sinks(self.layers):
+                raise UnsupportedModelError(
+                    f"the model has changed ({change}), and attends by other rules than those that the KV cache of "
+                    f"this engine was made for; make the engine again"
+                )
+        except BaseException:
+            self._windows = windows
+            raise
+        self.layers = layers
+        self.streams = None if self.streams is None else Streams(self)
+        if self.compiled is not None:
+            hidden, self.compiled = self.compiled.hidden, None  # first, as a program holds weights of its own
+            self.compiled = self._compile(hidden, change=change)
+        self.num_changes += 1
+        self._guard = Guard(self)
 
     def prepare_hidden(self, indices: Seq[int]) -> Streams:
         """From now on, these hidden states can be asked for; see `emssd.model.streams.Streams` for the indices.
@@ -137,7 +189,8 @@ class TargetModel(HookedModel):
                 logits.flatten(0, 1), {index: each.flatten(0, 1).to(self.device) for index, each in hidden.items()}
             )
 
-        logits, hidden = forward() if plan.replay is None else plan.replay(forward)
+        with self.lock:
+            logits, hidden = forward() if plan.replay is None else plan.replay(forward)
         assert hidden.keys() >= {*indices}, "this step was recorded before these hidden states were asked for"
         return Computed(logits if plan.logit_index is None else logits[plan.logit_index], hidden)
 
@@ -164,21 +217,35 @@ class TargetModel(HookedModel):
         self.may_compile = True
         self.compiled = self._compile(asked_for=False)
 
-    def _compile(self, hidden: tuple[int, ...] = (), *, asked_for: bool = True) -> CompiledForward | None:
-        """A program; ``None`` where there can be none, with a warning if it was `asked_for`."""
+    def _compile(
+        self, hidden: tuple[int, ...] = (), *, asked_for: bool = True, change: str | None = None
+    ) -> CompiledForward | None:
+        """A program; ``None`` where there can be none, with a warning if it was `asked_for`.
+
+        After a `change`, one that is kept: the same one with the weights as they are now, say.
+        """
         from emssd.model.compiled import CompiledForward, NotKeptError
 
-        only_kept, self._can_compile = self.may_compile == "auto", False
+        only_kept, self._can_compile = self.may_compile == "auto" or change is not None, False
         try:
             compiled = CompiledForward(self, hidden, only_kept=only_kept)
         except CompileError as error:
-            self._can_compile = isinstance(error, NotKeptError)
+            self._can_compile = change is None and isinstance(error, NotKeptError)
             self.why_compiled = f"not compiled: {error}"
-            if asked_for and not only_kept:
+            if change is not None:
+                since = f"it has changed since it was compiled ({change}), and {error}; make the engine again"
+                warnings.warn(
+                    f"the model runs without model.compile from here on: {since}", RuntimeWarning, stacklevel=3
+                )
+            elif asked_for and not only_kept:
                 warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
             return None
         self.why_compiled = f"compiled: {'just now, for later runs too' if compiled.is_new else 'its program was kept'}"
         return compiled
+
+
+def _without_sinks(layers: Seq[LayerSpec]) -> list[LayerSpec]:
+    return [replace(layer, sinks=None if layer.sinks is None else ()) for layer in layers]
 
 
 _NOTHING = torch.empty(0)  # in the place of hidden states that are not computed yet

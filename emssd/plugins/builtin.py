@@ -16,7 +16,7 @@ __all__ = ["FixedBudgetConfig", "emssd_budget_policies", "emssd_prompt_sources"]
 
 @dataclass
 class FixedBudgetConfig:
-    """Options of `budget=fixed`.
+    """`budget=fixed`: every row drafts as much as the drafter wants, or a given number of tokens.
 
     Attributes:
         num_tokens: per row and step, in a tree its nodes; ``null`` lets the drafter draft as much as it wants.

@@ -28,9 +28,9 @@ h3 { font-size: 1.05rem; margin: 2rem 0 .4rem; }
 img { max-width: 100%; height: auto; margin: .4rem; }
 .scroll { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .22rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .22rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; overflow-wrap: normal; }
 th { background: var(--fill); text-align: left; white-space: normal; vertical-align: bottom; }
-td.wide { white-space: normal; min-width: 16rem; }
+td.wide { white-space: normal; min-width: 16rem; overflow-wrap: anywhere; }
 code { font: .86em ui-monospace, Consolas, monospace; background: var(--fill); padding: .08em .3em; }
 blockquote { margin: .8rem 0; padding: .1rem 1rem; border-left: .3rem solid #d9822b; background: var(--fill); }
 nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; }

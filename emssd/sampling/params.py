@@ -6,10 +6,15 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from emssd.errors import ConfigError, did_you_mean
 
-__all__ = ["SamplingMethod", "SamplingParams"]
+__all__ = ["MOST_SAMPLES", "SamplingMethod", "SamplingParams"]
+
+MOST_SAMPLES = 65_536  # of a prompt: each takes memory before it is drawn
 
 _NOT_PROCESSING = (
     "logit_bias",
@@ -18,6 +23,8 @@ _NOT_PROCESSING = (
     "logprobs",
     "processed_logprobs",
 )  # the first is added apart, as a value that can be hashed
+_LARGEST = 2**63  # a tensor holds integers below it
+_LONGEST = 200  # characters of what was given that an error repeats
 _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range of their numbers
 
 
@@ -51,7 +58,7 @@ class SamplingParams:
             traversal verification): the law is the same, but the text depends on the drafts. At temperature 0 both are
             one.
         seed: of the noise. The same seed, request id, sample, prompt and model give the same text.
-        n: how many texts are drawn for a prompt. Each is what it would be if it were drawn alone.
+        n: how many texts are drawn for a prompt, at most 65,536. Each is what it would be if it were drawn alone.
         logprobs: give each new token's log-probability, and those of so many of the most probable tokens. They are the
             model's own: of its logits as it gives them, before anything on this list. ``None`` gives none.
         processed_logprobs: `logprobs` are those of the distribution that tokens are drawn from, after all of the above.
@@ -86,8 +93,9 @@ class SamplingParams:
         self._check_number("frequency_penalty", lambda _: True, "it must be a finite number")
         for name in ("top_k", "no_repeat_ngram_size"):
             self._check_whole(name, "it must be a whole number of at least 0, which is off", smallest=0)
-        self._check_whole("seed", "it must be a whole number")
-        self._check_whole("n", "it must be a whole number of at least 1", smallest=1)
+        self._check_whole("seed", "it must be a whole number of at most 308 digits")
+        possible = f"it must be a whole number of at least 1, and at most {MOST_SAMPLES:,}"
+        self._check_whole("n", possible, smallest=1, largest=MOST_SAMPLES)
         if self.logprobs is not None:
             self._check_whole("logprobs", "it must be a whole number of at least 0, or None, which is off", smallest=0)
         if self.temperature == 0 and self.n > 1:
@@ -104,15 +112,25 @@ class SamplingParams:
             object.__setattr__(self, "method", SamplingMethod(self.method))
         except ValueError:
             guess = did_you_mean(f"{self.method}", names := [each.value for each in SamplingMethod])
-            raise ConfigError(f"method is {self.method!r}{guess or ';'} choose {' or '.join(names)}") from None
+            raise ConfigError(f"method is {_told(self.method)}{guess or ';'} choose {' or '.join(names)}") from None
         if not isinstance(self.logit_bias, Mapping):
-            raise ConfigError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers")
-        for token, bias in self.logit_bias.items():
-            if not _is_whole(token) or token < 0:
-                raise ConfigError(f"logit_bias has a token id {token!r}; it must be a whole number of at least 0")
-            if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
-                raise ConfigError(f"logit_bias of token {token} is {bias!r}; it must be a finite number, or -inf")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            raise ConfigError(f"logit_bias is {_told(self.logit_bias)}; it must map token ids to numbers")
+        biases = {token: _number(bias) for token, bias in self.logit_bias.items()}
+        for token, bias in biases.items():
+            if not _is_whole(token) or not 0 <= token < _LARGEST:
+                raise ConfigError(
+                    f"logit_bias has a token id {_told(token)}; it must be a whole number of at least 0, and in the "
+                    f"model's vocabulary"
+                )
+            if math.isnan(bias) or bias == math.inf:
+                given = _told(self.logit_bias[token])
+                raise ConfigError(f"logit_bias of token {token} is {given}; it must be a finite number, or -inf")
+        object.__setattr__(self, "logit_bias", MappingProxyType(biases))  # drafters see it, too
+
+    def __reduce__(self) -> tuple[Callable[[], SamplingParams], tuple[()]]:
+        """For pickle and copy, which take no read-only mapping."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(SamplingParams, **values | {"logit_bias": dict(self.logit_bias)}), ()
 
     @property
     def is_greedy(self) -> bool:
@@ -152,19 +170,32 @@ class SamplingParams:
             raise ConfigError(f"logprobs is {self.logprobs}, but the model's vocabulary has {vocab_size} tokens")
 
     def _check_number(self, name: str, is_possible: Callable[[float], bool], possible: str) -> None:
-        value = getattr(self, name)
-        if not _is_number(value) or not math.isfinite(value) or not is_possible(value):
-            raise ConfigError(f"{name} is {value!r}; {possible}")
+        number = _number(getattr(self, name))
+        if not math.isfinite(number) or not is_possible(number):
+            raise ConfigError(f"{name} is {_told(getattr(self, name))}; {possible}")
+        object.__setattr__(self, name, number)
 
-    def _check_whole(self, name: str, possible: str, smallest: float = -math.inf) -> None:
+    def _check_whole(self, name: str, possible: str, smallest: float = -math.inf, largest: float = math.inf) -> None:
         value = getattr(self, name)
-        if not _is_whole(value) or value < smallest:
-            raise ConfigError(f"{name} is {value!r}; {possible}")
+        if not _is_whole(value) or math.isnan(_number(value)) or not smallest <= value <= largest:
+            raise ConfigError(f"{name} is {_told(value)}; {possible}")
 
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return _is_whole(value) or isinstance(value, float)
+def _number(value: Any) -> float:
+    """`value` as what tensors hold; NaN if it is no number, or one that they cannot hold."""
+    try:
+        return float(value) if _is_whole(value) or isinstance(value, float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _told(value: object) -> str:
+    """`value` as an error repeats it: Python writes no number of more than 4,300 digits."""
+    if _is_whole(value) and math.isnan(_number(value)):
+        return "a number of more than 308 digits"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -106,6 +106,7 @@ class StepLog(BudgetPolicy):
         self.steps: list[StepStats] = []
         self._policy = policy
         self.max_depth = policy.max_depth
+        self.goes_on = policy.goes_on  # type: ignore[method-assign]  # so that none is asked that does not mind
 
     def allot(self, step: BudgetStep) -> Seq[int]:
         return self._policy.allot(step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 import torch
 
@@ -57,7 +56,7 @@ class TreeDrafter(Drafter):
         self._law, self._tells = law, tells
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        law, confidence = self._law, list[float]()
+        law = self._law
         trees = list[list[tuple[int, int]]]()
         for row, limit in zip(batch, budget, strict=True):
             request, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
@@ -67,8 +66,5 @@ class TreeDrafter(Drafter):
                 (upcoming[depth - 1] if is_right else WRONG, parent)
                 for depth, is_right, parent in zip(law.depths, right, law.parents, strict=False)
             ])  # fmt: skip
-            confidence += law.chances[:limit]
-        draft = Draft.from_trees(trees)
-        if self._tells:
-            draft = replace(draft, confidence=tuple(confidence))
+        draft = Draft.from_trees(trees, [law.chances[: len(tree)] for tree in trees] if self._tells else None)
         return draft.shallow([max(0, row.num_remaining - 1) for row in batch])

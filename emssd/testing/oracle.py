@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,6 +111,10 @@ class DenseBackend(AttentionBackend):
 
     def allocate(self, spec: KVCacheSpec) -> None:
         self._spec = spec
+
+    def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
+        self._spec = replace(self._spec, layers=tuple(layers))
+        return True
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self._spec.max_tokens is None or sum(kv_lens.values()) <= self._spec.max_tokens

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--emssd-models",
         metavar="NAMES",
-        help="architectures of the tiny models that conformance suites decode with, as in llama,mistral,gemma2",
+        help="architectures of the tiny models that conformance suites decode with, as in llama,gemma2, or folders",
     )
 
 

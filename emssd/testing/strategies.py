@@ -88,7 +88,8 @@ def drafters(
 
 
 def policies() -> st.SearchStrategy[BudgetPolicy]:
-    """Any budget policy: fixed, or one that allots and trims at will."""
+    """Any budget policy: fixed, or one that allots and trims at will, and perhaps ends drafts between passes."""
     length = st.integers(0, 6)
-    scripted = st.lists(st.tuples(length, length), min_size=1, max_size=8).map(ScriptedBudget)
+    scripts = st.lists(st.tuples(length, length), min_size=1, max_size=8)
+    scripted = st.builds(ScriptedBudget, scripts, ends=st.booleans())
     return st.none().map(FixedBudget) | length.map(FixedBudget) | scripted

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .changes import CHANGES
 from .histories import BACKENDS, History, draw_history
 from .judge import Account
+from .kills import damaged_output
 from .plain import judged_by_plain
 from .runner import run_history
 from .worlds import World, draw_world
@@ -25,8 +27,9 @@ class Area:
         about: what it is, in a few words.
         world: the world of a seed, or ``None`` if its model is refused.
         history: a history in it.
-        share: of the time.
+        share: of the time; 0 where it must be asked for.
         num_histories: in each world.
+        job: in the place of worlds: what is wrong with a run of the command, by seed.
     """
 
     about: str
@@ -34,6 +37,7 @@ class Area:
     history: Callable[[random.Random, World], History]
     share: float
     num_histories: int = 12
+    job: Callable[[str], list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,11 @@ def _compiled(seed: str) -> World | None:
     return judged_by_plain(world, BACKENDS["fused"])
 
 
+def _compiled_exact(seed: str) -> World | None:
+    """In float64, and with weights of its own, as histories change them."""
+    return draw_world("shape llama", kinds=("llama",), compiled=True, prompts_of=seed)
+
+
 def _plain_backend(seed: str) -> str:
     return random.Random(f"backend {seed}").choice(list(BACKENDS))
 
@@ -91,6 +100,31 @@ def _fused(rng: random.Random, world: World) -> History:
     return replace(history, backend="fused" if world.spread == 0.0 else history.backend)
 
 
+def _changing(rng: random.Random, world: World) -> History:
+    """Rounds of one engine, on pages that rows may share, and a change of the model between them."""
+    history = draw_history(rng, world, sampled=rng.random() < 0.3)
+    backend = rng.choice(("page 1", "page 1", "page 3", "fused", "padded"))
+    return replace(
+        history,
+        backend=backend,
+        batching="auto",
+        room=None,
+        headroom=None,
+        num_drafters=1,
+        rounds=rng.choice((2, 3)),
+        change=rng.choice(list(CHANGES)),
+    )
+
+
+def _in_threads(rng: random.Random, world: World) -> History:
+    history = replace(draw_history(rng, world), policy="all", num_threads=rng.choice((2, 2, 3)))
+    return replace(history, rounds=3, close_after=None)
+
+
+def _no_world(seed: str) -> None:
+    return None
+
+
 AREAS: dict[str, Area] = {
     "histories": Area("random histories, float64", _exact, draw_history, 0.26),
     "sampled": Area("tokens are drawn", _exact, lambda rng, world: draw_history(rng, world, sampled=True), 0.1),
@@ -102,6 +136,10 @@ AREAS: dict[str, Area] = {
     "stops": Area("stop strings", lambda seed: draw_world(seed, spelt=True), draw_history, 0.1),
     "rounded": Area("float32 and bfloat16", _rounded, _same_backend, 0.06),
     "compiled": Area("compiled, bits in bfloat16", _compiled, _fused, 0.08, num_histories=24),
+    "changes": Area("the model changes between two runs", _exact, _changing, 0.0),
+    "recompiled": Area("so does a compiled one", _compiled_exact, _changing, 0.0),
+    "threads": Area("engines of one model in several threads", _exact, _in_threads, 0.0),
+    "outputs": Area("outputs that are damaged in mid-run", _no_world, draw_history, 0.0, job=damaged_output),
 }
 
 

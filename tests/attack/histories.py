@@ -65,6 +65,8 @@ class History:
         drive: ``"generate"``, ``"run"`` (an iterator, closed after `close_after` texts, and all anew), or ``"step"``.
         moods, manner, form, depth, shapes, sure, sin, chance: of the drafter; `num_drafters` of them are asked in turn.
         rounds: how often all of it, with the same engine.
+        change: what happens to the model between two rounds.
+        num_threads: each does all of it at once, with an engine of its own.
     """
 
     asks: tuple[Ask, ...]
@@ -91,6 +93,8 @@ class History:
     policy: str = "fixed"
     fault: Fault | None = None
     rounds: int = 1
+    change: str = ""
+    num_threads: int = 1
 
 
 def draw_asks(rng: random.Random, world: World, sampled: bool) -> tuple[Ask, ...]:

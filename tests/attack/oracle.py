@@ -53,6 +53,11 @@ class Oracle:
         self._texts: dict[tuple[int, ...], list[int]] = {}
         self._drawn: dict[tuple[object, ...], list[int]] = {}
 
+    def forget(self) -> None:
+        """The model is another from now on."""
+        for known in (self._logits, self._texts, self._drawn):
+            known.clear()  # type: ignore[attr-defined]  # all are dicts
+
     @torch.inference_mode()
     def logits(self, tokens: Seq[int]) -> torch.Tensor:
         """``[vocab]``: what the model says after exactly these tokens."""

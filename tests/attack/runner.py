@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -21,6 +23,7 @@ from emssd.errors import EmssdError
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request, StopStrings
 
+from .changes import CHANGES
 from .drafters import HurtfulDrafter
 from .histories import BACKENDS, History
 from .judge import Account, Judge
@@ -49,7 +52,38 @@ def run_history(world: World, history: History) -> Account:
     """Run `history` in `world`, and compare everything that comes out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if history.num_threads > 1:
+            return _at_once(world, history)
         return _Run(world, history).account()
+
+
+def _at_once(world: World, history: History) -> Account:
+    """The history in several threads, while whoever loaded the model calls it.
+
+    What is right is known beforehand, as the oracle runs the model, too.
+    """
+    model, ids = world.model, torch.tensor([world.prompts[0]])
+    before, right = model.config._attn_implementation, world.oracle.logits(world.prompts[0])
+    world, together = replace(world, spread=None), Account()
+    runs = [_Run(world, replace(history, seed=history.seed + at)) for at in range(history.num_threads)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(runs)) as pool, torch.inference_mode():
+            running = [pool.submit(run.account) for run in runs]
+            while not all(each.done() for each in running):
+                with suppress(EmssdError):  # it may be told to wait
+                    said = model(ids, use_cache=False).logits[0, -1]
+                    if not torch.allclose(said, right, atol=1e-6 * float(right.abs().max())):
+                        together.differences = ["the model, called beside its engines, gives other logits"]
+        for each in running:
+            together.add(each.result())
+        if model.config._attn_implementation != before:
+            together.differences.append(f"the model keeps the attention {model.config._attn_implementation!r}")
+    finally:
+        sys.setswitchinterval(interval)
+        model.config._attn_implementation = before
+    return together
 
 
 def safely(world: World, history: History) -> Account:
@@ -86,7 +120,10 @@ class _Run:
 
     def account(self) -> Account:
         """Run it all, as often as is asked for."""
-        for _ in range(self.history.rounds):
+        for at in range(self.history.rounds):
+            if at and self.history.change:
+                CHANGES[self.history.change](self.world.model, random.Random(self.history.seed + at))
+                self.world.oracle.forget()
             got: dict[str, tuple[list[int], str]] = {}
             ended = False
             try:
@@ -150,6 +187,8 @@ class _Run:
             if room is None or made.runner.fits({"longest": longest}):
                 break
             room += 16
+        if history.change:
+            return made  # as a user's: who watches a backend hides that rows may share KV
         scheduler = made.scheduler
         if history.headroom is not None and isinstance(scheduler, ContinuousScheduler):
             scheduler = ContinuousScheduler(

@@ -36,7 +36,7 @@ def _smaller(history: History) -> Iterator[History]:
     for at in range(len(asks) if len(asks) > 1 else 0):
         yield replace(history, asks=asks[:at] + asks[at + 1 :])
     plain = History(asks)
-    engine = ("rounds", "policy", "room", "headroom", "close_after", "drive")
+    engine = ("policy", "room", "headroom", "close_after", "drive")
     for name in (*engine, "num_drafters", "form", "manner", "sure", "shapes"):
         if getattr(history, name) != getattr(plain, name):
             yield replace(history, **{name: getattr(plain, name)})

@@ -175,6 +175,9 @@ class WatchedBackend(AttentionBackend):
     def allocate(self, spec: KVCacheSpec) -> None:
         self.inner.allocate(spec)
 
+    def take_sinks(self, layers: Any) -> bool:
+        return self.inner.take_sinks(layers)
+
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self.inner.fits(kv_lens)
 

@@ -100,6 +100,16 @@ def test_positions_count_real_tokens_whatever_is_padded(pad_kv: bool, pad_inputs
 
 
 @each_cell
+def test_a_row_that_moves_up_takes_its_positions_along(pad_kv: bool, pad_inputs: bool) -> None:
+    backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
+    step(backend, rows, [3, 3], [3, 0])
+    step(backend, rows, [0, 0], [0, 0])  # where KV is padded, behind holes of the second row
+    backend.release(["0"])
+    (positions,) = backend.plan(pack(rows[1:], Draft.empty(1))).attention.key_positions.tolist()
+    assert [position for position in positions if position < SPEC.max_model_len] == [0, 1, 2, 3]
+
+
+@each_cell
 def test_holes_are_never_attended(pad_kv: bool, pad_inputs: bool) -> None:
     backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
 

@@ -138,6 +138,13 @@ def test_what_was_drafted_and_rejected_is_not_shared(target: TargetModel, make: 
     assert engine.report.num_adopted_tokens == 0
 
 
+def test_a_page_is_not_shared_before_its_last_token_has_kv(target: TargetModel, make: MakeBackend) -> None:
+    engine, prompt = build(target, make, NoneDrafter(), batch_size=1), HEADER[:31]
+    check(engine, target, [prompt], 1)  # the 32nd token ends it
+    check(engine, target, [(*prompt, *greedy_reference(target.model, prompt, 1), 1)])
+    assert engine.report.num_adopted_tokens == 16
+
+
 def test_rows_that_begin_alike_wait_for_the_first_of_them_and_others_do_not(
     target: TargetModel, make: MakeBackend
 ) -> None:

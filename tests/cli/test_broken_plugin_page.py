@@ -16,7 +16,7 @@ from emssd.jobs.config import register_configs
 from emssd.plugins.registry import Registry
 from emssd.plugins.requirements import unmet_requirement
 from emssd.testing.models import tiny_model
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "broken_plugin.md"
 

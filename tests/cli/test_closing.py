@@ -9,9 +9,10 @@ import pytest
 
 from emssd.jobs.closing import remarks, short_end, short_start
 from emssd.metrics.busy import CPUTimes, OtherProcesses, cpu_times
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 METRICS: dict[str, Any] = {"mean_acceptance_length": 2.0, "other_cpu_share": 0.05}
+METRICS |= {"num_row_steps": 100, "num_allotted_tokens": 10}
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
 
 
@@ -63,6 +64,14 @@ def test_where_nothing_was_gained(figures: dict[str, float], found: str) -> None
         f"or a smaller batch_size"
     ]
     assert remarks(METRICS | figures, drafts=False) == []
+
+
+def test_where_the_policy_drafted_nothing_no_other_drafter_would_help() -> None:
+    figures = {"mean_acceptance_length": 1.0, "num_allotted_tokens": 9}
+    assert remarks(METRICS | figures, drafts=True) == [
+        "nothing was gained (acceptance length τ 1.00), as the budget policy let next to nothing be drafted: by what "
+        "it measured, drafts do not pay here; budget=fixed drafts all the same"
+    ]
 
 
 @looped("figures", [{}, {"speedup": 1.01}, {"speedup": 0.0}, {"mean_acceptance_length": 1.01}])

@@ -16,7 +16,7 @@ from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.jobs.config import ModelConfig, RunConfig, conf_dir, register_configs
 from emssd.model.random_weights import counted_on, counting_model
 from emssd.plugins.registry import KINDS, Registry
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 pytestmark = pytest.mark.usefixtures("composed_once")
 PRESETS = sorted(path for path in conf_dir().glob("*/*.yaml") if path.parent.name in (*KINDS, "model"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 OFFERED = {
     "drafter": ["draft_model", "llma", "llma_original", "none"],

@@ -18,8 +18,7 @@ from emssd.jobs.rows_file import RowsFile
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows
-from tests.support.cases import looped
-from tests.support.tiers import few, only
+from tests.support.tiers import few, looped, only
 
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
@@ -74,6 +73,8 @@ def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd
     assert all(len(same) == 1 for same in texts.values())  # whatever was compared, the tokens are the same
     assert f"python -m emssd.report {Path('out')}" in result.out
     assert "tokens/s" in result.err
+    assert all(f" {number} of {TOYS[name]}: " in result.err for number in range(1, TOYS[name] + 1))
+    assert result.err.count(" left\n") == TOYS[name]
 
 
 def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:

@@ -21,7 +21,7 @@ from emssd.plugins.registry import KINDS, Registry
 from emssd.report.__main__ import main as report_main
 from emssd.simulate.__main__ import main as simulate_main
 from emssd_train.cli import main as train_main
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import drafter
 
@@ -44,7 +44,10 @@ def told(text: str) -> dict[str, tuple[str, str]]:
 def choices(text: str) -> dict[str, list[str]]:
     """By group what can be chosen; what is chosen has a star."""
     entries = re.findall(r"^  (\w+) {2,}((?:[\w*]+, )*[\w*]+,?(?:\n {14}.*)*)$", text, re.MULTILINE)
-    return {group: re.split(r",\s+", names) for group, names in entries}
+    listed = re.findall(r"^  (\w+)\n((?: {4}\w.*\n)+)", text, re.MULTILINE)
+    return {group: re.split(r",\s+", names) for group, names in entries} | {
+        group: [line.split()[0] for line in lines.splitlines()] for group, lines in listed
+    }
 
 
 def test_help_lists_everything_that_is_installed_and_what_is_chosen(emssd: Callable) -> None:
@@ -56,6 +59,20 @@ def test_help_lists_everything_that_is_installed_and_what_is_chosen(emssd: Calla
     assert chosen["drafter"] == ["suffix*"]
     assert chosen["method"] == []
     assert choices(emssd("drafter=llma_original", "--help").out)["drafter"].count("llma_original*") == 1
+
+
+def test_help_says_a_few_words_on_every_plugin_and_preset(
+    emssd: Callable, install: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = emssd("--help").out.split("\nSet options")[0].splitlines()
+    words = {line.split()[0]: line[26:] for line in lines if line.startswith("    ") and line[4].isalpha()}
+    assert set(words) >= {name if name != "suffix" else "suffix*" for name in Registry().names("drafter")}
+    assert all(len(text) > 10 for text in words.values()), words
+    assert words["cascade"] == "several drafters in turn, each for the rows that …"
+    assert words["llma_original"] == "LLMA as first published (Yang et al. 2023): the …"
+    install("third", drafter(options="width: int = 4"))
+    assert "\n    third\n" in re.sub(" +\n", "\n", emssd("--help").out)
 
 
 def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:

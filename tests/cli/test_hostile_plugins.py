@@ -17,7 +17,7 @@ from emssd.errors import PluginError
 from emssd.sequences import Batch, Request, Sequence
 from emssd.testing.conformance.rules import BrokenRule
 from emssd.testing.conformance.watch import WatchedDrafter
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import drafter
 

@@ -20,8 +20,7 @@ from emssd.errors import OutputError, PromptError
 from emssd.jobs.config import OnError
 from emssd.jobs.intake import Failures
 from emssd.jobs.output import OutputFolder
-from tests.support.cases import looped
-from tests.support.tiers import only
+from tests.support.tiers import looped, only
 
 
 def rows_by_id(path: Path) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from emssd import Engine, SamplingParams
 from emssd.sequences import Request, StopStrings
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "openai_batch.md"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from emssd import __version__, authoring
 from emssd.testing.conformance.rules import rules_of
-from tests.support.cases import looped
+from emssd.testing.conformance.setting import setting
+from tests.support.perfect_head import VOCAB, perfect_target
+from tests.support.random_heads import random_head
+from tests.support.tiers import looped
 
 from .conftest import drafter
 
@@ -132,6 +136,11 @@ def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = NUM_RULES) -> d
             "--decides-at-random is for drafters and policies, and 'ragged' is a backend",
         ),
         (["ragged", "--learns-across-requests"], "--learns-across-requests is for drafters, and 'ragged' is a backend"),
+        (["ragged", "--model", "here"], "--model is for drafters, and 'ragged' is a backend; leave it out"),
+        (
+            ["llma", "--model", "nowhere"],
+            "'nowhere' is no folder of a model, nor a tiny model's architecture: llama of a tiny one",
+        ),
     ],
 )
 def test_check_of_what_cannot_be_checked(
@@ -154,6 +163,26 @@ def test_check_of_a_plugin_that_needs_an_option(
         "emssd-plugins: error: Config.path has no default and is not given; give it, as in path=VALUE\n"
     )
     authoring.main(["check", "third", "path=here", "--examples", "1"])
+    assert capsys.readouterr().out.endswith(f"\n{NUM_RULES} rules kept, 0 broken, 0 not tested\n")
+
+
+def test_check_of_a_trained_head_needs_its_target(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        authoring.main(["check", "eagle3", f"path={random_head('eagle3').path}"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("emssd-plugins: error: drafter 'eagle3' cannot draft for the small random target of this ")
+    assert said.endswith("; if it was trained for one target, name that target's folder: --model DIR\n")
+
+
+@pytest.mark.nightly
+def test_check_of_a_trained_head_on_its_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kernels: None
+) -> None:
+    for part in (perfect_target(64), setting("llama", VOCAB).context.tokenizer):
+        part.save_pretrained(tmp_path)
+    head = [f"path={random_head('eagle3').path}", "depth=2"]
+    authoring.main(["check", "eagle3", *head, "--model", f"{tmp_path}", "--examples", "1"])
     assert capsys.readouterr().out.endswith(f"\n{NUM_RULES} rules kept, 0 broken, 0 not tested\n")
 
 

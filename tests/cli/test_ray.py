@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from emssd.integrations import installed
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY = "Ray is not installed: nox -s ray, or pip install 'emssd[ray]'"
@@ -149,3 +149,13 @@ def test_without_ray_the_run_says_what_to_install(decode: Callable, monkeypatch:
 def test_options_that_cannot_be(option: str, sentence: str, decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "version", lambda name: "2.60.0")  # they are refused before Ray is imported
     assert sentence in decode("cluster=ray", option).sentence
+
+
+def test_where_no_prompt_can_be_read_a_file_says_why(
+    decode: Callable, prompts: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed, "version", lambda name: "2.60.0")  # nothing is left for Ray to do
+    prompts.write_text("{oops\n")
+    result = decode("cluster=ray", "data=jsonl", "on_error=skip")
+    assert result.sentence == "none of the 1 prompts can be used; out/errors.jsonl says why"
+    assert "prompts.txt:1 is not JSON" in (work / "out" / "errors.jsonl").read_text()

@@ -11,7 +11,7 @@ import pytest
 
 from emssd.errors import ConfigError, OutputError
 from emssd.jobs.rows_file import RowsFile
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 
 def row(job: int, *more: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from emssd.data.prompts import Prompt
 from emssd.jobs.output import OutputFolder
 from emssd.sequences import FinishReason, Generation, TokenLogprob
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 SAMPLED = ("sampling=sampled", "sampling.temperature=0.8", "sampling.seed=7", "max_new_tokens=12", "ignore_eos=true")
 
@@ -130,7 +130,7 @@ class TestLogprobs:
         logprobs = (TokenLogprob(5, math.nan, ((4, math.nan), (5, -math.inf))),)
         done = Generation("a", (1,), (5,), "x", FinishReason.LENGTH, 1, 0, 0, logprobs=logprobs)
         with OutputFolder(tmp_path) as output:
-            output.begin("", [])
+            output.begin("", [], lambda _: {})
             output.write_generation(Prompt("a", "y"), done)
         row = json.loads((tmp_path / "generations.jsonl").read_text(), parse_constant=pytest.fail)
         assert row["logprobs"] == [{"token_id": 5, "logprob": None, "top": [[4, None], [5, None]]}]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cases import looped
-from tests.support.tiers import few
+from tests.support.tiers import few, looped
 
 SAMPLED = ("sampling=sampled", "sampling.temperature=0.8", "sampling.seed=7", "max_new_tokens=16")
 

@@ -19,7 +19,7 @@ from emssd.jobs import progress
 from emssd.jobs.progress import LiveFigures
 from emssd.metrics.stats import RunReport
 from emssd.sequences import StopStrings
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from rich.table import Table
 from emssd.authoring import main as plugins
 from emssd.console.terminal import INTERRUPTED, plain_console, steady
 from emssd.simulate.__main__ import main as simulate
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 
 class Failing(io.TextIOWrapper):

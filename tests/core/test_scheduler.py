@@ -123,6 +123,13 @@ def test_limits_are_each_rows_own(make: type[Scheduler]) -> None:
     assert scheduler.select(no_limit, 5).limits == (0, 2, 5)
 
 
+def test_rows_draft_less_where_the_cache_is_nearly_full() -> None:
+    scheduler = ContinuousScheduler(2, headroom=0)
+    for name in "ab":
+        scheduler.add(row(name, 4, 20))
+    assert scheduler.select(at_most(13), 8).limits == (2, 2)
+
+
 @dataclass
 class Options:
     """Of one history of `ContinuousScheduler`."""

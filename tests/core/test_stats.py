@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from emssd.attention import KVUsage
-from emssd.metrics.stats import NUM_TIMED_STEPS, PHASES, RunReport, StepStats
+from emssd.metrics.stats import NUM_TIMED_STEPS, PHASES, RunReport, StageStats, StepStats
 from emssd.metrics.timing import StepTimer, phase
 from tests.support.tiers import looped
 
@@ -39,6 +39,7 @@ DECODE = StepStats(
     kv_padding=3,
     num_preempted=1,
     seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+    stages=(StageStats(budget=(6, 2), drafted=(5, 2), seconds=0.1),),
     depths=(3, 2),
     drafted_by_depth=(3, 3, 1),
     confidence=((0.95, True), (1.0, True), (0.9, False), (0.25, False)),
@@ -57,6 +58,7 @@ LAST = StepStats(  # 5 of 6 tokens count: a limit cut one off
     num_preempted=2,
     num_adopted_tokens=7,
     seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+    stages=(StageStats(budget=(5,), drafted=(5,), seconds=0.1), StageStats(budget=(0,), drafted=(0,), seconds=0.0)),
     depths=(5,),
     drafted_by_depth=(1, 1, 1, 1, 1),
     confidence=((0.2, True),),
@@ -104,6 +106,7 @@ VALUES = [
     ),
     ("median_decode_step_seconds", 2.0),
     ("num_new_tokens", 12),
+    ("num_allotted_tokens", (6 + 2) + 5),  # by all drafters that were asked
     ("num_drafted_tokens", 12),
     ("num_accepted_tokens", 8),
     ("kv_peak_bytes", 70),

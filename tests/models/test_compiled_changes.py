@@ -109,32 +109,69 @@ def new_weight(model: Any) -> None:
     layer(model).fc1.weight = nn.Parameter(torch.randn(48, 32, generator=torch.Generator().manual_seed(5)))
 
 
-LATER: dict[str, Change] = {
-    "a hook on .*fc1": lambda model: layer(model).fc1.register_forward_hook(double),
-    "model.decoder.layers.0.activation_fn": lambda model: setattr(layer(model), "activation_fn", nn.Tanh()),
-    "model.decoder.layers.0.fc1.weight": new_weight,
-    "model.decoder.embed_tokens.weight": lambda model: model.load_state_dict(opt(seed=1).state_dict()),
-    "model.decoder.layers.0.fc2.weight": lambda model: setattr(
-        layer(model).fc2.weight, "data", -layer(model).fc2.weight.data
-    ),
-    "model.decoder.layers.0.fc1.forward": lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)),
+def step_of_an_optimizer(model: Any) -> None:
+    prompt = torch.tensor([PROMPT])
+    model(input_ids=prompt, labels=prompt).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+NEW_WEIGHTS: dict[str, Change] = {
+    "a new tensor": new_weight,
+    "load_state_dict": lambda model: model.load_state_dict(opt(seed=1).state_dict()),
+    "new data": lambda model: setattr(layer(model).fc2.weight, "data", -layer(model).fc2.weight.data),
+    "a write to data": lambda model: layer(model).fc2.weight.data.neg_(),
+    "a fused optimizer": step_of_an_optimizer,
 }
 
 
-@pytest.mark.parametrize("where", LATER)
-def test_a_model_that_changes_later_runs_as_it_is(
-    where: str, compiled_entry: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("what", NEW_WEIGHTS)
+def test_weights_that_change_later_are_read_again(
+    what: str, compiled_entry: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
     target = TargetModel(opt(), compile=True)
     before = tokens(target)
-    assert target.compiled is not None
     assert before == greedy_reference(target.model, PROMPT, 12)
-    LATER[where](target.model)
-    with pytest.warns(RuntimeWarning, match=rf"from here on: it has changed since it was compiled \({where}\); make"):
+    NEW_WEIGHTS[what](target.model)
+    assert tokens(target) == greedy_reference(target.model, PROMPT, 12) != before
+    assert target.compiled is not None
+
+
+LATER: dict[str, Change] = {
+    "has a forward hook on .*fc1": lambda model: layer(model).fc1.register_forward_hook(double),
+    "no program of it is kept": lambda model: setattr(layer(model), "activation_fn", nn.Tanh()),
+    "has its forward replaced on .*fc1": lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)),
+}
+
+
+@pytest.mark.parametrize("why", LATER)
+def test_a_model_whose_code_changes_later_runs_as_it_is(
+    why: str, compiled_entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
+    target = TargetModel(opt(), compile=True)
+    before = tokens(target)
+    LATER[why](target.model)
+    reason = (
+        rf"from here on: it has changed since it was compiled \(what its modules compute\), and .*{why}.*; make the"
+    )
+    with pytest.warns(RuntimeWarning, match=reason):
         after = tokens(target)
     assert after == greedy_reference(target.model, PROMPT, 12) != before
     assert target.compiled is None
+
+
+def test_a_change_is_seen_where_every_row_adopts_a_prefix(compiled_entry: Path) -> None:
+    target = TargetModel(opt(), compile=True)
+    options = EngineOptions(batch_size=1)
+    engine = Engine.assemble(target, None, drafter="none", backend="ragged", options=options, eos=())
+    prompt = [3 + i * i % 10 for i in range(40)]
+    for _ in range(2):
+        engine.generate([prompt], 12)
+    assert engine.report.num_adopted_tokens > 0
+    layer(target.model).fc2.weight.data.neg_()
+    assert list(engine.generate([prompt], 12)[0].token_ids) == greedy_reference(target.model, prompt, 12)
 
 
 @pytest.mark.filterwarnings("error")

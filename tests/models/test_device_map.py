@@ -116,6 +116,7 @@ def test_drafters_borrow_across_hooks_what_they_borrow_of_one_device() -> None:
         hidden = plain.embed(ids)
         assert torch.equal(spread_over.norm(hidden), plain.norm(hidden))
         assert torch.equal(spread_over.project(hidden), plain.project(hidden))
+        assert torch.equal(spread_over.logits(ids), plain.logits(ids))
 
 
 @pytest.mark.parametrize("device_map", ["auto", {"model": "cpu", "lm_head": "cpu"}])

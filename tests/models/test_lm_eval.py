@@ -16,7 +16,7 @@ from emssd.integrations import installed, lm_eval_command
 from tests.cli.conftest import save_model
 from tests.support.tiers import looped
 
-WHY = "the evaluation harness is not installed: nox -s lm_eval, or pip install 'emssd[lm_eval]'"
+WHY = "the evaluation harness is not installed: nox -s lm_eval, or pip install 'emssd[lm-eval]'"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,7 +30,7 @@ def test_without_the_harness_the_command_says_what_to_install(
     monkeypatch.setattr(installed, "version", missing)
     with pytest.raises(SystemExit, match="2"):
         lm_eval_command.main()
-    said = "emssd-lm-eval: error: this needs the evaluation harness: pip install 'emssd[lm_eval]'\n"
+    said = "emssd-lm-eval: error: this needs the evaluation harness: pip install 'emssd[lm-eval]'\n"
     assert capsys.readouterr().err == said
 
 

@@ -257,7 +257,7 @@ class TestTheProbe:
 
 def test_a_layer_that_changes_its_rules_while_running_is_refused() -> None:
     model = tiny_model("mistral", max_model_len=64)
-    engine = Engine.from_model(model)
+    engine = Engine.from_model(model, frozen=True)  # or the run would look before it begins
     model.model.layers[1].self_attn.scaling *= 2
     with pytest.raises(UnsupportedModelError, match="layer 1 changed its attention from"):
         engine.generate([[3, 4, 5]], 4)

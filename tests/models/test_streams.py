@@ -106,6 +106,7 @@ def test_what_is_borrowed_gives_the_models_own_logits(name: str) -> None:
     logits = target(name).model(IDS[None], use_cache=False).logits[0]
     assert torch.equal(borrowed.norm(states[borrowed.num_layers]), states[-1])
     assert torch.equal(borrowed.project(states[-1]), logits)
+    assert torch.equal(borrowed.logits(IDS), logits)
     torch.testing.assert_close(borrowed.project(states[-1][2:3]), logits[2:3])
     assert not torch.allclose(borrowed.project(states[-1] * 2), logits, atol=0.1)
     assert (borrowed.vocab_size, borrowed.hidden_size, borrowed.num_layers) == (VOCAB_SIZE, 32, 2)

@@ -15,8 +15,10 @@ import pytest
 import torch
 from emssd_cascade import CascadeConfig
 from emssd_suffix import SuffixConfig
+from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
 
+from emssd.demo import model_path
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
 from emssd.integrations import installed
@@ -24,6 +26,7 @@ from emssd.integrations.trl import Rollouts
 from emssd.sampling import SamplingParams
 from emssd.testing.models import tiny_model
 from tests.cli.conftest import CHAT_TEMPLATE, byte_tokenizer, save_model
+from tests.models.test_sinks import gpt_oss
 from tests.support.sampling import sampled
 from tests.support.tiers import looped
 
@@ -335,6 +338,8 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     trained = runpy.run_path(str(ROOT / "examples" / "trl_grpo.py"))
     assert trained["trainer"].state.global_step == 2
+    weights, before = trained["trainer"].model.state_dict(), load_file(model_path("target") / "model.safetensors")
+    assert any(not torch.equal(weights[name].float(), weight.float()) for name, weight in before.items())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -349,3 +354,38 @@ def test_the_benchmark_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rows = main(["--model", str(save_model(tmp_path / "model")), "--data", "questions.jsonl", *small])
     assert [len(row["losses"]) for row in rows] == [1] * 4
     assert rows[1]["losses"] == rows[3]["losses"]
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_rollouts_of_a_model_with_sinks_follow_the_fused_optimizer_that_trainers_take(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason=WHY)
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    num_checked, sinks = 0, list[torch.Tensor]()
+
+    class Checked(Rollouts):
+        def _run(self, model: Any, tokenizer: Any, requests: Any) -> Any:
+            nonlocal num_checked
+            done = super()._run(model, tokenizer, requests)
+            training = model.training
+            model.eval()
+            for each, request in zip(done, requests, strict=True):
+                ends, drawn = tuple(request.eos_token_ids), (request.prompt_id, request.sampling)
+                right = sampled(model, request.prompt_ids, 6, drawn[1], drawn[0], ends, request.sample)
+                assert each.token_ids == right
+            model.train(training)
+            num_checked += 1
+            sinks.append(model.model.layers[0].self_attn.sinks.detach().clone())
+            return done
+
+    tokenizer, model = byte_tokenizer(), gpt_oss(len(byte_tokenizer())).train()
+    options = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": 20}
+    options |= {"learning_rate": 0.05, "bf16": False, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    args = GRPOConfig(output_dir=str(tmp_path), disable_tqdm=True, **options)
+    assert "fused" in args.optim
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    given = {"model": model, "reward_funcs": vowels, "train_dataset": data, "processing_class": tokenizer}
+    GRPOTrainer(args=args, rollout_func=Checked(), **given).train()
+    assert num_checked >= 20
+    assert not torch.equal(sinks[0], sinks[-1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from emssd.report.cells import Grid, Spread, grids
 from emssd.report.rows import Row
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import row
 

@@ -17,7 +17,7 @@ from emssd.report.floor import Floor
 from emssd.report.sections.acceptance import acceptance, accepted_by_position, least_of_batches
 from emssd.report.sections.crossover import crossing_at, crossings
 from emssd.report.sources import read
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import row, value, write
 

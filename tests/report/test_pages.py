@@ -17,7 +17,7 @@ from emssd.report.sections import Plot, sections
 from emssd.report.sections.provenance import mixtures
 from emssd.report.sources import read
 from emssd.report.tables import Code, Table, escape
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import measured, value, write
 
@@ -246,11 +246,33 @@ def test_runs_of_a_sweep_are_set_against_the_one_that_drafted_nothing_and_drawn(
     assert not (tmp_path / "out" / "report_runs_1.svg").exists(), "a run alone is no picture"
 
 
-def write_run(folder: Path, setting: dict[str, object], speed: float) -> None:
+def test_a_busy_machine_is_told_where_its_times_are(tmp_path: Path) -> None:
+    rows = list(measured("my own", ("greedy", "vanilla")))
+    rows[-1]["metrics"]["other_cpu_share"] = 0.34
+    write(tmp_path / "busy", rows)
+    write(tmp_path / "quiet", measured("fig1", ("greedy", "vanilla"), metrics_other_cpu_share=0.1))
+    setting = {"drafter": "llma", "budget": "adaptive", "batch_size": 4, "options": []}
+    write_run(tmp_path / "run", setting, 9.0, greedy={"other_cpu_share": 0.5})
+    warned = {
+        section.title: re.findall(r"^> \*\*Warning\*\*: the machine was busy: .* used (\d+%)", section.markdown(), re.M)
+        for section in sections(read([tmp_path]))
+    }
+    assert warned == {
+        "Figure 1: speed-up by batch size": [],
+        "Experiment my own": ["34%"],
+        "Where the time of a step goes, and its floor": ["34%"],
+        "Single runs": ["50%"],
+        "Where this comes from": [],
+    }
+
+
+def write_run(folder: Path, setting: dict[str, object], speed: float, **more: object) -> None:
     folder.mkdir()
     metrics = {"title": f"demo · drafter={setting['drafter']}", "setting": setting, "hardware": {"cores": 2}}
     metrics |= {"tokens_per_second": speed, "decode_tokens_per_second": speed}
-    (folder / "metrics.json").write_text(json.dumps(metrics | {"mean_acceptance_length": 1.0, "num_new_tokens": 5}))
+    (folder / "metrics.json").write_text(
+        json.dumps(metrics | more | {"mean_acceptance_length": 1.0, "num_new_tokens": 5})
+    )
 
 
 def test_a_command_in_a_table_wraps_on_a_narrow_screen_and_figures_do_not() -> None:

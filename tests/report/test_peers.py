@@ -13,7 +13,7 @@ import pytest
 from benchmarks.peers_report import main, peers, read_peers
 from emssd.report.sections.common import Plot, Section
 from emssd.report.tables import Table
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import measured
 from .conftest import write as write_rows

@@ -17,7 +17,7 @@ from emssd.report import summary
 from emssd.report.__main__ import main
 from emssd.report.rows import Row, parse
 from emssd.report.sources import read
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import measured, simulation, value, write
 

@@ -11,7 +11,7 @@ import pytest
 from emssd.errors import ConfigError
 from emssd.report.cells import Grid, grids
 from emssd.report.rows import Row, parse, read_rows
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import value, write
 

@@ -8,7 +8,7 @@ from typing import Any
 from emssd.report.rows import Row
 from emssd.report.sections.step_time import step_time, steps_of
 from emssd.report.sources import read
-from tests.support.cases import looped
+from tests.support.tiers import looped
 
 from .conftest import row, value, write
 

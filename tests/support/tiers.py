@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from inspect import signature
-from typing import Any, TypeVar
+from functools import update_wrapper
+from inspect import Parameter, Signature, signature
+from typing import Any
 
 import pytest
-
-Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def few(cases: Iterable[Any], *, ci: int) -> list[Any]:
@@ -30,34 +28,47 @@ def _nightly(case: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
-def looped(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Test], Test]:
+def looped(
+    names: str | Sequence[str], cases: Iterable[Any], *, at_a_time: int | None = None
+) -> Callable[[Callable[..., None]], Any]:
     """As ``pytest.mark.parametrize``, but all cases are one test, which names the case that failed.
 
     For many quick cases of one formula: they would only lengthen the list of tests. Fixtures are shared by the cases.
+
+    Args:
+        names: of the parameters.
+        cases: values for each.
+        at_a_time: makes several tests, of so many cases each, where all of them would take too long.
     """
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    all_values = [_values(case, len(names)) for case in cases]
+    given = [dict(zip(names, _values(case, len(names)), strict=True)) for case in cases]
+    assert given, "there are no cases"
 
-    def decorate(test: Test) -> Test:
-        @wraps(test)
-        def run(*arguments: Any, **fixtures: Any) -> None:
+    def decorate(test: Callable[..., None]) -> Any:
+        def run(*arguments: Any, chosen: list[dict[str, Any]] = given, **fixtures: Any) -> None:
             skipped = []
-            for values in all_values:
-                chosen = dict(zip(names, values, strict=True))
+            for case in chosen:
                 try:
-                    test(*arguments, **fixtures, **chosen)
+                    test(*arguments, **fixtures, **case)
                 except pytest.skip.Exception as skip:
                     skipped.append(skip)
                 except BaseException as error:
-                    error.add_note(f"the case was {chosen}")
+                    error.add_note(f"the case was {str(case)[:500]}")
                     raise
-            if len(skipped) == len(all_values):
+            if len(skipped) == len(chosen):
                 raise skipped[0]
 
-        shown = signature(test)
-        others = [parameter for name, parameter in shown.parameters.items() if name not in names]
-        run.__signature__ = shown.replace(parameters=others)  # type: ignore[attr-defined]
-        return run  # type: ignore[return-value]
+        decorated: Any = update_wrapper(run, test)
+        del decorated.__wrapped__  # pytest would take its parameters for fixtures
+        others = [each for name, each in signature(test).parameters.items() if name not in names]
+        if at_a_time is not None:
+            others.append(Parameter("chosen", Parameter.KEYWORD_ONLY))
+        decorated.__signature__ = Signature(others)
+        if at_a_time is None:
+            return decorated
+        starts = range(0, len(given), at_a_time)
+        groups = [given[start : start + at_a_time] for start in starts]
+        return pytest.mark.parametrize("chosen", groups, ids=[f"from {start + 1}" for start in starts])(decorated)
 
     return decorate
 

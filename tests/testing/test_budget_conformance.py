@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome, StepStats
 from emssd.testing import BudgetPolicyConformance
 from emssd.testing.conformance.rules import rules_of
 
@@ -68,6 +68,16 @@ class Booleans(Good):
 class TrimsBelowZero(Good):
     def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         return [length - 1 for length in draft.lengths]
+
+
+class AnswersOnce(Good):
+    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
+        return [any(map(len, newest))]
+
+
+class NeedsNodes(Good):
+    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
+        return [max(node.chance for node in nodes) > 0.1 for nodes in newest]
 
 
 class TrimsNothing(Good):
@@ -199,6 +209,8 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "trims to truth values": ("budget.trim", Booleans),
     "trims below zero": ("budget.trim", TrimsBelowZero),
     "forgets to return": ("budget.trim", TrimsNothing),
+    "answers once for all rows": ("budget.goes_on", AnswersOnce),
+    "needs nodes to end drafts": ("budget.raises", NeedsNodes),
     "edits tokens": ("budget.batch", EditsTokens),
     "edits drafts": ("budget.batch", EditsDrafts),
     "needs rows": ("budget.limits", NeedsRows),

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from omegaconf import MISSING
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Sequence
 from emssd.testing import DrafterConformance
-from emssd.testing.conformance.rules import rules_of
+from emssd.testing.conformance.rules import BrokenRule, rules_of
 from emssd.testing.conformance.suite import Suite
 
 
@@ -39,6 +40,11 @@ class Odd(Config):
 @dataclass
 class Named(Config):
     name: str = "x"
+
+
+@dataclass
+class Needs(Config):
+    path: str = MISSING
 
 
 class Good(Drafter):
@@ -393,6 +399,11 @@ def local_config() -> type:
 )
 def test_options_that_cannot_travel_are_found(rule: str, config: type, verdicts: Verdicts) -> None:
     assert set(verdicts(suite(Good, config=config)).values()) == {rule}
+
+
+def test_an_option_without_a_default_is_named(verdicts: Verdicts) -> None:
+    with pytest.raises(BrokenRule, match=r"Needs\.path has no default and is not given; give it, as in path=VALUE"):
+        suite(Good, config=Needs)().make_config()
 
 
 @pytest.mark.parametrize("full_causes", ["0", "1"])  # as a debugger or coverage makes OmegaConf set them

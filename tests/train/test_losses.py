@@ -36,12 +36,12 @@ from emssd_train.medusa import MedusaLoss, new_heads, save_heads
 from emssd_train.options import MedusaOptions
 from emssd_train.pard import Masked, PardLoss, with_mask
 from emssd_train.teacher import Teacher
-from tests.support.cases import looped
 from tests.support.fed_heads import PROMPTS as LONG_PROMPTS
 from tests.support.looking_back import DISTANCE, looking_back_model
 from tests.support.looking_back import VOCAB as WORDS
 from tests.support.perfect_head import VOCAB
 from tests.support.perfect_medusa import NUM_HEADS, SIZE, lagging_target, write_perfect_medusa
+from tests.support.tiers import looped
 
 DEPTH = 4
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]

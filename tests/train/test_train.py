@@ -28,8 +28,7 @@ from emssd.model import load_model
 from emssd.testing.models import tiny_model
 from emssd_train.cli import main
 from emssd_train.progress import Bar
-from tests.support.cases import looped
-from tests.support.tiers import few
+from tests.support.tiers import few, looped
 
 SMALL = ["--limit", "7", "--held-out", "2", "--max-new-tokens", "8", "--rows", "2", "--depth", "2", "--epochs", "2"]
 SMALL += ["--save-every", "1"]

@@ -28,8 +28,8 @@ from emssd_train.options import Eagle3Options
 from emssd_train.teacher import Teacher
 from emssd_train.texts import Text, frequent_tokens
 from emssd_train.unrolled import UnrolledLoss, unroll
-from tests.support.cases import looped
 from tests.support.perfect_head import SIZE, VOCAB, perfect_target, write_perfect_eagle3
+from tests.support.tiers import looped
 
 DEPTH, LAYERS = 4, (1, 2, 3)
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]

@@ -74,6 +74,12 @@ class LendingShard(BorrowedTarget):
         with _made_whole(self._model.get_output_embeddings(), weights):
             return super().project(hidden)
 
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        raise UnsupportedModelError(
+            "with model.tensor_parallel=true, no drafter runs the target; choose one that has a model or a head of its "
+            "own, or reads tokens, such as drafter=suffix"
+        )
+
     def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:
         raise UnsupportedModelError(
             "with model.tensor_parallel=true, no drafter runs layers of the target; choose one that has a model or a "

@@ -98,4 +98,13 @@ void top_draws(const Logits& logits, const Places& places, double error, int64_t
 // The random bits [num, vocab_size] of each token's noise.
 void noise_bits(const Places& places, int64_t vocab_size, int64_t* bits);
 
+// A checksum of some bytes. Each word changes its lane in a one-to-one way, so a change of any one is seen.
+uint64_t checksum(const char* data, int64_t size);
+
+// `sum`, with one more number.
+inline uint64_t with_checksum(uint64_t sum, uint64_t next) {
+  sum = (sum ^ next) * 0x9fb21c651e98df25u;
+  return sum ^ sum >> 29;
+}
+
 }  // namespace emssd

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "checksums.h"
 #include "choice.h"
 #include "program.h"
 #include "step.h"
@@ -28,6 +29,8 @@ TORCH_LIBRARY(emssd_native, library) {
   library.impl("top_draws", c10::DispatchKey::CPU, TORCH_FN(top_draws));
   library.def("noise_bits(Tensor keys, Tensor positions, int vocab_size) -> Tensor");
   library.impl("noise_bits", c10::DispatchKey::CPU, TORCH_FN(noise_bits));
+  library.def("checksums(Tensor[] tensors) -> Tensor");
+  library.impl("checksums", c10::DispatchKey::CPU, TORCH_FN(checksums));
   library.def("new_module() -> Tensor", TORCH_FN(new_module));
   library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias, Tensor? scale) -> bool");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));

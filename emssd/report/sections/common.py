@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
+from emssd.metrics.busy import busy_remark
 from emssd.report.cells import Cell, Grid
 from emssd.report.figures import Curve, colour
 from emssd.report.rows import Row, Simulation
@@ -55,6 +57,11 @@ class Section:
         if said := [weights] * ("random weights" in grid.mark) + [drafts] * bool(replays):
             self.say("> " + " ".join(said))
 
+    def warn_if_busy(self, *runs: Mapping[str, Any]) -> None:
+        """The warning of a run on a busy machine, once for the metrics of all these runs."""
+        if remark := busy_remark(*runs):
+            self.say(f"> **Warning**: {remark}.")
+
     def table(self, table: Table) -> None:
         """A table, unless it is empty."""
         if table.lines:
@@ -79,8 +86,11 @@ class Section:
 
 def begin(name: str, title: str, claim: str, rows: Iterable[Row | Simulation]) -> Section:
     """A section that begins with what the paper says, or what is shown, and with the commands that made its rows."""
-    commands = listed(dict.fromkeys(code(row.provenance["command"]) for row in rows))
-    return Section(name, title, [claim, f"Made by {commands}."])
+    found = list(rows)
+    commands = listed(dict.fromkeys(code(row.provenance["command"]) for row in found))
+    section = Section(name, title, [claim, f"Made by {commands}."])
+    section.warn_if_busy(*(row.metrics for row in found if isinstance(row, Row)))
+    return section
 
 
 def marks_of(found: Iterable[Grid]) -> str:

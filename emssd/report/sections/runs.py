@@ -28,6 +28,9 @@ def plain_runs(material: Material) -> Section | None:
         "Speed-ups are against plain greedy decoding in the same run (check=greedy), else against the run with "
         "drafter=none that is equal in all but drafter and budget. A title says where a model or drafts are made up."
     )
+    section.warn_if_busy(
+        *(metrics for run in material.runs for metrics in (run.metrics, run.metrics.get("greedy", {})))
+    )
     plain = [run.metrics for run in material.runs if run.metrics.get("setting", {}).get("drafter") == "none"]
     baselines = {_setting(metrics): float(metrics[_SPEED]) for metrics in reversed(plain)}
 

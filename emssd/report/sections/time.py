@@ -28,6 +28,7 @@ def time_of_steps(material: Material) -> Section | None:
         "computing all tokens at the measured rate of a large product; a draft model's work is not in it."
     )
     section = Section("time", "Where the time of a step goes, and its floor", [claim])
+    section.warn_if_busy(*(row.metrics for row in rows))
     by_experiment = grouped(rows, lambda row: row.experiment)
     for experiment, grid in ((name, grid) for name, mine in by_experiment.items() for grid in grids(mine)):
         section.head(grid, f"{experiment}: ")

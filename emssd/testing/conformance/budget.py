@@ -65,7 +65,7 @@ class BudgetPolicyConformance(Suite):
         """Twice, so that nothing is shared."""
         self._policy()
 
-    @_rule("budget.allot", "budget.trim", "budget.batch", "budget.raises")
+    @_rule("budget.allot", "budget.goes_on", "budget.trim", "budget.batch", "budget.raises")
     def test_every_call_keeps_to_the_interface(self) -> None:
         """Any requests, limits, drafts and acceptances, with one drafter or several."""
 

@@ -236,7 +236,7 @@ class DrafterConformance(Suite):
 
     def _world(self, watched: list[WatchedDrafter] | None = None) -> World:
         context = self._context()
-        return World(watched or self._watched(context), VOCAB_SIZE, context.target)
+        return World(watched or self._watched(context), context.vocab_size, context.target)
 
     def _watched(self, context: DrafterContext) -> list[WatchedDrafter]:
         return [WatchedDrafter(drafter, context.vocab_size) for drafter in self._drafters(context)]

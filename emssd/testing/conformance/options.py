@@ -43,7 +43,7 @@ def made(config: type, values: Mapping[str, Any]) -> Any:
     if not (values or _required(config)):
         return config()  # also one that OmegaConf cannot hold, which breaks a rule of its own
     try:
-        return OmegaConf.to_object(OmegaConf.merge(structured(config), values))
+        return OmegaConf.to_object(OmegaConf.merge(structured(config), dict(values)))
     except MissingMandatoryValue as error:
         key = error.full_key
         raise ConfigError(

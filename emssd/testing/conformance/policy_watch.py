@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Any
 
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome, StepStats
 from emssd.sequences import Batch
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.watch import state_of, unchanged
@@ -14,7 +15,7 @@ from emssd.testing.conformance.watch import state_of, unchanged
 __all__ = ["Decided", "WatchedPolicy"]
 
 Decided = tuple[str, tuple[int, ...]]
-"""The method, and the length of each row."""
+"""The method, and what it said of each row."""
 
 
 class WatchedPolicy(BudgetPolicy):
@@ -38,6 +39,13 @@ class WatchedPolicy(BudgetPolicy):
             lengths = self.policy.allot(step)
         unchanged(before, step.batch, "allot", "budget.batch")
         return self._decided("allot", lengths, limits)
+
+    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> list[bool]:
+        before = state_of(step.batch)
+        with named("budget.raises", f"goes_on of {[len(nodes) for nodes in newest]} nodes in stage {step.stage}"):
+            answers = [int(bool(answer)) for answer in self.policy.goes_on(step, newest)]
+        unchanged(before, step.batch, "goes_on", "budget.batch")
+        return [answer > 0 for answer in self._decided("goes_on", answers, [1] * len(newest))]
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         limits, before = draft.lengths, (state_of(step.batch), draft.token_ids.tolist())

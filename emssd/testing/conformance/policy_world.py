@@ -11,7 +11,7 @@ from dataclasses import replace
 from random import Random
 from typing import Literal, get_args
 
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import Draft, DraftedNode, Drafter, GoesOn
 from emssd.metrics.stats import PHASES, StepStats
 from emssd.metrics.timing import StepTimer
 from emssd.sequences import Batch, Sequence
@@ -72,29 +72,36 @@ class _Formula(StepTimer):
 
 
 class _AsTold(Drafter):
-    """Drafts as many tokens as it is told, within its budget; which tree is drawn by what it is told to agree with."""
+    """Drafts as many tokens as it is told, within its budget; which tree is drawn by what it is told to agree with.
+
+    It asks which rows go on, as drafters do that run a model.
+    """
 
     num_speculative_tokens = _LONGEST
+    _goes_on: GoesOn | None = None
 
     def __init__(self, stage: int | None, drafts: Drafts) -> None:
         self.told: dict[str, Decision] = {}
         self.drafts_trees = drafts != "chains"
         self._stage, self._drafts = stage, drafts
 
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        self._goes_on = goes_on
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         told = [self.told[row.request_id] for row in batch]
         wanted = [0 if self._stage == 0 and each.keep % 2 else each.keep for each in told]
         lengths = [min(length, limit) for length, limit in zip(wanted, budget, strict=True)]
+        if self._goes_on is not None:  # any answer will do
+            nodes = [DraftedNode(share, share / 2, length) for length, share in enumerate(_TOLD)]
+            self._goes_on({name: nodes[:length] for name, length in zip(batch.request_ids, lengths, strict=True)})
         if self._drafts == "chains":
             return Draft.from_chains([1] * length for length in lengths)
         draws = [Random(each.turn) for each in told]
-        draft = Draft.from_trees(
+        trees = [
             [(node % _VOCAB_SIZE, draw.randrange(-1, node)) for node in range(length)]
             for draw, length in zip(draws, lengths, strict=True)
-        )
-        if self._drafts == "confident trees":
-            draft = replace(
-                draft,
-                confidence=tuple(draw.choice(_TOLD) for draw, n in zip(draws, lengths, strict=True) for _ in range(n)),
-            )
+        ]
+        sure = [[draw.choice(_TOLD) for _ in tree] for draw, tree in zip(draws, trees, strict=True)]
+        draft = Draft.from_trees(trees, sure if self._drafts == "confident trees" else None)
         return draft.shallow([max(0, row.num_remaining - 1) for row in batch])

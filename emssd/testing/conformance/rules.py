@@ -80,6 +80,7 @@ RULES: dict[str, Rule] = {
         Rule("budget.options", "its options survive the command line: Hydra's structured config and its YAML"),
         Rule("budget.allot", "allot gives one whole number for each row, from 0 to its limit"),
         Rule("budget.trim", "trim gives one whole number for each row, from 0 to the length of its draft"),
+        Rule("budget.goes_on", "goes_on gives one answer for each row"),
         Rule("budget.batch", "it reads the batch, drafts and outcomes, and changes nothing of them"),
         Rule("budget.limits", "steps without rows or drafts, limits of 0 and later drafters are met like any other"),
         Rule("budget.trees", "token trees are met like chains, with confidence and without"),

@@ -124,7 +124,7 @@ def decode(
             where = f"from token {first} on" if first >= 0 else "in their number"
             broken(
                 rule,
-                f"on a tiny model ({run.setting.name}) request {request.request_id!r} got {got} in the place of "
+                f"on {run.setting.name} request {request.request_id!r} got {got} in the place of "
                 f"{expected}: they differ {where}",
             )
     return engine

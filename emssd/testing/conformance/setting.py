@@ -1,4 +1,4 @@
-"""What the suites put around a plugin: tiny float64 targets, what each generates, and the context of a drafter."""
+"""What the suites put around a plugin: float64 targets, what each generates, and the context of a drafter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel
+from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import DenseBackend, References
@@ -55,7 +56,11 @@ class Setting:
 
 @cache
 def setting(architecture: str, vocab_size: int) -> Setting:
-    """A random target of a few tokens' vocabulary, in float64, made once.
+    """A random target of a few tokens' vocabulary, in float64, made once; or one that is loaded.
+
+    Args:
+        architecture: a key of `ARCHITECTURES`, or the folder of a model, which is loaded in float64 on the CPU.
+        vocab_size: of the random one.
 
     Its context gives drafters a tokenizer of one word per token. ``load_runner`` gives, whatever the path, a copy of
     the target with noise in its weights, on the dense reference: it is right often and not always. ``make_drafter``
@@ -65,10 +70,15 @@ def setting(architecture: str, vocab_size: int) -> Setting:
     Raises:
         ConfigError: no such architecture.
     """
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(f"unknown architecture {architecture!r} of a tiny model; choose {', '.join(ARCHITECTURES)}")
-    target = TargetModel(tiny_model(architecture, vocab_size=vocab_size, max_model_len=MODEL_LEN, std=_STD))
-    tokenizer = _tokenizer(vocab_size)
+    name, tokenizer = f"a tiny model ({architecture}, {vocab_size} tokens)", _tokenizer(vocab_size)
+    if architecture in ARCHITECTURES:
+        target = TargetModel(tiny_model(architecture, vocab_size=vocab_size, max_model_len=MODEL_LEN, std=_STD))
+    elif Path(architecture).is_dir():
+        name, (target, tokenizer) = architecture, _loaded(architecture)
+        vocab_size = target.vocab_size
+    else:
+        choices = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"{architecture!r} is no folder of a model, nor a tiny model's architecture: {choices}")
 
     @cache
     def noisy() -> TargetModel:
@@ -104,7 +114,7 @@ def setting(architecture: str, vocab_size: int) -> Setting:
         cache_spec=target.kv_cache_spec(BATCH_SIZE),
         make_cache=make_cache,
     )
-    return Setting(f"{architecture}, {vocab_size} tokens", References(target, NEW_TOKENS), context)
+    return Setting(name, References(target, NEW_TOKENS), context)
 
 
 def texts(vocab_size: int) -> list[tuple[int, ...]]:
@@ -121,6 +131,11 @@ def texts(vocab_size: int) -> list[tuple[int, ...]]:
 def drafters_of(made: Drafter | Seq[Drafter]) -> list[Drafter]:
     """What a plugin built, as a list of drafters that are asked in turn."""
     return [made] if isinstance(made, Drafter) else list(made)
+
+
+@cache
+def _loaded(path: str) -> tuple[TargetModel, Any]:
+    return load_model(path, dtype="float64", device="cpu", max_model_len=MODEL_LEN)
 
 
 @cache

@@ -31,8 +31,8 @@ class Suite:
         plugin: name of an installed plugin, as in ``drafter=NAME``. Without it, override what makes the thing to test.
         options: by field, what differs from the defaults of the plugin's config; numbers, texts and lists as in YAML.
         config: the config dataclass, where no `plugin` is named. Without one the tests of options are left out.
-        models: architectures of the tiny targets, keys of `emssd.testing.models.ARCHITECTURES`. The option
-            ``--emssd-models`` of pytest comes before it.
+        models: architectures of the tiny targets, keys of `emssd.testing.models.ARCHITECTURES`; or folders of targets,
+            for a drafter that was trained for one. The option ``--emssd-models`` of pytest comes before it.
         num_examples: how many examples Hypothesis draws for each test; each test has a default. The pytest option
             ``--emssd-examples`` overrides it.
         derandomize: whether Hypothesis draws the same examples in every run.

@@ -20,6 +20,7 @@ from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.levels import with_room
 from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
+from emssd.heads.lent import Lent
 from emssd.model import BorrowedTarget
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch
@@ -84,10 +85,8 @@ class DFlashDrafter(Drafter):
         """
         if config.path is None:
             raise ConfigError("drafter=dflash drafts with a trained head: give drafter.path=FOLDER, or a hub id")
-        target, spec = context.target, context.cache_spec
-        if target is None or spec is None or context.make_cache is None:
-            raise ConfigError("drafter=dflash reads hidden states of the target, and there is no model to take them of")
-        loaded = load_dflash(config.path, target, context.vocab_size)
+        lent = Lent.by(context, "dflash")
+        loaded = load_dflash(config.path, lent.target, context.vocab_size)
         for line in loaded.described:
             logger.info("drafter=dflash: %s", line)
         most = loaded.head.variant.num_drafts
@@ -95,8 +94,7 @@ class DFlashDrafter(Drafter):
         check_at_least_one(num_speculative_tokens=wanted)
         if wanted > most:
             raise ConfigError(f"drafter.num_speculative_tokens is {wanted}; a block of this head drafts {most} at most")
-        runner = BlockRunner(loaded.head, context.make_cache(loaded.head.kv_cache_spec(spec)))
-        return cls(runner, target, wanted)
+        return cls(BlockRunner(loaded.head, lent.make_cache(loaded.head.kv_cache_spec(lent.spec))), lent.target, wanted)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = self._begin(batch, budget)

@@ -13,8 +13,9 @@ import torch
 
 from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters import CachedRow, ModelDrafter, load_draft_model
+from emssd.drafters import CachedRow, TreeDrafter, load_draft_model
 from emssd.drafting import Draft, DrafterContext, Outcome
+from emssd.drafting.shapes import DynamicShape
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, choose, greedy_tokens
@@ -25,11 +26,12 @@ from emssd_draft_model import DraftModelConfig
 __all__ = ["DraftModelDrafter"]
 
 
-class DraftModelDrafter(ModelDrafter):
+class DraftModelDrafter(TreeDrafter):
     """Drafts chains: at each node the token that the draft model would choose if it were the target.
 
     The drafted ids stay on the device, so that the host waits for none of the passes, unless a row has penalties, which
-    read them. For the same reason a chain has no confidence.
+    read them. For the same reason a chain has no confidence. Where a budget policy ends drafts between passes, chains
+    are trees without branches, and have one.
 
     Args:
         runner: the draft model with its KV cache.
@@ -40,8 +42,7 @@ class DraftModelDrafter(ModelDrafter):
     def __init__(self, runner: ModelRunner, vocab_size: int, num_speculative_tokens: int) -> None:
         if num_speculative_tokens < 1:
             raise ConfigError(f"drafter.num_speculative_tokens is {num_speculative_tokens}; it must be at least 1")
-        super().__init__(runner, vocab_size)
-        self.num_speculative_tokens = num_speculative_tokens
+        super().__init__(runner, vocab_size, DynamicShape(num_speculative_tokens, num_speculative_tokens, 1))
         self._num_drafted: dict[str, int] = {}  # since the last rollback
 
     @classmethod
@@ -54,9 +55,10 @@ class DraftModelDrafter(ModelDrafter):
         return cls(load_draft_model(config.path, context), context.vocab_size, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        limits = [min(limit, self._reach(row)) if limit > 0 else 0 for row, limit in zip(batch, budget, strict=True)]
-        kv_lens = [len(row.tokens) + limit - 1 if limit else 0 for row, limit in zip(batch, limits, strict=True)]
-        limits = [limit if fits else 0 for limit, fits in zip(limits, self._with_room(batch, kv_lens), strict=True)]
+        if self._goes_on is not None:
+            self._num_drafted = {}
+            return super().propose(batch, budget)
+        limits = self._limits(batch, budget)
         rows = [self._row(row) for row, limit in zip(batch, limits, strict=True) if limit > 0]
         if not rows:
             return Draft.empty(len(batch))
@@ -66,6 +68,9 @@ class DraftModelDrafter(ModelDrafter):
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of accepted tokens, drop the rest: every row rolls back by its own number."""
+        if self._goes_on is not None:
+            super().observe(outcome)
+            return
         kv_lens = {}
         for row, accepted in zip(outcome.batch, outcome.accepted, strict=True):
             if length := self._num_drafted.pop(row.request_id, 0):

@@ -17,8 +17,8 @@ from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import top_choices
-from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.drafting.levels import GrowingTree, joined_best, with_room
+from emssd.drafting import Draft, Drafter, DrafterContext, GoesOn, Outcome
+from emssd.drafting.levels import GrowingTree, going_on, joined_best, with_room
 from emssd.drafting.shapes import Expansion, Shape
 from emssd.heads import HeadRunner, KnownStates
 from emssd.heads.as_bytes import keep_bytes
@@ -89,6 +89,7 @@ class HydraDrafter(Drafter):
         self._heads, self._runner, self._target, self._shape = loaded.heads, runner, target, shape
         self._max_len = max_len
         self._states: dict[str, KnownStates] = {}
+        self._goes_on: GoesOn | None = None
 
     @classmethod
     def load(cls, config: HydraConfig, context: DrafterContext) -> HydraDrafter:
@@ -119,12 +120,17 @@ class HydraDrafter(Drafter):
         hidden = self._hidden(rows)
         level = [(row, self._shape.expand(row.tree, [-1])) for row in rows]
         while level:
-            self._grow(level, hidden)
-            found = ((row, self._shape.expand(row.tree, row.tree.frontier())) for row in rows)
+            logits = self._grow(level, hidden)
+            grown = ((row.request_id, row.tree, expansions) for row, expansions in level)
+            going = going_on(self._goes_on, grown, logits, self._shape.temperature)
+            more = (row for row, _ in level if row.request_id in going)
+            found = ((row, self._shape.expand(row.tree, row.tree.frontier())) for row in more)
             level = [(row, expansions) for row, expansions in found if expansions]
         trees = {row.request_id: row.tree for row in rows}
-        draft = joined_best([trees.get(row.request_id) for row in batch])
-        return draft if self.drafts_trees else replace(draft, parents=None)
+        return joined_best([trees.get(row.request_id) for row in batch], chains=not self.drafts_trees)
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        self._goes_on = goes_on
 
     def observe(self, outcome: Outcome) -> None:
         """Keep hidden states of tokens that the target has computed: all for a prefix layer, else each row's last."""
@@ -183,8 +189,8 @@ class HydraDrafter(Drafter):
             row.states.used(row.num_computed)
         return hidden
 
-    def _grow(self, level: Level, hidden: torch.Tensor) -> None:
-        """Give each node of a level its children.
+    def _grow(self, level: Level, hidden: torch.Tensor) -> torch.Tensor:
+        """Give each node of a level its children. Returns the logits ``[n, vocab]`` behind each.
 
         Args:
             level: all its nodes are equally deep.
@@ -193,7 +199,7 @@ class HydraDrafter(Drafter):
         paths = [(row, row.tree.path(node)) for row, expansions in level for node, _ in expansions]
         ids = torch.tensor([[row.newest, *path] for row, path in paths])
         embeds = self._target.embed(on_device(ids.flatten(), hidden.device)).view(*ids.shape, -1)
-        logits = self._heads(hidden[on_device([row.place for row, _ in paths], hidden.device)], embeds)
+        logits: torch.Tensor = self._heads(hidden[on_device([row.place for row, _ in paths], hidden.device)], embeds)
         nodes = [behind(row.node, len(path), path) for row, path in paths]
         tokens, log_probs = top_choices(logits, nodes, self._shape.width, self._shape.temperature)
         children = zip(tokens, log_probs, strict=True)
@@ -201,3 +207,4 @@ class HydraDrafter(Drafter):
             row.tree.level = []
             for node, ranks in expansions:
                 row.tree.grow(node, ranks, *next(children))
+        return logits

@@ -33,6 +33,7 @@ from emssd.heads import KnownStates, read_trees
 from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request
+from tests.support.ending import EndsByTurns
 from tests.support.fed_heads import KINDS, NUM_NEW, PROMPTS, Trial, earlier_states, states_of_other_nodes
 from tests.support.heads import Weights, dense_layer, dense_rms, layer_weights, random_weights, write_head
 from tests.support.hidden import right_states
@@ -98,6 +99,13 @@ def test_a_step_that_failed_is_drafted_for_again(arch: str, monkeypatch: pytest.
     trial().make_engine(SHAPES["dynamic"] | {"path": heads_path(arch)})
     trial().failing_steps(monkeypatch)
     assert trial().is_full()
+
+
+def test_a_budget_policy_ends_drafts_between_levels() -> None:
+    policy = EndsByTurns()
+    trial().make_engine(SHAPES["dynamic"]).drafting.policy = policy
+    trial().decode(KINDS["mixed"])
+    policy.check()
 
 
 def other_paths(patch: pytest.MonkeyPatch) -> None:

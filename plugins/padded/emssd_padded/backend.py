@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from emssd.attention import (
     Kept,
     KVCacheSpec,
     KVUsage,
+    LayerSpec,
     PackedInputs,
     StepPlan,
     additive_mask,
@@ -105,6 +106,10 @@ class PaddedBackend(AttentionBackend):
         self._positions = torch.full((0, 0), _HOLE, dtype=torch.int64, device=spec.device)
         self._keys = [empty(layer.num_kv_heads, layer.key_dim) for layer in spec.layers]
         self._values = [empty(layer.num_kv_heads, layer.value_dim) for layer in spec.layers]
+
+    def take_sinks(self, layers: Sequence[LayerSpec]) -> bool:
+        self._spec = replace(self._spec, layers=tuple(layers))
+        return True
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return True

@@ -55,9 +55,7 @@ class PardDrafter(ModelDrafter):
         return cls(runner, context.vocab_size, mask, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        limits = [min(limit, self._reach(row)) if limit > 0 else 0 for row, limit in zip(batch, budget, strict=True)]
-        kv_lens = [len(row.tokens) + limit - 1 if limit else 0 for row, limit in zip(batch, limits, strict=True)]
-        limits = [limit if fits else 0 for limit, fits in zip(limits, self._with_room(batch, kv_lens), strict=True)]
+        limits = self._limits(batch, budget)
         rows = [self._row(row) for row, limit in zip(batch, limits, strict=True) if limit]
         if not rows:
             return Draft.empty(len(batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import accumulate
 
 import torch
@@ -56,11 +57,16 @@ class FusedKernels(PagedKernels):
         self._move = load_kernels().move.default
         self._step_of = torch.classes.emssd_native.Step
         self._keys, self._values = pool.keys, pool.values
-        wide = torch.promote_types(spec.dtype, torch.float32)
+        self._wide = torch.promote_types(spec.dtype, torch.float32)
         self._scales = [layer.scale for layer in spec.layers]
         self._windows = [layer.sliding_window or 0 for layer in spec.layers]
         self._softcaps = [layer.softcap or 0.0 for layer in spec.layers]
-        self._sinks = [None if layer.sinks is None else torch.tensor(layer.sinks, dtype=wide) for layer in spec.layers]
+        self.take_sinks(spec.layers)
+
+    def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
+        every = [layer.sinks for layer in layers]
+        self._sinks = [None if sinks is None else torch.tensor(sinks, dtype=self._wide) for sinks in every]
+        return True
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         pages = [table.pages(request_id) for request_id in packed.request_ids]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -108,6 +109,10 @@ class GroupedKernels(PagedKernels):
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         self._spec, self._watched, self._page_size = spec, spec.device.type != "cpu", pool.page_size
         self._keys, self._values = pool.keys, pool.values
+
+    def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
+        self._spec = replace(self._spec, layers=tuple(layers))
+        return True
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         slots: list[int] = []

@@ -28,7 +28,7 @@ class ReplayConfig:
             first, in the place of chains. Then `concentration`, `coverage` and `trace` are not used.
         chances: of trees, by depth a list of how likely each child is the right one, by its rank. The last holds for
             deeper levels. ``[]`` is ``[[p]]``.
-        trace: file of ``python -m emssd.simulate record``; then it says how much is drafted and how much of it right.
+        trace: file of ``python -m emssd.simulate record FILE``, which says how much is drafted, how much of it right.
             With `known`, every request must be in it, under its id. Without, it is a sample: a request that is not in
             it is dealt one by its id.
         known: ``generations.jsonl`` of an earlier run of the same prompts: what the target will generate. ``null``

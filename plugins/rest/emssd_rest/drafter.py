@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.drafting.growth import Tree, check_branches, joined_trees
@@ -71,8 +70,7 @@ class RestDrafter(Drafter):
         rows = [self._draft(row, min(limit, self._most_nodes)) for row, limit in zip(batch, budget, strict=True)]
         if self.drafts_trees:
             return joined_trees(rows)
-        draft = Draft.from_chains(row.token_ids for row in rows)
-        return replace(draft, confidence=tuple(chance for row in rows for chance in row.confidence))
+        return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
 
     def _draft(self, row: Sequence, limit: int) -> Tree:
         config, nothing = self._config, Tree([], [], [])

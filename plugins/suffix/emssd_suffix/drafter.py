@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -122,8 +121,7 @@ class SuffixDrafter(Drafter):
         rows = [self._draft(row, limit) for row, limit in zip(batch, budget, strict=True)]
         if self.drafts_trees:
             return joined_trees(rows)
-        draft = Draft.from_chains(row.token_ids for row in rows)
-        return replace(draft, confidence=tuple(chance for row in rows for chance in row.confidence))
+        return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
 
     def observe(self, outcome: Outcome) -> None:
         """Remember the outputs that are finished, in row order."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from emssd.drafting import Draft, Drafter, Outcome
@@ -87,8 +86,8 @@ class TokenRecyclingDrafter(Drafter):
             grow(self._table, row.tokens[-1], shares, limit, min(self._depth, row.num_remaining - 1))
             for row, limit in zip(batch, budget, strict=True)
         ]
-        draft = Draft.from_trees([[(token, parent) for token, parent, _ in tree] for tree in trees])
-        return replace(draft, confidence=tuple(shares[rank] for tree in trees for *_, rank in tree))
+        sure = [[shares[rank] for *_, rank in tree] for tree in trees]
+        return Draft.from_trees([[(token, parent) for token, parent, _ in tree] for tree in trees], sure)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn which ranks the target takes, and what it considers now behind every token of the step."""

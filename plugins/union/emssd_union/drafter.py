@@ -103,11 +103,9 @@ def _rows(draft: Draft, ids: Seq[int]) -> list[RowDraft]:
 
 def _joined(rows: Seq[RowDraft]) -> Draft:
     """One draft of all rows; it tells its confidence if every row has one."""
-    draft = Draft.from_trees(list(zip(row.token_ids, row.parents, strict=True)) for row in rows)
     sure = [row.confidence for row in rows if row.confidence is not None]
-    if len(sure) < len(rows):
-        return draft
-    return Draft(draft.token_ids, draft.indptr, draft.parents, tuple(each for row in sure for each in row))
+    nodes = [list(zip(row.token_ids, row.parents, strict=True)) for row in rows]
+    return Draft.from_trees(nodes, sure if len(sure) == len(rows) else None)
 
 
 def _own(outcome: Outcome, proposed: _Proposed, trees: Seq[dict[tuple[int, int], int]]) -> Outcome:

@@ -1,4 +1,4 @@
-"""Plugin `drafter=bigram`: its options, and the hook that offers it."""
+"""Plugin `drafter=bigram`: drafts the most frequent follower of each token."""
 
 from __future__ import annotations
 

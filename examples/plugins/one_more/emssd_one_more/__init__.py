@@ -1,4 +1,4 @@
-"""Plugin `budget=one_more`: its options, and the hook that offers it."""
+"""Plugin `budget=one_more`: lets each row draft one token more than it had accepted in its last step."""
 
 from __future__ import annotations
 

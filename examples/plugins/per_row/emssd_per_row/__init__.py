@@ -1,4 +1,4 @@
-"""Plugin `backend=per_row`: its options, and the hook that offers it."""
+"""Plugin `backend=per_row`: keeps the KV of each sequence in tensors of its own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,195 @@
+"""A resumed job keeps no row that would be made otherwise now, and a run whose rows were taken away says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emssd.errors import OutputError
+from emssd.jobs import resume
+from emssd.jobs.lines_file import LinesFile
+from emssd.jobs.output import OutputFolder
+from emssd.sequences import Generation
+
+
+@pytest.fixture
+def own_model(model: str, work: Path) -> Path:
+    """The tiny model in a folder that a test may change."""
+    return Path(shutil.copytree(model, work / "model"))
+
+
+@pytest.fixture
+def half(decode: Callable, own_model: Path) -> Callable[..., Any]:
+    """``half(*arguments)`` decodes all prompts but one, for ``resume`` to go on with."""
+
+    def run(*arguments: object) -> Any:
+        return decode(f"model.path={own_model}", "drafter=none", *arguments)
+
+    run("data.limit=2")
+    return run
+
+
+RESUME = ("overwrite=false", "resume=true")
+OTHER_FILES = (
+    "resume=true: the rows in out were made when the files of model.path={} held something else; bring the old ones "
+    "back, or start again with overwrite=true or another output_dir"
+)
+
+
+def test_rows_of_other_weights_at_the_same_place_are_not_mixed(half: Callable, own_model: Path) -> None:
+    file = own_model / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # one bit of one weight, the last one
+    file.write_bytes(content)
+    assert half(*RESUME).sentence == OTHER_FILES.format(own_model)
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(5, 5))
+    (own_model / "optimizer.pt").write_bytes(b"nothing that a run reads")
+    assert len(half(*RESUME).rows) == 5
+
+
+def test_rows_of_another_chat_template_are_not_mixed(half: Callable, own_model: Path) -> None:
+    (own_model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert half(*RESUME).sentence == OTHER_FILES.format(own_model)
+    (own_model / "chat_template.jinja").unlink()
+    assert half(*RESUME).status == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"n": 9}, {"how": {"temperature": 0.5}}, {"how": {"temperature": 1.0, "seed": 4, "logit_bias": {"9": 1}}}],
+    ids=str,
+)
+def test_rows_that_were_asked_for_otherwise_are_not_mixed(change: dict[str, Any], emssd: Callable, model: str) -> None:
+    first = {"id": "a", "prompt": "abc", "n": 8, "how": {"temperature": 1, "seed": 4}}
+    options = [f"model.path={model}", "data=jsonl", "data.path=p.jsonl", "data.id_field=id", "output_dir=out"]
+    options += ["data.max_new_tokens_field=n", "data.sampling_field=how", "drafter=none", "progress=false"]
+
+    def run(record: dict[str, Any], *arguments: str) -> Any:
+        Path("p.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(record | {'id': 'b'})}\n")
+        return emssd(*options, *arguments)
+
+    assert run(first, "data.limit=1").status == 0
+    assert run(first | change, "resume=true").sentence == (
+        "resume=true: the row 'a' in out was made with another limit, other sampling or other stop strings of its own "
+        "than the data holds; bring the old data back, or start again with overwrite=true or another output_dir"
+    )
+    same = first | {"how": {"seed": 4, "temperature": 1.0, "top_k": None}}
+    assert len(run(same, "resume=true").rows) == 2
+
+
+def test_rows_of_an_earlier_version_are_kept(half: Callable, work: Path) -> None:
+    path = work / "out" / "generations.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(row.pop("made_with").keys() == {"model", "request"} for row in rows)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert len(half(*RESUME).rows) == 5
+
+
+def _removed(path: Path) -> None:
+    path.unlink()
+
+
+def _folder_removed(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 9)
+
+
+def _grown(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("of somebody else\n")
+
+
+def _replaced(path: Path) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+
+
+WAYS = {
+    _removed: "is no longer there",
+    _folder_removed: "is no longer there",
+    _cut: "was cut short",
+    _grown: "has grown",
+    _replaced: "is no longer there",
+}
+
+
+@pytest.mark.parametrize("spoil", WAYS, ids=lambda way: way.__name__)
+def test_a_file_that_something_else_changes_takes_no_more_lines(spoil: Callable, tmp_path: Path) -> None:
+    lines = LinesFile(tmp_path / "out" / "rows.jsonl")
+    lines.append(b"first of all\n")
+    spoil(lines.path)
+    left = lines.path.read_bytes() if lines.path.exists() else None
+    for change in (lines.check, lambda: lines.append(b"second\n")):
+        with pytest.raises(OutputError, match=f"rows.jsonl {WAYS[spoil]}, and not by this run"):
+            change()
+    lines.close()
+    assert (lines.path.read_bytes() if lines.path.exists() else None) == left
+
+
+@pytest.mark.parametrize(("spoil", "number"), [(_removed, 2), (_cut, 5)])
+def test_rows_that_are_taken_away_during_a_run_end_it(
+    spoil: Callable, number: int, half: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, seen = OutputFolder.write_generation, list[Generation]()
+
+    def spoiled(self: OutputFolder, prompt: Any, generation: Generation) -> None:
+        write(self, prompt, generation)
+        seen.append(generation)
+        if len(seen) == number:
+            spoil(self.path / "generations.jsonl")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputFolder, "write_generation", spoiled)
+        result = half()
+    assert result.sentence == (
+        f"out/generations.jsonl {WAYS[spoil]}, and not by this run, so that rows may be lost; resume=true makes those "
+        f"anew that are missing"
+    )
+    assert not (result.folder / "metrics.json").exists()
+    assert {row["id"] for row in half(*RESUME).rows} == {f"prompts.txt:{line}" for line in (1, 2, 4, 5, 6)}
+
+
+def test_a_file_of_many_parts_is_known_by_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "_PART", 8)
+    file, digests = tmp_path / "weights", set[str]()
+    for place in (None, 0, 7, 8, 15, 16, 99):
+        content = bytearray(100)
+        if place is not None:
+            content[place] = 1
+        file.write_bytes(content)
+        digests.add(resume._file_digest(file, 100, len(digests)))
+    assert len(digests) == 7
+
+
+@pytest.mark.parametrize("name", ["errors.jsonl", "metrics.json", "config.yaml"])
+def test_a_folder_in_the_place_of_a_file(name: str, half: Callable, work: Path) -> None:
+    shutil.rmtree(work / "out")
+    (work / "out" / name).mkdir(parents=True)
+    assert f"out/{name}: Is a directory" in half().sentence
+
+
+def test_a_pipe_in_the_place_of_rows(half: Callable, work: Path) -> None:
+    shutil.rmtree(work / "out")
+    (work / "out").mkdir()
+    os.mkfifo(work / "out" / "generations.jsonl")
+    said = "out/generations.jsonl is a pipe, and rows go to a file; take it away, or set output_dir to another"
+    assert half().sentence.startswith(said)
+    assert half(*RESUME).sentence.startswith(said)
+
+
+@pytest.mark.parametrize("text", ["model: " + "[" * 100_000, "model: " + "{a: " * 500 + "1" + "}" * 500])
+def test_a_config_that_is_nested_too_deeply(text: str, half: Callable, work: Path) -> None:
+    (work / "out" / "config.yaml").write_text(text)
+    assert "cannot be read (it is no YAML of options: its brackets are nested too deeply)" in half(*RESUME).sentence

@@ -1,0 +1,114 @@
+"""What goes to stdout: rows alone with ``output_dir=-``, the text with ``prompt=``; and flags that are no options."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emssd.errors import OutputError
+from emssd.jobs.output import OutputFolder
+
+
+def test_rows_go_to_stdout_and_all_else_to_stderr(decode: Callable, work: Path) -> None:
+    expected = {row["id"]: row["token_ids"] for row in decode().rows}
+    before = sorted(work.rglob("*"))
+    result = decode("output_dir=-", "overwrite=false", "check=plain", "drafter=llma")
+    assert result.status == 0
+    assert {row["id"]: row["token_ids"] for row in map(json.loads, result.out.splitlines())} == expected
+    for shown in ("loading ", "│ new tokens", "check=plain: 5 exact", "  prompt: hello hello hello"):
+        assert shown in result.err
+    assert "written to" not in result.err
+    assert sorted(work.rglob("*")) == before
+
+
+def test_failures_are_told_where_no_file_could(decode: Callable, prompts: Path, work: Path) -> None:
+    prompts.write_text("\n".join(["good", "x" * 200]))
+    options = ("output_dir=-", "overwrite=false", "on_error=skip")
+    result = decode(*options)
+    assert [json.loads(line)["id"] for line in result.out.splitlines()] == ["prompts.txt:1"]
+    assert "prompt prompts.txt:2 has 200 tokens" in " ".join(result.err.split())
+    prompts.write_text("x" * 200)
+    assert decode(*options).sentence == "none of the 1 prompts can be used; what is above says why"
+    assert not (work / "-").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["resume=true"], "resume=true"),
+        (["overwrite=true"], "overwrite=true"),
+        (["-m", "batch_size=1,2"], "a sweep"),
+        (["data=openai_batch", "data.path=x"], "data=openai_batch"),
+    ],
+)
+def test_what_needs_a_folder(options: list[str], name: str, emssd: Callable) -> None:
+    assert emssd("output_dir=-", *options).sentence == (
+        f"output_dir=- writes the rows of one run to stdout, and no file, which {name} needs; set output_dir to a "
+        f"folder"
+    )
+
+
+def test_a_stdout_that_takes_no_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        error = BrokenPipeError(32, "Broken pipe")
+        write = flush = lambda *_: None
+
+    rows = OutputFolder(Path("-"))._rows
+    for out, why in ((Closed(), "Broken pipe"), (None, "it is closed")):
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(OutputError, match=f"takes no more rows: {why}"):
+            rows.append(b"{}\n")
+
+
+def test_the_text_of_a_prompt_comes_first_and_figures_if_asked(emssd: Callable, model: str) -> None:
+    options = [f"model.path={model}", "prompt=abc", "max_new_tokens=5", "progress=false", "overwrite=true"]
+    options += ["output_dir=out"]
+    result = emssd(*options, "check=plain")
+    text = result.rows[0]["text"]
+    assert result.out.startswith(f"{text}\ncheck=plain: 1 exact")
+    assert result.out.count("\n") == text.count("\n") + 2
+    assert "written to out/: " in result.err
+    asked = emssd(*options, "figures=true")
+    assert asked.out.startswith(f"{text}\n{model} · ")
+    assert "│ new tokens" in asked.out
+    assert "written to out/: " in asked.out
+
+
+def test_figures_can_be_left_out(decode: Callable) -> None:
+    result = decode("figures=false", "drafter=none")
+    assert "│ new tokens" not in result.out
+    assert "  prompt: hello hello hello" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-size", "4"], "there is no --batch-size; options are written NAME=VALUE, here perhaps batch_size=4;"),
+        (
+            ["--batch_size=4", "-m"],
+            "there is no --batch_size; options are written NAME=VALUE, here perhaps batch_size=4;",
+        ),
+        (
+            ["progress=false", "--ignore-eos"],
+            "there is no --ignore-eos; options are written NAME=VALUE, here perhaps ign",
+        ),
+        (["-x"], "there is no -x; options are written NAME=VALUE, here perhaps x=VALUE; python -m emssd --help lists"),
+    ],
+)
+def test_flags_of_other_programs(arguments: list[str], said: str, emssd: Callable) -> None:
+    assert emssd(*arguments).sentence.startswith(said)
+
+
+def test_a_check_of_a_finished_job_is_no_check(decode: Callable) -> None:
+    few, resume = ("drafter=none", "data.limit=1"), ("data.limit=1", "overwrite=false", "resume=true", "check=plain")
+    decode(*few, "check=plain")
+    assert decode(*resume).status == 0  # its metrics hold what was found
+    decode(*few)
+    assert decode(*resume).sentence == (
+        "check=plain compares the rows that a run decodes, and out holds all; leave check= out, or decode them again "
+        "with overwrite=true"
+    )

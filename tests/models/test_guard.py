@@ -1,0 +1,363 @@
+"""A run begins with the model as it is: nothing that an earlier one left is used after a change, whoever made it how.
+
+Oracle: `greedy_reference`, the model's own eager forward in float64, after the change.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import emssd
+from emssd import Engine
+from emssd.attention import LayerSpec
+from emssd.drafting import Draft, Drafter
+from emssd.errors import UnsupportedModelError
+from emssd.model import TargetModel, guard
+from emssd.model.guard import _checksum, checksums
+from emssd.model.probe import ProbeRows
+from emssd.sampling import SamplingParams
+from emssd.sequences import Batch
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+from tests.models.test_sinks import gpt_oss
+
+PROMPT = tuple(3 + i * i % 10 for i in range(40))  # more than two pages, which the next run adopts
+NEW_TOKENS = 8
+
+
+def llama(seed: int = 0) -> PreTrainedModel:
+    return tiny_model("llama", dtype=torch.float64, num_hidden_layers=2, vocab_size=13, max_model_len=64, seed=seed)
+
+
+def mlp(model: Any) -> Any:
+    return model.model.layers[0].mlp
+
+
+def weight(model: Any) -> torch.Tensor:
+    tensor: torch.Tensor = mlp(model).down_proj.weight
+    return tensor
+
+
+def step_of_an_optimizer(model: Any) -> None:
+    ids = torch.tensor([PROMPT])
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+    model.zero_grad()
+
+
+def swap_rows(model: Any) -> None:
+    table = model.model.embed_tokens.weight.data
+    table[[3, 7]] = table[[7, 3]]
+
+
+def swap_tensors(model: Any) -> None:
+    one, other = (model.model.layers[i].mlp.down_proj.weight.data for i in range(2))
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+def write_by_numpy(model: Any) -> None:
+    weight(model).detach().numpy()[:] *= -1
+
+
+def double(*given: Any) -> Any:
+    return -3 * given[-1]
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        twice: torch.Tensor = -2 * self.inner(x)
+        return twice
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "an optimizer that is fused": step_of_an_optimizer,
+    "a write to data": lambda model: weight(model).data.mul_(-1),
+    "a write by NumPy": write_by_numpy,
+    "copy_": lambda model: weight(model).detach().copy_(torch.randn(weight(model).shape)),
+    "load_state_dict": lambda model: model.load_state_dict(llama(seed=1).state_dict()),
+    "swapped rows": swap_rows,
+    "swapped tensors": swap_tensors,
+    "another tensor": lambda model: setattr(mlp(model).down_proj, "weight", nn.Parameter(-weight(model).data)),
+    "a hook": lambda model: mlp(model).register_forward_hook(double),
+    "an activation": lambda model: setattr(mlp(model), "act_fn", nn.Tanh()),
+    "a module": lambda model: setattr(model.model.layers[0], "mlp", Twice(mlp(model))),
+    "a forward of its own": lambda model: setattr(mlp(model), "forward", Twice(copy.copy(mlp(model))).forward),
+    "a number": lambda model: (
+        setattr(model.model.layers[1].self_attn, "attention_dropout", 0.0)
+        or setattr(model.model.layers[0].post_attention_layernorm, "variance_epsilon", 900.0)
+    ),
+    "other weights of the same model": lambda model: setattr(mlp(model), "up_proj", mlp(model).gate_proj),
+}
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [list(each.token_ids) for each in engine.generate([PROMPT, PROMPT[:20]], NEW_TOKENS, ignore_eos=True)]
+
+
+def right(model: PreTrainedModel) -> list[list[int]]:
+    return [greedy_reference(model, prompt, NEW_TOKENS) for prompt in (PROMPT, PROMPT[:20])]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_run_after_a_change_is_that_of_the_model_as_it_is(what: str) -> None:
+    model = llama()
+    engine = Engine.from_model(model)
+    before = tokens(engine)
+    assert before == right(model)
+    assert tokens(engine) == before
+    assert engine.target.num_changes == 0
+    assert engine.report.num_adopted_tokens > 0
+    CHANGES[what](model)
+    assert tokens(engine) == right(model) != before
+    assert engine.target.num_changes == 1
+    tokens(engine)
+    assert engine.target.num_changes == 1
+
+
+def test_a_class_whose_forward_is_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    engine = Engine.from_model(model)
+    tokens(engine)
+    forward = type(mlp(model)).forward
+    monkeypatch.setattr(type(mlp(model)), "forward", lambda self, x: -forward(self, x))
+    assert tokens(engine) == right(model)
+    assert engine.target.num_changes == 1
+
+
+def test_adapters_that_are_added_set_disabled_and_merged_are_noticed() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model: Any = llama()
+    engine = Engine.from_model(model)
+    seen = [tokens(engine)]
+
+    def add(name: str) -> None:
+        config = peft.LoraConfig(r=2, target_modules=["down_proj", "o_proj"], init_lora_weights=False, lora_alpha=64)
+        model.add_adapter(config, name)
+        model.eval()
+
+    for change in (
+        lambda: add("one"),
+        lambda: add("two"),
+        lambda: model.set_adapter("one"),
+        lambda: model.disable_adapters(),
+        lambda: model.enable_adapters(),
+        lambda: [each.merge() for each in model.modules() if isinstance(each, peft.tuners.tuners_utils.BaseTunerLayer)],
+    ):
+        change()
+        seen.append(tokens(engine))
+        assert seen[-1] == right(model)
+    assert seen[0] == seen[4] != seen[1] != seen[2] != seen[3]
+    assert engine.target.num_changes == 6
+
+
+def test_what_leaves_the_model_as_it_is_keeps_what_is_known() -> None:
+    model = llama()
+    engine = Engine.from_model(model)
+    tokens(engine)
+    ids = torch.tensor([PROMPT])
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=3)  # type: ignore[operator]
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.eval()
+    model.set_attn_implementation("eager")
+    tokens(engine)
+    assert engine.target.num_changes == 0
+    assert engine.report.num_adopted_tokens > 0
+
+
+def test_a_frozen_model_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "checksums", lambda tensors: pytest.fail("it looks"))
+    model = llama()
+    assert tokens(Engine.from_model(model, frozen=True)) == right(model)
+
+
+def test_a_model_in_training_mode_is_refused_until_it_is_in_evaluation_mode() -> None:
+    model = tiny_model("opt", dtype=torch.float64, vocab_size=13, max_model_len=64)
+    engine = Engine.from_model(model, frozen=True)
+    model.train()
+    with pytest.raises(UnsupportedModelError, match=r"OPTForCausalLM is in training mode, .*; call model\.eval\(\)"):
+        tokens(engine)
+    model.eval()
+    assert tokens(engine) == right(model)
+    engine = Engine.from_model(model)
+    model.model.decoder.layers[1].train()  # which no flag of the whole model tells
+    with pytest.raises(UnsupportedModelError, match=r"OPTForCausalLM draws random numbers, as dropout in"):
+        tokens(engine)
+
+
+@pytest.mark.parametrize("change", [lambda model: model.float(), lambda model: model.resize_token_embeddings(17)])
+def test_another_model_altogether_is_refused(change: Callable[[Any], object]) -> None:
+    model = llama()
+    engine = Engine.from_model(model)
+    tokens(engine)
+    change(model)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match=r"this engine was made for torch\.float64 .* make the engine"):
+            tokens(engine)
+
+
+def test_sinks_are_read_anew_in_each_call_of_generate() -> None:
+    model: Any = gpt_oss()
+    ids, mask = torch.tensor([PROMPT[:12]]), torch.ones(1, 12, dtype=torch.int64)
+
+    def generated() -> list[int]:
+        options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": NEW_TOKENS}
+        done = model.generate(ids, custom_generate=emssd.custom_generate, drafter="none", **options)
+        return list(done[0, 12:].tolist())
+
+    before = generated()
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.add_(4.0)
+    assert generated() == greedy_reference(model, PROMPT[:12], NEW_TOKENS) != before
+
+
+def rewritten(change: Callable[[list[torch.Tensor]], object]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = [torch.randn(70, 300), torch.randn(70, 300, dtype=torch.float64), torch.randn(9, dtype=torch.bfloat16)]
+    tensors += [torch.randn(70, 300), torch.zeros(3, dtype=torch.bool), torch.tensor(float("nan"))]
+    change(tensors)
+    return tensors
+
+
+def exchange(tensors: list[torch.Tensor]) -> None:
+    tensors[0], tensors[3] = tensors[3], tensors[0]
+
+
+def swap(tensor: torch.Tensor) -> None:
+    tensor[[2, 66]] = tensor[[66, 2]]
+
+
+WRITES: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "none": lambda tensors: None,
+    "one weight": lambda tensors: tensors[0][69, 299].mul_(1.0000002),
+    "the last bit of a double": lambda tensors: tensors[1].view(torch.int64)[0, 0].bitwise_xor_(1),
+    "a sign": lambda tensors: tensors[2][3].neg_(),
+    "all signs": lambda tensors: tensors[0].neg_(),
+    "all signs of doubles": lambda tensors: tensors[1].neg_(),
+    "signs of two rows": lambda tensors: tensors[1][[3, 35]].neg_() is not tensors[1][::32].neg_(),
+    "two rows": lambda tensors: swap(tensors[0]),
+    "two rows of doubles": lambda tensors: swap(tensors[1]),
+    "two tensors": exchange,
+    "a truth": lambda tensors: tensors[4][1].logical_not_(),
+    "another NaN": lambda tensors: tensors[5].neg_(),
+}
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "PyTorch"])
+def test_checksums_differ_for_whatever_is_written(native: bool, request: pytest.FixtureRequest) -> None:
+    if native:
+        request.getfixturevalue("kernels")
+    sums = [
+        checksums(tensors) if native else [_checksum(tensors, torch.device("cpu"))]
+        for tensors in map(rewritten, [*WRITES.values(), WRITES["none"]])
+    ]
+    assert sums[-1] == sums.pop(0)
+    assert len({*map(tuple, sums)}) == len(sums)
+
+
+def in_a_pass(target: TargetModel, act: Callable[[], object]) -> torch.Tensor:
+    """Logits of a pass of `target`; `act` is called within its first layer."""
+    rows = ProbeRows(target)
+
+    def attend(layer: int, seen: LayerSpec, *given: torch.Tensor) -> torch.Tensor:
+        if layer == 0:
+            act()
+        return rows.attend(layer, seen, *given)
+
+    with torch.inference_mode():
+        return target.run(rows.tokens[None], rows.positions[None], attend)
+
+
+def thread(act: Callable[[], object]) -> Thread:
+    made = Thread(target=act, daemon=True)
+    made.start()
+    return made
+
+
+def test_the_users_own_calls_in_another_thread_are_right_during_a_pass() -> None:
+    model, found = llama(), []
+    target, ids = TargetModel(model), torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = model(ids).logits
+        streams = target.prepare_hidden([1])
+        hidden = {1: torch.empty(0)}
+
+        def call() -> None:
+            with torch.no_grad():
+                found.append(model(ids).logits)
+
+        with streams.taken(hidden):
+            in_a_pass(target, lambda: thread(call).join())
+        assert hidden[1].shape[1] == ProbeRows(target).num_tokens
+    assert torch.equal(found[0], expected)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_passes_of_two_engines_in_two_threads_follow_one_another() -> None:
+    model = llama()
+    one, other = TargetModel(model), TargetModel(model)
+    alone = in_a_pass(one, lambda: None)
+    inside, first_is_done, found = Event(), Event(), []
+
+    def second() -> None:
+        found.append(in_a_pass(other, lambda: inside.set() or first_is_done.wait(5)))
+
+    def first() -> None:
+        threads.append(thread(second))
+        inside.wait(0.2)
+
+    threads: list[Thread] = []
+    found.append(in_a_pass(one, first))
+    first_is_done.set()
+    threads[0].join()
+    assert all(torch.equal(each, alone) for each in found)
+    assert len(found) == 2
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_exception_in_a_pass_leaves_the_model_as_it_was() -> None:
+    model = llama()
+    target = TargetModel(model)
+    streams, hidden = target.prepare_hidden([0, 1, -1]), {0: torch.empty(0), 1: torch.empty(0), -1: torch.empty(0)}
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(MemoryError), streams.taken(hidden), streams.cut(1):
+        in_a_pass(target, lambda: (_ for _ in ()).throw(MemoryError()))
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+
+
+class Meddler(Drafter):
+    num_speculative_tokens = 2
+
+    def propose(self, batch: Batch, budget: Any) -> Draft:
+        for row in batch:
+            row.request.sampling.logit_bias[5] = 100.0  # type: ignore[index, union-attr]
+        return Draft.empty(len(batch))
+
+
+def test_no_drafter_writes_to_what_a_request_asks_for() -> None:
+    sampling = SamplingParams(temperature=1.0, logit_bias={3: 1.0}, seed=1)
+    model = llama()
+    expected = Engine.from_model(model, drafter="none").generate([PROMPT], NEW_TOKENS, sampling=sampling)
+    with pytest.warns(match="TypeError"):
+        done = Engine.from_model(model, drafter=Meddler()).generate([PROMPT], NEW_TOKENS, sampling=sampling)
+    assert [each.token_ids for each in done] == [each.token_ids for each in expected]
+    assert dict(sampling.logit_bias) == {3: 1.0}
+    for again in (pickle.loads(pickle.dumps(sampling)), copy.deepcopy(sampling), copy.copy(sampling)):
+        assert again == sampling

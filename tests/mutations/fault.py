@@ -1,0 +1,50 @@
+"""`Fault`: a mistake to plant into one file, as plain data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["ROOT", "Fault"]
+
+ROOT = Path(__file__).parents[2]
+
+
+class Fault(NamedTuple):
+    """A mistake.
+
+    Attributes:
+        name: what goes wrong, in a few words; unique.
+        room: the part of the project that it is planted in.
+        file: where, from the root of the project; a pattern, of whose files one has the text.
+        old, new: the text that is there exactly once, and the one that takes its place.
+        caught_by: tests that must fail, at least one of them; pytest's names, without parameters for all of a function.
+    """
+
+    name: str
+    room: str
+    file: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+
+    def place(self, root: Path = ROOT) -> Path:
+        """The file that holds the old text, once.
+
+        Raises:
+            LookupError: there is no such text, or it is there more than once.
+        """
+        found = [path for path in sorted(root.glob(self.file)) for _ in range(path.read_text().count(self.old))]
+        if len(found) != 1:
+            raise LookupError(f"{self.name!r}: its old text is in {self.file} {len(found)} times, and should be once")
+        return found[0]
+
+    def plant(self, root: Path) -> Path:
+        """Make the mistake below `root`. Returns the changed file.
+
+        Raises:
+            LookupError: see `place`.
+        """
+        path = self.place(root)
+        path.write_text(path.read_text().replace(self.old, self.new))
+        return path

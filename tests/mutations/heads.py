@@ -1,0 +1,131 @@
+"""Faults of drafters with trained heads, which read the target's hidden states."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+__all__ = ["FAULTS"]
+
+PAIRED = "emssd/heads/paired.py"
+EAGLE3 = "plugins/eagle3/emssd_eagle3/"
+MEDUSA = "plugins/medusa/emssd_medusa/drafter.py"
+HYDRA = "plugins/hydra/emssd_hydra/"
+DFLASH = "plugins/dflash/emssd_dflash/"
+
+FAULTS = (
+    Fault(
+        "a token stands beside its own hidden state, and not that of the one before",
+        "eagle",
+        PAIRED,
+        "token_ids += row.tokens[-length:]",
+        "token_ids += row.tokens[-length - 1 : -1]",
+        ("tests/heads/test_paired.py::test_a_head_that_is_always_right_is_always_accepted",),
+    ),
+    Fault(
+        "a node is paired with what the head said of another",
+        "eagle",
+        PAIRED,
+        "for place, (row, node) in enumerate(nodes_of(before))}",
+        "for place, (row, node) in enumerate(nodes_of(before))} | {(row.request_id, -1): 0 for row, _ in before}",
+        ("tests/heads/test_paired_trees.py::test_trees_are_those_of_the_papers",),
+    ),
+    Fault(
+        "hidden states of a row that is gone are kept",
+        "eagle",
+        PAIRED,
+        "            self._pairs.pop(request_id, None)\n",
+        "",
+        (
+            "tests/heads/test_paired.py::test_later_rows_of_the_same_names_have_nothing_of_earlier_ones",
+            "tests/heads/test_paired.py::test_rows_that_are_preempted_begin_anew",
+        ),
+    ),
+    Fault(
+        "the first layer norms its features twice",
+        "eagle",
+        "plugins/eagle/emssd_eagle/head.py",
+        "normed=i > 0)",
+        "normed=True)",
+        ("plugins/eagle/tests/test_eagle_head.py::test_rows_with_trees_run_together_as_each_way_alone",),
+    ),
+    Fault(
+        "embeddings and features change places",
+        "eagle3",
+        EAGLE3 + "head.py",
+        "torch.cat([self.input_layernorm(embeds), normed], dim=-1)",
+        "torch.cat([normed, self.input_layernorm(embeds)], dim=-1)",
+        ("plugins/eagle3/tests/test_head.py::test_a_head_of_each_layout_gives_what_the_formulas_say",),
+    ),
+    Fault(
+        "columns of a head's own vocabulary are taken for the target's ids",
+        "eagle3",
+        "emssd/heads/choices.py",
+        "target_ids[torch.tensor(columns, device=target_ids.device)].tolist()",
+        "columns",
+        ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_of_some_tokens_only",),
+    ),
+    Fault(
+        "a level drafts from the mask of the level before",
+        "eagle3",
+        EAGLE3 + "parallel.py",
+        "(row.request_id, len(row.tree.way(node)))",
+        "(row.request_id, len(row.tree.way(node)) - 1)",
+        ("tests/heads/test_paired_trees.py::test_trees_are_those_of_the_papers",),
+    ),
+    Fault(
+        "a head's guesses are taken for those of the first row",
+        "medusa",
+        MEDUSA,
+        "places = [len(path) * num_rows + row.place for row, path in asked]",
+        "places = [len(path) * num_rows for row, path in asked]",
+        ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_that_are_always_right_are_always_accepted",),
+    ),
+    Fault(
+        "the choice at a level is that of the head before",
+        "medusa",
+        MEDUSA,
+        "nodes = [behind(row.node, len(path), path) for row, path in asked]\n        tokens",
+        "nodes = [behind(row.node, max(0, len(path) - 1), path[1:]) for row, path in asked]\n        tokens",
+        ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_that_are_always_right_are_always_accepted",),
+    ),
+    Fault(
+        "the tokens on the way to a node stand before the newest one",
+        "hydra",
+        HYDRA + "drafter.py",
+        "torch.tensor([[row.newest, *path] for row, path in paths])",
+        "torch.tensor([[*path, row.newest] for row, path in paths])",
+        ("plugins/hydra/tests/test_hydra_drafter.py::test_drafts_are_those_of_the_formulas",),
+    ),
+    Fault(
+        "the norms of embeddings and features change places",
+        "mtp",
+        "plugins/mtp/emssd_mtp/head.py",
+        "torch.cat([self.enorm(embeds), self.hnorm(features)], dim=-1)",
+        "torch.cat([self.hnorm(embeds), self.enorm(features)], dim=-1)",
+        ("plugins/mtp/tests/test_mtp_layouts.py::test_rows_pieces_and_trees_are_as_the_formulas_say",),
+    ),
+    Fault(
+        "drafts are read from a block a place too early",
+        "dflash",
+        DFLASH + "drafter.py",
+        "at * size + lead + slot for at, row",
+        "at * size + slot for at, row",
+        ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",),
+    ),
+    Fault(
+        "a block stands a position too far",
+        "dflash",
+        DFLASH + "runner.py",
+        "for place in range(row.start, row.start + self._size)]",
+        "for place in range(row.start + 1, row.start + 1 + self._size)]",
+        ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",),
+    ),
+    Fault(
+        "a token of a block sees those before it alone",
+        "dflash",
+        DFLASH + "runner.py",
+        "queries = [place + self._size for place in blocks] if self._doubled else blocks",
+        "queries = blocks",
+        ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",),
+    ),
+)
