@@ -131,7 +131,8 @@ def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> 
         ),
         (
             "config.yaml.part",
-            "cannot write to output_dir=out: No space left on device; set output_dir to a writable folder",
+            "cannot write out/config.yaml: No space left on device; the rows are in out, "
+            "and resume=true goes on from there",
         ),
     ],
 )
@@ -142,16 +143,19 @@ def test_a_full_disk(name: str, sentence: str, decode: Callable, work: Path) -> 
 
 
 def test_a_disk_that_fills_up_before_the_metrics(decode: Callable, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_bytes = Path.write_bytes
+    open_ = Path.open
 
-    def full(path: Path, *arguments: Any, **options: Any) -> int:
+    def full(path: Path, *arguments: Any, **options: Any) -> Any:
         if path.name == "metrics.json.part":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_bytes(path, *arguments, **options)
+        return open_(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "open", full)
     result = decode()
-    assert result.sentence == "cannot write out/metrics.json: No space left on device; the rows are in out"
+    assert result.sentence == (
+        "cannot write out/metrics.json: No space left on device; the rows are in out, "
+        "and resume=true goes on from there"
+    )
     assert len(result.rows) == 5
 
 

@@ -392,7 +392,7 @@ def test_a_limit_beyond_all_models_and_what_no_option_reads_are_fine(records: Ca
     assert len(records('{"id": "2", "n": 5.0, "prompt": "a"}').rows[1]["token_ids"]) == 5
     result = records('{"id": "\\ud800", "n": 1' + "0" * 40 + ', "prompt": "a", "score": NaN}')
     assert {row["id"]: len(row["token_ids"]) for row in result.rows} == {"first": 3, "\ud800": 95, "3": 24}
-    assert "41 steps at most are too few to pay for it" in result.err  # no row is longer than the model takes
+    assert "96 steps at most are too few to pay for it" in result.err  # no row is longer than the model takes
 
 
 def test_a_prompt_that_the_kv_cache_cannot_hold(decode: Callable, prompts: Path) -> None:
