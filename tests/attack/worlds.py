@@ -102,7 +102,7 @@ def draw_world(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            target = TargetModel(model, compile=compiled)
+            target = TargetModel(model, compile=compiled, frozen=foul)  # such a model is refused when a run begins
     except UnsupportedModelError:
         if kind in MAY_BE_REFUSED:
             return None

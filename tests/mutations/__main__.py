@@ -49,7 +49,8 @@ def main() -> int:
         survivors = [fault.name for fault, result in _results(faults, copies) if _survives(fault, result)]
     caught = len(faults) - len(survivors)
     print(f"{caught} of {len(faults)} faults were caught, in {time.monotonic() - begin:.0f} s")
-    print(*(f"SURVIVES: {name}" for name in survivors), sep="\n")
+    for name in survivors:
+        print(f"SURVIVES: {name}")
     return int(bool(survivors))
 
 

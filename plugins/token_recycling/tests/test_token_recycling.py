@@ -9,7 +9,7 @@ import pytest
 import torch
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_token_recycling.drafter import TokenRecyclingDrafter, grow
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emssd.attention import PagedBackend
@@ -31,6 +31,7 @@ PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]
     st.integers(0, 12),
     st.integers(0, 3),
 )
+@example({token: [0, 1, 2] for token in range(5)}, 12, 3)
 def test_the_tree_has_the_likeliest_ways_over_the_table_the_likeliest_first(
     table: dict[int, list[int]], num_nodes: int, depth: int
 ) -> None:
