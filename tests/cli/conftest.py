@@ -167,9 +167,7 @@ def loaded_once(of_all_tests: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The embedded models and those of fixtures are loaded once; what a test has made itself is its own."""
 
     def load(path: str, **options: Any) -> Any:
-        if (made := tmp_path / path).is_relative_to(tmp_path) and os.path.exists(
-            made
-        ):  # also of a name that no system takes
+        if (made := tmp_path / path).is_relative_to(tmp_path) and os.path.exists(made):  # also of a path too long
             return load_model(path, **options)
         key = (path, *sorted((name, repr(value)) for name, value in options.items()))
         if key not in of_all_tests.models:

@@ -77,8 +77,9 @@ def test_killed_twice_and_resumed_nothing_is_lost_or_decoded_twice(
 
 
 def test_a_resumed_run_says_what_its_figures_cover(decode: Callable) -> None:
-    whole = rows_by_id(decode().folder / "generations.jsonl")
-    cut_down(decode().folder, 2, '{"id": "prompts.txt:6", "pro')
+    folder = decode().folder
+    whole = rows_by_id(folder / "generations.jsonl")
+    cut_down(folder, 2, '{"id": "prompts.txt:6", "pro')
     result = decode("overwrite=false", "resume=true", "check=greedy", "progress=true")
     assert rows_by_id(result.folder / "generations.jsonl") == whole
     assert [row["id"] for row in result.rows][:2] == list(whole)[:2]

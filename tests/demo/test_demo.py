@@ -78,7 +78,7 @@ def test_the_head_is_small_and_goes_with_the_demo_only() -> None:
 
 
 def decoded(engine: Engine) -> list[tuple[int, ...]]:
-    return [row.token_ids for row in engine.generate([prompt.text for prompt in demo.prompts(8)], 40)]
+    return [row.token_ids for row in engine.generate([prompt.text for prompt in demo.prompts(12)], 48)]
 
 
 @pytest.fixture(scope="module")
