@@ -304,10 +304,10 @@ def new_plugin(session: nox.Session, kind: str) -> None:
         session.run(BIN / "ruff", "check", ".")
         session.run(BIN / "ruff", "format", "--check", ".")
         session.run(BIN / "mypy", "--cache-dir", ROOT / ".mypy_cache")  # torch's types take half a minute to read
-        session.run(BIN / "pytest", "-q", "-p", "no:cacheprovider", env=env)
+        session.run(BIN / "pytest", "-q", "-p", "no:cacheprovider", "--emssd-examples=5", env=env)
     with session.chdir(away):
         option = {"drafter": "length=3", "budget": "first=3"}[kind]
-        session.run(BIN / "emssd-plugins", "check", "foo", option, "--kind", kind, env=env)
+        session.run(BIN / "emssd-plugins", "check", "foo", option, "--kind", kind, "--examples", "5", env=env)
         session.run(BIN / "python", "-m", "emssd", f"{kind}=foo", "check=greedy", "data.limit=8", env=env)
 
 
