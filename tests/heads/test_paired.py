@@ -59,6 +59,7 @@ def test_the_text_is_worth_guessing() -> None:
 @looped("kinds", KINDS)
 @looped("shape", SHAPES)
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.costly("every shape, kind of sampling and backend")
 def test_a_head_that_is_always_right_is_always_accepted(head: str, shape: str, kinds: str, backend: str) -> None:
     engine = make_engine(head, SHAPES[shape], backend, adapted=sure)
     decode(engine, KINDS[kinds])

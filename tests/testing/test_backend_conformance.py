@@ -15,6 +15,8 @@ from emssd.testing import AttentionBackendConformance
 from emssd.testing.conformance.rules import rules_of
 from emssd.testing.oracle import DenseBackend
 
+pytestmark = pytest.mark.costly("holds a plugin to every rule")
+
 
 class TestRagged(AttentionBackendConformance):
     plugin = "ragged"

@@ -14,6 +14,8 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome
 from emssd.testing import BudgetPolicyConformance
 from emssd.testing.conformance.rules import rules_of
 
+pytestmark = pytest.mark.costly("holds a plugin to every rule")
+
 
 class TestAdaptive(BudgetPolicyConformance):
     plugin = "adaptive"
@@ -75,9 +77,9 @@ class AnswersOnce(Good):
         return [any(map(len, newest))]
 
 
-class NeedsNodes(Good):
+class FailsToEnd(Good):
     def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
-        return [max(node.chance for node in nodes) > 0.1 for nodes in newest]
+        return [all(node.surprise > 0.1 for node in nodes) for nodes in newest]  # type: ignore[attr-defined]  # the fault
 
 
 class TrimsNothing(Good):
@@ -210,7 +212,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "trims below zero": ("budget.trim", TrimsBelowZero),
     "forgets to return": ("budget.trim", TrimsNothing),
     "answers once for all rows": ("budget.goes_on", AnswersOnce),
-    "needs nodes to end drafts": ("budget.raises", NeedsNodes),
+    "fails to end drafts": ("budget.raises", FailsToEnd),
     "edits tokens": ("budget.batch", EditsTokens),
     "edits drafts": ("budget.batch", EditsDrafts),
     "needs rows": ("budget.limits", NeedsRows),

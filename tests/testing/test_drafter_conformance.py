@@ -11,6 +11,7 @@ from typing import Any
 
 import emssd_early_exit
 import emssd_kangaroo
+import pytest
 import torch
 from emssd_dflash import DFlashConfig
 from emssd_dflash.drafter import DFlashDrafter
@@ -37,6 +38,8 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.heads.options import TreeKind
 from emssd.testing import DrafterConformance
 from tests.support.heads import layer_weights, random_weights, write_head
+
+pytestmark = pytest.mark.costly("holds a plugin to every rule")
 
 
 class TestNone(DrafterConformance):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.attention import AttentionBackend
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, DrafterContext, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, DrafterContext, GoesOn, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
@@ -254,10 +254,18 @@ def make_draft_model(num_tokens: int = 4) -> DraftModelDrafter:
 class AsFresh(DraftModelDrafter):
     """A draft model that compares each of its drafts with that of a drafter without a past."""
 
+    may_end = False
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        super().end_by(goes_on)
+        self.may_end = goes_on is not None
+
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         draft = super().propose(batch, budget)
         if any(budget):
             fresh = make_draft_model().propose(batch, budget)
+            if self.may_end:  # the policy ends no draft of the fresh one
+                fresh = fresh.cut(draft.lengths)
             assert chains(draft) == chains(fresh), "its cache drifted"
         return draft
 

@@ -10,7 +10,7 @@ import torch
 from emssd_replay import ReplayConfig
 from emssd_replay.drafter import ReplayDrafter
 from emssd_replay.trees import ReplayTrees
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd import Engine
@@ -62,6 +62,7 @@ def test_certain_drafts_are_accepted_as_often_as_stated(config: ReplayConfig, ex
     assert steps == ({6 + 1} if expected == 4.0 else {limit})
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     p=st.sampled_from([0.3, 0.8]),
     concentration=st.sampled_from([None, 5.0]),

@@ -174,5 +174,6 @@ class SuffixTreeMachine(EngineMachine):
 
 
 @pytest.mark.hypothesis
+@pytest.mark.costly("plays random histories")
 def test_after_any_arrivals_and_preemptions_it_drafts_as_if_new_and_outputs_are_greedy() -> None:
     run_with_preemption(SuffixTreeMachine, share=5, num_steps=10)

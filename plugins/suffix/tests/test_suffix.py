@@ -264,5 +264,6 @@ class SuffixMachine(EngineMachine):
 
 
 @pytest.mark.hypothesis
+@pytest.mark.costly("plays random histories")
 def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
     run_with_preemption(SuffixMachine, share=4, num_steps=12)

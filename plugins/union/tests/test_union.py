@@ -375,5 +375,6 @@ class UnionMachine(EngineMachine):
 
 
 @pytest.mark.hypothesis
+@pytest.mark.costly("plays random histories")
 def test_after_any_arrivals_preemptions_and_trims_a_draft_model_in_it_drafts_what_a_fresh_one_drafts() -> None:
     run_with_preemption(UnionMachine, share=4, num_steps=12)
