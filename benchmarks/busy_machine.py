@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "libgomp's default": {"GOMP_SPINCOUNT": "300000"},
     "100,000 spins": {"GOMP_SPINCOUNT": "100000"},
     "10,000 spins": {"GOMP_SPINCOUNT": "10000"},
+    "3,000 spins": {"GOMP_SPINCOUNT": "3000"},
     "1,000 spins": {"GOMP_SPINCOUNT": "1000"},
     "no spin": {"GOMP_SPINCOUNT": "0"},
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},

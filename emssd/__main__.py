@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,10 +23,21 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+def _spin_briefly() -> None:
+    """Let a thread of PyTorch that waits for others sleep after 3,000 spins; libgomp's default is 300,000.
+
+    On a busy machine, a spinning thread takes the core of the thread that it waits for. libgomp reads the variable when
+    torch is imported. A user's own setting stays. Measured by ``benchmarks/busy_machine.py``.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+
 @steady("emssd")
 @_few_collections()
 def main() -> None:
     """Run the command line; `emssd.cli.command.main` says with which status it exits."""
+    _spin_briefly()
     from emssd.cli import (
         command as cli,  # here, because it brings Hydra: Ctrl-C while that is imported is dealt with already
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import transformers
 from transformers.utils import import_utils as utils
 
+from emssd.__main__ import _spin_briefly
 from emssd.jobs.imports import _read_once
 from emssd.model.checkpoint import _MadeEmpty
 
@@ -33,10 +35,12 @@ HEAVY = (
     "emssd_train",
 )
 PROGRAM = """
-import json, sys
+import json, os, sys
 from emssd.__main__ import main
 
+assert "torch" not in sys.modules  # libgomp reads the environment when torch is imported
 main()
+assert {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)
 with open("modules.json", "w") as file:
     json.dump(sorted(sys.modules), file)
 
@@ -54,6 +58,17 @@ def test_heavy_modules_are_not_imported_by_a_run(tmp_path: Path) -> None:
     modules = json.loads((tmp_path / "modules.json").read_text())
     assert "emssd.decoding.engine" in modules
     assert [name for name in HEAVY if name in modules] == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "then"), [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_threads_spin_briefly_unless_the_environment_says_how(
+    mine: dict[str, str], then: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(mine))
+    _spin_briefly()
+    assert os.environ.get("GOMP_SPINCOUNT") == then
 
 
 def test_what_models_define_is_read_once_and_the_same() -> None:
