@@ -188,7 +188,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             part.unlink()
         raise OutputError(
-            f"cannot write {path}: {error.strerror}; the rows are in {path.parent}, and resume=true goes on from there"
+            f"cannot write {path}: {error.strerror}; finished rows stay in {path.parent}, and resume=true keeps them"
         ) from error
 
 

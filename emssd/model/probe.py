@@ -60,7 +60,7 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
             f"{name} sends {len(layers)} of its {expected} layers through the attention interface; "
             f"the others keep a state of their own, which cannot be rolled back"
         )
-    _compare(name, packed, alone, target.dtype)
+    _compare(target, packed, alone)
     if aranges.num_calls:
         _refuse_counted_positions(target, rows)
     return tuple(layers[layer] for layer in range(expected))
@@ -173,11 +173,20 @@ class _Aranges(TorchFunctionMode):
         return result if self._instead is None else self._instead.to(result)
 
 
-def _compare(name: str, packed: torch.Tensor, alone: torch.Tensor, dtype: torch.dtype) -> None:
+def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> None:
     packed, alone = packed.double(), alone.double()
     difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
-    if not difference <= PROBE_TOLERANCE[dtype]:
-        raise UnsupportedModelError(
-            f"{name} gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
-            f"deviations): it has a feature that does not go through its attention function"
+    if difference <= PROBE_TOLERANCE[target.dtype]:
+        return
+    name = type(target.model).__name__
+    if torch.is_autocast_enabled(target.device.type):
+        reason = "cannot be served under torch.autocast, which rounds in other places for other shapes; leave its block"
+    elif not alone.isfinite().all():
+        where = next((key for key, each in target.model.named_parameters() if not each.isfinite().all()), None)
+        reason = f"gives logits that are not finite: {where or 'a layer'} has NaN or infinite values"
+    else:
+        reason = (
+            f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
+            "deviations): it has a feature that does not go through its attention function"
         )
+    raise UnsupportedModelError(f"{name} {reason}")

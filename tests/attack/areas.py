@@ -126,20 +126,20 @@ def _no_world(seed: str) -> None:
 
 
 AREAS: dict[str, Area] = {
-    "histories": Area("random histories, float64", _exact, draw_history, 0.26),
+    "histories": Area("random histories, float64", _exact, draw_history, 0.2),
     "sampled": Area("tokens are drawn", _exact, lambda rng, world: draw_history(rng, world, sampled=True), 0.1),
-    "sins": Area("drafters that break the rules", _exact, lambda rng, world: draw_history(rng, world, sins=True), 0.15),
+    "sins": Area("drafters that break the rules", _exact, lambda rng, world: draw_history(rng, world, sins=True), 0.12),
     "faults": Area(
-        "failures in the middle of a step", _exact, lambda rng, world: draw_history(rng, world, faults=True), 0.13
+        "failures in the middle of a step", _exact, lambda rng, world: draw_history(rng, world, faults=True), 0.11
     ),
-    "foul": Area("embeddings that are not finite", lambda seed: draw_world(seed, foul=True), draw_history, 0.12),
-    "stops": Area("stop strings", lambda seed: draw_world(seed, spelt=True), draw_history, 0.1),
+    "foul": Area("embeddings that are not finite", lambda seed: draw_world(seed, foul=True), draw_history, 0.09),
+    "stops": Area("stop strings", lambda seed: draw_world(seed, spelt=True), draw_history, 0.08),
     "rounded": Area("float32 and bfloat16", _rounded, _same_backend, 0.06),
     "compiled": Area("compiled, bits in bfloat16", _compiled, _fused, 0.08, num_histories=24),
-    "changes": Area("the model changes between two runs", _exact, _changing, 0.0),
-    "recompiled": Area("so does a compiled one", _compiled_exact, _changing, 0.0),
-    "threads": Area("engines of one model in several threads", _exact, _in_threads, 0.0),
-    "outputs": Area("outputs that are damaged in mid-run", _no_world, draw_history, 0.0, job=damaged_output),
+    "changes": Area("the model changes between two runs", _exact, _changing, 0.05),
+    "recompiled": Area("so does a compiled one", _compiled_exact, _changing, 0.03),
+    "threads": Area("engines of one model in several threads", _exact, _in_threads, 0.05),
+    "outputs": Area("outputs that are damaged in mid-run", _no_world, draw_history, 0.03, job=damaged_output),
 }
 
 

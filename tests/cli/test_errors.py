@@ -129,13 +129,13 @@ def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> 
         ),
         (
             "config.yaml.part",
-            "cannot write out/config.yaml: No space left on device; the rows are in out, and resume=true goes on from "
-            "there",
+            "cannot write out/config.yaml: No space left on device; finished rows stay in out, "
+            "and resume=true keeps them",
         ),
         (
             "metrics.json.part",
-            "cannot write out/metrics.json: No space left on device; the rows are in out, and resume=true goes on from "
-            "there",
+            "cannot write out/metrics.json: No space left on device; finished rows stay in out, "
+            "and resume=true keeps them",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def test_a_disk_that_gets_full_within_a_line_leaves_whole_lines(path: Path) -> N
 def test_a_file_that_is_replaced_on_a_full_disk_stays_as_it_was(tmp_path: Path) -> None:
     with OutputFolder(tmp_path) as output:
         output.write_metrics({"num_steps": 1})
-        refused = r"cannot write .*metrics.json: File too large; the rows are in"
+        refused = r"cannot write .*metrics.json: File too large; finished rows stay in"
         with room(5), pytest.raises(OutputError, match=refused):
             output.write_metrics({"num_steps": 2})
         assert output.read_metrics() == {"num_steps": 1}

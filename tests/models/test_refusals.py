@@ -319,3 +319,17 @@ def test_a_model_without_a_length_limit_asks_for_one() -> None:
     with pytest.raises(ConfigError, match=r"llama has no length limit in its config; set model\.max_model_len"):
         Engine.from_model(model)
     assert Engine.from_model(model, max_model_len=50).target.max_model_len == 50
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(UnsupportedModelError, match=r"not finite: model\.layers\.1\.mlp\.up_proj\.weight has NaN"):
+        Engine.from_model(model)
+
+
+def test_autocast_is_named() -> None:
+    model = random_model("llama")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match=r"leave its block"):
+        Engine.from_model(model)
