@@ -121,17 +121,19 @@ class ProbeRows:
         self.kept = torch.arange(len(places), device=device)  # all, in the form in which a step asks
         self.index = torch.tensor([i for i, _ in places], device=device)
         self.owner = torch.tensor([row for _, row in places], device=device)
+        self._masks: dict[tuple[int | None, torch.device, torch.dtype], torch.Tensor] = {}
 
     def attend(
         self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Each row's attention, in the pack."""
-        mask = (self.owner[:, None] == self.owner[None, :]).tril()
-        if seen.sliding_window is not None:
-            mask &= self.index[:, None] - self.index[None, :] < seen.sliding_window
-        mask = mask.to(query.device)
-        out = masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), seen)
-        return out[0].contiguous()
+        window, device, dtype = kind = seen.sliding_window, query.device, query.dtype
+        if kind not in self._masks:
+            mask = (self.owner[:, None] == self.owner[None, :]).tril()
+            if window is not None:
+                mask &= self.index[:, None] - self.index[None, :] < window
+            self._masks[kind] = additive_mask(mask[None].to(device), dtype)
+        return masked_attention(query[None], key[None], value[None], self._masks[kind], seen)[0].contiguous()
 
     def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""
