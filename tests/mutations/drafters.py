@@ -277,6 +277,14 @@ FAULTS = (
         ("plugins/early_exit/tests/test_early_exit.py::test_it_drafts_what_the_first_layers_say_without_a_cache",),
     ),
     Fault(
+        "a level of a chain in C++ stands at the position of the level before",
+        "draft_model",
+        "emssd/native/cpp/program.h",
+        "next_positions.push_back(positions[row] + level + 1)",
+        "next_positions.push_back(positions[row] + level)",
+        ("tests/models/test_chains.py::test_a_draft_model",),
+    ),
+    Fault(
         "a chain goes on behind a token that is not sure enough",
         "early_exit",
         "emssd/drafting/shapes.py",
