@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from emssd.model.interface import (
     register,
     with_windows,
 )
+from emssd.model.mixing import install
 from emssd.model.replaced import lock_of
 from emssd.model.spread import is_spread, output_device
 from emssd.model.support import check_config, check_whole, resolve_max_model_len
@@ -48,6 +50,8 @@ class HookedModel:
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
+        keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`. `layers` then counts those
+            that attend, in the order in which they run.
         lock: held for a pass, by all that call this model through emssd.
 
     Raises:
@@ -64,6 +68,7 @@ class HookedModel:
         if shard is None:
             check_whole(model)
         register(model.config)
+        self.keeps_states = install(model)
         self.lock = lock_of(model)
         self.is_spread = is_spread(model)
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
@@ -104,13 +109,14 @@ class HookedModel:
         keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
+        calls = count() if self.keeps_states else None  # layers beside others have numbers with gaps, or none
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
         in_loops = self.dtype is torch.float64  # for which PyTorch has no grouped matrix product
         with (
             self.lock,
             implementation(ATTENTION_NAME if masks is None else MASKED_NAME, experts_in_loops=in_loops),
-            keywords_known(keywords | {"emssd_numbers": self._numbers}),
+            keywords_known(keywords | {"emssd_numbers": self._numbers, "emssd_calls": calls}),
             taking,
             cut,
         ):

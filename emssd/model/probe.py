@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from emssd.attention import LayerSpec, additive_mask, masked_attention
 from emssd.errors import UnsupportedModelError
 from emssd.model.interface import Attend, implementation
+from emssd.model.states import Feed, StateCache
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -54,7 +55,7 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
             packed = rows.run_packed(target, attend)
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
             alone = rows.run_alone(model)
-    expected = model.config.get_text_config().num_hidden_layers
+    expected = len(layers) if target.keeps_states else model.config.get_text_config().num_hidden_layers
     if sorted(layers) != list(range(expected)):
         raise UnsupportedModelError(
             f"{name} sends {len(layers)} of its {expected} layers through the attention interface; "
@@ -137,7 +138,12 @@ class ProbeRows:
 
     def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""
-        logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
+        feeds = {
+            str(row): Feed(tuple((self.owner == row).nonzero().flatten().tolist()), len(tokens), 0)
+            for row, tokens in enumerate(self.rows)
+        }
+        with StateCache().pass_of(feeds) if target.keeps_states else nullcontext():
+            logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
         return torch.cat([logits[self.owner == row] for row in range(2)])
 
     def run_alone(self, model: Any) -> torch.Tensor:
