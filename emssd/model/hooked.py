@@ -81,6 +81,11 @@ class HookedModel:
         self.compiled: Any = None
         self.streams: Streams | None = None
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers; those of `layers`, and those that keep a state."""
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
     def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
         """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
         return KVCacheSpec(

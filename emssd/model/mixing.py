@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # PyTorch's own name for it
+import torch.nn.functional as F  # PyTorch's own name for it
 
 from emssd.errors import UnsupportedModelError
 
@@ -175,9 +175,7 @@ def _mamba(mixer: Mixer, of: Mapping[str, Any]) -> Any:
     inputs = of["hidden_states"]  # [b, v, n]
     dt = of["dt"] if of["delta_bias"] is None else of["dt"] + of["delta_bias"].to(of["dt"].dtype)[..., None]
     dt = F.softplus(dt) if of["delta_softplus"] else dt
-    value, dt, key, query = (
-        _wide(_fed(each.transpose(1, 2))).unsqueeze(1) for each in (inputs, dt, of["B"], of["C"])
-    )
+    value, dt, key, query = (_wide(_fed(each.transpose(1, 2))).unsqueeze(1) for each in (inputs, dt, of["B"], of["C"]))
     rates = of["A"].to(dt.dtype).transpose(0, 1)
     out = mixer.recur(Recurrence(query, key, value * dt, dt.unsqueeze(2), rates=rates)).to(inputs.dtype)
     out = out.view(inputs.shape[0], inputs.shape[2], -1).transpose(1, 2)

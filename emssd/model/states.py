@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import cast
 
 import torch
 
 from emssd.attention import Kept, PackedInputs
 from emssd.model.mixing import Convolution, Recurrence, mixed_by
+from emssd.native import load_kernels, why_unavailable
 
 __all__ = ["Feed", "StateCache"]
 
@@ -113,6 +116,20 @@ class _Step:
     paths: list[_Path] = field(default_factory=list)
     rows: dict[str, _Row] = field(default_factory=dict)
     parents: list[int] = field(default_factory=list)
+    _tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of all paths, ``[2, length]`` inputs and outputs, and ``[paths, 5]`` the paths, for the kernel."""
+        if self._tables is None:
+            ends = [*accumulate(len(path.inputs) for path in self.paths)]
+            tokens = [[each for path in self.paths for each in path.inputs]]
+            tokens.append([each for path in self.paths for each in path.outputs])
+            paths = [
+                [path.slot, end - len(path.inputs), end, path.save, path.save_slot]
+                for path, end in zip(self.paths, ends, strict=True)
+            ]
+            self._tables = torch.tensor(tokens), torch.tensor(paths)
+        return self._tables
 
 
 class StateCache:
@@ -235,9 +252,7 @@ class StateCache:
             while (parent := parents[indices[-1]]) >= base:
                 indices.append(parent)
             indices.reverse()
-            outputs = [
-                feed.places[i - feed.start] if i >= feed.start and i not in done else -1 for i in indices
-            ]
+            outputs = [feed.places[i - feed.start] if i >= feed.start and i not in done else -1 for i in indices]
             path = _Path(slot + from_slot if base else -1, [row.kept[i - row.first] for i in indices], outputs)
             if save and not done:
                 path.save, path.save_slot = save - base, slot + (not row.flipped)
@@ -281,8 +296,12 @@ class _Mixer:
         sizes = [shape.numel() for shape in shapes]
         if layer not in self.states:
             self.states[layer] = kept.new_zeros(0, heads, num_keys, num_values)
-        slots = self._room_for(layer)
-        paths = self._step.paths
+        slots, paths = self._room_for(layer), self._step.paths
+        if slots.device.type == "cpu" and why_unavailable() is None:
+            tables, rates = self._step.tables(), rates if rates is None else rates.contiguous()
+            return cast(
+                "torch.Tensor", load_kernels().recur(kept, query.contiguous(), slots, rates, *tables, *decay.shape[2:])
+            )
         starts = torch.tensor([path.slot for path in paths], device=kept.device)
         state = slots[starts.clamp_min(0)] * (starts >= 0)[:, None, None, None]
         out = torch.zeros_like(value)
