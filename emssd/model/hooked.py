@@ -47,6 +47,7 @@ class HookedModel:
         device: where the logits come out, and all else is that is not a layer's own.
         is_spread: whether Accelerate moves what the model computes from device to device.
         layers: shape and rules of each attention layer, once they are known.
+        bytes_per_row: what the states of a row take, once they are known.
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
@@ -77,6 +78,7 @@ class HookedModel:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
         self.layers: tuple[LayerSpec, ...] = ()
+        self.bytes_per_row = 0
         self.devices: tuple[torch.device, ...] = ()
         self.compiled: Any = None
         self.streams: Streams | None = None
@@ -89,7 +91,13 @@ class HookedModel:
     def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
         """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
         return KVCacheSpec(
-            self.layers, self.dtype, self.device, max_batch_size, self.max_model_len, devices=self.devices
+            self.layers,
+            self.dtype,
+            self.device,
+            max_batch_size,
+            self.max_model_len,
+            bytes_per_row=self.bytes_per_row,
+            devices=self.devices,
         )
 
     def run(

@@ -2,8 +2,8 @@
 
 A state cannot be cut back, so it moves only when tokens are committed. A row has a state after some of its tokens, and
 keeps the inputs of the later ones, a few numbers a token and layer. A step starts from the state, applies these inputs,
-and goes on with its own tokens along each path of a tree. It also stores the state after the last token that is no draft:
-`commit` adopts that.
+and goes on with its own tokens along each path of a tree. It also stores the state after the last token that is no
+draft, which `commit` adopts.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class _Mixer:
         for at in range(len(paths[0].inputs)):
             active = [path for path in paths if at < len(path.inputs)]
             places = torch.tensor([path.inputs[at] for path in active], device=kept.device)
-            split = kept[places].split(sizes, 1)
+            split = torch.split(kept[places], sizes, 1)
             key, value, decay, *rest = (part.view(-1, *shape) for part, shape in zip(split, shapes, strict=True))
             now = state[: len(active)]
             now = now * (decay if rates is None else decay * rates).exp()
