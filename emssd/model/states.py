@@ -241,8 +241,6 @@ class StateCache:
         save = 0
         if not row.ahead and feed.num_drafts < len(feed.places):
             save = feed.kv_len - feed.num_drafts
-            if name in self._rows:  # if this pass fails, what the slot had is gone
-                self._rows[name] = replace(self._rows[name], ahead=0)
         done: set[int] = set()
         inner = set(parents.values())
         for leaf in range(feed.start, feed.kv_len):

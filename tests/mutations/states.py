@@ -46,14 +46,6 @@ FAULTS = (
         (WRITTEN_OUT, "tests/models/test_states.py::test_rows_that_are_preempted_begin_again"),
     ),
     Fault(
-        "a failed pass leaves what it wrote",
-        "states",
-        STATES,
-        "replace(self._rows[name], ahead=0)",
-        "replace(self._rows[name])",
-        (WRITTEN_OUT,),
-    ),
-    Fault(
         "a convolution sees the token before a node, and not its parent",
         "states",
         STATES,
