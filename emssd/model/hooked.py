@@ -51,8 +51,9 @@ class HookedModel:
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
-        keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`. `layers` then counts those
-            that attend, in the order in which they run.
+        keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`.
+        counts_calls: whether `layers` are the calls of attention in a pass, in their order: where not every layer
+            attends once.
         lock: held for a pass, by all that call this model through emssd.
 
     Raises:
@@ -69,7 +70,7 @@ class HookedModel:
         if shard is None:
             check_whole(model)
         register(model.config)
-        self.keeps_states = install(model)
+        self.keeps_states = self.counts_calls = install(model)
         self.lock = lock_of(model)
         self.is_spread = is_spread(model)
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
@@ -122,7 +123,7 @@ class HookedModel:
         keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
-        calls = count() if self.keeps_states else None  # layers beside others have numbers with gaps, or none
+        calls = count() if self.counts_calls else None
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
         in_loops = self.dtype is torch.float64  # for which PyTorch has no grouped matrix product

@@ -46,16 +46,21 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
         layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         if layer in layers:
-            raise UnsupportedModelError(f"{name} runs attention layer {layer} twice in a pass")
+            raise _CalledTwiceError
         layers[layer] = seen
         return rows.attend(layer, seen, query, key, value)
 
     with running(target):
         with _Aranges(rows.num_tokens) as aranges:
-            packed = rows.run_packed(target, attend)
+            try:
+                packed = rows.run_packed(target, attend)
+            except _CalledTwiceError:
+                target.counts_calls = True
+                layers.clear()
+                packed = rows.run_packed(target, attend)
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
             alone = rows.run_alone(model)
-    expected = len(layers) if target.keeps_states else model.config.get_text_config().num_hidden_layers
+    expected = len(layers) if target.counts_calls else model.config.get_text_config().num_hidden_layers
     if sorted(layers) != list(range(expected)):
         raise UnsupportedModelError(
             f"{name} sends {len(layers)} of its {expected} layers through the attention interface; "
@@ -67,6 +72,10 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     if aranges.num_calls:
         _refuse_counted_positions(target, rows)
     return tuple(layers[layer] for layer in range(expected))
+
+
+class _CalledTwiceError(Exception):
+    """A layer attends more than once in a pass."""
 
 
 class _OneRow:

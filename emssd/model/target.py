@@ -85,8 +85,7 @@ class TargetModel(HookedModel):
         if compile not in (True, False, "auto"):
             raise ConfigError(f"model.compile is {compile}; it must be true, false or auto")
         super().__init__(model, max_model_len=max_model_len, shard=shard)
-        self._windows = learn_windows(self)
-        self.layers = probe_layers(self)
+        self.layers = self._learned()
         self.may_compile, self._can_compile = compile, False
         self.why_compiled = "not compiled: model.compile=false"
         if self.is_spread:
@@ -114,6 +113,13 @@ class TargetModel(HookedModel):
                     self._learn_again(change)
         return self.num_changes
 
+    def _learned(self) -> tuple[LayerSpec, ...]:
+        """The layers as the model runs now, with the windows that masks alone know of."""
+        counted, self._windows = self.counts_calls, {}
+        self._windows = learn_windows(self)
+        layers = probe_layers(self)
+        return layers if self.counts_calls == counted else self._learned()  # windows by other numbers
+
     def _learn_again(self, change: str) -> None:
         kind = self.model.dtype, output_device(self.model), self.model.config.get_text_config().vocab_size
         if kind != (self.dtype, self.device, self.vocab_size):
@@ -124,8 +130,7 @@ class TargetModel(HookedModel):
         windows, self._windows = self._windows, {}
         self._sinks.clear()
         try:
-            self._windows = learn_windows(self)
-            layers = probe_layers(self)
+            layers = self._learned()
             if _without_sinks(layers) != _without_sinks(self.layers):
                 raise UnsupportedModelError(
                     f"the model has changed ({change}), and attends by other rules than those that the KV cache of "
@@ -228,8 +233,8 @@ class TargetModel(HookedModel):
 
         only_kept, self._can_compile = self.may_compile == "auto" or change is not None, False
         try:
-            if self.keeps_states:
-                raise CompileError("some of its layers keep a state, which compiled programs do not know")
+            if self.counts_calls:
+                raise CompileError("some of its layers keep a state, or attend twice, which no compiled program does")
             compiled = CompiledForward(self, hidden, only_kept=only_kept)
         except CompileError as error:
             self._can_compile = change is None and isinstance(error, NotKeptError)

@@ -284,8 +284,17 @@ def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) 
         Engine.from_model(model_of("qwen3_5_text"), drafter="none")
 
 
+def test_a_layer_that_attends_twice_has_kv_for_each_time() -> None:
+    model = tiny_model("llama", vocab_size=VOCAB_SIZE, max_model_len=64)
+    model.model.layers[1] = model.model.layers[0]
+    known = {prompt: greedy_reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS}
+    engine = Engine.from_model(model, drafter=DecoyDrafter(VOCAB_SIZE, known), budget="fixed")
+    assert len(engine.target.layers) == 2
+    assert [list(each.token_ids) for each in engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)] == [*known.values()]
+
+
 def test_it_is_not_compiled() -> None:
-    with pytest.warns(RuntimeWarning, match="some of its layers keep a state"):
+    with pytest.warns(RuntimeWarning, match="keep a state, or attend twice"):
         Engine.from_model(model_of("lfm2"), drafter="none", compile=True)
 
 
