@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
 from emssd.metrics.stats import StageStats, StepStats
 
@@ -141,15 +142,12 @@ def load_curve(path: Path) -> FittedCurve:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        drafts = tuple(tuple(map(float, draft)) for draft in values["drafts"])
-        return FittedCurve(tuple(map(int, values["knots"])), tuple(map(float, values["verify"])), drafts)
+        return typed(read_json(path.read_bytes()), FittedCurve)
     except OSError as error:
         raise ConfigError(f"curve {path} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except ValueError as error:
         raise ConfigError(
-            f"{path} holds no step-time curve ({type(error).__name__}: {error}); "
-            f"fit one with: python -m emssd.simulate record --curve FILE"
+            f"{path} holds no step-time curve ({error}); fit one with: python -m emssd.simulate record --curve FILE"
         ) from error
 
 
