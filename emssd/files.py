@@ -31,7 +31,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path, *, mode: int = 0o777, replace: bool = False) -> Iterator[Path]:
     """A new folder beside `path`, which becomes `path` when the body ends.
 
-    If that fails, `path` stays as it was; without `replace`, a folder of that name is a failure. A process that is killed may leave a folder ``NAME-*.part``.
+    If that fails, `path` stays as it was; without `replace`, a folder of that name is a failure. A
+    process that is killed may leave a folder ``NAME-*.part``.
     """
     part = path.with_name(f"{path.name}-{uuid4().hex[:8]}.part")
     replaced = part.with_suffix(".old")

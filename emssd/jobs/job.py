@@ -27,7 +27,6 @@ from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.jobs.closing import print_texts, print_whole, remarks
 from emssd.jobs.config import RunConfig
 from emssd.jobs.experiment import label_of, setting_of
-from emssd.jobs.imports import import_transformers
 from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
@@ -97,8 +96,8 @@ def run_job(
         EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
     """
     import torch
+    import transformers
 
-    transformers = import_transformers(distributed=config.model.tensor_parallel)
     transformers.utils.logging.disable_progress_bar()
     check_options(config)
     registry.in_use.clear()  # what earlier runs of a sweep used
