@@ -55,14 +55,9 @@ class Jobs:
     def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
         """One run with its own tables; `swept` are the overrides of one in a sweep."""
         self._follow(config)
-        if config.cluster is not None:
-            from emssd.jobs.cluster import run_on_cluster
+        from emssd.jobs.job import run_job
 
-            result = run_on_cluster(config, output_dir, config_text, self._registry)
-        else:
-            from emssd.jobs.job import run_job
-
-            result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
+        result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
         self._note_check(result.metrics)
         if swept is not None:
             self._swept.append(SweptRun(config, swept, result.metrics, output_dir))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
+from emssd.metrics.least_squares import fit_non_negative
 from emssd.metrics.stats import StageStats, StepStats
 
 __all__ = ["FittedCurve", "Roofline", "StepCurve", "load_curve"]
@@ -22,7 +23,7 @@ __all__ = ["FittedCurve", "Roofline", "StepCurve", "load_curve"]
 _Array = npt.NDArray[np.float64]
 
 _ROUNDS = 3  # of fits, each weighted by the one before
-_SWEEPS = 1000  # of coordinate descent in each; seven unknowns take some hundred milliseconds
+_SWEEPS = 1000  # of coordinate descent in each
 
 
 class StepCurve(ABC):
@@ -163,17 +164,14 @@ def _fit_draft(stages: Seq[StageStats]) -> tuple[float, ...]:
 
 
 def _least_squares(features: _Array, seconds: _Array) -> tuple[float, ...]:
-    """Coefficients ``>= 0`` of the least relative errors: coordinate descent on the normal equations.
+    """Coefficients ``>= 0`` of the least relative errors.
 
     Errors are relative to the fit, not to the measurement, or else slow steps would count for too little.
     """
     scale = np.maximum(features.max(axis=0), 1e-300)
-    solution, expected = np.zeros(features.shape[1]), np.full(len(seconds), seconds.mean())
+    solution, expected = [0.0] * features.shape[1], np.full(len(seconds), seconds.mean())
     for _ in range(_ROUNDS):
         rows = features / scale / expected[:, None]
-        gram, moment = rows.T @ rows, rows.T @ (seconds / expected)
-        for _ in range(_SWEEPS):
-            for i in np.flatnonzero(np.diag(gram)):
-                solution[i] = max(0.0, solution[i] + (moment[i] - gram[i] @ solution) / gram[i, i])
+        fit_non_negative((rows.T @ rows).tolist(), (rows.T @ (seconds / expected)).tolist(), solution, sweeps=_SWEEPS)
         expected = np.maximum(features / scale @ solution, 1e-3 * seconds.mean())
     return tuple((solution / scale).tolist())
