@@ -44,10 +44,6 @@ class Material:
     simulations: list[Simulation] = field(default_factory=list)
     runs: list[PlainRun] = field(default_factory=list)
 
-    def of(self, experiment: str) -> list[Row]:
-        """The rows of an experiment."""
-        return [row for row in self.rows if row.experiment == experiment]
-
 
 def read(paths: Iterable[Path]) -> Material:
     """What is at `paths`: files, or folders that are searched through; each file is read once.

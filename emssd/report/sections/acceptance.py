@@ -9,27 +9,20 @@ from functools import partial
 
 from emssd.report.cells import grids
 from emssd.report.figures import Curve, colour, curves, histograms
-from emssd.report.sections.common import Section, begin, marks_of, short_names
-from emssd.report.sources import Material
+from emssd.report.rows import Row
+from emssd.report.sections.common import About, Section, marks_of, short_names
 from emssd.report.tables import table_of
 
-__all__ = ["acceptance", "accepted_by_position", "least_of_batches"]
+__all__ = ["ACCEPTANCE", "accepted_by_position", "least_of_batches"]
 
 _BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32)
 _Figures = Mapping[str, Mapping[int, float]]  # by name, and batch size or place
 
 
-def acceptance(material: Material) -> Section | None:
+def _acceptance(section: Section, rows: list[Row]) -> None:
     """The acceptance length figure, and acceptance by place in the draft."""
-    rows = [row for row in material.of("acceptance") if row.speculate]
-    if not rows:
-        return None
-    claim = (
-        "The paper says that samples differ considerably in their mean acceptance length τ, and that the least of a "
-        "batch, which falls with the batch size, says best how far a batch is accelerated."
-    )
-    section = begin("acceptance", "Acceptance by sample", claim, rows)
-    found = grids(rows)
+    if not (found := grids(row for row in rows if row.speculate)):
+        return
     mark, by_name = marks_of(found), {name: grid.rows[0] for name, grid in zip(short_names(found), found, strict=True)}
     samples = {name: row.samples["acceptance_length"] for name, row in by_name.items()}
     least = {name: least_of_batches(taus) for name, taus in samples.items()}
@@ -57,7 +50,15 @@ def acceptance(material: Material) -> Section | None:
         section.table(table_of(by_name, {"model, drafter, data": str} | _columns(shares, "{}", ".0%")))
         title, ylabel = "Accepted, by place in the draft", "share of drafts that reach j"
         section.draw(title, curves(title, "place j", ylabel, _curves(shares), mark=mark, log=False))
-    return section
+
+
+ACCEPTANCE = About(
+    "acceptance",
+    "Acceptance by sample",
+    "The paper says that samples differ considerably in their mean acceptance length τ, and that the least of a "
+    "batch, which falls with the batch size, says best how far a batch is accelerated.",
+    _acceptance,
+)
 
 
 def least_of_batches(taus: Seq[float]) -> dict[int, float]:

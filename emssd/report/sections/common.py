@@ -1,11 +1,11 @@
-"""What sections of a report are made of."""
+"""Sections of a report: paragraphs, tables and plots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from emssd.metrics.busy import busy_remark
 from emssd.report.cells import Cell, Grid
@@ -13,7 +13,7 @@ from emssd.report.figures import Curve, colour
 from emssd.report.rows import Row, Simulation
 from emssd.report.tables import Table, code, escape, listed
 
-__all__ = ["CELL", "Plot", "Section", "begin", "marks_of", "short_names", "speedup_curves"]
+__all__ = ["CELL", "About", "Plot", "Section", "begin", "marks_of", "short_names", "speedup_curves"]
 
 CELL: dict[str, Callable[[Cell], str]] = {
     "batch": lambda cell: str(cell.batch_size),
@@ -82,6 +82,24 @@ class Section:
             else:
                 shown += block if isinstance(block, str) else block.markdown()
         return shown
+
+
+class About(NamedTuple):
+    """The section of an experiment: its rows, its title, what the paper says or what is shown, and its writer."""
+
+    experiment: str
+    title: str
+    claim: str
+    write: Callable[[Section, list[Row]], None]
+
+    def section(self, rows: list[Row], name: str = "") -> Section | None:
+        """The section of `rows`; ``None`` if there is nothing to show of them."""
+        if not rows:
+            return None
+        section = begin(name or self.experiment, self.title, self.claim, rows)
+        introduction = len(section.blocks)
+        self.write(section, rows)
+        return section if len(section.blocks) > introduction else None
 
 
 def begin(name: str, title: str, claim: str, rows: Iterable[Row | Simulation]) -> Section:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from emssd.report import paper
 from emssd.report.cells import Grid, Spread, grids
 from emssd.report.figures import Curve, colour, curves
-from emssd.report.rows import Simulation
-from emssd.report.sections.common import Section, begin, marks_of, short_names
-from emssd.report.sources import Material
+from emssd.report.rows import Row, Simulation
+from emssd.report.sections.common import About, Section, begin, marks_of, short_names
 from emssd.report.tables import Table, escape, pivot
 
-__all__ = ["appendix", "expected_ratio", "padding_ratio"]
+__all__ = ["PADDING_RATIO", "appendix", "expected_ratio"]
 
 _RATIOS = {"padding_per_new_token": "padding per new token", "padding_ratio": "δ̄/τ_max"}
 _PANELS = {
@@ -22,23 +22,15 @@ _PANELS = {
 }
 
 
-def padding_ratio(material: Material) -> Section | None:
+def _padding_ratio(section: Section, rows: list[Row]) -> None:
     """The padding ratio figure."""
-    rows = [row for row in material.of("padding_ratio") if row.method == "vanilla"]
-    if not rows:
-        return None
-    quoted = "; ".join(
-        f"above {each.share:.0%} with {paper.label(each.model)}, {each.drafter}, batch size {each.batch_size}"
-        for each in paper.PADDING
-    )
-    claim = f"The paper quotes padding ratios of the vanilla method: {quoted}."
-    section = begin("padding_ratio", "Padding of the vanilla method", claim, rows)
+    if not (found := grids(row for row in rows if row.method == "vanilla")):
+        return
     section.say(
         "*Padding per new token* is that of the paper's code: (padding tokens fed + KV slots lost) ÷ new tokens of "
         "decode steps. *δ̄/τ_max* is that of its appendix: by which share the rows' mean acceptance is shorter than the "
         "longest, as a mean of decode steps."
     )
-    found = grids(rows)
     for name, label in _RATIOS.items():
         cells = sorted(((grid, cell) for grid in found for cell in grid.cells), key=lambda each: each[1].batch_size)
         texts = {(grid.title, str(cell.batch_size)): cell.median(name, ".0%") for grid, cell in cells}
@@ -46,7 +38,18 @@ def padding_ratio(material: Material) -> Section | None:
         section.table(pivot("model, drafter, data", texts))
     section.draw("Padding per new token; stars, what the paper quotes", _chart(found, "padding_per_new_token"))
     section.draw("Padding ratio of the paper's appendix", _chart(found, "padding_ratio"))
-    return section
+
+
+_quoted = "; ".join(
+    f"above {each.share:.0%} with {paper.label(each.model)}, {each.drafter}, batch size {each.batch_size}"
+    for each in paper.PADDING
+)
+PADDING_RATIO = About(
+    "padding_ratio",
+    "Padding of the vanilla method",
+    f"The paper quotes padding ratios of the vanilla method: {_quoted}.",
+    _padding_ratio,
+)
 
 
 def _chart(found: Seq[Grid], name: str) -> str:
@@ -62,10 +65,10 @@ def _chart(found: Seq[Grid], name: str) -> str:
     return curves(label, "batch size / rows", label, lines, mark=marks_of(found))
 
 
-def appendix(material: Material) -> list[Section]:
+def appendix(simulations: Iterable[Simulation]) -> list[Section]:
     """Appendix B: the three panels, and the expected padding ratio."""
     found = []
-    for index, each in enumerate(material.simulations):
+    for index, each in enumerate(simulations):
         claim = (
             "In the paper's simulation the longest acceptance and the padding grow with p, the accuracy of a drafted "
             "token, and with the batch size; the padding ratio falls with p, and exceeds 50 % below p = 0.8 and above "
