@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from emssd.report.cells import grids
-from emssd.report.figures import Curve, colour, curves, histograms
+from emssd.report.figures import coloured, curves, histograms
 from emssd.report.rows import Row
 from emssd.report.sections.common import About, Section, marks_of, short_names
 from emssd.report.tables import table_of
@@ -36,7 +36,7 @@ def _acceptance(section: Section, rows: list[Row]) -> None:
     title = "Mean acceptance length τ of each sample"
     section.draw(title, histograms(title, "τ / tokens", samples, mark=mark))
     title = "Least τ of a batch, mean of consecutive full batches"
-    section.draw(title, curves(title, "batch size / rows", "least τ / tokens", _curves(least), mark=mark))
+    section.draw(title, curves(title, "batch size / rows", "least τ / tokens", coloured(least), mark=mark))
     shares = {
         name: accepted_by_position(
             row.metrics["acceptance_histogram"],
@@ -49,7 +49,7 @@ def _acceptance(section: Section, rows: list[Row]) -> None:
         section.say("The share of drafts of at least j tokens one after another of which j were accepted.")
         section.table(table_of(by_name, {"model, drafter, data": str} | _columns(shares, "{}", ".0%")))
         title, ylabel = "Accepted, by place in the draft", "share of drafts that reach j"
-        section.draw(title, curves(title, "place j", ylabel, _curves(shares), mark=mark, log=False))
+        section.draw(title, curves(title, "place j", ylabel, coloured(shares), mark=mark, log=False))
 
 
 ACCEPTANCE = About(
@@ -95,10 +95,3 @@ def _columns(figures: _Figures, column: str, form: str) -> dict[str, Callable[[s
 
     places = sorted({place for values in figures.values() for place in values})
     return {column.format(place): partial(text, place) for place in places}
-
-
-def _curves(figures: _Figures) -> list[Curve]:
-    return [
-        Curve(name, {float(place): value for place, value in values.items()}, colour(None, index))
-        for index, (name, values) in enumerate(figures.items())
-    ]

@@ -124,8 +124,7 @@ def short_names(found: Seq[Grid]) -> list[str]:
 
 def speedup_curves(grid: Grid) -> list[Curve]:
     """A curve by batch size for each line that has speed-ups."""
-    found = []
-    for index, (line, cells) in enumerate(grid.by_line().items()):
-        points = {float(cell.batch_size): spread for cell in cells if (spread := cell.speedup)}
-        found.append(Curve(line.label, points, colour(line.method, index)))
-    return found
+    return [
+        Curve(line.label, {cell.batch_size: cell.speedup for cell in cells if cell.speedup}, colour(line.method, index))
+        for index, (line, cells) in enumerate(grid.by_line().items())
+    ]

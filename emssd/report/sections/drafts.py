@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from emssd.report.cells import Cell, Grid, Setting, grids, setting_names
-from emssd.report.figures import Curve, colour, speed_chart
+from emssd.report.figures import coloured, speed_chart
 from emssd.report.rows import Row
 from emssd.report.sections.common import About, Section, marks_of
 from emssd.report.sections.steps import Floor
@@ -51,7 +51,11 @@ def _trees(section: Section, rows: list[Row]) -> None:
         section.say(f"### {escape(title)}")
         section.say("Speed-up, median (least–greatest), by batch size:")
         _pivot(section, mine, Cell.speedup_text)
-        section.draw(f"Speed-up by batch size: {title}", speed_chart(title, _curves(mine), mark))
+        speedups = {
+            drafter: {cell.batch_size: cell.speedup for _, cell in cells if cell.speedup}
+            for drafter, cells in grouped(mine, lambda each: each[0].setting.drafter).items()
+        }
+        section.draw(f"Speed-up by batch size: {title}", speed_chart(title, coloured(speedups), mark))
         section.say("Verified nodes of a row in a step, and mean acceptance length τ:")
         _pivot(section, mine, lambda cell: f"{_nodes(cell):.1f}, τ {cell.median('mean_acceptance_length')}")
         section.say("Milliseconds of a decode step, and in brackets its floor, that of verifying its nodes:")
@@ -117,11 +121,3 @@ def _step_and_floor(cell: Cell) -> str:
 
 def _pivot(section: Section, found: _Found, text: Callable[[Cell], str]) -> None:
     section.table(pivot("drafter", {(grid.setting.drafter, str(cell.batch_size)): text(cell) for grid, cell in found}))
-
-
-def _curves(found: _Found) -> list[Curve]:
-    by_drafter = grouped(found, lambda each: each[0].setting.drafter)
-    return [
-        Curve(name, {float(cell.batch_size): cell.speedup for _, cell in mine if cell.speedup}, colour(None, index))
-        for index, (name, mine) in enumerate(by_drafter.items())
-    ]

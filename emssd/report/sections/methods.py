@@ -157,10 +157,7 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
 def _dashed(theirs: _Theirs) -> list[Curve]:
     """The paper's speed-ups."""
     return [
-        Curve(
-            f"paper: {Line(method).label}", {float(b): ratio for b, ratio in by_size.items()}, colour(method), "paper"
-        )
-        for method, by_size in theirs.items()
+        Curve(f"paper: {Line(method).label}", by_size, colour(method), "paper") for method, by_size in theirs.items()
     ]
 
 

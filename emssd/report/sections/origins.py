@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from importlib.util import find_spec
 from typing import Any
 
-from emssd.report.figures import Curve, colour, curves
+from emssd.report.figures import coloured, curves
 from emssd.report.rows import Row, Simulation, machine_name
 from emssd.report.sections.common import Section
 from emssd.report.sources import Material, PlainRun
@@ -86,9 +86,8 @@ def _draw(section: Section, members: Seq[_Metrics], mark: str) -> None:
         setting = metrics["setting"]
         label = "none" if setting["drafter"] == "none" else f"{setting['drafter']} {setting['budget']}"
         lines.setdefault(label, {})[setting["batch_size"]] = metrics[_SPEED]
-    drawn = [Curve(label, points, colour(None, index)) for index, (label, points) in enumerate(lines.items())]
     title = ", ".join(members[0]["setting"]["options"])
-    svg = curves(title[:60], "batch size / rows", "tokens/s of decode steps", drawn, mark=mark)
+    svg = curves(title[:60], "batch size / rows", "tokens/s of decode steps", coloured(lines), mark=mark)
     section.draw(f"Tokens/s of single runs by batch size: {', '.join(lines)}", svg)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from emssd.report import paper
 from emssd.report.cells import Grid, Spread, grids
-from emssd.report.figures import Curve, colour, curves
+from emssd.report.figures import Curve, colour, coloured, curves
 from emssd.report.rows import Row, Simulation
 from emssd.report.sections.common import About, Section, begin, marks_of, short_names
 from emssd.report.tables import Table, escape, pivot
@@ -53,13 +53,11 @@ PADDING_RATIO = About(
 
 
 def _chart(found: Seq[Grid], name: str) -> str:
-    lines = [
-        Curve(label, {float(cell.batch_size): cell.spread(name).median for cell in grid.cells}, colour(None, index))
-        for index, (grid, label) in enumerate(zip(found, short_names(found), strict=True))
-    ]
+    medians = [{cell.batch_size: cell.spread(name).median for cell in grid.cells} for grid in found]
+    lines = coloured(dict(zip(short_names(found), medians, strict=True)))
     if name == "padding_per_new_token":
         for index, drafter in enumerate(("llma", "draft_model"), 4):
-            quoted = {float(each.batch_size): each.share for each in paper.PADDING if each.drafter == drafter}
+            quoted = {each.batch_size: each.share for each in paper.PADDING if each.drafter == drafter}
             lines.append(Curve(f"paper quotes, {drafter} (above)", quoted, colour(None, index), "marks"))
     label = _RATIOS[name]
     return curves(label, "batch size / rows", label, lines, mark=marks_of(found))
@@ -95,13 +93,9 @@ def expected_ratio(simulation: Simulation) -> Table:
 
 
 def _panel(simulation: Simulation, name: str) -> list[Curve]:
-    lines = []
-    for index, size in enumerate(sorted({point["batch_size"] for point in simulation.points})):
-        points = {}
-        for point in simulation.points:
-            if point["batch_size"] == size:
-                mean, error = (float(point["simulated"][name][part]) for part in ("mean", "error"))
-                exact = float(point["exact"][name])
-                points[float(point["p"])] = Spread(exact, mean - 3 * error, mean + 3 * error, 1)
-        lines.append(Curve(f"b = {size}", points, colour(None, index), "level"))
-    return lines
+    lines: dict[str, dict[float, Spread]] = {}
+    for point in sorted(simulation.points, key=lambda point: point["batch_size"]):
+        mean, error = (float(point["simulated"][name][part]) for part in ("mean", "error"))
+        spread = Spread(float(point["exact"][name]), mean - 3 * error, mean + 3 * error, 1)
+        lines.setdefault(f"b = {point['batch_size']}", {})[float(point["p"])] = spread
+    return coloured(lines, "level")

@@ -196,8 +196,8 @@ def _step_curves(grid: Grid) -> list[Curve]:
     lines = []
     for index, cell in enumerate(grid.cells):
         by_tokens = sorted(grouped(cell.rows, _tokens).items())
-        times = {float(count): Spread.of(map(_median_ms, rows)) for count, rows in by_tokens}
-        floors = {float(count): 1e3 * Floor.of(rows[0], count).seconds for count, rows in by_tokens}
+        times = {count: Spread.of(map(_median_ms, rows)) for count, rows in by_tokens}
+        floors = {count: 1e3 * Floor.of(rows[0], count).seconds for count, rows in by_tokens}
         lines.append(Curve(f"batch {cell.batch_size}", times, colour(None, index)))
         lines.append(Curve("", floors, colour(None, index), "floor"))
     return lines
