@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.1
 
 
 class Notes:
-    """What the process does at the moment, in a file that outlives it; without a file, nothing is noted.
+    """The current activity of the process, in a file that outlives it; without a file, nothing is noted.
 
     Args:
         path: of the file.

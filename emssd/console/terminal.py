@@ -1,4 +1,4 @@
-"""What the commands print to, and how they end when that fails or Ctrl-C is pressed. Nothing heavy is imported here."""
+"""Consoles of the commands, and their end after a failed stream or Ctrl-C. Nothing heavy is imported here."""
 
 from __future__ import annotations
 

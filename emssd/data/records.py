@@ -139,7 +139,7 @@ def text_in(content: bytes, name: str) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a file holds.
+    """The content of a file.
 
     Raises:
         PromptError: it cannot be read.

@@ -1,4 +1,4 @@
-"""What the end of a run says beside its tables: its first texts, and in a sentence each what its figures may hide."""
+"""The end of a run beside its tables: its first texts, and remarks on figures that may mislead."""
 
 from __future__ import annotations
 

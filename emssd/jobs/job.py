@@ -43,7 +43,7 @@ __all__ = ["JobResult", "make_engine", "run_job"]
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a run leaves behind.
+    """The result of a run.
 
     Attributes:
         metrics: as in ``metrics.json``; of a job that is resumed with nothing left to do, those that it has.
@@ -313,7 +313,7 @@ class _Run:
 
 
 def _plain_label(config: RunConfig) -> str:
-    """What the run is called that this one is compared with."""
+    """The name of the run that this one is compared with."""
     return "plain greedy" if config.sampling.temperature == 0 else "plain"
 
 
@@ -326,7 +326,7 @@ def _own_threads() -> int:
 
 
 def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
-    """So many steps the rows of `prompts` take without drafts, in a model of `longest` tokens, if none ends early."""
+    """The most steps that `prompts` take without drafts, in a model of `longest` tokens."""
     ends = [0] * min(config.batch_size, sum(num_samples(config, each) for each in prompts))
     for each in prompts:
         limit = min(each.max_new_tokens or config.max_new_tokens, longest)
@@ -374,7 +374,7 @@ def _place(request: Request) -> tuple[str, int]:
 
 
 def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
-    """What ran, on what."""
+    """The part of the metrics that names the run, its software and its machine."""
     import torch
 
     target = engine.target

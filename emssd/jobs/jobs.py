@@ -132,7 +132,7 @@ class Jobs:
             self._rows.close()
 
     def finish(self) -> None:
-        """What a sweep or an experiment showed, and how to see more of it."""
+        """Print the results of a sweep or an experiment, and how to see more of them."""
         console = plain_console()
         if len(self._swept) > 1:
             print_sweep(console, self._swept)
@@ -152,7 +152,7 @@ class Jobs:
 
 
 def _check_kept(rows: RowsFile) -> None:
-    """Refuse before the first run what could not be shown after the last one."""
+    """Refuse rows of another format before the first run."""
     from emssd.report.rows import parse
 
     for number, row in enumerate(rows.read(), start=1):
@@ -183,7 +183,7 @@ def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:
 
 
 def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> None:
-    """What `check=greedy` found in all runs that it compared."""
+    """Print the results of `check=greedy` over all runs."""
     checks = {row["job"]: row["metrics"]["check"] for row in rows if "check" in row.get("metrics", {})}
     if not checks:
         return

@@ -26,7 +26,7 @@ _SYNC_SECONDS = 5.0
 
 
 class _Row(msgspec.Struct):
-    """What a resumed run needs of a row of ``generations.jsonl``, and all that every row has."""
+    """The fields that every row of ``generations.jsonl`` has, and those that a resumed run reads."""
 
     id: str
     prompt: str | list[Any]
@@ -177,7 +177,7 @@ class OutputFolder:
 
     @property
     def says_why(self) -> str:
-        """What tells why prompts failed."""
+        """The place that says why prompts failed."""
         return "what is above" if self.is_stdout else f"{self.path}/errors.jsonl"
 
     def _write(self, name: str, content: bytes) -> None:
@@ -217,7 +217,7 @@ class _Stdout:
 
 
 def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    """What ``generations.jsonl`` says of one token. JSON has no NaN and no infinity, so that these are ``null``."""
+    """One token in ``generations.jsonl``. JSON has neither NaN nor infinity, so these are ``null``."""
 
     def number(share: float) -> float | None:
         return share if math.isfinite(share) else None

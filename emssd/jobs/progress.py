@@ -17,7 +17,7 @@ __all__ = ["Figures", "LiveFigures", "show_messages", "time_left"]
 
 
 class Figures(Protocol):
-    """What is shown of a run that goes on."""
+    """The figures of a running job."""
 
     @property
     def tokens_per_second(self) -> float:

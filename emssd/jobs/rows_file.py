@@ -84,5 +84,5 @@ class RowsFile:
 
 
 def _what(overrides: Seq[str]) -> list[str]:
-    """Those that say what runs; the others say where and how it is shown."""
+    """The overrides that determine the run; the others say where it goes and how it is shown."""
     return [item for item in overrides if item.partition("=")[0] not in AROUND]

@@ -104,7 +104,7 @@ def _print_law(console: Console, law: DistributionReport, check: str | None) -> 
 
 
 def print_failures(console: Console, failed: Sequence[FailedPrompt]) -> None:
-    """What `on_error=skip` passed over."""
+    """Print the prompts that `on_error=skip` skipped."""
     if failed:
         console.print(f"{len(failed)} prompts were skipped, see errors.jsonl:", style="yellow", highlight=False)
     for prompt in failed[:_SHOWN_FAILURES]:

@@ -1,4 +1,4 @@
-"""What a report is made of: rows of experiments, checked, as values."""
+"""Rows of experiments, checked, as values."""
 
 from __future__ import annotations
 

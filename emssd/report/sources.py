@@ -1,4 +1,4 @@
-"""Finds what a report is asked to show: rows of experiments, and plain runs."""
+"""Finds the rows of experiments and the plain runs of a report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Material:
 
 
 def read(paths: Iterable[Path]) -> Material:
-    """What is at `paths`: files, or folders that are searched through; each file is read once.
+    """Read files and folders, which are searched; each file is read once.
 
     Raises:
         ConfigError: there is no such path, nothing to show in a folder, or a file of another kind.

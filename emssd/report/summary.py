@@ -1,4 +1,4 @@
-"""What an experiment showed, on the console."""
+"""The results of an experiment on the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a simulated step takes: `StepCurve`, fitted to measured steps or from first principles (`Roofline`)."""
+"""The time of a simulated step: `StepCurve`, fitted to measured steps or from first principles (`Roofline`)."""
 
 from __future__ import annotations
 

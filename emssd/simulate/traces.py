@@ -25,7 +25,7 @@ VOCAB_SIZE = 3
 
 @dataclass(frozen=True, slots=True)
 class StageTrace:
-    """What one drafter has to offer to one request. Position ``i`` is the state after ``i`` new tokens.
+    """The drafts of one drafter for one request. Position ``i`` is the state after ``i`` new tokens.
 
     What a smaller budget gives is then known too: of ``n ≤ drafted[i]`` tokens, ``min(n, right[i])`` are accepted.
 

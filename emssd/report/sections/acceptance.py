@@ -1,4 +1,4 @@
-"""How far samples differ in what is accepted, the least of a batch, and acceptance at each place of a draft."""
+"""Acceptance by sample, by batch, and by place in a draft."""
 
 from __future__ import annotations
 

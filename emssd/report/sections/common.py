@@ -112,12 +112,12 @@ def begin(name: str, title: str, claim: str, rows: Iterable[Row | Simulation]) -
 
 
 def marks_of(found: Iterable[Grid]) -> str:
-    """What has to be said of some of these settings."""
+    """The marks of these settings: random weights, replay."""
     return ", ".join(dict.fromkeys(grid.mark for grid in found if grid.mark))
 
 
 def short_names(found: Seq[Grid]) -> list[str]:
-    """What legends call settings: model, drafter and data, or all of the title where that does not tell them apart."""
+    """Names of settings in legends: model, drafter and data, or the whole title if these are not unique."""
     names = [f"{grid.setting.model}, {grid.setting.drafter}, {grid.setting.data.partition(',')[0]}" for grid in found]
     return [name if names.count(name) == 1 else grid.title for name, grid in zip(names, found, strict=True)]
 

@@ -134,7 +134,7 @@ _RATIOS = {
 
 
 def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
-    """Which of the two unpaddings gains more, and what one padded input costs beside one lost slot."""
+    """Compare the gains of the two unpaddings, and the costs of a padded input and a lost slot."""
     printed = {size: f"{ratio / theirs['unpad_kv'][size]:.2f}" for size, ratio in theirs["unpad_inputs"].items()}
     lines = []
     for size in sorted({cell.batch_size for cell in grid.cells}):

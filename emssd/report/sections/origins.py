@@ -72,7 +72,7 @@ def plain_runs(material: Material) -> Section | None:
 
 
 def _setting(metrics: _Metrics, *, but: str = "") -> str | None:
-    """What must be equal for runs to be compared; ``None`` of runs that do not tell."""
+    """A key that is equal for comparable runs; ``None`` for runs without a setting."""
     if (setting := metrics.get("setting")) is None:
         return None
     apart = {"drafter", "budget", but}

@@ -54,7 +54,7 @@ class Floor:
 
     @property
     def bound(self) -> str:
-        """What sets it: ``bytes`` or ``FLOPs``."""
+        """The limiting resource: ``bytes`` or ``FLOPs``."""
         return "FLOPs" if self.flop_seconds >= self.byte_seconds else "bytes"
 
     @property

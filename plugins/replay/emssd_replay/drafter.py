@@ -25,7 +25,7 @@ UNKNOWN = (
     "drafter=replay cannot know what this model will generate; give drafter.known=generations.jsonl, of a run of the "
     "same prompts with drafter=none, or a model of model.architecture"
 )
-"""What is wrong with a model whose text is not known."""
+"""The error for a model whose text is not known."""
 
 _NUM_DRAWN = 512  # requests whose coins are drawn; further ones share theirs
 _DRAWN_TOKENS = 1024  # of each; behind them its coins begin again

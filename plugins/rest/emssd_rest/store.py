@@ -36,7 +36,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a store is made of.
+    """The contents of a store.
 
     Attributes:
         num_tokens: of all documents, their ends not counted.
