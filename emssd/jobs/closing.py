@@ -37,7 +37,7 @@ def print_whole(console: Console, rows: Iterable[Generation]) -> None:
     """The texts as they are, with an empty line between them; a terminal gets nothing that could command it."""
     text = "\n\n".join(row.text or "" for row in rows)
     if console.is_terminal:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
     else:
         print(text)
 

@@ -80,13 +80,13 @@ def run_job(
     Raises:
         EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
     """
+    check_options(config)
+    if config.cluster is not None:
+        check_cluster(config, config.cluster)
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
-    check_options(config)
-    if config.cluster is not None:
-        check_cluster(config, config.cluster)
     registry.in_use.clear()  # what earlier runs of a sweep used
     own_threads = _own_threads()  # read before it is changed
     torch.set_num_threads(config.num_threads or own_threads)
@@ -130,7 +130,7 @@ class _Run:
         if config.resume:
             num_done, num_rows = len(output.finished), sum(num_samples(config, prompt) for prompt in self.prompts)
             there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
-            self.quiet.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
+            self.quiet.print(f"resume=true: {output.path}/ holds {there}")
         if self.left:
             return True
         if output.finished and config.check is not None and "check" not in output.read_metrics():
@@ -167,7 +167,7 @@ class _Run:
         """Decode with the engines of workers, write, and print a line."""
         config, output = self.config, self.output
         self._begin()
-        self.console.print(f"starting {cluster.workers} workers with {config.model.path} …", highlight=False)
+        self.console.print(f"starting {cluster.workers} workers with {config.model.path} …")
         live = self._live("decoding", sum(num_samples(config, prompt) for prompt in self.left))
         figures = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
         if not figures.num_rows:
@@ -192,18 +192,17 @@ class _Run:
             f"{figures.num_rows} rows, {figures.num_new_tokens} tokens in {figures.seconds:.1f} s, "
             f"{figures.tokens_per_second:.0f} tokens/s, τ {figures.mean_acceptance_length:.2f}, on "
             f"{cluster.workers} workers{written}",
-            highlight=False,
         )
         return JobResult(metrics)
 
     def _load(self, *, alone: bool) -> Engine:
         config = self.config
-        self.quiet.print(f"loading {config.model.path} …", highlight=False)
+        self.quiet.print(f"loading {config.model.path} …")
         steps = partial(_most_steps, config, self.left) if alone else None
         engine = make_engine(config, self.registry, self.models, num_steps=steps)
         check_model(config, self.output)  # again: to load it may have brought newer files from the hub
         if config.model.compile == "auto":
-            self.quiet.print(engine.target.why_compiled, highlight=False, soft_wrap=True)
+            self.quiet.print(engine.target.why_compiled, soft_wrap=True)
         if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
             self.quiet.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
         return engine
@@ -302,14 +301,14 @@ class _Run:
             print_check(console, report, check)
         drafts = config.speculate and config.drafter.name != "none"
         for remark in remarks(result.metrics, drafts=drafts) if has_figures else ():
-            console.print(remark, style="yellow", highlight=False)
+            console.print(remark, style="yellow")
         print_failures(console, failed)
         files = ["generations.jsonl", "metrics.json", "config.yaml"]
         files += ["errors.jsonl"] if failed else []
         files += [BATCH_OUTPUT] if isinstance(config.data, OpenAIBatchConfig) else []
         if not output.is_stdout:
             said = console if has_figures else self.console
-            said.print(f"written to {output.path}/: {', '.join(files)}", highlight=False)
+            said.print(f"written to {output.path}/: {', '.join(files)}")
 
 
 def _plain_label(config: RunConfig) -> str:

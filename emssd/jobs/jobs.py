@@ -100,7 +100,7 @@ class Jobs:
         self._rows.append(row)
         self._num_done += 1
         left = time_left(time.monotonic() - self._start, self._num_done, total - number - 1)
-        console.print(f"{number:4d}  {number + 1} of {total}: {_said(row)}, {left}", highlight=False, soft_wrap=True)
+        console.print(f"{number:4d}  {number + 1} of {total}: {_said(row)}, {left}", soft_wrap=True)
 
     def _note_check(self, metrics: Mapping[str, Any]) -> None:
         check = metrics.get("check", {})
@@ -146,7 +146,6 @@ class Jobs:
         _print_checks(console, rows, self._rows.path.parent)
         console.print(
             f"\nrows: {self._rows.path}. A page of them: python -m emssd.report {self._rows.path.parent}",
-            highlight=False,
             soft_wrap=True,
         )
 
@@ -193,7 +192,6 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
     console.print(
         f"\ncheck=greedy: {exact} exact, {ties} numerical ties, {wrong} true differences{where}",
         style="bold red" if wrong else "bold green",
-        highlight=False,
         soft_wrap=True,
     )
     if laws := {job: check["law"] for job, check in checks.items() if "law" in check}:
@@ -202,7 +200,6 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
             f"of {len(laws)} runs with residual sampling, {f'jobs {others} have ANOTHER LAW' if others else 'all have'}"
             f"{'' if others else ' the law of plain decoding'}",
             style="bold red" if others else "bold green",
-            highlight=False,
             soft_wrap=True,
         )
 

@@ -92,21 +92,6 @@ def test_a_job_that_is_there_twice(folder: Path) -> None:
     assert path.read_text() == before
 
 
-def test_without_a_row_there_is_no_file_nor_folder(tmp_path: Path) -> None:
-    RowsFile(tmp_path / "new" / "folder").close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_two_experiments_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl", reason="file locks are Unix")
-    with (
-        closing(RowsFile(tmp_path)),
-        pytest.raises(OutputError, match="is being written by another run; wait for it"),
-    ):
-        RowsFile(tmp_path)
-    RowsFile(tmp_path).close()
-
-
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\udcff"])
 def test_any_override_can_be_kept(end: str, tmp_path: Path) -> None:
     odd = row(0, f"data.template=a{end}b")
