@@ -23,6 +23,7 @@ LIMIT = 64 * 2**20  # bytes
 CARRIED = "carried"
 LEFT_BEHIND = ("docs/", "emssd/demo/weights/", "examples/", "tests/", "tools/")
 TAKEN = ("tests/gpu/", "tests/support/")
+COMPILED = ["msgspec>=0.20"]
 PURE = ["hydra-core>=1.3.2", "omegaconf>=2.3", "antlr4-python3-runtime==4.9.3"]
 
 
@@ -52,7 +53,7 @@ def download(folder: Path, python: str) -> None:
     pip = [sys.executable, "-m", "pip"]
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)]
     there = ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
-    subprocess.run([*pip, "download", "-q", "--no-deps", *there, "-d", str(folder), *PINNED], check=True)
+    subprocess.run([*pip, "download", "-q", "--no-deps", *there, "-d", str(folder), *PINNED, *COMPILED], check=True)
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), *PURE], check=True)
 
 

@@ -46,7 +46,12 @@ def before(module, name):
         stamp()
         return found(*args, **kwargs)
     setattr(module, name, run)
-before(job, "import_transformers")
+check = job.check_options
+def checked(config):
+    stamp()
+    import transformers.modeling_layers  # as loading the model does
+    check(config)
+job.check_options = checked
 before(job, "OutputFolder")
 before(job, "warm_up")
 step = Engine.step

@@ -68,9 +68,10 @@ def _run(given: argparse.Namespace, notes: Notes) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What the command line may hold."""
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="emssd-plugins", description="Lists plugins, holds one to the rules of its interface, or writes a new one."
+        prog="emssd-plugins",
+        description="Lists plugins, tests one against the rules of its interface, or writes a new one.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("list", help="drafters, backends, budget policies and prompt sources (the default)")

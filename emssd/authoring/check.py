@@ -53,7 +53,7 @@ def check(
     timeout: float | None = None,
     notes: Notes | None = None,
 ) -> int:
-    """Hold a plugin to the rules of its interface and print what became of each.
+    """Test a plugin against the rules of its interface, and print the result of each.
 
     Args:
         name: as in ``drafter=NAME``, ``backend=NAME`` or ``budget=NAME``.
@@ -121,7 +121,7 @@ def _kind(name: str, registry: Registry) -> str:
 
 
 def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
-    """What the user gave, tried on the config so that a mistake is told before anything runs."""
+    """The options of the user, tried on the config, so that mistakes are found before anything runs."""
     from omegaconf.errors import OmegaConfBaseException
 
     from emssd.testing.conformance.options import from_text, made

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from emssd.errors import PluginError
+from emssd.files import atomic_file
 
 __all__ = ["LOAD_SECONDS", "Notes", "run_watched"]
 
@@ -23,7 +24,7 @@ _POLL_SECONDS = 0.1
 
 
 class Notes:
-    """What the process does at the moment, in a file that outlives it; without a file, nothing is noted.
+    """The current activity of the process, in a file that outlives it; without a file, nothing is noted.
 
     Args:
         path: of the file.
@@ -54,9 +55,8 @@ class Notes:
 
     def _write(self, values: dict[str, Any]) -> None:
         if self._path is not None:
-            new = Path(f"{self._path}.new")
-            new.write_text(json.dumps(values), encoding="utf-8")
-            new.replace(self._path)
+            with atomic_file(Path(self._path)) as file:
+                file.write(json.dumps(values).encode())
 
 
 def run_watched(arguments: Seq[str]) -> int:

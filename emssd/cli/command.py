@@ -116,7 +116,7 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
 
 
 def _check_flags(arguments: list[str]) -> None:
-    """Refuse what other programs would take, and of which Hydra would say how itself is called.
+    """Refuse flags such as ``--drafter``, which Hydra would answer with its own usage.
 
     Raises:
         ConfigError: how the option is written here.
@@ -134,7 +134,7 @@ def _check_flags(arguments: list[str]) -> None:
 
 
 def _num_jobs(config: HydraConf) -> int:
-    """How many jobs the sweep of this command has, of what its experiment and the command line say."""
+    """The number of jobs in the sweep of this command, from its experiment and its arguments."""
     given = [f"{name}={value}" for name, value in (config.sweeper.get("params") or {}).items()]
     given += [argument for argument in sys.argv[1:] if re.match("[^-=][^=]*=", argument)]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())

@@ -12,7 +12,7 @@ _ENTRY = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8}.*)*)",
 
 
 def introduction(documented: object) -> str:
-    """What stands before the first section, as Markdown."""
+    """The text before the first section, as Markdown."""
     return markdown(_SECTION.split(_text(documented))[0].strip())
 
 

@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf say of a command line that cannot be: in one line, with what to do about it."""
+"""Errors of Hydra and OmegaConf in one line, each with its fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HELP = "python -m emssd --help lists all"
 
 @contextmanager
 def explained(registry: Registry) -> Iterator[None]:
-    """Whatever Hydra raises in the body becomes an error of ours; with ``HYDRA_FULL_ERROR=1`` it passes as it is.
+    """Convert exceptions of Hydra to errors of emssd; with ``HYDRA_FULL_ERROR=1`` they pass unchanged.
 
     Raises:
         EmssdError: in the place of Hydra's exception.

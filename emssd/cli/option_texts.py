@@ -1,4 +1,4 @@
-"""What is said of choices, and of each option of a dataclass: its type, its default, and its description."""
+"""Descriptions of choices, and type, default and description of each option of a dataclass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OptionText(NamedTuple):
 
 
 def choice_text(choice: str, config: type) -> str:
-    """What follows `choice`, as in "`drafter=llma`: …", in the docstring of a plugin's config or its module."""
+    """The text after `choice`, as in "`drafter=llma`: …", in the docstring of a plugin's config or its module."""
     for documented in (config, sys.modules.get(config.__module__)):
         paragraph = " ".join(introduction(documented).partition("\n\n")[0].split())
         if f"`{choice}`: " in paragraph:

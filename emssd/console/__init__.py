@@ -1,1 +1,1 @@
-"""What all commands print to, and how they end."""
+"""Consoles of all commands, and their end."""

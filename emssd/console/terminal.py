@@ -1,4 +1,4 @@
-"""What the commands print to, and how they end when that fails or Ctrl-C is pressed. Nothing heavy is imported here."""
+"""Consoles of the commands, and their end after a failed stream or Ctrl-C. Nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NARROWEST = 40  # columns: in fewer, a table has no room for its borders
 
 
 def plain_console(**options: Any) -> Console:
-    """A console that prints words as they stand: paths, ids and options may look like Rich's markup or its emoji.
+    """A console that prints words as they stand: paths, ids and options may look like Rich's markup, emoji or numbers.
 
     Results go to stdout; what is said on the way goes to stderr, with ``stderr=True``.
 
@@ -31,7 +31,7 @@ def plain_console(**options: Any) -> Console:
 
     for stream in (sys.stdout, sys.stderr):  # here as well as in `steady`: a launcher's processes have no `main`
         _take_any_text(stream)
-    console = Console(markup=False, emoji=False, **options)
+    console = Console(markup=False, emoji=False, highlight=False, **options)
     if console.width < _NARROWEST:
         console.width = _NARROWEST
     return console

@@ -62,7 +62,7 @@ class FailedPrompt:
 
 
 class Truncate(str, Enum):
-    """Which end of a too long prompt is cut off."""
+    """The end of a long prompt that is cut off."""
 
     none = "none"
     left = "left"

@@ -14,6 +14,7 @@ from typing import Any
 
 from emssd.data.chat import check_messages
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
+from emssd.data.typed import read_json
 from emssd.errors import PromptError
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "existing_file",
     "named_content",
     "read_bytes",
-    "read_json",
     "read_records",
     "read_text",
     "records_in",
@@ -116,22 +116,6 @@ def records_in(content: bytes, name: str, plain: str = _PLAIN) -> Iterator[tuple
                 yield FailedPrompt(place, f"{place} is a {kind}; each line must be one JSON object")
 
 
-def read_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON (`json.JSONDecodeError`), or larger or deeper than Python reads.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("its brackets are nested too deeply") from None
-    except json.JSONDecodeError:
-        raise
-    except ValueError as error:  # of integers with thousands of digits; the rest of it is for programmers
-        raise ValueError(str(error).partition(";")[0]) from None
-
-
 def read_text(path: Path) -> str:
     """The text of a file, without the byte order mark that some editors begin it with.
 
@@ -155,7 +139,7 @@ def text_in(content: bytes, name: str) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a file holds.
+    """The content of a file.
 
     Raises:
         PromptError: it cannot be read.

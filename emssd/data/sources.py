@@ -50,7 +50,7 @@ class DemoConfig(SourceConfig):
 
 
 class Unit(str, Enum):
-    """What one prompt is in a text file."""
+    """The unit of a text file that is one prompt."""
 
     line = "line"
     paragraph = "paragraph"

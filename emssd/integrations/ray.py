@@ -1,8 +1,9 @@
-"""`TextGenerator`: a class for Ray Data's ``Dataset.map_batches``, whose actors have an engine each."""
+"""Actors of Ray Data's ``Dataset.map_batches`` that have an engine each: `TextGenerator`, and the base of others."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -16,12 +17,29 @@ from emssd.integrations.engine_thread import EngineThread
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request, StopStrings
 
-__all__ = ["TextGenerator"]
+__all__ = ["EngineActor", "TextGenerator"]
 
 _ADDED = ("generated_text", "generated_token_ids", "finish_reason")
 
 
-class TextGenerator:
+class EngineActor:
+    """Decodes the requests of all calls that it has at a time together.
+
+    Args:
+        engine: of the actor alone.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._thread = EngineThread(engine)
+
+    async def decode(self, requests: Iterable[Request]) -> list[Generation]:
+        """All samples of `requests`, in their order."""
+        futures = [asyncio.wrap_future(future) for request in requests for future in self._thread.submit(request)]
+        return await asyncio.gather(*futures)
+
+
+class TextGenerator(EngineActor):
     """Adds ``generated_text``, ``generated_token_ids`` and ``finish_reason`` to batches with a column of prompts.
 
     An actor's engine decodes the rows of all batches that it has at a time together. Its batch stays full from one
@@ -56,8 +74,7 @@ class TextGenerator:
             raise ConfigError(f"sampling.n is {sampling.n}, and a row has one text; repeat rows, with ids of their own")
         if sampling is not None and sampling.temperature and id_column is None:
             raise ConfigError("sampling draws texts by the id of a row; name the column with id_column=")
-        self._thread = EngineThread(Engine.from_pretrained(path, **options))
-        engine = self._thread.engine
+        super().__init__(engine := Engine.from_pretrained(path, **options))
         self._columns, self._limit, self._sampling = (prompt_column, id_column), max_new_tokens, sampling
         self._stop = StopStrings(stop, engine.tokenizer) if stop else None
         self._eos = frozenset[int]() if ignore_eos else engine.eos_token_ids
@@ -72,9 +89,7 @@ class TextGenerator:
             raise ConfigError(f"the column {taken[0]!r} is there already; rename it or drop it")
         prompts = batch[prompt_column]
         names = [str(place) for place in range(len(prompts))] if id_column is None else map(str, batch[id_column])
-        requests = [self._request(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
-        futures = [asyncio.wrap_future(future) for request in requests for future in self._thread.submit(request)]
-        done: list[Generation] = await asyncio.gather(*futures)
+        done = await self.decode([self._request(prompt, name) for prompt, name in zip(prompts, names, strict=True)])
         token_ids = np.empty(len(done), dtype=object)  # rows of equal length would become a matrix
         token_ids[:] = [np.array(each.token_ids, dtype=np.int64) for each in done]
         reasons = np.array([each.finish_reason.value for each in done])
@@ -82,7 +97,7 @@ class TextGenerator:
         return batch | dict(zip(_ADDED, (texts, token_ids, reasons), strict=True))
 
     def _request(self, prompt: Any, name: str) -> Request:
-        tokenizer = self._thread.engine.tokenizer
+        tokenizer = self.engine.tokenizer
         if isinstance(prompt, str):
             ids = encode_text(prompt, tokenizer, name)
         elif len(prompt) and isinstance(prompt[0], dict):

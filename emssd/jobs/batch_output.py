@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from emssd.data.prompts import FailedPrompt, Prompt
-from emssd.data.records import read_json
+from emssd.data.typed import read_json
 from emssd.jobs.lines_file import whole_file
 from emssd.sequences.token_bytes import TokenBytes
 

@@ -1,4 +1,4 @@
-"""What the end of a run says beside its tables: its first texts, and in a sentence each what its figures may hide."""
+"""The end of a run beside its tables: its first texts, and remarks on figures that may mislead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def print_whole(console: Console, rows: Iterable[Generation]) -> None:
     """The texts as they are, with an empty line between them; a terminal gets nothing that could command it."""
     text = "\n\n".join(row.text or "" for row in rows)
     if console.is_terminal:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
     else:
         print(text)
 

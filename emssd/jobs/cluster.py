@@ -1,4 +1,4 @@
-"""A run on several workers, by Ray Data: this process reads prompts and writes rows, the workers' engines decode."""
+"""The rows of a run from several workers, by Ray Data; this process reads prompts and writes rows."""
 
 from __future__ import annotations
 
@@ -11,31 +11,25 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from emssd.console.terminal import plain_console
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.errors import ConfigError, EmssdError, PromptError
 from emssd.integrations.installed import check_installed
+from emssd.integrations.ray import EngineActor
 from emssd.jobs.config import ClusterConfig, OnError, RunConfig
-from emssd.jobs.experiment import setting_of
-from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests
-from emssd.jobs.job import JobResult, make_engine, write_answers
+from emssd.jobs.intake import Failures, to_requests
 from emssd.jobs.output import OutputFolder
-from emssd.jobs.progress import LiveFigures, show_messages
-from emssd.jobs.provenance import versions
-from emssd.jobs.resume import made_with, unfinished
+from emssd.jobs.progress import LiveFigures
 from emssd.plugins.registry import Registry
-from emssd.report import print_failures
 from emssd.sequences import Generation
 
-__all__ = ["run_on_cluster"]
+__all__ = ["ClusterFigures", "check_cluster", "decode_on_cluster"]
 
 
 @dataclass
-class _Figures:
-    """What the rows of this run add up to."""
+class ClusterFigures:
+    """Sums over the rows of this run."""
 
     num_rows: int = 0
     num_new_tokens: int = 0
@@ -59,57 +53,12 @@ class _Figures:
         return 1.0 + self.num_accepted / max(self.num_steps, 1)
 
 
-def run_on_cluster(config: RunConfig, output_dir: Path, config_text: str, registry: Registry) -> JobResult:
-    """Run `config` on the workers of `config.cluster`; arguments and files are those of `run_job`.
-
-    Prompts go out in tasks. Ray gives the tasks of a worker that dies to another one, and a row is written when it
-    arrives, once, whatever died.
+def check_cluster(config: RunConfig, cluster: ClusterConfig) -> None:
+    """Refuse options that no cluster could run with.
 
     Raises:
-        EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
+        ConfigError: with the option's name.
     """
-    cluster = config.cluster
-    assert cluster is not None
-    check_options(config)
-    _check_cluster(config, cluster)
-    console = plain_console(stderr=True)
-    show_messages(console)
-    with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
-        failures = Failures(config.on_error, config.data)
-        prompts = failures.passed(prompts_of(config, registry))
-        left = unfinished(prompts, output, config, config_text)
-        num_before, num_rows = len(output.finished), sum(num_samples(config, prompt) for prompt in prompts)
-        if config.resume:
-            console.print(f"resume=true: {output.path}/ holds {num_before} of {num_rows} rows", highlight=False)
-        figures = _Figures()
-        if left:
-            output.begin(config_text, failures.prompts, made_with(config))
-            console.print(f"starting {cluster.workers} workers with {config.model.path} …", highlight=False)
-            live = LiveFigures(console, "decoding", num_rows, done=num_before, show=config.progress)
-            with live, _ray(cluster) as ray:
-                _decode(ray, config, cluster, left, output, failures, figures, live)
-        if left or failures.prompts:
-            output.write_errors(failures.prompts)
-        write_answers(config, output, prompts, failures)
-        print_failures(console, failures.prompts)
-        if not output.finished and not figures.num_rows:
-            raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.says_why} says why")
-        if not figures.num_rows:
-            console.print("nothing is left to do")
-            return JobResult(output.read_metrics())
-        metrics = _metrics(config, figures, num_before, len(failures.prompts))
-        output.write_metrics(metrics)
-    said = f"{figures.num_rows} rows, {figures.num_new_tokens} tokens in {figures.seconds:.1f} s"
-    written = "" if output.is_stdout else f"; written to {output.path}/"
-    plain_console(stderr=output.is_stdout).print(
-        f"{said}, {figures.tokens_per_second:.0f} tokens/s, τ {figures.mean_acceptance_length:.2f}, on "
-        f"{cluster.workers} workers{written}",
-        highlight=False,
-    )
-    return JobResult(metrics)
-
-
-def _check_cluster(config: RunConfig, cluster: ClusterConfig) -> None:
     check_installed("ray")
     if config.check is not None:
         raise ConfigError("check compares runs of one process; leave check= or cluster= out")
@@ -125,62 +74,32 @@ def _check_cluster(config: RunConfig, cluster: ClusterConfig) -> None:
         )
 
 
-@contextmanager
-def _ray(cluster: ClusterConfig) -> Iterator[Any]:
-    """Ray, connected to the cluster or started on this machine for as long as the run takes."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run asks nothing of the network
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what matters is raised as well
-    import ray
-    import ray.data  # its logger is set up when it is imported
-
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    address = cluster.address or os.environ.get("RAY_ADDRESS")
-    if address:
-        options["address"] = address
-    else:
-        options |= {"include_dashboard": False, "num_cpus": max(1, round(cluster.workers * cluster.cpus + 0.5))}
-    started = not ray.is_initialized()
-    if started:
-        try:
-            ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"cannot use Ray{f' at {address}' if address else ''}: {_line(error)}") from error
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    try:
-        yield ray
-    finally:
-        if started:
-            ray.shutdown()
-
-
-def _decode(
-    ray: Any,
+def decode_on_cluster(
     config: RunConfig,
     cluster: ClusterConfig,
     left: Seq[Prompt],
     output: OutputFolder,
     failures: Failures,
-    figures: _Figures,
     live: LiveFigures,
-) -> None:
-    """Write the rows of `left` as they come."""
+) -> ClusterFigures:
+    """Write the rows of `left` that are not finished as they come from the workers.
+
+    Ray gives the prompts of a worker that dies to another one. A row is written once, when it arrives.
+    """
     by_id = {prompt.prompt_id: prompt for prompt in left}
-    written = set(output.finished)
-    start = time.monotonic()
-    for prompt_id, answer in _answers(ray, config, cluster, left, output.finished):
-        if isinstance(answer, PromptError):
-            failures.add(FailedPrompt(prompt_id, str(answer)))
-        elif isinstance(answer, EmssdError):
-            raise answer
-        else:
-            for row in answer:
-                assert (prompt_id, row.sample) not in written, f"row {prompt_id!r} came twice"
-                written.add((prompt_id, row.sample))
-                output.write_generation(by_id[prompt_id], row)
-                figures.add(row, time.monotonic() - start)
-                live.row_done(figures)
+    figures, start = ClusterFigures(), time.monotonic()
+    with live, _ray(cluster) as ray:
+        for prompt_id, answer in _answers(ray, config, cluster, left, output.finished):
+            if isinstance(answer, PromptError):
+                failures.add(FailedPrompt(prompt_id, str(answer)))
+            elif isinstance(answer, EmssdError):
+                raise answer
+            else:
+                for row in answer:
+                    output.write_generation(by_id[prompt_id], row)
+                    figures.add(row, time.monotonic() - start)
+                    live.row_done(figures)
+    return figures
 
 
 def _answers(
@@ -190,7 +109,7 @@ def _answers(
     left: Seq[Prompt],
     finished: Mapping[tuple[str, int], Any],
 ) -> Iterator[tuple[str, list[Generation] | EmssdError]]:
-    """By id what became of each prompt, in the order in which tasks end."""
+    """By id the rows of each prompt, or its error, in the order in which tasks end."""
     done: dict[str, list[int]] = {}
     for prompt_id, sample in finished:
         done.setdefault(prompt_id, []).append(sample)
@@ -213,7 +132,7 @@ def _answers(
         raise EmssdError(f"Ray could not finish the run: {_line(error)}. Rows that were finished are kept") from error
 
 
-class _Worker:
+class _Worker(EngineActor):
     """Decodes tasks; an actor of Ray Data.
 
     Args:
@@ -223,14 +142,14 @@ class _Worker:
     def __init__(self, config: RunConfig) -> None:
         import torch
 
-        from emssd.integrations.engine_thread import EngineThread
+        from emssd.jobs.job import make_engine
         from emssd.model.cache import ModelCache
 
         self._config, self._fault = config, None
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         try:
-            self._thread = EngineThread(make_engine(config, Registry(), ModelCache()))
+            super().__init__(make_engine(config, Registry(), ModelCache()))
         except EmssdError as error:  # Ray would start the actor again and again
             self._fault = error
 
@@ -242,36 +161,44 @@ class _Worker:
     async def _answer(self, prompt: Prompt, finished: list[int]) -> tuple[str, list[Generation] | EmssdError]:
         if self._fault is not None:
             return prompt.prompt_id, self._fault
-        failures, engine = Failures(OnError.skip), self._thread.engine
         done = {(prompt.prompt_id, sample) for sample in finished}
         try:
-            requests = to_requests(self._config, engine, [prompt], failures, done)
-            if failures.prompts:
-                raise PromptError(failures.prompts[0].error)
-            futures = [future for request in requests for future in self._thread.submit(request)]
-            return prompt.prompt_id, await asyncio.gather(*map(asyncio.wrap_future, futures))
+            requests = to_requests(self._config, self.engine, [prompt], Failures(OnError.fail), done)
+            return prompt.prompt_id, await self.decode(requests)
         except EmssdError as error:
             return prompt.prompt_id, error
 
 
-def _metrics(config: RunConfig, figures: _Figures, num_before: int, num_failed: int) -> dict[str, Any]:
-    assert config.cluster is not None
-    return {
-        "title": f"{config.model.path} on {config.cluster.workers} workers",
-        "setting": setting_of(config),
-        "versions": versions(),
-        "num_workers": config.cluster.workers,
-        "num_prompts": num_before + figures.num_rows,
-        "num_resumed_prompts": num_before,
-        "num_failed_prompts": num_failed,
-        "num_new_tokens": figures.num_new_tokens,
-        "seconds": {"total": figures.seconds},
-        "tokens_per_second": figures.tokens_per_second,
-        "mean_acceptance_length": figures.mean_acceptance_length,
-    }
+@contextmanager
+def _ray(cluster: ClusterConfig) -> Iterator[Any]:
+    """Ray, connected to the cluster or started on this machine for as long as the run takes."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a run asks nothing of the network
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what matters is raised as well
+    import ray
+    import ray.data  # its logger is set up when it is imported
+
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = cluster.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        options["address"] = address
+    else:
+        options |= {"include_dashboard": False, "num_cpus": max(1, round(cluster.workers * cluster.cpus + 0.5))}
+    started = not ray.is_initialized()
+    if started:
+        try:
+            ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"cannot use Ray{f' at {address}' if address else ''}: {_line(error)}") from error
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    try:
+        yield ray
+    finally:
+        if started:
+            ray.shutdown()
 
 
 def _line(error: BaseException) -> str:
-    """The last line that says something: Ray's errors hold the traceback of another process."""
+    """The last line with text: Ray's errors hold the traceback of another process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).rstrip(".")

@@ -45,14 +45,14 @@ _ROW_OPTIONS = ("model", "prompt", "data", "sampling", "max_new_tokens", "stop",
 
 
 class Check(str, Enum):
-    """What the output is compared with."""
+    """The run that the output is compared with."""
 
     greedy = "greedy"
     plain = "plain"
 
 
 class OnError(str, Enum):
-    """What a prompt that cannot be used does to the run."""
+    """The effect of an invalid prompt on the run."""
 
     auto = "auto"
     fail = "fail"
@@ -100,7 +100,7 @@ class ModelConfig:
 
 
 class Size(str, Enum):
-    """How large an experiment is."""
+    """The size of an experiment."""
 
     toy = "toy"
     small = "small"
@@ -127,7 +127,7 @@ class ExperimentConfig:
 
 @dataclass
 class TaskConfig:
-    """What an experiment decodes.
+    """The data of an experiment.
 
     Attributes:
         name: what the rows and their report call it.

@@ -100,7 +100,7 @@ def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str,
 
 
 def _job(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str, Any]:
-    """What every row begins with."""
+    """The first fields of every row."""
     assert config.experiment is not None
     return {
         "experiment": config.experiment.name,
@@ -150,7 +150,7 @@ def _given(config: RunConfig) -> dict[str, Any]:
 
 
 def _other_options(config: RunConfig, overrides: Seq[str]) -> list[str]:
-    """What else tells the run from others, as ``NAME=VALUE``: options that are not the defaults and have no field.
+    """Options that are not the defaults and have no field of their own, as ``NAME=VALUE``.
 
     A method has no label but its name, so what the user sets of its backend and budget is among them.
     """

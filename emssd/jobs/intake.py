@@ -54,7 +54,7 @@ class Failures:
         self.prompts.append(failed)
 
     def passed(self, prompts: Iterable[Prompt | FailedPrompt]) -> list[Prompt]:
-        """Those of `prompts` that a source could read; the others are remembered."""
+        """Return the prompts that a source could read, and remember the others."""
         good: dict[str, Prompt] = {}
         for prompt in prompts:
             name = prompt.prompt_id
@@ -119,7 +119,7 @@ def _check_batch(config: RunConfig) -> None:
 def sampling_of(
     config: RunConfig, prompt: Prompt | None = None, vocab_size: int | None = None
 ) -> SamplingParams | None:
-    """How the run chooses tokens, or `prompt` in it; ``None`` is greedily.
+    """The sampling of the run, or of `prompt` in it; ``None`` is greedy.
 
     Args:
         config: of the run.
@@ -154,7 +154,7 @@ def sampling_of(
 
 
 def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | FailedPrompt]:
-    """What a run decodes: `prompt`, or what its source yields."""
+    """The prompts of a run: `prompt`, or those of its source."""
     if config.prompt is not None:
         return [Prompt("0", config.prompt)]
     source = registry.find("data", config.data.name)
@@ -163,7 +163,7 @@ def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | Faile
 
 
 def num_samples(config: RunConfig, prompt: Prompt) -> int:
-    """How many rows `prompt` gets; 1 if what it asks for cannot be, as `sampling_of` says."""
+    """The number of rows of `prompt`; 1 if it asks for an invalid number, which `sampling_of` refuses."""
     own = None if prompt.sampling is None else prompt.sampling.get("n")
     number = config.sampling.n if own is None else own
     return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1

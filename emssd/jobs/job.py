@@ -11,8 +11,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from emssd.console.terminal import plain_console
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import Prompt
@@ -25,9 +23,9 @@ from emssd.decoding.warmup import warm_up
 from emssd.errors import ConfigError, PromptError
 from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.jobs.closing import print_texts, print_whole, remarks
-from emssd.jobs.config import RunConfig
+from emssd.jobs.cluster import check_cluster, decode_on_cluster
+from emssd.jobs.config import ClusterConfig, RunConfig
 from emssd.jobs.experiment import label_of, setting_of
-from emssd.jobs.imports import import_transformers
 from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
@@ -40,12 +38,12 @@ from emssd.plugins.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequences import Generation, Request
 
-__all__ = ["JobResult", "make_engine", "run_job", "write_answers"]
+__all__ = ["JobResult", "make_engine", "run_job"]
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a run leaves behind.
+    """The result of a run.
 
     Attributes:
         metrics: as in ``metrics.json``; of a job that is resumed with nothing left to do, those that it has.
@@ -56,20 +54,6 @@ class JobResult:
     metrics: dict[str, Any]
     generations: Seq[Generation] = ()
     engine: Engine | None = None
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a run has to do: `requests`, samples of `prompts` (by id); some prompts may be among `failures`.
-
-    `every` prompt of the job also counts those that were done before.
-    """
-
-    engine: Engine
-    requests: list[Request]
-    prompts: dict[str, Prompt]
-    failures: Failures
-    every: Seq[Prompt]
 
 
 def run_job(
@@ -96,73 +80,239 @@ def run_job(
     Raises:
         EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
     """
-    import torch
-
-    transformers = import_transformers(distributed=config.model.tensor_parallel)
-    transformers.utils.logging.disable_progress_bar()
     check_options(config)
+    if config.cluster is not None:
+        check_cluster(config, config.cluster)
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
     registry.in_use.clear()  # what earlier runs of a sweep used
     own_threads = _own_threads()  # read before it is changed
     torch.set_num_threads(config.num_threads or own_threads)
-    console, models = plain_console(stderr=True), models or ModelCache()
-    show_messages(console)
+    show_messages(plain_console(stderr=True))
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
-        quiet = plain_console(stderr=True, quiet=brief)
-        work = _prepare(config, config_text, output, quiet, registry, models, alone=alone)
-        if work is None:
+        run = _Run(config, config_text, registry, models or ModelCache(), output, brief=brief)
+        if not run.read_prompts():
             return JobResult(output.read_metrics())
-        output.begin(config_text, work.failures.prompts, made_with(config))
-        warm_up(work.engine, work.requests)
-        num_before, num_here = len(output.finished), len(work.requests)
-        live = LiveFigures(console, "decoding", num_before + num_here, done=num_before, show=config.progress)
-        done, figures = _decode(work, live, output)
-        counts = {"num_prompts": num_before + num_here, "num_resumed_prompts": num_before}
-        counts["num_failed_prompts"] = len(work.failures.prompts)
-        metrics = _describe(config, work.engine, registry) | counts | figures
+        if config.cluster is not None:
+            return run.on_cluster(config.cluster)
+        return run.here(alone=alone)
+
+
+class _Run:
+    """One run: its options, its folder, and its prompts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        config_text: str,
+        registry: Registry,
+        models: ModelCache,
+        output: OutputFolder,
+        *,
+        brief: bool,
+    ) -> None:
+        self.config, self.config_text, self.registry, self.models = config, config_text, registry, models
+        self.output, self.brief = output, brief
+        self.console = plain_console(stderr=True)
+        self.quiet = plain_console(stderr=True, quiet=brief)
+        self.failures = Failures(config.on_error, config.data)
+        self.prompts: list[Prompt] = []
+        self.left: list[Prompt] = []  # those that have rows to decode
+
+    def read_prompts(self) -> bool:
+        """Read and check all prompts before anything is loaded; false if a resumed job has nothing left to do."""
+        config, output = self.config, self.output
+        self.prompts = self.failures.passed(prompts_of(config, self.registry))
+        self.registry.find("backend", config.backend.name)
+        self.left = unfinished(self.prompts, output, config, self.config_text)
+        if config.resume:
+            num_done, num_rows = len(output.finished), sum(num_samples(config, prompt) for prompt in self.prompts)
+            there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
+            self.quiet.print(f"resume=true: {output.path}/ holds {there}")
+        if self.left:
+            return True
+        if output.finished and config.check is not None and "check" not in output.read_metrics():
+            raise ConfigError(
+                f"check={config.check.value} compares the rows that a run decodes, and {output.path} holds all; "
+                f"leave check= out, or decode them again with overwrite=true"
+            )
+        self._end_without_rows()
+        return False
+
+    def here(self, *, alone: bool) -> JobResult:
+        """Decode with an engine of this process, write, compare, and print the results."""
+        config, output = self.config, self.output
+        engine = self._load(alone=alone)
+        requests = to_requests(config, engine, self.left, self.failures, output.finished)
+        if not requests:
+            self._end_without_rows()
+            return JobResult(output.read_metrics())
+        self._begin()
+        done, figures = self._decode("decoding", engine, requests, output)
+        metrics = _describe(config, engine, self.registry) | self._counts(len(requests)) | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
-        write_answers(config, output, work.every, work.failures)
+        self._write_answers()
         report = None
         if config.check is not None:
-            report, greedy = _compare_with_plain(config, work, done, console, registry, models)
+            report, greedy = self._compare_with_plain(engine, requests, done)
             metrics |= _check_metrics(report, metrics, greedy)
             output.write_metrics(metrics)
-    result = JobResult(metrics, [done[_place(request)] for request in work.requests], work.engine)
-    _print_results(config, work, result, report, output, brief=brief)
-    return result
+        result = JobResult(metrics, [done[_place(request)] for request in requests], engine)
+        self._print(result, report)
+        return result
 
+    def on_cluster(self, cluster: ClusterConfig) -> JobResult:
+        """Decode with the engines of workers, write, and print a line."""
+        config, output = self.config, self.output
+        self._begin()
+        self.console.print(f"starting {cluster.workers} workers with {config.model.path} …")
+        live = self._live("decoding", sum(num_samples(config, prompt) for prompt in self.left))
+        figures = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
+        if not figures.num_rows:
+            self._end_without_rows()
+            return JobResult(output.read_metrics())
+        metrics = {
+            "title": f"{config.model.path} on {cluster.workers} workers",
+            "setting": setting_of(config),
+            "versions": versions(),
+            "num_workers": cluster.workers,
+            "num_new_tokens": figures.num_new_tokens,
+            "seconds": {"total": figures.seconds},
+            "tokens_per_second": figures.tokens_per_second,
+            "mean_acceptance_length": figures.mean_acceptance_length,
+        } | self._counts(figures.num_rows)
+        output.write_errors(self.failures.prompts)
+        output.write_metrics(metrics)
+        self._write_answers()
+        print_failures(self.console, self.failures.prompts)
+        written = "" if output.is_stdout else f"; written to {output.path}/"
+        plain_console(stderr=output.is_stdout).print(
+            f"{figures.num_rows} rows, {figures.num_new_tokens} tokens in {figures.seconds:.1f} s, "
+            f"{figures.tokens_per_second:.0f} tokens/s, τ {figures.mean_acceptance_length:.2f}, on "
+            f"{cluster.workers} workers{written}",
+        )
+        return JobResult(metrics)
 
-def _print_results(
-    config: RunConfig, work: _Work, result: JobResult, report: CheckReport | None, output: OutputFolder, *, brief: bool
-) -> None:
-    """Print what came out; if `brief`, only what is wrong. It goes to stdout, unless the rows do."""
-    console, on_the_way = plain_console(stderr=output.is_stdout), plain_console(stderr=True)
-    if brief:
-        if report is not None and (report.differences or not (report.law is None or report.law.is_right)):
-            print_check(console, report, config.check and config.check.value)
-        return
-    has_figures = config.prompt is None if config.figures is None else config.figures
-    if config.prompt is not None and not output.is_stdout:
-        print_whole(console, result.generations)
-    if has_figures:
-        print_report(console, result.metrics, _plain_label(config))
-    if config.prompt is None:
-        print_texts(console, [(work.prompts[row.request_id], row) for row in result.generations])
-    if report is not None:
-        print_check(console, report, config.check and config.check.value)
-    drafts = config.speculate and config.drafter.name != "none"
-    for remark in remarks(result.metrics, drafts=drafts) if has_figures else ():
-        console.print(remark, style="yellow", highlight=False)
-    print_failures(console, work.failures.prompts)
-    files = ["generations.jsonl", "metrics.json", "config.yaml"]
-    files += ["errors.jsonl"] if work.failures.prompts else []
-    files += [BATCH_OUTPUT] if isinstance(config.data, OpenAIBatchConfig) else []
-    if not output.is_stdout:
-        said = console if has_figures else on_the_way
-        said.print(f"written to {output.path}/: {', '.join(files)}", highlight=False)
+    def _load(self, *, alone: bool) -> Engine:
+        config = self.config
+        self.quiet.print(f"loading {config.model.path} …")
+        steps = partial(_most_steps, config, self.left) if alone else None
+        engine = make_engine(config, self.registry, self.models, num_steps=steps)
+        check_model(config, self.output)  # again: to load it may have brought newer files from the hub
+        if config.model.compile == "auto":
+            self.quiet.print(engine.target.why_compiled, soft_wrap=True)
+        if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
+            self.quiet.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
+        return engine
+
+    def _begin(self) -> None:
+        self.output.begin(self.config_text, self.failures.prompts, made_with(self.config))
+
+    def _counts(self, num_rows: int) -> dict[str, int]:
+        num_before, num_failed = len(self.output.finished), len(self.failures.prompts)
+        return {
+            "num_prompts": num_before + num_rows,
+            "num_resumed_prompts": num_before,
+            "num_failed_prompts": num_failed,
+        }
+
+    def _end_without_rows(self) -> None:
+        """Write why no prompt of this run gave a row.
+
+        Raises:
+            PromptError: there are no rows of an earlier run either.
+        """
+        failed = self.failures.prompts
+        self.output.write_errors(failed)
+        self._write_answers()
+        print_failures(self.quiet, failed)
+        if not self.output.finished:
+            raise PromptError(f"none of the {len(failed)} prompts can be used; {self.output.says_why} says why")
+        self.quiet.print(f"nothing {'else ' if failed else ''}is left to do")
+
+    def _write_answers(self) -> None:
+        """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
+        if isinstance(self.config.data, OpenAIBatchConfig):
+            model = self.config.model
+            tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+            write_batch_output(self.output.path, self.prompts, self.failures.prompts, model.path, tokenizer)
+
+    def _live(self, title: str, num_rows: int, *, done: int | None = None) -> LiveFigures:
+        before = len(self.output.finished) if done is None else done
+        return LiveFigures(self.console, title, before + num_rows, done=before, show=self.config.progress)
+
+    def _decode(
+        self, title: str, engine: Engine, requests: Seq[Request], output: OutputFolder | None = None
+    ) -> tuple[dict[tuple[str, int], Generation], dict[str, Any]]:
+        """Decode under live figures; rows go to `output` as they finish. Returns all by `_place`, and the metrics."""
+        warm_up(engine, requests)
+        done: dict[tuple[str, int], Generation] = {}
+        prompts = {prompt.prompt_id: prompt for prompt in self.left}
+        live = self._live(title, len(requests), done=None if output is not None else 0)
+        with live, OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others:
+            for generation in engine.run(requests):
+                done[generation.request_id, generation.sample] = generation
+                if output is not None:
+                    output.write_generation(prompts[generation.request_id], generation)
+                live.row_done(engine.report)
+        return done, engine.report.metrics() | {"other_cpu_share": others.share}
+
+    def _compare_with_plain(
+        self, engine: Engine, requests: Seq[Request], done: dict[tuple[str, int], Generation]
+    ) -> tuple[CheckReport, dict[str, Any]]:
+        """Decode the requests plainly with the same target and compare. Returns the verdict and the plain metrics.
+
+        The tokens of rows with `residual` sampling are not those of the plain run; these are tested for their law.
+        """
+        config, target = self.config, engine.target
+        plain = make_engine(config, self.registry, self.models, baseline=engine)
+        expected, figures = self._decode(_plain_label(config), plain, requests)
+        spec = target.kv_cache_spec(1)
+        backend = make_backend(spec, config.backend, self.registry)
+        judge = make_runner(target, backend, spec, config.backend, self.registry)
+        sampling = {request.prompt_id: request.sampling for request in requests}
+        drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
+        places = [_place(request) for request in requests]
+        same = [place for place in places if place[0] not in drawn]
+        report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling)
+        tested = [done[place] for place in places if place[0] in drawn]
+        law = check_distribution(tested, judge, drawn) if tested else None
+        return dataclasses.replace(report, law=law), figures
+
+    def _print(self, result: JobResult, report: CheckReport | None) -> None:
+        """Print the results; if brief, only what is wrong. They go to stdout, unless the rows do."""
+        config, output, failed = self.config, self.output, self.failures.prompts
+        console, check = plain_console(stderr=output.is_stdout), config.check and config.check.value
+        if self.brief:
+            if report is not None and (report.differences or not (report.law is None or report.law.is_right)):
+                print_check(console, report, check)
+            return
+        has_figures = config.prompt is None if config.figures is None else config.figures
+        if config.prompt is not None and not output.is_stdout:
+            print_whole(console, result.generations)
+        if has_figures:
+            print_report(console, result.metrics, _plain_label(config))
+        if config.prompt is None:
+            prompts = {prompt.prompt_id: prompt for prompt in self.left}
+            print_texts(console, [(prompts[row.request_id], row) for row in result.generations])
+        if report is not None:
+            print_check(console, report, check)
+        drafts = config.speculate and config.drafter.name != "none"
+        for remark in remarks(result.metrics, drafts=drafts) if has_figures else ():
+            console.print(remark, style="yellow")
+        print_failures(console, failed)
+        files = ["generations.jsonl", "metrics.json", "config.yaml"]
+        files += ["errors.jsonl"] if failed else []
+        files += [BATCH_OUTPUT] if isinstance(config.data, OpenAIBatchConfig) else []
+        if not output.is_stdout:
+            said = console if has_figures else self.console
+            said.print(f"written to {output.path}/: {', '.join(files)}")
 
 
 def _plain_label(config: RunConfig) -> str:
-    """What the run is called that this one is compared with."""
+    """The name of the run that this one is compared with."""
     return "plain greedy" if config.sampling.temperature == 0 else "plain"
 
 
@@ -174,63 +324,8 @@ def _own_threads() -> int:
     return torch.get_num_threads()
 
 
-def _prepare(
-    config: RunConfig,
-    config_text: str,
-    output: OutputFolder,
-    console: Console,
-    registry: Registry,
-    models: ModelCache,
-    *,
-    alone: bool,
-) -> _Work | None:
-    """Read and check all prompts before anything runs; ``None`` if a resumed job has nothing left to do."""
-    failures = Failures(config.on_error, config.data)
-    prompts = failures.passed(prompts_of(config, registry))
-    registry.find("backend", config.backend.name)
-    left = unfinished(prompts, output, config, config_text)
-    if config.resume:
-        num_done, num_rows = len(output.finished), sum(num_samples(config, prompt) for prompt in prompts)
-        there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
-        console.print(f"resume=true: {output.path}/ holds {there}", highlight=False)
-    if output.finished and not left:
-        if config.check is not None and "check" not in output.read_metrics():
-            raise ConfigError(
-                f"check={config.check.value} compares the rows that a run decodes, and {output.path} holds all; "
-                f"leave check= out, or decode them again with overwrite=true"
-            )
-        write_answers(config, output, prompts, failures)
-        console.print("nothing is left to do")
-        return None
-    console.print(f"loading {config.model.path} …", highlight=False)
-    engine = make_engine(config, registry, models, num_steps=partial(_most_steps, config, left) if alone else None)
-    check_model(config, output)  # again: to load it may have brought newer files from the hub
-    if config.model.compile == "auto":
-        console.print(engine.target.why_compiled, highlight=False, soft_wrap=True)
-    if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
-        console.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
-    requests = to_requests(config, engine, left, failures, output.finished)
-    if requests:
-        return _Work(engine, requests, {prompt.prompt_id: prompt for prompt in left}, failures, prompts)
-    output.write_errors(failures.prompts)
-    write_answers(config, output, prompts, failures)
-    print_failures(console, failures.prompts)
-    if output.finished:
-        console.print("nothing else is left to do")
-        return None
-    raise PromptError(f"none of the {len(failures.prompts)} prompts can be used; {output.says_why} says why")
-
-
-def write_answers(config: RunConfig, output: OutputFolder, prompts: Seq[Prompt], failures: Failures) -> None:
-    """Write what an OpenAI batch is answered with, once all of its rows are there; nothing for other prompts."""
-    if isinstance(config.data, OpenAIBatchConfig):
-        model = config.model
-        tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
-        write_batch_output(output.path, prompts, failures.prompts, model.path, tokenizer)
-
-
 def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
-    """So many steps the rows of `prompts` take without drafts, in a model of `longest` tokens, if none ends early."""
+    """The most steps that `prompts` take without drafts, in a model of `longest` tokens."""
     ends = [0] * min(config.batch_size, sum(num_samples(config, each) for each in prompts))
     for each in prompts:
         limit = min(each.max_new_tokens or config.max_new_tokens, longest)
@@ -272,62 +367,13 @@ def make_engine(
     )
 
 
-def _compare_with_plain(
-    config: RunConfig,
-    work: _Work,
-    done: dict[tuple[str, int], Generation],
-    console: Console,
-    registry: Registry,
-    models: ModelCache,
-) -> tuple[CheckReport, dict[str, Any]]:
-    """Decode the requests plainly with the same target and compare. Returns the verdict and the plain run's metrics.
-
-    The tokens of rows with `residual` sampling are not those of the plain run; these are tested for their law.
-    """
-    target = work.engine.target
-    greedy = dataclasses.replace(work, engine=make_engine(config, registry, models, baseline=work.engine))
-    warm_up(greedy.engine, greedy.requests)
-    live = LiveFigures(
-        console,
-        _plain_label(config),
-        len(work.requests),
-        show=config.progress,
-    )
-    expected, figures = _decode(greedy, live)
-    spec = target.kv_cache_spec(1)
-    judge = make_runner(target, make_backend(spec, config.backend, registry), spec, config.backend, registry)
-    sampling = {request.prompt_id: request.sampling for request in work.requests}
-    drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
-    places = [_place(request) for request in work.requests]
-    same = [place for place in places if place[0] not in drawn]
-    report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling)
-    tested = [done[place] for place in places if place[0] in drawn]
-    law = check_distribution(tested, judge, drawn) if tested else None
-    return dataclasses.replace(report, law=law), figures
-
-
-def _decode(
-    work: _Work, live: LiveFigures, output: OutputFolder | None = None
-) -> tuple[dict[tuple[str, int], Generation], dict[str, Any]]:
-    """Decode all requests under live figures; rows are written as they finish. Gives all by `_place`, and metrics."""
-    done: dict[tuple[str, int], Generation] = {}
-    spread = work.engine.target.shard is not None
-    with live, OtherProcesses(partial(cpu_times, siblings=spread)) as others:
-        for generation in work.engine.run(work.requests):
-            done[generation.request_id, generation.sample] = generation
-            if output is not None:
-                output.write_generation(work.prompts[generation.request_id], generation)
-            live.row_done(work.engine.report)
-    return done, work.engine.report.metrics() | {"other_cpu_share": others.share}
-
-
 def _place(request: Request) -> tuple[str, int]:
     """By which a request and its generation are found: the id of the prompt, and the sample."""
     return request.prompt_id, request.sample
 
 
 def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
-    """What ran, on what."""
+    """The part of the metrics that names the run, its software and its machine."""
     import torch
 
     target = engine.target

@@ -55,14 +55,9 @@ class Jobs:
     def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
         """One run with its own tables; `swept` are the overrides of one in a sweep."""
         self._follow(config)
-        if config.cluster is not None:
-            from emssd.jobs.cluster import run_on_cluster
+        from emssd.jobs.job import run_job
 
-            result = run_on_cluster(config, output_dir, config_text, self._registry)
-        else:
-            from emssd.jobs.job import run_job
-
-            result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
+        result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
         self._note_check(result.metrics)
         if swept is not None:
             self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
@@ -105,7 +100,7 @@ class Jobs:
         self._rows.append(row)
         self._num_done += 1
         left = time_left(time.monotonic() - self._start, self._num_done, total - number - 1)
-        console.print(f"{number:4d}  {number + 1} of {total}: {_said(row)}, {left}", highlight=False, soft_wrap=True)
+        console.print(f"{number:4d}  {number + 1} of {total}: {_said(row)}, {left}", soft_wrap=True)
 
     def _note_check(self, metrics: Mapping[str, Any]) -> None:
         check = metrics.get("check", {})
@@ -137,7 +132,7 @@ class Jobs:
             self._rows.close()
 
     def finish(self) -> None:
-        """What a sweep or an experiment showed, and how to see more of it."""
+        """Print the results of a sweep or an experiment, and how to see more of them."""
         console = plain_console()
         if len(self._swept) > 1:
             print_sweep(console, self._swept)
@@ -151,13 +146,12 @@ class Jobs:
         _print_checks(console, rows, self._rows.path.parent)
         console.print(
             f"\nrows: {self._rows.path}. A page of them: python -m emssd.report {self._rows.path.parent}",
-            highlight=False,
             soft_wrap=True,
         )
 
 
 def _check_kept(rows: RowsFile) -> None:
-    """Refuse before the first run what could not be shown after the last one."""
+    """Refuse rows of another format before the first run."""
     from emssd.report.rows import parse
 
     for number, row in enumerate(rows.read(), start=1):
@@ -188,7 +182,7 @@ def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:
 
 
 def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> None:
-    """What `check=greedy` found in all runs that it compared."""
+    """Print the results of `check=greedy` over all runs."""
     checks = {row["job"]: row["metrics"]["check"] for row in rows if "check" in row.get("metrics", {})}
     if not checks:
         return
@@ -198,7 +192,6 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
     console.print(
         f"\ncheck=greedy: {exact} exact, {ties} numerical ties, {wrong} true differences{where}",
         style="bold red" if wrong else "bold green",
-        highlight=False,
         soft_wrap=True,
     )
     if laws := {job: check["law"] for job, check in checks.items() if "law" in check}:
@@ -207,7 +200,6 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
             f"of {len(laws)} runs with residual sampling, {f'jobs {others} have ANOTHER LAW' if others else 'all have'}"
             f"{'' if others else ' the law of plain decoding'}",
             style="bold red" if others else "bold green",
-            highlight=False,
             soft_wrap=True,
         )
 

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-from emssd.data.records import read_json
+from emssd.data.typed import read_json, typed
 from emssd.errors import OutputError
+from emssd.files import atomic_file, is_at, lock
 
 __all__ = ["LinesFile", "whole_file"]
+
+_Row = TypeVar("_Row")
 
 
 class LinesFile:
@@ -55,20 +58,14 @@ class LinesFile:
         return not os.fstat(self._file.fileno()).st_size
 
     def earlier(
-        self,
-        job: str,
-        name: Callable[[Any], str],
-        wrong: Callable[[Any], str | None],
-        *,
-        resume: bool,
-        overwrite: bool,
-    ) -> Iterator[Any]:
-        """The rows that are there: all are kept with `resume`, none with `overwrite`. Without either, there is none.
+        self, job: str, kind: type[_Row], name: Callable[[_Row], str], *, resume: bool, overwrite: bool
+    ) -> Iterator[tuple[Any, _Row]]:
+        """The rows that are there, as JSON and as `kind`: with `resume` all are kept, with `overwrite` none.
 
         Args:
             job: what wrote the rows, for errors: ``run``.
+            kind: of rows.
             name: of a row, which tells it from the others: ``the id 'a'``.
-            wrong: says in words why a value cannot be a row, or ``None``.
             resume: keep them.
             overwrite: replace them.
 
@@ -84,19 +81,19 @@ class LinesFile:
             return
         lines: dict[str, int] = {}
         for number, line in enumerate(self.keep(), start=1):
-            try:
-                row = read_json(line)
-                why = wrong(row)
-            except ValueError:
-                why = "it is not JSON"
             where, way_out = f"resume=true: {self.path}:{number}", "or start again with overwrite=true"
-            if why:
-                raise OutputError(f"{where} is no row: {why}; take that line out, and its row is made again, {way_out}")
+            try:
+                value = _value(line)
+                row = typed(value, kind)
+            except ValueError as error:
+                raise OutputError(
+                    f"{where} is no row: {error}; take that line out, and its row is made again, {way_out}"
+                ) from None
             if first := lines.get(named := name(row)):
                 again = f"a second row with {named}, after line {first}"
                 raise OutputError(f"{where} is {again}; take one of the two out, {way_out}")
             lines[named] = number
-            yield row
+            yield value, row
 
     def keep(self) -> list[bytes]:
         """Keep all whole lines, and return them; what follows the last newline was being written in a crash."""
@@ -122,7 +119,7 @@ class LinesFile:
             OutputError: something else has removed or replaced it, cut it short, or written to it.
         """
         size = os.fstat(self._file.fileno()).st_size
-        if not self._is_cut or ((is_there := _is_at(self.path, self._file.fileno())) and size == self._kept_bytes):
+        if not self._is_cut or ((is_there := is_at(self.path, self._file.fileno())) and size == self._kept_bytes):
             return
         what = "is no longer there" if not is_there else "was cut short" if size < self._kept_bytes else "has grown"
         raise OutputError(
@@ -159,7 +156,7 @@ class LinesFile:
         if self._file.closed:
             return
         with suppress(OSError):  # a system that keeps files that are open
-            if self.is_empty and self.path.is_file() and _is_at(self.path, self._file.fileno()):
+            if self.is_empty and self.path.is_file() and is_at(self.path, self._file.fileno()):
                 self.path.unlink()
         with suppress(OSError):  # of a line that could not be written, which `append` has said
             self._file.close()
@@ -174,26 +171,22 @@ class LinesFile:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the body ends; if that fails, `path` stays as it was.
+    """As `atomic_file`.
 
     Raises:
         OutputError: it cannot be written.
     """
-    part = path.with_name(f"{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with atomic_file(path) as file:
             yield file
-        part.replace(path)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
         raise OutputError(
             f"cannot write {path}: {error.strerror}; finished rows stay in {path.parent}, and resume=true keeps them"
         ) from error
 
 
 def _opened_alone(path: Path) -> FileIO:
-    """Open `path` to be read and appended to, and locked until it is closed or this process ends, in whichever way."""
+    """Open `path` to be read and appended to, and locked until it is closed or this process ends."""
     while True:
         file = FileIO(path, "a+")
         try:
@@ -202,32 +195,23 @@ def _opened_alone(path: Path) -> FileIO:
                     f"{path} is a pipe, and rows go to a file; take it away, or set output_dir to another folder, or "
                     f"to - for stdout"
                 )
-            _lock(file.fileno(), path.parent)
-            if _is_at(path, file.fileno()):
+            lock(file.fileno())
+            if is_at(path, file.fileno()):
                 return file
+        except BlockingIOError as error:
+            file.close()
+            raise OutputError(
+                f"output_dir={path.parent} is being written by another run; wait for it, or set output_dir to another "
+                f"folder"
+            ) from error
         except BaseException:
             file.close()
             raise
         file.close()  # whoever had the lock has removed the file since it was opened here
 
 
-def _is_at(path: Path, file: int) -> bool:
+def _value(line: bytes) -> Any:
     try:
-        return os.path.samestat(path.stat(), os.fstat(file))
-    except FileNotFoundError:
-        return False
-
-
-def _lock(file: int, folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # not a Unix system: two runs at once in one folder are the user's to avoid
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise OutputError(
-            f"output_dir={folder} is being written by another run; wait for it, or set output_dir to another folder"
-        ) from error
-    except OSError:  # a file system without locks
-        return
+        return read_json(line)
+    except ValueError:
+        raise ValueError("it is not JSON") from None

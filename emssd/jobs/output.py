@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from emssd.data.prompts import FailedPrompt, Prompt
-from emssd.data.records import read_json
+from emssd.data.typed import read_json
 from emssd.errors import ConfigError, OutputError
 from emssd.jobs.batch_output import BATCH_OUTPUT
 from emssd.jobs.config import STDOUT, changed_options
@@ -21,7 +23,24 @@ from emssd.sequences import FinishReason, Generation, TokenLogprob
 __all__ = ["OutputFolder", "as_asked"]
 
 _SYNC_SECONDS = 5.0
-_FINISH_REASONS = [reason.value for reason in FinishReason]
+
+
+class _Row(msgspec.Struct):
+    """The fields that every row of ``generations.jsonl`` has, and those that a resumed run reads."""
+
+    id: str
+    prompt: str | list[Any]
+    text: str | None
+    token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_steps: int
+    acceptance_length: float
+    sample: Annotated[int, msgspec.Meta(ge=0)] = 0
+    made_with: dict[str, Any] = {}
+
+    def name(self) -> str:
+        return f"the id {self.id!r}" + (f" and the sample {self.sample}" if self.sample else "")
 
 
 class OutputFolder:
@@ -57,9 +76,9 @@ class OutputFolder:
             return
         self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
         try:
-            for row in self._rows.earlier("run", _name_of, _what_is_wrong, resume=resume, overwrite=overwrite):
-                place = row["id"], row.get("sample", 0)
-                self.finished[place], self.made_with[place] = row["prompt"], row.get("made_with", {})
+            for _, row in self._rows.earlier("run", _Row, _Row.name, resume=resume, overwrite=overwrite):
+                place = row.id, row.sample
+                self.finished[place], self.made_with[place] = row.prompt, row.made_with
         except BaseException:
             self._rows.close()
             raise
@@ -158,7 +177,7 @@ class OutputFolder:
 
     @property
     def says_why(self) -> str:
-        """What tells why prompts failed."""
+        """The place that says why prompts failed."""
         return "what is above" if self.is_stdout else f"{self.path}/errors.jsonl"
 
     def _write(self, name: str, content: bytes) -> None:
@@ -197,37 +216,8 @@ class _Stdout:
     check = close = cut
 
 
-def _what_is_wrong(row: Any) -> str | None:
-    """Why `row` cannot be what `OutputFolder.write_generation` writes, in words; ``None`` if it can."""
-    if not isinstance(row, dict):
-        return "it is no JSON object"
-    tokens = row.get("token_ids")
-    fits = {
-        "id": isinstance(row.get("id"), str),
-        "prompt": isinstance(row.get("prompt"), str | list),
-        "text": isinstance(row.get("text", 0), str | None),
-        "token_ids": isinstance(tokens, list) and bool(tokens) and all(type(token) is int for token in tokens),
-        "finish_reason": row.get("finish_reason") in _FINISH_REASONS,  # a list: it may be unhashable
-        "num_prompt_tokens": type(row.get("num_prompt_tokens")) is int,
-        "num_steps": type(row.get("num_steps")) is int,
-        "acceptance_length": isinstance(row.get("acceptance_length"), float | int),
-        "sample": type(sample := row.get("sample", 0)) is int and sample >= 0,
-        "made_with": isinstance(row.get("made_with", {}), dict),
-    }
-    wrong = next((name for name, fit in fits.items() if not fit), None)
-    if wrong is None:
-        return None
-    return f"it has no {wrong}" if wrong not in row else f"its {wrong} cannot be {json.dumps(row[wrong])[:40]}"
-
-
-def _name_of(row: dict[str, Any]) -> str:
-    """How errors call a row of ``generations.jsonl``, and no other."""
-    sample = row.get("sample", 0)
-    return f"the id {row['id']!r}" + (f" and the sample {sample}" if sample else "")
-
-
 def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    """What ``generations.jsonl`` says of one token. JSON has no NaN and no infinity, so that these are ``null``."""
+    """One token in ``generations.jsonl``. JSON has neither NaN nor infinity, so these are ``null``."""
 
     def number(share: float) -> float | None:
         return share if math.isfinite(share) else None

@@ -17,7 +17,7 @@ __all__ = ["Figures", "LiveFigures", "show_messages", "time_left"]
 
 
 class Figures(Protocol):
-    """What is shown of a run that goes on."""
+    """The figures of a running job."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -33,7 +33,7 @@ def show_messages(console: Console) -> None:
 
     class _OnConsole(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            console.print(record.getMessage(), highlight=False)
+            console.print(record.getMessage())
 
     logger = logging.getLogger("emssd")
     logger.handlers, logger.propagate = [_OnConsole()], False
@@ -82,7 +82,7 @@ class LiveFigures:
         if now - self._logged >= self._log_seconds:
             self._logged = now
             left = time_left(now - self._start, self._done - self._before, self._total - self._done)
-            self._console.print(f"{self._title} {self._done}/{self._total}, {live}, {left}", highlight=False)
+            self._console.print(f"{self._title} {self._done}/{self._total}, {live}, {left}")
 
 
 class _TimeLeft(ProgressColumn):

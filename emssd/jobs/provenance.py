@@ -1,4 +1,4 @@
-"""What ran, and on what: the part of a result that says how to get it again, and what the machine could do at best."""
+"""Provenance of a result: command, commit, versions, machine, and the best rates of that machine."""
 
 from __future__ import annotations
 

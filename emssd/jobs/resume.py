@@ -1,4 +1,4 @@
-"""What a resumed job has left to do, and whether the rows that are there were made as they would be made now."""
+"""Resuming a job: its unfinished prompts, and a check that the finished rows would be the same now."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LENGTH = 16  # characters of a digest that are kept
 
 
 def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfig, config_text: str) -> list[Prompt]:
-    """Those of `prompts` that have rows which are not among the ones that `output` keeps.
+    """The prompts with rows that `output` does not hold yet.
 
     Args:
         prompts: of the job.

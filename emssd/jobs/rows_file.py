@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from emssd.errors import ConfigError
 from emssd.jobs.lines_file import LinesFile
 
@@ -14,6 +16,14 @@ __all__ = ["AROUND", "RowsFile"]
 
 AROUND = frozenset({"resume", "overwrite", "output_dir", "progress", "figures"})
 """Options that say where a run goes and how it is shown, not what it is."""
+
+
+class _Job(msgspec.Struct):
+    job: int
+    overrides: list[str]
+
+    def name(self) -> str:
+        return f"the job {self.job}"
 
 
 class RowsFile:
@@ -35,9 +45,8 @@ class RowsFile:
         self.path = folder / "rows.jsonl"
         self._file = LinesFile(self.path)
         try:
-            self._rows = list(
-                self._file.earlier("experiment", _name_of, _what_is_wrong, resume=resume, overwrite=overwrite)
-            )
+            rows = self._file.earlier("experiment", _Job, _Job.name, resume=resume, overwrite=overwrite)
+            self._rows = [row for row, _ in rows]
         except BaseException:
             self._file.close()
             raise
@@ -74,18 +83,6 @@ class RowsFile:
         return self._rows
 
 
-def _what_is_wrong(row: Any) -> str | None:
-    """Why `row` cannot be that of a job, in words; ``None`` if it can."""
-    job, overrides = (row.get("job"), row.get("overrides")) if isinstance(row, dict) else (None, None)
-    if type(job) is int and isinstance(overrides, list) and not {*map(type, overrides)} - {str}:
-        return None
-    return "it has no job and overrides of an experiment"
-
-
-def _name_of(row: dict[str, Any]) -> str:
-    return f"the job {row['job']}"
-
-
 def _what(overrides: Seq[str]) -> list[str]:
-    """Those that say what runs; the others say where and how it is shown."""
+    """The overrides that determine the run; the others say where it goes and how it is shown."""
     return [item for item in overrides if item.partition("=")[0] not in AROUND]

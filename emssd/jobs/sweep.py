@@ -64,7 +64,7 @@ def print_sweep(console: Console, runs: Seq[SweptRun]) -> None:
         speedup = _speedup(run, runs)
         table.add_row(*(values.get(name, "") for name in names), *figures, _number(speedup, ".2f", "×"), *checked,
                       str(run.folder), style="bold red" if _differs(run) else None)  # fmt: skip
-    console.print(table, highlight=False)
+    console.print(table)
     note = "tokens/s of steps without prompts; speed-up over plain greedy decoding with the same other options"
     console.print(note, soft_wrap=True)
 

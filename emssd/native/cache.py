@@ -13,12 +13,12 @@ import logging
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from emssd.errors import EmssdError
+from emssd.files import atomic_folder, lock
 
 __all__ = ["CacheError", "Entry", "cache_dir", "entry", "is_kept", "room_hint", "trusted"]
 
@@ -196,9 +196,7 @@ def _write(folder: Path, write: Callable[[Path], None], *, sweep: bool) -> Entry
     if sweep:
         for leftover in folder.parent.glob(f"{folder.name}-*"):  # of processes that were killed
             shutil.rmtree(leftover, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
-    replaced = scratch.with_name(f"{scratch.name}-old")
-    try:
+    with atomic_folder(folder, mode=0o700, replace=True) as scratch:
         write(scratch)
         files = {path.name: path.read_bytes() for path in sorted(scratch.iterdir())}
         (scratch / _MANIFEST).write_bytes(_manifest(folder, files))
@@ -206,13 +204,7 @@ def _write(folder: Path, write: Callable[[Path], None], *, sweep: bool) -> Entry
             path.chmod(0o600)
             _to_disk(path)
         _to_disk(scratch)
-        if folder.exists():
-            folder.rename(replaced)
-        scratch.rename(folder)
-        _to_disk(folder.parent)
-    finally:
-        for path in (scratch, replaced):
-            shutil.rmtree(path, ignore_errors=True)
+    _to_disk(folder.parent)
     return Entry(folder, files, new=True)
 
 
@@ -226,21 +218,16 @@ def _make(folder: Path) -> None:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
     """While one process writes an entry, others wait; a killed one's turn ends with it. False: there are no locks."""
-    import fcntl
-
-    lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    file = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        alone = True
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = lock(file)
         except BlockingIOError:
             logger.info("another process makes %s; waiting for it …", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # of file systems without them
-            alone = False
+            alone = lock(file, wait=True)
         yield alone
     finally:
-        os.close(lock)
+        os.close(file)
 
 
 def _to_disk(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is shown of runs: tables on the console, and ``python -m emssd.report``, which makes pages of rows."""
+"""Reports of runs: tables on the console, and ``python -m emssd.report``, which makes pages of rows."""
 
 from emssd.report.console import print_check, print_failures, print_report
 from emssd.report.summary import summary

@@ -1,4 +1,4 @@
-"""What is compared with what: settings, their cells, medians over repeats, and speed-ups."""
+"""Settings, their cells, medians over repeats, and speed-ups."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Spread:
 
 
 class Setting(NamedTuple):
-    """What all rows of a comparison have in common, in words.
+    """The common properties of the rows of a comparison, in words.
 
     Attributes:
         length: tokens of all prompts; those of another template or limit have other numbers.
@@ -131,7 +131,7 @@ class Line(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What tables and legends call it."""
+        """Its name in tables and legends."""
         return _LABELS.get(self.method or "", self.method or f"{self.budget or 'greedy'} on {self.backend}")
 
     @property
@@ -240,7 +240,7 @@ def grids(rows: Iterable[Row], setting: Callable[[Row], Setting] = Setting.of) -
 
 
 def _key(row: Row) -> tuple[object, ...]:
-    """What a row and its baseline have in common: all but the drafter."""
+    """A key that a row shares with its baseline: all but the drafter."""
     return (row.source, row.repeat, row.batch_size, Setting.of(row)._replace(drafter=""))
 
 

@@ -22,10 +22,10 @@ _SHOWN_FAILURES = 3
 def print_report(console: Console, metrics: dict[str, Any], plain: str = "plain greedy") -> None:
     """The run's figures, beside those of decoding that is called `plain`; ``metrics`` as in ``docs/metrics.md``."""
     greedy = metrics.get("greedy")
-    console.print(metrics["title"], style="bold", highlight=False)
+    console.print(metrics["title"], style="bold")
     if num_resumed := metrics["num_resumed_prompts"]:
         num_here = metrics["num_prompts"] - num_resumed
-        console.print(f"of the {num_here} rows of this run; {num_resumed} were finished before", highlight=False)
+        console.print(f"of the {num_here} rows of this run; {num_resumed} were finished before")
     table = Table(min_width=60)
     table.add_column("")
     table.add_column("this run", justify="right")
@@ -59,7 +59,6 @@ def print_report(console: Console, metrics: dict[str, Any], plain: str = "plain 
         console.print(
             f"token trees of {metrics['mean_draft_length']:.1f} nodes; accepted in 100 row-steps, by depth: "
             + " ".join(f"{100 * share:.0f}" for share in shares),
-            highlight=False,
         )
     split = Table(title="where the time went", title_justify="left", title_style="bold", min_width=60)
     seconds = {phase: value for phase, value in metrics["seconds"].items() if phase != "decode"}
@@ -81,13 +80,12 @@ def print_check(console: Console, report: CheckReport, check: str | None = "gree
     console.print(
         f"check={check}: {report.num_exact} exact, {len(report.ties)} numerical ties, {wrong} true differences",
         style=style,
-        highlight=False,
     )
     for difference in [*report.true_differences, *report.ties][:_SHOWN_DIFFERENCES]:
-        console.print("  " + _describe(difference), highlight=False)
+        console.print("  " + _describe(difference))
     hidden = len(report.differences) - _SHOWN_DIFFERENCES
     if hidden > 0:
-        console.print(f"  … and {hidden} more in metrics.json", highlight=False)
+        console.print(f"  … and {hidden} more in metrics.json")
 
 
 def _print_law(console: Console, law: DistributionReport, check: str | None) -> None:
@@ -96,7 +94,6 @@ def _print_law(console: Console, law: DistributionReport, check: str | None) -> 
         f"check={check}: {law.num_tokens} tokens {said} the law of plain decoding, p = {law.p_value:.2g} "
         f"(G-test {law.p_bins:.2g}, likelihood {law.p_likelihood:.2g}; wrong below 1e-6)",
         style=style,
-        highlight=False,
         soft_wrap=True,
     )
     if law.num_impossible:
@@ -104,13 +101,13 @@ def _print_law(console: Console, law: DistributionReport, check: str | None) -> 
 
 
 def print_failures(console: Console, failed: Sequence[FailedPrompt]) -> None:
-    """What `on_error=skip` passed over."""
+    """Print the prompts that `on_error=skip` skipped."""
     if failed:
-        console.print(f"{len(failed)} prompts were skipped, see errors.jsonl:", style="yellow", highlight=False)
+        console.print(f"{len(failed)} prompts were skipped, see errors.jsonl:", style="yellow")
     for prompt in failed[:_SHOWN_FAILURES]:
-        console.print("  " + prompt.error, highlight=False, markup=False, emoji=False)  # it may quote the data
+        console.print("  " + prompt.error)
     if len(failed) > _SHOWN_FAILURES:
-        console.print(f"  … and {len(failed) - _SHOWN_FAILURES} more", highlight=False)
+        console.print(f"  … and {len(failed) - _SHOWN_FAILURES} more")
 
 
 def _describe(difference: Difference) -> str:

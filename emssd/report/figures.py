@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Curve", "colour", "curves", "histograms", "speed_chart", "stacked"]
+__all__ = ["Curve", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
 
 _COLOURS = {  # told apart by the colour-blind, too
     "vanilla": "#d55e00",
@@ -53,7 +53,7 @@ class Curve:
     """
 
     label: str
-    points: Mapping[float, float | Spread]
+    points: Mapping[Any, float | Spread]
     colour: str
     style: str = "measured"
 
@@ -61,6 +61,11 @@ class Curve:
 def colour(method: str | None, index: int = 0) -> str:
     """The colour of a method wherever it is shown; of anything else the `index`-th of a cycle."""
     return _COLOURS.get(method or "", _CYCLE[index % len(_CYCLE)])
+
+
+def coloured(lines: Mapping[str, Mapping[Any, float | Spread]], style: str = "measured") -> list[Curve]:
+    """A curve for the points of each name, in a colour of its own."""
+    return [Curve(name, points, colour(None, index), style) for index, (name, points) in enumerate(lines.items())]
 
 
 def curves(

@@ -89,5 +89,5 @@ At batch size 1 nothing is padded: "vanilla" is single-sample speculation there.
 
 
 def label(model: str) -> str:
-    """How the text spells a model: OPT-6.7b."""
+    """The spelling of a model in texts: OPT-6.7b."""
     return model.replace("opt", "OPT")

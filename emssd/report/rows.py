@@ -1,35 +1,46 @@
-"""What a report is made of: rows of experiments, checked, as values."""
+"""Rows of experiments, checked, as values."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
 
 __all__ = ["Row", "Simulation", "machine_name", "parse", "per", "read_rows"]
 
-_ORIGIN = {
-    "provenance": ("command", "commit", "date", "versions", "hardware"),
-    "provenance.hardware": ("processor", "threads", "device"),
-}
-_NEEDED = _ORIGIN | {
-    "metrics": (
-        "decode_tokens_per_second", "mean_acceptance_length", "acceptance_histogram", "draft_length_histogram",
-        "padding_per_new_token", "padding_ratio", "input_padding_tokens", "kv_padding_slots", "num_new_tokens",
-        "decode_steps", "decode_row_steps", "decode_new_tokens", "decode_computed_tokens", "decode_kv_tokens",
-        "decode_seconds", "median_decode_step_seconds",
-    ),
-    "samples": ("acceptance_length", "num_prompt_tokens", "num_new_tokens"),
-    "costs": ("weight_bytes", "kv_bytes_per_token", "matmul_parameters", "attention_flops_per_kv_token"),
-    "provenance.hardware": ("processor", "threads", "device", "bytes_per_second", "flops_per_second"),
-}  # fmt: skip
-_TYPES = {"str": str, "str | None": (str, type(None)), "int": int, "bool": bool, "tuple[str, ...]": list}
+_PROVENANCE = ("command", "commit", "date", "versions")
+_HARDWARE = ("processor", "threads", "device")
+_METRICS = (
+    "decode_tokens_per_second", "mean_acceptance_length", "acceptance_histogram", "draft_length_histogram",
+    "padding_per_new_token", "padding_ratio", "input_padding_tokens", "kv_padding_slots", "num_new_tokens",
+    "decode_steps", "decode_row_steps", "decode_new_tokens", "decode_computed_tokens", "decode_kv_tokens",
+    "decode_seconds", "median_decode_step_seconds",
+)  # fmt: skip
+_COSTS = ("weight_bytes", "kv_bytes_per_token", "matmul_parameters", "attention_flops_per_kv_token")
+
+
+def _with(*names: str, **groups: Any) -> type[msgspec.Struct]:
+    """An object with these fields of any kind, and these groups of fields."""
+    return msgspec.defstruct("Needed", [*names, *groups.items()])
+
+
+_MEASURED = _with(
+    metrics=_with(*_METRICS),
+    samples=_with("acceptance_length", "num_prompt_tokens", "num_new_tokens"),
+    costs=_with(*_COSTS),
+    provenance=_with(*_PROVENANCE, hardware=_with(*_HARDWARE, "bytes_per_second", "flops_per_second")),
+)
+_SIMULATED = _with(
+    points=list[_with("p", "batch_size", "exact", "simulated")],  # type: ignore[misc]  # made here
+    provenance=_with(*_PROVENANCE, hardware=_with(*_HARDWARE)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,52 +147,23 @@ def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
     """
     if not isinstance(row, dict) or "experiment" not in row:
         raise ConfigError(f"{where} is no row of an experiment; python -m emssd -m experiment=NAME writes such rows")
-    if "points" in row:
-        _need(row, _ORIGIN, where)
-        for point in row["points"]:
-            _need({"points": point}, {"points": ("p", "batch_size", "exact", "simulated")}, where)
-        kind: type[Row] | type[Simulation] = Simulation
-    else:
-        _need(row, _NEEDED, where)
-        kind = Row
-    values: dict[str, Any] = {"source": source}
-    for field in dataclasses.fields(kind)[1:]:
-        if field.name not in row:
-            if field.default is dataclasses.MISSING:
-                raise _other_format(where, field.name)
-            continue
-        value = values[field.name] = row[field.name]
-        wanted = _TYPES.get(str(field.type), list if field.name == "points" else Mapping)
-        if not isinstance(value, wanted) or (field.type == "int" and isinstance(value, bool)):  # type: ignore[arg-type]  # a class or a tuple of classes
-            raise ConfigError(f"{where}: {field.name} is {value!r}, and should be {field.type}")
-    return kind(**values | {name: tuple(values[name]) for name in ("overrides", "options") if name in values})
+    try:
+        row = row | {"source": source}
+        if "points" in row:
+            typed(row, _SIMULATED)
+            return typed(row, Simulation)
+        typed(row, _MEASURED)
+        return typed(row, Row)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where} is of another format: {error}; run the experiment again with this version of emssd"
+        ) from None
 
 
 def _parsed_line(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
+        return read_json(line)
     except ValueError:
         raise ConfigError(
             f"{where} is no JSON; if the experiment was interrupted there, resume=true goes on with it and mends it"
         ) from None
-
-
-def _need(row: Mapping[str, Any], groups: Mapping[str, Seq[str]], where: str) -> None:
-    """Refuse a row without these names in these groups."""
-    for path, names in groups.items():
-        group: Any = row
-        for part in path.split("."):
-            group = group.get(part)
-            if not isinstance(group, Mapping):
-                raise ConfigError(
-                    f"{where} ({path}) is missing or no JSON object; these are rows of another format, make them again"
-                )
-        for name in names:
-            if name not in group:
-                raise _other_format(f"{where} ({path})", name)
-
-
-def _other_format(where: str, name: str) -> ConfigError:
-    return ConfigError(
-        f"{where} has no {name!r}, so it is of another format; run the experiment again with this version of emssd"
-    )

@@ -1,13 +1,15 @@
-"""Finds what a report is asked to show: rows of experiments, and plain runs."""
+"""Finds the rows of experiments and the plain runs of a report."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
+from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
 from emssd.report.rows import Row, Simulation, read_rows
 
@@ -17,7 +19,14 @@ _HOW = (
     "an experiment makes rows (python -m emssd -m experiment=fig1 output_dir=DIR), a run makes metrics.json "
     "(python -m emssd output_dir=DIR)"
 )
-_RUN_METRICS = ("title", "decode_tokens_per_second", "tokens_per_second", "mean_acceptance_length", "num_new_tokens")
+
+
+class _RunMetrics(msgspec.Struct):
+    title: str
+    decode_tokens_per_second: float
+    tokens_per_second: float
+    mean_acceptance_length: float
+    num_new_tokens: int
 
 
 class PlainRun(NamedTuple):
@@ -35,13 +44,9 @@ class Material:
     simulations: list[Simulation] = field(default_factory=list)
     runs: list[PlainRun] = field(default_factory=list)
 
-    def of(self, experiment: str) -> list[Row]:
-        """The rows of an experiment."""
-        return [row for row in self.rows if row.experiment == experiment]
-
 
 def read(paths: Iterable[Path]) -> Material:
-    """What is at `paths`: files, or folders that are searched through; each file is read once.
+    """Read files and folders, which are searched; each file is read once.
 
     Raises:
         ConfigError: there is no such path, nothing to show in a folder, or a file of another kind.
@@ -86,17 +91,13 @@ def _add(file: Path, material: Material) -> None:
                 material.simulations.append(row)
         return
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
-    if isinstance(value, dict) and "decode_tokens_per_second" in value:
-        _need(value, _RUN_METRICS, str(file), "it was written by another version of emssd, run again")
-        material.runs.append(PlainRun(str(file.parent), value))
-    else:
+    if not isinstance(value, dict) or "decode_tokens_per_second" not in value:
         raise ConfigError(f"{file} is no metrics.json; {_HOW}")
-
-
-def _need(value: Mapping[str, Any], names: Iterable[str], what: str, how: str) -> None:
-    for name in names:
-        if name not in value:
-            raise ConfigError(f"{what} has no {name!r}; {how}")
+    try:
+        typed(value, _RunMetrics)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}; it was written by another version of emssd, run again") from None
+    material.runs.append(PlainRun(str(file.parent), value))

@@ -1,4 +1,4 @@
-"""What an experiment showed, on the console."""
+"""The results of an experiment on the console."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from rich.text import Text
 
 from emssd.report.cells import grids
 from emssd.report.rows import Row, Simulation, parse
-from emssd.report.sections.comparisons import speed_table
-from emssd.report.sections.crossover import crossings
+from emssd.report.sections.methods import crossings, speed_table
 from emssd.report.sections.padding import expected_ratio
-from emssd.report.sections.step_time import step_table, steps_of
+from emssd.report.sections.steps import step_table, steps_of
 from emssd.report.tables import Table, grouped
 
 __all__ = ["summary"]

@@ -1,4 +1,4 @@
-"""What the paper's appendix asks for, without simulating: E(τ), E(τ_max), E(δ̄) and E(r̄) (EMS-SD, Equations 6–11).
+"""Closed forms of the paper's appendix: E(τ), E(τ_max), E(δ̄) and E(r̄) (EMS-SD, Equations 6–11).
 
 The paper finds the expected values "challenging to express" and simulates them. They are short sums, below, for any
 distribution of τ that is the same for all rows.

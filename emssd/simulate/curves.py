@@ -1,4 +1,4 @@
-"""How long a simulated step takes: `StepCurve`, fitted to measured steps or from first principles (`Roofline`)."""
+"""The time of a simulated step: `StepCurve`, fitted to measured steps or from first principles (`Roofline`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
+from emssd.metrics.least_squares import fit_non_negative
 from emssd.metrics.stats import StageStats, StepStats
 
 __all__ = ["FittedCurve", "Roofline", "StepCurve", "load_curve"]
@@ -21,7 +23,7 @@ __all__ = ["FittedCurve", "Roofline", "StepCurve", "load_curve"]
 _Array = npt.NDArray[np.float64]
 
 _ROUNDS = 3  # of fits, each weighted by the one before
-_SWEEPS = 1000  # of coordinate descent in each; seven unknowns take some hundred milliseconds
+_SWEEPS = 1000  # of coordinate descent in each
 
 
 class StepCurve(ABC):
@@ -141,15 +143,12 @@ def load_curve(path: Path) -> FittedCurve:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        drafts = tuple(tuple(map(float, draft)) for draft in values["drafts"])
-        return FittedCurve(tuple(map(int, values["knots"])), tuple(map(float, values["verify"])), drafts)
+        return typed(read_json(path.read_bytes()), FittedCurve)
     except OSError as error:
         raise ConfigError(f"curve {path} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except ValueError as error:
         raise ConfigError(
-            f"{path} holds no step-time curve ({type(error).__name__}: {error}); "
-            f"fit one with: python -m emssd.simulate record --curve FILE"
+            f"{path} holds no step-time curve ({error}); fit one with: python -m emssd.simulate record --curve FILE"
         ) from error
 
 
@@ -165,17 +164,14 @@ def _fit_draft(stages: Seq[StageStats]) -> tuple[float, ...]:
 
 
 def _least_squares(features: _Array, seconds: _Array) -> tuple[float, ...]:
-    """Coefficients ``>= 0`` of the least relative errors: coordinate descent on the normal equations.
+    """Coefficients ``>= 0`` of the least relative errors.
 
     Errors are relative to the fit, not to the measurement, or else slow steps would count for too little.
     """
     scale = np.maximum(features.max(axis=0), 1e-300)
-    solution, expected = np.zeros(features.shape[1]), np.full(len(seconds), seconds.mean())
+    solution, expected = [0.0] * features.shape[1], np.full(len(seconds), seconds.mean())
     for _ in range(_ROUNDS):
         rows = features / scale / expected[:, None]
-        gram, moment = rows.T @ rows, rows.T @ (seconds / expected)
-        for _ in range(_SWEEPS):
-            for i in np.flatnonzero(np.diag(gram)):
-                solution[i] = max(0.0, solution[i] + (moment[i] - gram[i] @ solution) / gram[i, i])
+        fit_non_negative((rows.T @ rows).tolist(), (rows.T @ (seconds / expected)).tolist(), solution, sweeps=_SWEEPS)
         expected = np.maximum(features / scale @ solution, 1e-3 * seconds.mean())
     return tuple((solution / scale).tolist())

@@ -54,7 +54,7 @@ class TraceRecorder(Drafter):
         return self._rows
 
     def stage(self, request_id: str) -> StageTrace:
-        """What was recorded of a request, once it has ended.
+        """The recorded trace of a request that has ended.
 
         Drafted tokens behind an EOS count as wrong: nobody knows what the target would have gone on with.
         """

@@ -29,7 +29,7 @@ _PAGE_SIZE = 16  # tokens, as the paged backends have it by default
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a simulated run did.
+    """The result of a simulated run.
 
     Attributes:
         report: with the metrics of ``docs/metrics.md``, in simulated seconds.

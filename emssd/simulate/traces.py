@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
 from emssd.sequences import Request, Sequence
 
@@ -22,7 +25,7 @@ VOCAB_SIZE = 3
 
 @dataclass(frozen=True, slots=True)
 class StageTrace:
-    """What one drafter has to offer to one request. Position ``i`` is the state after ``i`` new tokens.
+    """The drafts of one drafter for one request. Position ``i`` is the state after ``i`` new tokens.
 
     What a smaller budget gives is then known too: of ``n ≤ drafted[i]`` tokens, ``min(n, right[i])`` are accepted.
 
@@ -141,19 +144,18 @@ def load_trace(path: Path) -> Trace:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        return Trace(tuple(lines[0]["num_speculative_tokens"]), tuple(_request(line) for line in lines[1:]))
+        head, *lines = [read_json(line) for line in path.read_bytes().split(b"\n") if line]
+        most = typed(head, _Head).num_speculative_tokens
+        return Trace(most, tuple(typed(line, RequestTrace) for line in lines))
     except OSError as error:
         raise ConfigError(f"trace {path} cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise ConfigError(f"trace {path}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"trace {path}: {error}") from error
+    except ValueError as error:
         raise ConfigError(
-            f"{path} holds no acceptance trace ({type(error).__name__}: {error}); "
-            f"record one with: python -m emssd.simulate record"
+            f"{path} holds no acceptance trace ({error}); record one with: python -m emssd.simulate record"
         ) from error
 
 
-def _request(line: dict[str, Any]) -> RequestTrace:
-    stages = tuple(StageTrace(tuple(stage["drafted"]), tuple(stage["right"])) for stage in line["stages"])
-    return RequestTrace(line["request_id"], line["num_prompt"], line["max_new_tokens"], stages)
+class _Head(msgspec.Struct):
+    num_speculative_tokens: tuple[int, ...]

@@ -21,6 +21,7 @@ ROOT = BENCHMARKS.parent
 WHEELS = {  # bytes, for Python 3.12 on Linux
     "flashinfer_python-0.6.18.post1": 18_348_022,
     "apache_tvm_ffi-0.1.15.post2": 3_312_304,
+    "msgspec-0.22.0": 230_377,
     "hydra_core-1.3.8": 168_949,
     "omegaconf-2.4.0": 254_152,
     "antlr4_python3_runtime-4.9.3": 144_590,

@@ -354,7 +354,9 @@ def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Cal
     del row["metrics"]["decode_steps"]
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     result = little(emssd, "fig1", "method=greedy,ragged", "resume=true")
-    assert result.sentence.startswith("resume=true: out/rows.jsonl:1 (metrics) has no 'decode_steps', so it is of ")
+    assert result.sentence.startswith(
+        "resume=true: out/rows.jsonl:1 is of another format: it has no metrics.decode_steps"
+    )
     assert "With overwrite=true all of its jobs run again" in result.sentence
     assert not (folder / "1").exists()
 

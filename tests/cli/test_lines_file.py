@@ -70,13 +70,13 @@ def test_a_file_that_was_removed_before_it_was_locked_is_made_again(
 ) -> None:
     """Another run has it, and ends without a row between our opening it and our locking it."""
     pytest.importorskip("fcntl", reason="file locks are Unix")
-    other, lock = LinesFile(path), lines_file._lock
+    other, lock = LinesFile(path), lines_file.lock
 
-    def after_the_other(file: int, folder: Path) -> None:
+    def after_the_other(file: int) -> None:
         other.close()
-        lock(file, folder)
+        lock(file)
 
-    monkeypatch.setattr(lines_file, "_lock", after_the_other)
+    monkeypatch.setattr(lines_file, "lock", after_the_other)
     lines = LinesFile(path)
     monkeypatch.undo()
     with pytest.raises(OutputError, match="is being written by another run"):

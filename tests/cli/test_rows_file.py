@@ -75,7 +75,7 @@ def test_a_line_that_is_no_row(line: str, folder: Path) -> None:
     path.write_text(path.read_text().replace('{"job": 2, "overr', line + "\n"))
     before = path.read_text()
     with pytest.raises(
-        OutputError, match=r"rows.jsonl:3 is no row: it .*; take that line out, and its row is made again"
+        OutputError, match=r"rows.jsonl:3 is no row: its? .*; take that line out, and its row is made again"
     ):
         RowsFile(folder, resume=True)
     assert path.read_text() == before
@@ -90,21 +90,6 @@ def test_a_job_that_is_there_twice(folder: Path) -> None:
     ):
         RowsFile(folder, resume=True)
     assert path.read_text() == before
-
-
-def test_without_a_row_there_is_no_file_nor_folder(tmp_path: Path) -> None:
-    RowsFile(tmp_path / "new" / "folder").close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_two_experiments_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl", reason="file locks are Unix")
-    with (
-        closing(RowsFile(tmp_path)),
-        pytest.raises(OutputError, match="is being written by another run; wait for it"),
-    ):
-        RowsFile(tmp_path)
-    RowsFile(tmp_path).close()
 
 
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\udcff"])

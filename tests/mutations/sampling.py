@@ -242,9 +242,9 @@ FAULTS = (
     Fault(
         "two runs write to one folder",
         "resumed jobs",
-        LINES,
-        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "emssd/files.py",
+        "fcntl.LOCK_EX | (0",
+        "fcntl.LOCK_SH | (0",
         (
             "tests/cli/test_lines_file.py::test_a_file_that_was_removed_before_it_was_locked_is_made_again",
             "tests/cli/test_long_jobs.py::test_two_runs_do_not_write_to_one_folder",

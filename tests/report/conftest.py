@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from emssd.report.rows import Row, parse
+from emssd.report.sections import Section, sections
+from emssd.report.sources import read
 
 PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
 GREEDY = ("greedy", "ragged_greedy")
@@ -133,6 +135,11 @@ def simulation() -> dict[str, Any]:
         "points": [dataclasses.asdict(point) for point in points],
         "provenance": value()["provenance"],
     }
+
+
+def section_of(path: Path, name: str) -> Section | None:
+    """The section `name` of a report on what is at `path`."""
+    return next((section for section in sections(read([path])) if section.name == name), None)
 
 
 def write(folder: Path, rows: Iterable[dict[str, Any]]) -> Path:

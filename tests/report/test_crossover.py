@@ -7,7 +7,7 @@ from typing import Any
 
 from emssd.report.cells import grids
 from emssd.report.rows import Row, parse
-from emssd.report.sections.crossover import advice
+from emssd.report.sections.methods import advice
 
 from .conftest import value
 

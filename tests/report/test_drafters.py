@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from emssd.report.sections.drafters import drafters
-from emssd.report.sources import read
 from emssd.report.tables import Table
 
-from .conftest import value, write
+from .conftest import section_of, value, write
 
 RATES = {"none": 100.0, "llma": 150.0, "pld": 140.0, "rest(store=a|b)": 90.0}
 
@@ -27,7 +25,7 @@ def test_each_drafter_is_set_against_plain_decoding_of_its_text(tmp_path: Path) 
                 )  # fmt: skip
                 rows.append(row)
     write(tmp_path, rows)
-    section = drafters(read([tmp_path]))
+    section = section_of(tmp_path, "drafters")
     assert section is not None
     speeds, shares = (block for block in section.blocks if isinstance(block, Table))
     assert speeds.columns == ["drafter", *(f"{text}, 6 prompts, 64 new tokens" for text in ("news", "math"))]
@@ -43,7 +41,7 @@ def test_each_drafter_is_set_against_plain_decoding_of_its_text(tmp_path: Path) 
 
 def test_a_drafter_without_plain_decoding_of_its_text_has_no_speedup(tmp_path: Path) -> None:
     write(tmp_path, [value("drafters", None, drafter="llma", drafter_options="llma")])
-    section = drafters(read([tmp_path]))
+    section = section_of(tmp_path, "drafters")
     assert section is not None
     speeds, _ = (block for block in section.blocks if isinstance(block, Table))
     assert speeds.lines == [["llma", "no baseline"]]
@@ -58,7 +56,7 @@ def test_drafters_of_other_budgets_and_backends_have_tables_of_their_own(tmp_pat
         for name in ("none", "llma")
     ]  # fmt: skip
     write(tmp_path, rows)
-    section = drafters(read([tmp_path]))
+    section = section_of(tmp_path, "drafters")
     assert section is not None
     shown = dict(re.findall(r"### .* · batch size 2 · (.*)\n\n.*\n\n.*\n.*\n\| llma \| ([\d.]+)", section.markdown()))
     assert shown == {"fixed on ragged": "1.20", "adaptive on ragged": "1.30", "fixed on padded": "1.40"}
@@ -66,4 +64,4 @@ def test_drafters_of_other_budgets_and_backends_have_tables_of_their_own(tmp_pat
 
 def test_there_is_no_section_without_rows(tmp_path: Path) -> None:
     write(tmp_path, [value("fig1", "greedy")])
-    assert drafters(read([tmp_path])) is None
+    assert section_of(tmp_path, "drafters") is None

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from emssd.report.cells import Spread, grids
 from emssd.report.figures import Curve, _draw
-from emssd.report.floor import Floor
-from emssd.report.sections.acceptance import acceptance, accepted_by_position, least_of_batches
-from emssd.report.sections.crossover import crossing_at, crossings
-from emssd.report.sources import read
+from emssd.report.sections.acceptance import accepted_by_position, least_of_batches
+from emssd.report.sections.methods import crossing_at, crossings
+from emssd.report.sections.steps import Floor
 from tests.support.tiers import looped
 
-from .conftest import row, value, write
+from .conftest import row, section_of, value, write
 
 
 def test_the_floor_of_a_step_done_by_hand() -> None:
@@ -139,6 +138,6 @@ def test_without_drafts_nothing_is_said_of_places_in_them(tmp_path: Path) -> Non
     nothing = value("acceptance", "ragged", metrics_draft_length_histogram={"0": 20})
     for row_of_it, heads in ((drafted, 1), (nothing, 0)):
         write(tmp_path, [row_of_it])
-        section = acceptance(read([tmp_path]))
+        section = section_of(tmp_path, "acceptance")
         assert section is not None
         assert section.markdown().count("### By place in the draft") == heads

@@ -14,7 +14,7 @@ import pytest
 from emssd.report.__main__ import main
 from emssd.report.page import html_page
 from emssd.report.sections import Plot, sections
-from emssd.report.sections.provenance import mixtures
+from emssd.report.sections.origins import mixtures
 from emssd.report.sources import read
 from emssd.report.tables import Code, Table, escape
 from tests.support.tiers import looped

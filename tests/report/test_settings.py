@@ -65,7 +65,7 @@ def test_rows_from_before_there_were_options_are_read(path: Path) -> None:
 
 
 def test_a_row_whose_options_are_no_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match="options is 'x', and should be tuple"):
+    with pytest.raises(ConfigError, match='its options cannot be "x"'):
         parse(value() | {"options": "x"})
 
 

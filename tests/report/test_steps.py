@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from emssd.report.rows import Row
-from emssd.report.sections.step_time import step_time, steps_of
-from emssd.report.sources import read
+from emssd.report.sections.steps import steps_of
 from tests.support.tiers import looped
 
-from .conftest import row, value, write
+from .conftest import row, section_of, value, write
 
 
 def timed(*changes: dict[str, Any]) -> list[Row]:
@@ -54,7 +53,7 @@ def test_the_largest_acceptance_length_is_shown(longest: float, tmp_path: Path) 
     lengths = (1.0, longest)
     rows = [value("step_time", None, repeat=i, metrics_mean_acceptance_length=tau) for i, tau in enumerate(lengths)]
     write(tmp_path, rows)
-    section = step_time(read([tmp_path]))
+    section = section_of(tmp_path, "step_time")
     assert section is not None
     assert f"the largest mean acceptance length of a run is {longest:.2f} " in section.markdown()
 

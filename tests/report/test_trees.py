@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from emssd.report.sections.common import Plot
-from emssd.report.sections.trees import trees
-from emssd.report.sources import read
 from emssd.report.tables import Table
 
-from .conftest import value, write
+from .conftest import section_of, value, write
 
 RATES = {"none": 100.0, "draft_model": 150.0, "draft_model(tree=dynamic)": 180.0}
 
@@ -29,7 +27,7 @@ def rows() -> list[dict[str, object]]:
 
 def test_speed_nodes_and_depth_of_each_drafter_by_batch_size(tmp_path: Path) -> None:
     write(tmp_path, rows())
-    section = trees(read([tmp_path]))
+    section = section_of(tmp_path, "trees")
     assert section is not None
     speeds, nodes, steps, depths = (block for block in section.blocks if isinstance(block, Table))
     assert speeds.columns == ["drafter", "1", "2"]
@@ -51,4 +49,4 @@ def test_speed_nodes_and_depth_of_each_drafter_by_batch_size(tmp_path: Path) -> 
 
 def test_without_speculation_there_is_no_section(tmp_path: Path) -> None:
     write(tmp_path, [row for row in rows() if not row["speculate"]])
-    assert trees(read([tmp_path])) is None
+    assert section_of(tmp_path, "trees") is None

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from emssd.report.sections.acceptance import acceptance
+from emssd.report.sections.acceptance import ACCEPTANCE
 from emssd.report.sections.common import Plot, Section
-from emssd.report.sections.comparisons import COMPARISONS, comparison, own
-from emssd.report.sections.crossover import crossover
-from emssd.report.sections.drafters import drafters
-from emssd.report.sections.padding import appendix, padding_ratio
-from emssd.report.sections.provenance import provenance
-from emssd.report.sections.runs import plain_runs
-from emssd.report.sections.step_time import step_time
-from emssd.report.sections.time import time_of_steps
-from emssd.report.sections.trees import trees
+from emssd.report.sections.drafts import DRAFTERS, TREES
+from emssd.report.sections.methods import COMPARISONS, CROSSOVER, own
+from emssd.report.sections.origins import plain_runs, provenance
+from emssd.report.sections.padding import PADDING_RATIO, appendix
+from emssd.report.sections.steps import STEP_TIME, time_of_steps
 from emssd.report.sources import Material
+from emssd.report.tables import grouped
 
 __all__ = ["Plot", "Section", "sections"]
 
-_OTHERS = ("padding_ratio", "acceptance", "step_time", "appendix", "crossover", "drafters", "trees")
+_BEFORE = (*COMPARISONS, PADDING_RATIO, ACCEPTANCE, STEP_TIME)
+_AFTER = (CROSSOVER, DRAFTERS, TREES)  # the simulation of the paper's appendix
 
 
 def sections(material: Material) -> list[Section]:
     """All sections that `material` has rows for; the last one says where all of it comes from."""
+    rows = grouped(material.rows, lambda row: row.experiment)
+    known = {about.experiment for about in (*_BEFORE, *_AFTER)}
+    others = [mine for name, mine in rows.items() if name not in known]
     found = [
-        *(comparison(material, about) for about in COMPARISONS),
-        padding_ratio(material),
-        acceptance(material),
-        step_time(material),
-        *appendix(material),
-        crossover(material),
-        drafters(material),
-        trees(material),
-        *own(material, [*(about.experiment for about in COMPARISONS), *_OTHERS]),
-        time_of_steps(material),
+        *(about.section(rows.get(about.experiment, [])) for about in _BEFORE),
+        *appendix(material.simulations),
+        *(about.section(rows.get(about.experiment, [])) for about in _AFTER),
+        *(own(mine, number) for number, mine in enumerate(others)),
+        time_of_steps(material.rows),
         plain_runs(material),
         provenance(material),
     ]

@@ -1,4 +1,4 @@
-"""How far samples differ in what is accepted, the least of a batch, and acceptance at each place of a draft."""
+"""Acceptance by sample, by batch, and by place in a draft."""
 
 from __future__ import annotations
 
@@ -8,28 +8,21 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from emssd.report.cells import grids
-from emssd.report.figures import Curve, colour, curves, histograms
-from emssd.report.sections.common import Section, begin, marks_of, short_names
-from emssd.report.sources import Material
+from emssd.report.figures import coloured, curves, histograms
+from emssd.report.rows import Row
+from emssd.report.sections.common import About, Section, marks_of, short_names
 from emssd.report.tables import table_of
 
-__all__ = ["acceptance", "accepted_by_position", "least_of_batches"]
+__all__ = ["ACCEPTANCE", "accepted_by_position", "least_of_batches"]
 
 _BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32)
 _Figures = Mapping[str, Mapping[int, float]]  # by name, and batch size or place
 
 
-def acceptance(material: Material) -> Section | None:
+def _acceptance(section: Section, rows: list[Row]) -> None:
     """The acceptance length figure, and acceptance by place in the draft."""
-    rows = [row for row in material.of("acceptance") if row.speculate]
-    if not rows:
-        return None
-    claim = (
-        "The paper says that samples differ considerably in their mean acceptance length τ, and that the least of a "
-        "batch, which falls with the batch size, says best how far a batch is accelerated."
-    )
-    section = begin("acceptance", "Acceptance by sample", claim, rows)
-    found = grids(rows)
+    if not (found := grids(row for row in rows if row.speculate)):
+        return
     mark, by_name = marks_of(found), {name: grid.rows[0] for name, grid in zip(short_names(found), found, strict=True)}
     samples = {name: row.samples["acceptance_length"] for name, row in by_name.items()}
     least = {name: least_of_batches(taus) for name, taus in samples.items()}
@@ -43,7 +36,7 @@ def acceptance(material: Material) -> Section | None:
     title = "Mean acceptance length τ of each sample"
     section.draw(title, histograms(title, "τ / tokens", samples, mark=mark))
     title = "Least τ of a batch, mean of consecutive full batches"
-    section.draw(title, curves(title, "batch size / rows", "least τ / tokens", _curves(least), mark=mark))
+    section.draw(title, curves(title, "batch size / rows", "least τ / tokens", coloured(least), mark=mark))
     shares = {
         name: accepted_by_position(
             row.metrics["acceptance_histogram"],
@@ -56,8 +49,16 @@ def acceptance(material: Material) -> Section | None:
         section.say("The share of drafts of at least j tokens one after another of which j were accepted.")
         section.table(table_of(by_name, {"model, drafter, data": str} | _columns(shares, "{}", ".0%")))
         title, ylabel = "Accepted, by place in the draft", "share of drafts that reach j"
-        section.draw(title, curves(title, "place j", ylabel, _curves(shares), mark=mark, log=False))
-    return section
+        section.draw(title, curves(title, "place j", ylabel, coloured(shares), mark=mark, log=False))
+
+
+ACCEPTANCE = About(
+    "acceptance",
+    "Acceptance by sample",
+    "The paper says that samples differ considerably in their mean acceptance length τ, and that the least of a "
+    "batch, which falls with the batch size, says best how far a batch is accelerated.",
+    _acceptance,
+)
 
 
 def least_of_batches(taus: Seq[float]) -> dict[int, float]:
@@ -94,10 +95,3 @@ def _columns(figures: _Figures, column: str, form: str) -> dict[str, Callable[[s
 
     places = sorted({place for values in figures.values() for place in values})
     return {column.format(place): partial(text, place) for place in places}
-
-
-def _curves(figures: _Figures) -> list[Curve]:
-    return [
-        Curve(name, {float(place): value for place, value in values.items()}, colour(None, index))
-        for index, (name, values) in enumerate(figures.items())
-    ]

@@ -1,11 +1,11 @@
-"""What sections of a report are made of."""
+"""Sections of a report: paragraphs, tables and plots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from emssd.metrics.busy import busy_remark
 from emssd.report.cells import Cell, Grid
@@ -13,7 +13,7 @@ from emssd.report.figures import Curve, colour
 from emssd.report.rows import Row, Simulation
 from emssd.report.tables import Table, code, escape, listed
 
-__all__ = ["CELL", "Plot", "Section", "begin", "marks_of", "short_names", "speedup_curves"]
+__all__ = ["CELL", "About", "Plot", "Section", "begin", "marks_of", "short_names", "speedup_curves"]
 
 CELL: dict[str, Callable[[Cell], str]] = {
     "batch": lambda cell: str(cell.batch_size),
@@ -84,6 +84,24 @@ class Section:
         return shown
 
 
+class About(NamedTuple):
+    """The section of an experiment: its rows, its title, what the paper says or what is shown, and its writer."""
+
+    experiment: str
+    title: str
+    claim: str
+    write: Callable[[Section, list[Row]], None]
+
+    def section(self, rows: list[Row], name: str = "") -> Section | None:
+        """The section of `rows`; ``None`` if there is nothing to show of them."""
+        if not rows:
+            return None
+        section = begin(name or self.experiment, self.title, self.claim, rows)
+        introduction = len(section.blocks)
+        self.write(section, rows)
+        return section if len(section.blocks) > introduction else None
+
+
 def begin(name: str, title: str, claim: str, rows: Iterable[Row | Simulation]) -> Section:
     """A section that begins with what the paper says, or what is shown, and with the commands that made its rows."""
     found = list(rows)
@@ -94,20 +112,19 @@ def begin(name: str, title: str, claim: str, rows: Iterable[Row | Simulation]) -
 
 
 def marks_of(found: Iterable[Grid]) -> str:
-    """What has to be said of some of these settings."""
+    """The marks of these settings: random weights, replay."""
     return ", ".join(dict.fromkeys(grid.mark for grid in found if grid.mark))
 
 
 def short_names(found: Seq[Grid]) -> list[str]:
-    """What legends call settings: model, drafter and data, or all of the title where that does not tell them apart."""
+    """Names of settings in legends: model, drafter and data, or the whole title if these are not unique."""
     names = [f"{grid.setting.model}, {grid.setting.drafter}, {grid.setting.data.partition(',')[0]}" for grid in found]
     return [name if names.count(name) == 1 else grid.title for name, grid in zip(names, found, strict=True)]
 
 
 def speedup_curves(grid: Grid) -> list[Curve]:
     """A curve by batch size for each line that has speed-ups."""
-    found = []
-    for index, (line, cells) in enumerate(grid.by_line().items()):
-        points = {float(cell.batch_size): spread for cell in cells if (spread := cell.speedup)}
-        found.append(Curve(line.label, points, colour(line.method, index)))
-    return found
+    return [
+        Curve(line.label, {cell.batch_size: cell.speedup for cell in cells if cell.speedup}, colour(line.method, index))
+        for index, (line, cells) in enumerate(grid.by_line().items())
+    ]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from emssd.report import paper
 from emssd.report.cells import Grid, Spread, grids
-from emssd.report.figures import Curve, colour, curves
-from emssd.report.rows import Simulation
-from emssd.report.sections.common import Section, begin, marks_of, short_names
-from emssd.report.sources import Material
+from emssd.report.figures import Curve, colour, coloured, curves
+from emssd.report.rows import Row, Simulation
+from emssd.report.sections.common import About, Section, begin, marks_of, short_names
 from emssd.report.tables import Table, escape, pivot
 
-__all__ = ["appendix", "expected_ratio", "padding_ratio"]
+__all__ = ["PADDING_RATIO", "appendix", "expected_ratio"]
 
 _RATIOS = {"padding_per_new_token": "padding per new token", "padding_ratio": "δ̄/τ_max"}
 _PANELS = {
@@ -22,23 +22,15 @@ _PANELS = {
 }
 
 
-def padding_ratio(material: Material) -> Section | None:
+def _padding_ratio(section: Section, rows: list[Row]) -> None:
     """The padding ratio figure."""
-    rows = [row for row in material.of("padding_ratio") if row.method == "vanilla"]
-    if not rows:
-        return None
-    quoted = "; ".join(
-        f"above {each.share:.0%} with {paper.label(each.model)}, {each.drafter}, batch size {each.batch_size}"
-        for each in paper.PADDING
-    )
-    claim = f"The paper quotes padding ratios of the vanilla method: {quoted}."
-    section = begin("padding_ratio", "Padding of the vanilla method", claim, rows)
+    if not (found := grids(row for row in rows if row.method == "vanilla")):
+        return
     section.say(
         "*Padding per new token* is that of the paper's code: (padding tokens fed + KV slots lost) ÷ new tokens of "
         "decode steps. *δ̄/τ_max* is that of its appendix: by which share the rows' mean acceptance is shorter than the "
         "longest, as a mean of decode steps."
     )
-    found = grids(rows)
     for name, label in _RATIOS.items():
         cells = sorted(((grid, cell) for grid in found for cell in grid.cells), key=lambda each: each[1].batch_size)
         texts = {(grid.title, str(cell.batch_size)): cell.median(name, ".0%") for grid, cell in cells}
@@ -46,26 +38,35 @@ def padding_ratio(material: Material) -> Section | None:
         section.table(pivot("model, drafter, data", texts))
     section.draw("Padding per new token; stars, what the paper quotes", _chart(found, "padding_per_new_token"))
     section.draw("Padding ratio of the paper's appendix", _chart(found, "padding_ratio"))
-    return section
+
+
+_quoted = "; ".join(
+    f"above {each.share:.0%} with {paper.label(each.model)}, {each.drafter}, batch size {each.batch_size}"
+    for each in paper.PADDING
+)
+PADDING_RATIO = About(
+    "padding_ratio",
+    "Padding of the vanilla method",
+    f"The paper quotes padding ratios of the vanilla method: {_quoted}.",
+    _padding_ratio,
+)
 
 
 def _chart(found: Seq[Grid], name: str) -> str:
-    lines = [
-        Curve(label, {float(cell.batch_size): cell.spread(name).median for cell in grid.cells}, colour(None, index))
-        for index, (grid, label) in enumerate(zip(found, short_names(found), strict=True))
-    ]
+    medians = [{cell.batch_size: cell.spread(name).median for cell in grid.cells} for grid in found]
+    lines = coloured(dict(zip(short_names(found), medians, strict=True)))
     if name == "padding_per_new_token":
         for index, drafter in enumerate(("llma", "draft_model"), 4):
-            quoted = {float(each.batch_size): each.share for each in paper.PADDING if each.drafter == drafter}
+            quoted = {each.batch_size: each.share for each in paper.PADDING if each.drafter == drafter}
             lines.append(Curve(f"paper quotes, {drafter} (above)", quoted, colour(None, index), "marks"))
     label = _RATIOS[name]
     return curves(label, "batch size / rows", label, lines, mark=marks_of(found))
 
 
-def appendix(material: Material) -> list[Section]:
+def appendix(simulations: Iterable[Simulation]) -> list[Section]:
     """Appendix B: the three panels, and the expected padding ratio."""
     found = []
-    for index, each in enumerate(material.simulations):
+    for index, each in enumerate(simulations):
         claim = (
             "In the paper's simulation the longest acceptance and the padding grow with p, the accuracy of a drafted "
             "token, and with the batch size; the padding ratio falls with p, and exceeds 50 % below p = 0.8 and above "
@@ -92,13 +93,9 @@ def expected_ratio(simulation: Simulation) -> Table:
 
 
 def _panel(simulation: Simulation, name: str) -> list[Curve]:
-    lines = []
-    for index, size in enumerate(sorted({point["batch_size"] for point in simulation.points})):
-        points = {}
-        for point in simulation.points:
-            if point["batch_size"] == size:
-                mean, error = (float(point["simulated"][name][part]) for part in ("mean", "error"))
-                exact = float(point["exact"][name])
-                points[float(point["p"])] = Spread(exact, mean - 3 * error, mean + 3 * error, 1)
-        lines.append(Curve(f"b = {size}", points, colour(None, index), "level"))
-    return lines
+    lines: dict[str, dict[float, Spread]] = {}
+    for point in sorted(simulation.points, key=lambda point: point["batch_size"]):
+        mean, error = (float(point["simulated"][name][part]) for part in ("mean", "error"))
+        spread = Spread(float(point["exact"][name]), mean - 3 * error, mean + 3 * error, 1)
+        lines.setdefault(f"b = {point['batch_size']}", {})[float(point["p"])] = spread
+    return coloured(lines, "level")

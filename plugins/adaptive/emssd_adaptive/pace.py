@@ -1,4 +1,4 @@
-"""How slow the machine is at the moment, beside what was learnt of it."""
+"""The current slowness of the machine, relative to what was learnt."""
 
 from __future__ import annotations
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from operator import mul
 
 import numpy as np
 
+from emssd.metrics.least_squares import fit_non_negative
+
 __all__ = ["FadingRegression"]
 
-_SWEEPS = 40  # of coordinate descent; the problems have half a dozen unknowns
+_SWEEPS = 40  # of coordinate descent, each time from the last coefficients
 _EVERY_STEP, _STEPS = 12, 16  # at first each observation is learnt from at once, then so many together
 
 
@@ -50,7 +51,7 @@ class FadingRegression:
         if self.num_seen >= _EVERY_STEP and len(self._waiting) < _STEPS:
             return False
         self._learn()
-        self._fit()
+        fit_non_negative(self._gram.tolist(), self._moment.tolist(), self.coefficients, sweeps=_SWEEPS, ridge=1e-6)
         return True
 
     def _learn(self) -> None:
@@ -59,16 +60,3 @@ class FadingRegression:
         fade = self._fade ** len(rows)
         self._gram, self._moment = self._gram * fade + faded.T @ rows, self._moment * fade + faded.sum(0)
         self._waiting = []
-
-    def _fit(self) -> None:
-        """Coordinate descent on the normal equations, a little ridge added, each coefficient kept at 0 or above."""
-        gram, moment = self._gram.tolist(), self._moment.tolist()  # so few numbers are faster in plain Python
-        solution = self.coefficients
-        seen = [(i, line, line[i], line[i] * (1.0 + 1e-6)) for i, line in enumerate(gram) if line[i] > 0.0]
-        for _ in range(_SWEEPS):
-            before = solution[:]
-            for i, line, own, ridged in seen:
-                rest = moment[i] - sum(map(mul, line, solution)) + own * solution[i]
-                solution[i] = rest / ridged if rest > 0.0 else 0.0
-            if solution == before:
-                break

@@ -1,4 +1,4 @@
-"""How long a step takes on this machine without its drafting: t(tokens, context)."""
+"""The time of a step on this machine without its drafting: t(tokens, context)."""
 
 from __future__ import annotations
 

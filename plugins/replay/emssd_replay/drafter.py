@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
+import msgspec
+
+from emssd.data.typed import read_json, typed
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
 from emssd.model.random_weights import counted_on
@@ -23,7 +25,7 @@ UNKNOWN = (
     "drafter=replay cannot know what this model will generate; give drafter.known=generations.jsonl, of a run of the "
     "same prompts with drafter=none, or a model of model.architecture"
 )
-"""What is wrong with a model whose text is not known."""
+"""The error for a model whose text is not known."""
 
 _NUM_DRAWN = 512  # requests whose coins are drawn; further ones share theirs
 _DRAWN_TOKENS = 1024  # of each; behind them its coins begin again
@@ -135,16 +137,21 @@ def _thinned(request: RequestTrace, coverage: float, draw: random.Random) -> Req
     return replace(request, stages=(StageTrace(drafted, right),))
 
 
+class _Known(msgspec.Struct):
+    id: str
+    token_ids: list[int]
+
+
 def _read_known(path: Path) -> dict[str, list[int]]:
     """By request id the tokens of an earlier run's ``generations.jsonl``."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
-        rows = [json.loads(line) for line in lines if line]
-        return {row["id"]: list(row["token_ids"]) for row in rows}
+        rows = [typed(read_json(line), _Known) for line in lines if line]
+        return {row.id: row.token_ids for row in rows}
     except OSError as error:
         raise ConfigError(
             f"drafter.known={path} cannot be read: {error.strerror}; give the generations.jsonl of a run with "
             f"drafter=none"
         ) from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"drafter.known={path} is no generations.jsonl ({type(error).__name__}: {error})") from error
+    except ValueError as error:
+        raise ConfigError(f"drafter.known={path} is no generations.jsonl ({error})") from error

@@ -187,7 +187,7 @@ def test_bad_options_are_refused(config: ReplayConfig, message: str) -> None:
 def test_a_file_of_something_else_and_a_trace_of_two_drafters_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text('{"token_ids": [1]}\n')
-    with pytest.raises(ConfigError, match=r"is no generations.jsonl \(KeyError"):
+    with pytest.raises(ConfigError, match=r"is no generations.jsonl \(it has no id"):
         ReplayDrafter(ReplayConfig(known=str(path)), 96)
     stage = StageTrace((1,), (0,))
     save_trace(Trace((1, 1), (RequestTrace("0", 2, 8, (stage, stage)),)), path)

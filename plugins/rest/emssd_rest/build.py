@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emssd.errors import ConfigError, OutputError
+from emssd.files import atomic_folder
 from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Header, fingerprint, join_documents
 
 __all__ = ["build_store", "suffix_array"]
@@ -40,14 +39,20 @@ def build_store(
     """
     target = Path(folder).expanduser()
     _sorter()  # before any work
-    with _complete_or_absent(target) as unfinished:
-        tokens, header = join_documents(documents)
-        header = replace(header, sources=tuple(sources))
-        if tokenizer is not None:
-            header = replace(header, vocab_size=len(tokenizer), tokenizer=fingerprint(tokenizer))
-        np.save(unfinished / TOKENS, tokens)
-        np.save(unfinished / SUFFIXES, suffix_array(tokens))
-        (unfinished / HEADER).write_text(header.to_json(), encoding="utf-8")
+    if target.exists():
+        raise OutputError(f"{target} exists already; remove it, or give the store another name")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(target) as unfinished:
+            tokens, header = join_documents(documents)
+            header = replace(header, sources=tuple(sources))
+            if tokenizer is not None:
+                header = replace(header, vocab_size=len(tokenizer), tokenizer=fingerprint(tokenizer))
+            np.save(unfinished / TOKENS, tokens)
+            np.save(unfinished / SUFFIXES, suffix_array(tokens))
+            (unfinished / HEADER).write_text(header.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"store {target} cannot be written: {error.strerror or error}") from error
     return header
 
 
@@ -74,19 +79,3 @@ def _sorter() -> Any:
             f"A store that is already built is used without it"
         ) from error
     return divsufsort
-
-
-@contextmanager
-def _complete_or_absent(target: Path) -> Iterator[Path]:
-    """A new folder. It becomes `target` if all goes well, and is removed otherwise."""
-    if target.exists():
-        raise OutputError(f"{target} exists already; remove it, or give the store another name")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as parent:
-            unfinished = Path(parent) / target.name
-            unfinished.mkdir()
-            yield unfinished
-            unfinished.rename(target)
-    except OSError as error:
-        raise OutputError(f"store {target} cannot be written: {error.strerror or error}") from error

@@ -36,7 +36,7 @@ class StoreSearch:
         self._order: Any = store.suffixes.data  # a sequence of integers in all that bisection needs
 
     def longest(self, context: Seq[int], min_match: int, max_match: int) -> tuple[int, range]:
-        """How many of the latest tokens of `context` stand in the store, and the part of the suffix array where.
+        """The longest suffix of `context` in the store, and its part of the suffix array.
 
         Returns:
             A length of at least `min_match` and at most `max_match`, and a range that is not empty; or 0 and an empty
@@ -121,7 +121,7 @@ class StoreSearch:
         return self._suffixes[places.start + np.arange(max_matches) * len(places) // max_matches]
 
     def _texts(self, places: npt.NDArray[Any], num_tokens: int) -> list[list[int]]:
-        """What stands at a few `places`; beyond the end of the last document there is nothing but its end."""
+        """The tokens from a few `places` on; after the last document, all are `END`."""
         rows: list[list[int]] = self._tokens.take(places[:, None] + np.arange(num_tokens), mode="clip").tolist()
         return rows
 
@@ -166,7 +166,7 @@ def _most_frequent(tokens: list[int]) -> int:
 
 
 def _longest_run(tokens: npt.NDArray[Any]) -> tuple[int, int]:
-    """Where the most frequent of ascending ``tokens [m]`` stands, `END` not counted; an empty range if that is all."""
+    """The run of the most frequent of ascending ``tokens [m]`` other than `END`; empty if there is none."""
     if tokens[0] == tokens[-1]:
         return (0, 0) if tokens[0] == END else (0, len(tokens))
     bounds = np.concatenate(([0], np.flatnonzero(tokens[1:] != tokens[:-1]) + 1, [len(tokens)]))

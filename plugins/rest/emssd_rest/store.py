@@ -11,13 +11,15 @@ import hashlib
 import json
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
 
 __all__ = ["END", "HEADER", "SUFFIXES", "TOKENS", "VERSION", "Header", "Store", "fingerprint", "join_documents"]
@@ -29,11 +31,12 @@ END = 0  # stored behind each document; an id is stored as itself plus one
 _FORMAT = "emssd-rest"
 _NUM_PROBES = 64  # neighbours in the suffix array that are compared when a store is opened
 _PROBE_LENGTH = 16
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a store is made of.
+    """The contents of a store.
 
     Attributes:
         num_tokens: of all documents, their ends not counted.
@@ -44,10 +47,10 @@ class Header:
         sources: names of the files.
     """
 
-    num_tokens: int
-    num_documents: int
-    num_ids: int
-    vocab_size: int = 0
+    num_tokens: _Count
+    num_documents: _Count
+    num_ids: _Count
+    vocab_size: _Count = 0
     tokenizer: str = ""
     sources: tuple[str, ...] = ()
 
@@ -62,17 +65,12 @@ class Header:
         Raises:
             ValueError: it holds something else; the message says what.
         """
-        values = json.loads(text)
+        values = read_json(text)
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
             raise ValueError("it is of another program")
         if (version := values.pop("version", None)) != VERSION:
             raise ValueError(f"it is of version {version}, and this emssd reads version {VERSION}")
-        if set(values) != {field.name for field in fields(cls)}:
-            raise ValueError(f"it has the fields {', '.join(values)}")
-        numbers = [values[name] for name in ("num_tokens", "num_documents", "num_ids", "vocab_size")]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise ValueError(f"its numbers are {numbers}")
-        return cls(**values | {"tokenizer": str(values["tokenizer"]), "sources": tuple(values["sources"])})
+        return typed(values, cls)
 
 
 @dataclass(frozen=True, slots=True)

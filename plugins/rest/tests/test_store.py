@@ -198,10 +198,10 @@ def test_what_is_no_store_is_told_with_how_to_make_one(tmp_path: Path) -> None:
         ("", "Expecting value"),
         ("[]", "of another program"),
         ('{"format": "emssd-rest", "version": 2}', "of version 2, and this emssd reads version 1"),
-        ('{"format": "emssd-rest", "version": 1, "size": 3}', "has the fields size"),
-        ({"num_tokens": -1}, "its numbers are"),
-        ({"num_documents": "two"}, "its numbers are"),
-        ({"sources": 3}, "not iterable"),
+        ('{"format": "emssd-rest", "version": 1, "size": 3}', "has no num_tokens"),
+        ({"num_tokens": -1}, "its num_tokens cannot be -1"),
+        ({"num_documents": "two"}, 'its num_documents cannot be "two"'),
+        ({"sources": 3}, "its sources cannot be 3"),
     ],
 )
 def test_a_header_that_says_something_else_is_refused(tmp_path: Path, header: Any, complaint: str) -> None:

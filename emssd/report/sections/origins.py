@@ -1,19 +1,21 @@
-"""Plain runs, such as those of a sweep, each beside the one that drafted nothing and is equal else."""
+"""Plain runs, such as those of a sweep, each beside the one that drafted nothing; and where a report comes from."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
 from typing import Any
 
-from emssd.report.figures import Curve, colour, curves
+from emssd.report.figures import coloured, curves
+from emssd.report.rows import Row, Simulation, machine_name
 from emssd.report.sections.common import Section
 from emssd.report.sources import Material, PlainRun
-from emssd.report.tables import Code, grouped, table_of
+from emssd.report.tables import Code, Table, code, escape, grouped, listed, pairs, table_of
 
-__all__ = ["plain_runs"]
+__all__ = ["mixtures", "plain_runs", "provenance"]
 
 _Metrics = Mapping[str, Any]
 _SPEED = "decode_tokens_per_second"
@@ -70,7 +72,7 @@ def plain_runs(material: Material) -> Section | None:
 
 
 def _setting(metrics: _Metrics, *, but: str = "") -> str | None:
-    """What must be equal for runs to be compared; ``None`` of runs that do not tell."""
+    """A key that is equal for comparable runs; ``None`` for runs without a setting."""
     if (setting := metrics.get("setting")) is None:
         return None
     apart = {"drafter", "budget", but}
@@ -84,7 +86,49 @@ def _draw(section: Section, members: Seq[_Metrics], mark: str) -> None:
         setting = metrics["setting"]
         label = "none" if setting["drafter"] == "none" else f"{setting['drafter']} {setting['budget']}"
         lines.setdefault(label, {})[setting["batch_size"]] = metrics[_SPEED]
-    drawn = [Curve(label, points, colour(None, index)) for index, (label, points) in enumerate(lines.items())]
     title = ", ".join(members[0]["setting"]["options"])
-    svg = curves(title[:60], "batch size / rows", "tokens/s of decode steps", drawn, mark=mark)
+    svg = curves(title[:60], "batch size / rows", "tokens/s of decode steps", coloured(lines), mark=mark)
     section.draw(f"Tokens/s of single runs by batch size: {', '.join(lines)}", svg)
+
+
+def provenance(material: Material) -> Section:
+    """Commands, commits, machines, versions and dates; and what was mixed."""
+    section = Section("provenance", "Where this comes from")
+    for warning in mixtures(material):
+        section.say(f"**Warning**: {warning}")
+    seen = Counter((row.experiment, *_origin(row.provenance)) for row in _all(material))
+    columns = ["experiment", "command", "machine", "rates", "commit", "versions", "date", "seeds", "rows"]
+    lines = [[name, Code(command), *rest, str(count)] for (name, command, *rest), count in seen.items()]
+    section.table(Table(columns, lines, left=8))
+    alike = grouped(
+        material.runs, lambda run: "; ".join(pairs(run.metrics.get(key, {})) for key in ("versions", "hardware"))
+    )
+    for said, runs in alike.items():
+        section.say(f"{listed(code(run.name) for run in runs)}: {escape(said)}.")
+    return section
+
+
+def mixtures(material: Material) -> list[str]:
+    """Experiments whose rows come from several machines, commits or versions."""
+    found = []
+    for name, rows in grouped(_all(material), lambda row: row.experiment).items():
+        origins = [_origin(row.provenance) for row in rows]
+        for what, place in (("machines", 1), ("commits", 3), ("versions", 4)):
+            values = dict.fromkeys(origin[place] for origin in origins)
+            if len(values) > 1:
+                found.append(f"rows of {escape(name)} come from several {what}: {escape(listed(values))}.")
+    return found
+
+
+def _all(material: Material) -> list[Row | Simulation]:
+    return [*material.rows, *material.simulations]
+
+
+def _origin(each: Mapping[str, Any]) -> tuple[str, ...]:
+    """Command, machine, rates, commit, versions, date and seeds."""
+    hardware = each["hardware"]
+    rates = ""
+    if "bytes_per_second" in hardware:
+        rates = f"{hardware['bytes_per_second'] / 1e9:,.3g} GB/s, {hardware['flops_per_second'] / 1e12:,.3g} TFLOP/s"
+    versions, seeds = pairs(each["versions"]), pairs(each.get("seed", {}))
+    return each["command"], machine_name(hardware), rates, each["commit"] or "installed", versions, each["date"], seeds
