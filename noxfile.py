@@ -39,9 +39,10 @@ nox.options.error_on_external_run = False
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Style and format, with ruff."""
+    """Style and format, with ruff; and sentences that CONTRIBUTING.md forbids, in the folders that are free of them."""
     session.run(BIN / "ruff", "check", ".")
     session.run(BIN / "ruff", "format", "--check", ".")
+    session.run(sys.executable, "tools/plain_english.py")
 
 
 @nox.session(venv_backend="none")

@@ -1,4 +1,4 @@
-"""What the programs share: their command line, a clock, and how a result is kept."""
+"""Helpers of the programs: their command line, a clock, and how a result is kept."""
 
 from __future__ import annotations
 

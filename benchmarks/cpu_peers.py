@@ -60,7 +60,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def installed(names: list[str], interpreters: dict[str, str], console: Console) -> list[str]:
-    """Those of the peers that can run here; of the others it is printed what to do."""
+    """The peers that can run here. For each of the others, prints how to install it."""
     found = []
     for name in names:
         try:

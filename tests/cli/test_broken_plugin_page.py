@@ -129,7 +129,7 @@ def load() -> tuple[Registry, list[str]]:
 
 
 def run(**chosen: str) -> str:
-    """What a short run with the plugin says."""
+    """The messages of a short run with the plugin."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one sentence on stderr, exit status 2, no traceback, and nothing lost."""
+"""Mistakes of users: one sentence on stderr, exit status 2, no traceback, and nothing lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes to stdout: rows alone with ``output_dir=-``, the text with ``prompt=``; and flags that are no options."""
+"""The contents of stdout: rows alone with ``output_dir=-``, the text with ``prompt=``; flags that are no options."""
 
 from __future__ import annotations
 

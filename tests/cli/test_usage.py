@@ -1,4 +1,4 @@
-"""What is typed at the command line by chance or mistake: a sentence on stderr and status 2."""
+"""Mistakes at the command line: a sentence on stderr and status 2."""
 
 from __future__ import annotations
 
