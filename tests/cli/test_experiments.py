@@ -135,56 +135,6 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
     assert len(rows_of(folder)) == 1
 
 
-@looped(
-    "arguments, sentence",
-    [
-        (
-            ["experiment=figure1"],
-            "unknown experiment 'figure1'; did you mean 'fig1'? choose one of ablation, acceptance,",
-        ),
-        (["experiment=fig1", "size=huge"], "size: Invalid value 'huge', expected one of [toy, small, paper, shapes]"),
-        (
-            ["experiment=datasets", "size=shapes"],
-            "this experiment has no size 'shapes'; choose one of toy, small, paper",
-        ),
-        (
-            ["experiment=fig1", "method=vanila"],
-            "unknown method 'vanila'; did you mean 'vanilla'? choose one of adaptive, always, ",
-        ),
-        (
-            ["experiment=fig1", "backend=padded"],
-            "experiment=fig1 compares methods, and a method sets backend itself; leave",
-        ),
-        (
-            ["experiment=crossover", "budget=fixed"],
-            "experiment=crossover compares methods, and a method sets budget itself;",
-        ),
-        (
-            ["experiment=fig1", "data=jsonl", "data.path=nowhere.jsonl"],
-            "data.path=nowhere.jsonl: no such file (looked in ",
-        ),
-        (
-            ["experiment=fig1", "task=cnn_dailymail", "data.path=articles.jsonl"],
-            "data.path=articles.jsonl: no such file",
-        ),
-        (
-            ["experiment=fig1", "data=demo", "data.kind=sing"],
-            "data.kind is 'sing'; the demo has prompts of the kinds continue,",
-        ),
-        (
-            ["experiment=step_time", "data.num_tokens=0"],
-            "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5",
-        ),
-    ],
-    at_a_time=2,
-)
-def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd: Callable) -> None:
-    result = emssd("-m", "size=toy", "output_dir=out", "progress=false", *arguments)
-    assert result.status == 2
-    assert result.err.splitlines()[-1].removeprefix("emssd: error: ").startswith(sentence)
-    assert "Traceback" not in result.err + result.out
-
-
 @looped("name", sorted(TOYS), at_a_time=2)
 def test_whatever_a_size_chooses_is_there(name: str, emssd: Callable) -> None:
     own = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{name}.yaml"), "experiment.sizes") or {}
