@@ -19,10 +19,11 @@ from emssd.jobs.provenance import provenance
 __all__ = ["best_ms", "make_parser", "medians", "save", "show"]
 
 
-def make_parser(documentation: str | None, *, repeats: int) -> argparse.ArgumentParser:
-    """A parser that prints a program's docstring, with the options ``--repeats`` and ``--out``."""
+def make_parser(documentation: str | None, *, repeats: int | None = None) -> argparse.ArgumentParser:
+    """A parser that prints a program's docstring, with the options ``--out`` and, given a default, ``--repeats``."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=repeats)
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--out", type=Path, help="a JSON file for rows and provenance")
     return parser
 
