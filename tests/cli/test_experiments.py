@@ -20,6 +20,8 @@ from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows
 from tests.support.tiers import few, looped, only
 
+from .conftest import drafter
+
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
     "step_time": 2, "appendix": 1, "crossover": 6,
@@ -222,29 +224,13 @@ def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
     assert [count for _, _, count in cells_of(result.folder)] == [1] * 4
 
 
-MORTAL = """
-from dataclasses import dataclass
-from emssd.drafting import Draft, Drafter
-from emssd.plugins import DrafterSpec, hookimpl
-
-@dataclass
-class Config:
-    pass
-
-class Mortal(Drafter):
-    num_speculative_tokens = 2
-    steps = 0
-
-    def propose(self, batch, budget):
-        self.steps += 1
-        if self.steps > 3:
-            raise RuntimeError("it died")
-        return Draft.empty(len(batch))
-
-@hookimpl
-def emssd_drafters():
-    return [DrafterSpec("mortal", Config, lambda config, context: Mortal())]
-"""
+MORTAL = drafter(
+    "self.steps = getattr(self, 'steps', 0) + 1\n"
+    "        if self.steps > 3:\n"
+    "            raise RuntimeError('it died')\n"
+    "        return Draft.empty(len(batch))",
+    name="mortal",
+)
 
 
 def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) -> None:
@@ -265,7 +251,7 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
 def test_a_seed_of_a_plugin_is_noted_if_it_is_a_whole_number(
     seed: str, noted: dict[str, int], emssd: Callable, install: Callable
 ) -> None:
-    install("seeded", MORTAL.replace("    pass", f"    seed: {seed}").replace("self.steps > 3", "False"))
+    install("seeded", drafter(name="mortal", options=f"seed: {seed}"))
     (row,) = rows_of(little(emssd, "drafters", "drafter=mortal", "task=toy", "overwrite=true").folder)
     assert {name: value for name, value in row["provenance"]["seed"].items() if name == "drafter"} == noted
     assert row["replay"] is None
