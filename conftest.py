@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What was imported stays, so that no search for garbage goes through it: a tenth of a second and more for each."""
+    """Freeze imported objects, so that the garbage collector skips them: it takes 0.1 s or more for each search."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -136,7 +136,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_not_traced(pytestconfig: pytest.Config) -> Iterator[None]:
-    """What takes long and calls nothing of ours: Hydra composes options, and Matplotlib draws."""
+    """Do not trace slow code that calls nothing of ours: Hydra composes options, and Matplotlib draws."""
     if not pytestconfig.getoption("cov_source", None):  # then they need not be here
         yield
         return
@@ -151,7 +151,7 @@ def libraries_are_not_traced(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is compiled lies in ``$EMSSD_CACHE`` if that is set, so that later runs find it, else with temporary files.
+    """Kernels and programs lie in ``$EMSSD_CACHE`` if set, so that later runs find them, else in a temporary folder.
 
     The kernels are built here, by one of the test processes, and not while a test looks at the clock.
     """

@@ -39,9 +39,10 @@ nox.options.error_on_external_run = False
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Style and format, with ruff."""
+    """Style and format, with ruff; and sentences that CONTRIBUTING.md forbids, in the folders that are free of them."""
     session.run(BIN / "ruff", "check", ".")
     session.run(BIN / "ruff", "format", "--check", ".")
+    session.run(sys.executable, "tools/plain_english.py")
 
 
 @nox.session(venv_backend="none")
@@ -292,7 +293,7 @@ def release(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("kind", [nox.param(name, id=name) for name in ("drafter", "budget")])
 def new_plugin(session: nox.Session, kind: str) -> None:
-    """Writes a new plugin, installs it beside this environment, tests it, holds it to the rules and decodes with it."""
+    """Writes a new plugin, installs it beside this environment, tests it, checks its rules and decodes with it."""
     away = Path(session.create_tmp()).resolve()
     made, site = away / "emssd-foo", away / "site"
     for old in (made, site):

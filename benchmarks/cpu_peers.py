@@ -9,7 +9,7 @@ interleaved. Tokens are counted up to and including EOS. Beside each speed stand
 those of Hugging Face `generate` at batch 1 in the same precision and in float32, and those of the same engine's plain
 greedy decoding at the same batch size. A peer that is not installed is named with what to do; the others run.
 
-`--device cuda` compares on a GPU: Hugging Face's ways, emssd with `backend=flashinfer`, and vLLM where `--python
+`--device cuda` compares on a GPU: both ways of Hugging Face, emssd with `backend=flashinfer`, and vLLM where `--python
 vllm=FILE` names an interpreter that has a build of it for GPUs. OpenVINO stays on the CPU and is left out.
 """
 
@@ -21,7 +21,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from budgets import TEMPLATES
 from peers.comparison import Comparison, references_of
 from peers.figures import figures, speed_table, step_table
 from peers.protocol import MODES, Request
@@ -34,6 +33,7 @@ from emssd.data.prompts import FailedPrompt, check_prompt, encode_prompts
 from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
 from emssd.errors import EmssdError, PromptError
 
+TEMPLATES = {"copy-heavy": "<s>Question: {question}\nRestated:", "plain": "<s>Question: {question}\nAnswer:"}
 DEFAULT_PEERS = ["emssd", "hf", "hf_generate_batch", "vllm", "openvino"]
 
 
@@ -60,7 +60,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def installed(names: list[str], interpreters: dict[str, str], console: Console) -> list[str]:
-    """Those of the peers that can run here; of the others it is printed what to do."""
+    """The peers that can run here. For each of the others, prints how to install it."""
     found = []
     for name in names:
         try:
@@ -91,6 +91,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu (default), or cuda")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--emssd", nargs="+", default=[], metavar="NAME=VALUE", help="options; see peers/run_emssd.py")
+    parser.add_argument("--vllm", nargs="+", default=[], metavar="NAME=VALUE", help="options; see peers/run_vllm.py")
     parser.add_argument("--python", nargs="+", default=[], metavar="PEER=FILE", help="interpreters of peers")
     parser.add_argument("--openvino-export", type=Path, default=Path(".nox/openvino-export"), help="exported models")
     parser.add_argument("--logs", type=Path, help="folder for the engines' own output; a temporary one by default")
@@ -115,7 +116,11 @@ def main() -> None:
         str(Path(arguments.draft_model).resolve()),
         arguments.dtype,
         arguments.threads,
-        {"emssd": arguments.emssd, "openvino": [f"export={arguments.openvino_export.resolve()}"]},
+        {
+            "emssd": arguments.emssd,
+            "vllm": arguments.vllm,
+            "openvino": [f"export={arguments.openvino_export.resolve()}"],
+        },
         pairs_of(arguments.python),
         arguments.device,
     )

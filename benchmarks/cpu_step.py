@@ -1,4 +1,4 @@
-"""A greedy decoding step on a CPU against its floor, beside Hugging Face's, and the time to start.
+"""A greedy decoding step on a CPU against its floor, beside Hugging Face's.
 
     python benchmarks/cpu_step.py --shape qwen2-0.5b --dtype float32 --engines compiled int8 --out step.json
 
@@ -9,31 +9,23 @@ weights are those of the model, also for ``int8``, whose own floor is up to four
 
 `--profile` also says where the time of one step at the first batch size goes, for the first engine: milliseconds by
 kernel, and of what is around them. It adds up to the time of the step, of which the profiler itself takes some.
-
-`--start MODEL` also gives the seconds from the start of a process to its first token with `model.compile=true`, with
-empty and with filled caches.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from common import best_ms, make_parser, save, show
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
@@ -87,27 +79,17 @@ def random_model(shape: str, dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=dtype).eval()
 
 
-def best_seconds(run: Callable[[], object], times: int) -> float:
-    """The shortest of several runs: what the machine can do."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
 def machine_rates() -> tuple[float, float]:
     """Bytes per second of reading memory, and FLOPs per second of a matrix product, in the quicker of two types."""
     large = torch.ones(1 << 27, dtype=torch.float32)
-    bandwidth = large.numel() * 4 / best_seconds(large.sum, 10)
+    bandwidth = large.numel() * 4 / best_ms(large.sum, 10) * 1e3
     dtypes = [torch.float32]
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # elsewhere a product takes seconds
         dtypes.append(torch.bfloat16)
     rates = []
     for dtype in dtypes:
         a, b = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
-        rates.append(2 * 1024**3 / best_seconds(lambda a=a, b=b: a @ b, 20))  # type: ignore[misc]
+        rates.append(2 * 1024**3 / best_ms(partial(torch.mm, a, b), 20) * 1e3)
     return bandwidth, max(rates)
 
 
@@ -224,78 +206,38 @@ def profiled(target: TargetModel, batch_size: int, context: int, num_steps: int 
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-def first_token_seconds(model: str, console: Console) -> dict[str, float]:
-    """Seconds from the start of the process to the first token of a first and of a later run, all of it included."""
-    program = (
-        "import time; start = time.time()\n"
-        "from emssd import Engine\n"
-        f"engine = Engine.from_pretrained({model!r}, compile=True, drafter='none')\n"
-        "next(engine.stream(['Once upon a time'], 1))\n"
-        "print(time.time() - start)"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {"EMSSD_CACHE": f"{folder}/emssd", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        found = {}
-        for name in ("empty caches", "filled caches"):
-            console.print(f"starting with {name} …")
-            command = [sys.executable, "-W", "ignore", "-c", program]
-            run = subprocess.run(command, env=os.environ | caches, check=True, capture_output=True, text=True)
-            found[name] = float(run.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--shape", choices=list(SHAPES), default="opt-125m")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--engines", choices=list(ENGINES), nargs="+", default=["compiled", "plain", "hf"])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--new", type=int, default=48, help="tokens generated")
     parser.add_argument("--context", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
-    parser.add_argument("--start", metavar="MODEL", help="measure the start of this model as well: a folder or 'demo'")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    console = Console()
-    result = measure(options, console)
-    table = Table(
-        "batch", "engine", "ms per step", "floor", "× floor", title=f"greedy step, {options.shape}, {options.dtype}"
+    dtype = getattr(torch, options.dtype)
+    result = measure(options, Console())
+    figures = ("step_ms", "floor_ms", "times_floor")
+    show(
+        f"greedy step, {options.shape}, {options.dtype}",
+        ("batch", "engine", "ms per step", "floor", "× floor"),
+        [[row["batch_size"], row["engine"], *(f"{row[name]:.2f}" for name in figures)] for row in result["rows"]],
     )
-    for row in result["rows"]:
-        table.add_row(
-            str(row["batch_size"]), row["engine"], f"{row['step_ms']:.1f}", f"{row['floor_ms']:.1f}",
-            f"{row['times_floor']:.2f}",
-        )  # fmt: skip
-    console.print(table)
     if options.profile:
-        rounded, model = options.engines[0] == "int8", random_model(options.shape, getattr(torch, options.dtype))
-        if rounded:
+        model = random_model(options.shape, dtype)
+        if options.engines[0] == "int8":
             round_weights(model)
         parts = profiled(TargetModel(model, compile=True), options.batch_sizes[0], options.context)
-        whole = sum(part["ms"] for part in parts)
-        table = Table(
-            "part", "calls", "ms", "share", title=f"one step of {options.batch_sizes[0]} rows: {whole:.1f} ms"
-        )
-        for part in parts:
-            number = "" if part["calls"] is None else f"{part['calls']:g}"
-            table.add_row(part["part"], number, f"{part['ms']:.2f}", f"{part['ms'] / whole:.0%}")
-        console.print(table)
         result["profile"] = parts
-    if options.start:
-        result["first_token_seconds"] = first_token_seconds(options.start, console)
-        console.print(result["first_token_seconds"])
-    result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result["machine"] = {
-        "processor": platform.processor() or platform.machine(), "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-    }  # fmt: skip
-    arguments = ["MODEL" if argument == options.start else argument for argument in sys.argv[1:]]
-    result["command"] = " ".join(["python benchmarks/cpu_step.py", *arguments])
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        show(
+            f"one step of {options.batch_sizes[0]} rows: {sum(part['ms'] for part in parts):.1f} ms",
+            ("part", "calls", "ms"),
+            [[part["part"], part["calls"] or "", f"{part['ms']:.2f}"] for part in parts],
+        )
+    save(options.out, result, dtype=dtype)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ QUICK_BATCHES = BATCHES[:5]
 
 
 def pieces(target: TargetModel, shape: str, arguments: argparse.Namespace) -> Iterator[Piece]:
-    """What is measured for one shape, each under a name that says all about it; what takes longest comes last."""
+    """The pieces of one shape, each under a name that says all about it; the longest come last."""
     contexts = contexts_of(shape, arguments.quick)
     if "step" in arguments.only:
         yield from _steps(target, shape, contexts, arguments)
@@ -129,7 +129,7 @@ def give_back() -> str | None:
 
 
 def machine(device: torch.device, dtype: torch.dtype, shapes: list[str]) -> dict[str, Any]:
-    """What it ran on, and the rates of the floor; those of small operations if there are only tiny models."""
+    """The machine, and the rates of the floor; if there are only tiny models, those of small operations."""
     import transformers
 
     found = {

@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures: the machine's rates, a verification step, decoding by emssd."""
+"""Measurements of the GPU benchmark: the machine's rates, a verification step, decoding by emssd."""
 
 from __future__ import annotations
 

@@ -46,5 +46,5 @@ def opt_model(shape: Shape, dtype: torch.dtype, device: torch.device, max_model_
 
 
 def continuation(prompt: list[int], count: int, vocab_size: int) -> list[int]:
-    """What an `opt_model` generates after `prompt`."""
+    """The tokens that an `opt_model` generates after `prompt`."""
     return counted_on(prompt[-1], count, vocab_size)

@@ -1,4 +1,4 @@
-"""What `gpu_run.sh` does in each of its parts, and for how long at most; runs one of them.
+"""The parts of `gpu_run.sh`, with the steps and time limits of each; runs one of them.
 
     python benchmarks/gpu_parts.py PART RESULTS SECONDS
 

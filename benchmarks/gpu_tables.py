@@ -20,7 +20,7 @@ CAPTION = (
 
 
 def print_tables(results: dict[str, Any], console: Console) -> None:
-    """Those that have rows."""
+    """Print all tables that have rows."""
     for table in (table_of_steps(results), table_of_profiles(results), table_of_decoding(results)):
         if table.row_count:
             console.print(table)

@@ -81,6 +81,9 @@ class NoModel(CausalLMRunner):
         self.seconds = {"plan": 0.0, "commit": 0.0}
         self.num_recorded = 0
 
+    def begin(self) -> None:
+        """There is no model that could have changed."""
+
     def run(self, packed: PackedInputs) -> ModelOutput:
         start = time.thread_time()
         with phase("plan"):

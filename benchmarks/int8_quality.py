@@ -9,13 +9,13 @@ with the same greedy tokens.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import make_parser, save
 from rich.console import Console
 from rich.progress import track
 
@@ -36,14 +36,13 @@ def judged(model: Any, texts: list[tuple[list[int], list[int]]], name: str) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--data", type=Path, required=True, help="JSONL with question and answer")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     lines = given.data.read_text(encoding="utf-8").splitlines()[given.skip : given.skip + given.limit]
     records = [json.loads(line) for line in lines]
@@ -68,8 +67,7 @@ def main() -> None:
         "num_texts": len(answers),
     }
     Console().print(result)
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(given.out, result, dtype=engine.target.dtype)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ SERVED, REFUSED, NOT_BUILT, WRONG, FAILED = "served", "refused", "not built", "w
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one model.
+    """The result for one model.
 
     Attributes:
         model_type, variant: see `tiny_configs`.

@@ -173,7 +173,7 @@ def _rank(cell: _Cell) -> tuple[int, bool, str]:
 
 
 def _origin(runs: _Runs) -> str:
-    """What ran, on what; the files of one run differ in date, batch sizes and prompts."""
+    """The program, its options and its machine; the files of one run differ in date, batch sizes and prompts."""
     run, options = runs[0].run, runs[0].run["options"]
     machine = machine_name({"threads": options.get("threads", "?"), "device": "cpu", **run})
     dates = listed(dict.fromkeys(each.run["date"] for each in runs))

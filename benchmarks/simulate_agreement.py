@@ -43,7 +43,7 @@ from emssd.simulate.recording import logged_steps, record_trace
 
 
 def counts(report: RunReport) -> tuple[int, ...]:
-    """What must agree; accepted tokens may differ behind an EOS, where a trace cannot know what was right."""
+    """The counts that must agree; accepted tokens may differ after an EOS, as a trace ends there."""
     return report.num_steps, report.num_row_steps, report.num_new_tokens, report.num_tokens, report.num_drafted
 
 
@@ -90,7 +90,7 @@ def compare(
 
 
 class RecordedTimes(StepCurve):
-    """The times of a real run, step by step, so that a policy that decides by time can be held to what it did.
+    """The times of a real run, step by step, to compare a policy that decides by time with what it did.
 
     Args:
         steps: of the run; a simulation that takes more steps ends with an `IndexError`.

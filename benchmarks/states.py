@@ -9,18 +9,12 @@ the same rows, all equally long, with its own cache. All take turns; figures are
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from common import best_ms, make_parser, medians, save, show
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from emssd import Engine
@@ -79,12 +73,10 @@ def transformers_steps(model: Any, prompts: list[list[int]]) -> Callable[[], obj
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=15)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_5_text", **SHAPE)
@@ -99,19 +91,11 @@ def main() -> None:
             "chain of 4": engine_steps(model, Fixed(range(-1, 3)), prompts, num_new),
             "tree of 16": engine_steps(model, Fixed(TREE), prompts, num_new),
         }
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(options.repeats):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                times[name].append(1000 * (time.perf_counter() - start))
-        found[batch_size] = {name: statistics.median(each) for name, each in times.items()}
-    table = Table("rows", *(name for name in runs))
-    for batch_size, each in found.items():
-        table.add_row(str(batch_size), *(f"{ms:.1f} ({ms / each['plain']:.2f})" for ms in each.values()))
-    Console().print(table)
-    if options.out:
-        options.out.write_text(json.dumps({"threads": torch.get_num_threads(), "milliseconds": found}, indent=1) + "\n")
+        turns = [{name: best_ms(run, 1) for name, run in runs.items()} for _ in range(options.repeats)]
+        found[batch_size] = medians(turns)
+    lines = [[size, *(f"{ms:.1f} ({ms / each['plain']:.2f})" for ms in each.values())] for size, each in found.items()]
+    show("milliseconds of a step, and ratios to plain", ("rows", *runs), lines)
+    save(options.out, found, dtype=getattr(torch, options.dtype))
 
 
 if __name__ == "__main__":

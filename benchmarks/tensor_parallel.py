@@ -51,7 +51,7 @@ def save(folder: Path, shape: str) -> None:
 
 
 def decode(folder: str, batch_sizes: list[int], new_tokens: int, threads: int, *, parallel: bool) -> None:
-    """What one process does; prints, for each batch size, milliseconds of a step and the tokens."""
+    """Run one process; prints, for each batch size, milliseconds of a step and the tokens."""
     import torch
 
     from emssd import Engine

@@ -216,7 +216,7 @@ def _fewer_layers(known: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _changes(default: Any, values: dict[str, Any], variant: str) -> dict[str, Any]:
-    """What a variant changes, in the text part of the config."""
+    """The fields that a variant changes, in the text part of the config."""
     known = default.to_dict()
     if isinstance(values.get("text_config"), dict):
         inner = _changes(default.text_config, values["text_config"], variant)

@@ -27,7 +27,7 @@ def _spin_briefly() -> None:
     """Let a thread of PyTorch that waits for others sleep after 3,000 spins; libgomp's default is 300,000.
 
     On a busy machine, a spinning thread takes the core of the thread that it waits for. libgomp reads the variable when
-    torch is imported. A user's own setting stays. Measured by ``benchmarks/busy_machine.py``.
+    torch is imported. A user's own setting stays. Measured in ``docs/performance.md``.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")

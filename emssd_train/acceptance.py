@@ -1,4 +1,4 @@
-"""What a drafter is worth: held-out prompts are really decoded with it, and what was accepted is counted."""
+"""Measures a drafter: decodes held-out prompts with it, and counts the accepted tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Acceptance", "measure"]
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What became of the drafts of a run; they are chains.
+    """The acceptance of the drafts of a run; they are chains.
 
     Attributes:
         drafted: ``[depth]`` drafts that were so long at least.

@@ -33,7 +33,7 @@ def divergence(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(losses: Seq[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a loss module gives to the training loop.
+    """The result of a loss module, for the training loop.
 
     Args:
         losses: one for each drafted depth.

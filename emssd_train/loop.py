@@ -110,7 +110,7 @@ class _Batches(torch.utils.data.Dataset[Seq[Text]]):
 
 
 def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, torch.Tensor]:
-    """Those of a loss for the only one of `batches`."""
+    """The arguments of a loss for the only one of `batches`."""
     (texts,) = batches
     rows = [torch.tensor(text.prompt + text.output) for text in texts]
     return {

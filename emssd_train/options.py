@@ -79,7 +79,7 @@ class TrainOptions:
             raise ConfigError(f"--lr is {self.lr}; it must be above 0")
 
     def decisive(self) -> dict[str, Any]:
-        """What decides the weights, as JSON has it: a training that goes on must not change it."""
+        """The options that decide the weights, as JSON: they must stay the same when a training is resumed."""
         values = {name: value for name, value in asdict(self).items() if name not in ("output", "resume", "save_every")}
         listed = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
         return {"kind": self.kind} | values | listed

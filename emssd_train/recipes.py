@@ -1,4 +1,4 @@
-"""What is particular to each kind of drafter: how it is made, trained, saved, and drafted with."""
+"""A recipe for each kind of drafter: how it is made, trained, saved, and drafted with."""
 
 from __future__ import annotations
 

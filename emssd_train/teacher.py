@@ -1,4 +1,4 @@
-"""What a drafter learns from: the target's hidden states and logits, computed anew for each batch of texts."""
+"""The target's outputs that a drafter learns from: hidden states and logits, computed anew for each batch of texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Lesson", "Teacher"]
 
 
 class Lesson(NamedTuple):
-    """What the target makes of a batch of texts.
+    """The target's outputs for a batch of texts.
 
     Attributes:
         embeds: ``[b, n, hidden_size]`` of its tokens.

@@ -34,79 +34,44 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
 
 
 @pytest.mark.benchmark
-@pytest.mark.parametrize(
-    ("script", "options", "num_rows"),
-    [
-        ("hf_generate.py", "--limit 4 --batch-sizes 2", 4),
-        ("continuous.py", "--data {data} --model demo --prompts 6 --batch-size 2", 6),
-        (
-            "budgets.py",
-            "--data {data} --model demo --draft-model demo-draft --batch-sizes 2 --drafters cascade --prompts plain "
-            "--lengths 2",
-            8,
-        ),
-        (
-            "draft_trees.py",
-            "--data {data} --model demo --draft-model demo-draft --batch-sizes 2 --prompts plain --lengths 2 --nodes 4 "
-            "--expansion 2 1 --depth 2 --top-k 2",
-            8,
-        ),
-        (
-            "sampled_drafts.py",
-            "--data {data} --model demo --draft-model demo-draft --prompts 4 --batch-size 2 --temperatures 0.8 "
-            "--lengths 2 --nodes 4 --expansion 2 1 --depth 2 --top-k 2",
-            4,
-        ),
-        (
-            "sampling_speed.py",
-            "--data {data} --model demo --draft-model demo-draft --batch-sizes 2 --prompts plain --length 2 --nodes 4 "
-            "--depth 2 --top-k 2",
-            8,
-        ),
-        (
-            "coupled_residual.py",
-            "--data {data} --model demo --draft-model demo-draft --methods coupled --temperatures 0.8 --prompts 4 "
-            "--batch-size 2 --length 2 --expansion 2 1 --nodes 4 --width 2 --depth 2",
-            4,
-        ),
-        ("tries.py", "--data {data} --model demo --branches 2 --batch-sizes 2 --categories qa --prompts 2", 2),
-    ],
-)
-def test_a_benchmark_runs_and_its_outputs_are_equal(script: str, options: str, num_rows: int, tmp_path: Path) -> None:
-    data, out = tmp_path / "questions.jsonl", tmp_path / "rows.json"
-    texts = [f"How many of {i} are {i}?" for i in range(9)]
-    data.write_text("".join(json.dumps({"question": text, "category": "qa", "turns": [text]}) + "\n" for text in texts))
-    given = [*options.format(data=data).split(), "--repeats", "1", "--max-new-tokens", "8", "--out", str(out)]
-    subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), *given], check=True, timeout=300, capture_output=True
-    )
-    rows = json.loads(out.read_text())
-    cells = [cell for row in rows for cell in row.get("cells", {"": row}).values()]
-    assert len(cells) > 2
-    assert {cell["equal_rows"] for cell in cells} == {num_rows}, "in float32 all are equal"
+def test_engines_are_compared_and_their_rows_are_equal(tmp_path: Path) -> None:
+    """Drafters, budgets, trees, sampling, batching and admission; the last cell samples, so its rows differ."""
+    out, draft = tmp_path / "rows.json", "drafter=draft_model drafter.path=demo-draft"
+    cells = {
+        "suffix": "drafter=suffix",
+        "chain": f"{draft} drafter.num_speculative_tokens=2 budget=fixed",
+        "tree": f"{draft} drafter.tree=dynamic drafter.num_nodes=4",
+        "static": "batching=static",
+        "small cache": "kv_memory=4MB admission=worst_case",
+        "sampled": "drafter=none sampling.temperature=1.0",
+    }
+    command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), "batch_size=1,2", "max_new_tokens=8"]
+    command += ["model.dtype=float32", "--prompts-per-row", "2", "--repeats", "1", "--out", str(out)]
+    command += [word for label, options in cells.items() for word in ("--cell", f"{label}: {options}")]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["options"][1] for row in rows] == ["batch_size=1", "batch_size=2"]
+    for row in rows:
+        assert [*row["cells"]] == ["plain", *cells]
+        equal = {label: cell["equal_rows"] for label, cell in row["cells"].items()}
+        assert equal.pop("sampled") < 8
+        assert set(equal.values()) == {8}, "in float32 all are equal"
+        assert row["cells"]["suffix"]["tau"] > row["cells"]["plain"]["tau"] == 1
 
 
 @pytest.mark.benchmark
-def test_steps_with_trees_are_measured_beside_chains(tmp_path: Path) -> None:
+def test_parts_of_a_step_are_measured(kernels: None, tmp_path: Path) -> None:
     out = tmp_path / "steps.json"
-    sizes = ["--batch-sizes", "1", "2", "--contexts", "16", "--nodes", "4", "--repeats", "1", "--runs", "1"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "tree_step.py"), "--model", "demo", *sizes, "--out", str(out)]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    sizes = ["--batch-sizes", "1", "2", "--contexts", "16", "--nodes", "4", "--repeats", "1", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "step_parts.py"), "--model", "demo", *sizes]
+    subprocess.run([*command, "trees"], check=True, timeout=300, capture_output=True)
     rows = json.loads(out.read_text())["rows"]
-    settings = [(row["batch_size"], row["context"], row["nodes"], row["what"]) for row in rows]
-    assert settings == [(size, 16, 4, what) for size in (1, 2) for what in ("attention", "step")]
-    assert all(set(row["all_ms"]) == {"chain", "bushy", "long"} for row in rows)
-
-
-@pytest.mark.benchmark
-def test_choosing_is_measured_and_the_kernels_tokens_are_pytorchs(kernels: None, tmp_path: Path) -> None:
-    out = tmp_path / "choice.json"
-    sizes = ["--batch-sizes", "1", "3", "--context", "9", "--repeats", "1", "--out", str(out)]
-    command = [sys.executable, str(ROOT / "benchmarks" / "sampling_choice.py"), "--model", "demo", *sizes]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    assert [(row["batch_size"], row["context"], row["nodes"]) for row in rows] == [(1, 16, 4), (2, 16, 4)]
+    assert all(set(row["turns"][0]) == {"chain", "bushy", "long"} for row in rows)
+    subprocess.run([*command, "sampling"], check=True, timeout=300, capture_output=True)
     rows = json.loads(out.read_text())["rows"]
-    assert [row["batch_size"] for row in rows] == [1] * 4 + [3] * 4
-    assert all(row["same_tokens"] for row in rows)
+    assert [row["batch_size"] for row in rows] == [1] * 4 + [2] * 4
+    assert all(row["same_tokens"] for row in rows), "the kernel's tokens are not PyTorch's"
 
 
 @pytest.mark.benchmark

@@ -29,11 +29,8 @@ def run(path: Path) -> str:
 
 
 def test_each_python_block_is_of_a_file_of_the_examples() -> None:
-    library, generate, drafter = blocks("python")
+    library, drafter = blocks("python")
     assert library == (ROOT / "examples" / "library.py").read_text()
-    source = (ROOT / "examples" / "hf_generate.py").read_text()
-    assert generate in source.splitlines(keepends=True)
-    assert "model.generate(" in generate
     plugin = (EXAMPLE / "emssd_example_repeat.py").read_text()  # run by nox -s example_plugin
     (whole,) = [node for node in ast.parse(plugin).body if getattr(node, "name", "") == "RepeatDrafter"]
     assert drafter == f"{ast.get_source_segment(plugin, whole)}\n"

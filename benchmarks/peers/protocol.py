@@ -1,4 +1,4 @@
-"""What a runner and `cpu_peers.py` say to each other: one JSON request per line on stdin, one JSON answer on stdout.
+"""The messages between a runner and `cpu_peers.py`: one JSON request per line on stdin, one JSON answer on stdout.
 
 A runner is started by its engine's own interpreter, so nothing here needs more than Python. Its first line says that
 the model is loaded and which versions it uses; each answer after it holds the seconds of one run over all prompts and
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass
 class Engine:
-    """What a runner makes for a mode and a batch size.
+    """An engine that a runner makes for a mode and a batch size.
 
     Attributes:
         generate: new tokens of each prompt, in the order of the prompts.

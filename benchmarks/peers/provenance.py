@@ -1,4 +1,4 @@
-"""What ran, and on what: the part of a result that says how to get it again."""
+"""The part of a result that says how to get it again: program, options and machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATHS = ("model", "draft_model", "data", "python", "openvino_export", "logs", "o
 
 
 def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What ran, on what; without the paths of this machine."""
+    """Program, options and machine, without the paths of this machine."""
     return {
         "script": "benchmarks/cpu_peers.py",
         "commit": commit(),

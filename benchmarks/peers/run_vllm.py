@@ -1,7 +1,8 @@
 """Runner of vLLM, on the device that its build is for: an engine for each mode and batch size (``max_num_seqs``).
 
 One engine per process: its memory does not come back before the process ends. Set LD_PRELOAD before the start to give
-it other allocators or OpenMP libraries, as its documentation advises.
+it other allocators or OpenMP libraries, as its documentation advises. The option ``drafter`` replaces the n-grams of
+mode ``ngram``: ``suffix``, or a class that vLLM can import, such as ``emssd.integrations.vllm.suffix``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ KV_CACHE_GIB = "2"
 
 
 def load(arguments: argparse.Namespace) -> Build:
-    options_of(arguments.option, {})
+    drafter = options_of(arguments.option, {"drafter": "ngram"})["drafter"]
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE=KV_CACHE_GIB,
         VLLM_NO_USAGE_STATS="1",
@@ -27,12 +28,7 @@ def load(arguments: argparse.Namespace) -> Build:
     def build(request: Request) -> Engine:
         speculation: dict[str, dict[str, Any] | None] = {
             "greedy": None,
-            "ngram": {
-                "method": "ngram",
-                "num_speculative_tokens": COPIED,
-                "prompt_lookup_max": MATCHED,
-                "prompt_lookup_min": MATCHED,
-            },
+            "ngram": {"num_speculative_tokens": COPIED, **copying(drafter)},
             "draft_model": {
                 "method": "draft_model",
                 "model": arguments.draft_model,
@@ -57,6 +53,15 @@ def load(arguments: argparse.Namespace) -> Build:
         return Engine(generate)
 
     return build
+
+
+def copying(drafter: str) -> dict[str, Any]:
+    """The options of a drafter that copies earlier text."""
+    if "." in drafter:
+        return {"method": "custom_class", "model": drafter}
+    if drafter == "suffix":  # without memory of other requests: repeats have the same prompts
+        return {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+    return {"method": "ngram", "prompt_lookup_max": MATCHED, "prompt_lookup_min": MATCHED}
 
 
 if __name__ == "__main__":

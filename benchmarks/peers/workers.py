@@ -59,7 +59,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a comparison share: models, precision, threads, device, and options by peer."""
+    """Options that all runs of a comparison share: models, precision, threads, device, and options by peer."""
 
     model: str
     draft_model: str

@@ -100,7 +100,7 @@ def _main_choices() -> dict[str, str]:
 
 
 def specs(group: str) -> list[Spec]:
-    """What this distribution offers; the page must not depend on what else is installed."""
+    """The offers of this distribution; the page must not depend on what else is installed."""
     registry = Registry()
     return [spec for spec in registry.specs(group) if registry.source(group, spec.name).startswith("emssd ")]
 

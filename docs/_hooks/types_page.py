@@ -76,7 +76,7 @@ def page() -> str:
 
 
 def _modules() -> Iterator[str]:
-    """What each public module has: a name, and the first sentence about it."""
+    """The contents of each public module: a name, and the first sentence about it."""
     described = {kind.__name__ for kinds in CLASSES.values() for kind in kinds}
     for module in MODULES:
         yield f"- `{module}`: {_sentence(import_module(module))}"
@@ -107,7 +107,7 @@ def _what(kind: type) -> str:
 
 
 def _fields(kind: type) -> Iterator[str]:
-    """What an instance has: documented attributes, further fields of a dataclass, properties."""
+    """The fields of an instance: documented attributes, further fields of a dataclass, properties."""
     texts = docstrings.attributes(kind) | (docstrings.entries(docstrings.sections(kind).get("Args", "")))
     annotations = inspect.get_annotations(kind)
     if is_dataclass(kind):

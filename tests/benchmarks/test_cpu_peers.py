@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -47,12 +46,11 @@ serve(load, ["torch"])
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def peers(load: Any) -> Any:
     """The package beside the benchmark, as the benchmark imports it."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     for name in ("comparison", "figures", "protocol", "workers"):
-        importlib.import_module(f"peers.{name}")
-    return importlib.import_module("peers")
+        load(f"peers.{name}")
+    return load("peers")
 
 
 def add_fake(peers: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, trouble: str = "pass") -> None:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from emssd.model import probe, target
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``load(name)`` imports a module of the benchmarks as these do themselves."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
 
 
 @pytest.mark.parametrize(

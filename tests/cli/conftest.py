@@ -41,7 +41,7 @@ _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3, as the tiny models' 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run of the command line left."""
+    """The result of a run of the command line."""
 
     status: int
     out: str
@@ -143,7 +143,7 @@ def prompts(work: Path) -> Path:
 
 @dataclass
 class Kept:
-    """What commands of all tests share."""
+    """State that the commands of all tests share."""
 
     options: dict[object, DictConfig] = field(default_factory=dict)
     """The options of plugins as OmegaConf holds them; Hydra's store keeps them and hands out copies."""

@@ -18,27 +18,11 @@ from emssd.plugins.requirements import unmet_requirement
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
+from .conftest import drafter
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "broken_plugin.md"
 
-GOOD = """
-from dataclasses import dataclass
-from emssd.drafting import Draft, Drafter
-from emssd.plugins import DrafterSpec, hookimpl
-
-@dataclass
-class Config:
-    length: int = 2
-
-class Mine(Drafter):
-    num_speculative_tokens = 2
-
-    def propose(self, batch, budget):
-        return Draft.empty(len(batch))
-
-@hookimpl
-def emssd_drafters():
-    return [DrafterSpec("mine", Config, lambda config, context: Mine())]
-"""
+GOOD = drafter(name="mine", options="length: int = 2")
 
 POLICY = """
 from dataclasses import dataclass
@@ -105,8 +89,8 @@ RUNS = {
 }
 
 ENDS = {
-    "builds nothing": ("drafter", GOOD.replace("context: Mine()", "context: None")),
-    "build exits": ("drafter", GOOD.replace("context: Mine()", "context: __import__('sys').exit(0)")),
+    "builds nothing": ("drafter", GOOD.replace("context: Third()", "context: None")),
+    "build exits": ("drafter", GOOD.replace("context: Third()", "context: __import__('sys').exit(0)")),
     "length": ("drafter", GOOD.replace("num_speculative_tokens = 2", "num_speculative_tokens = 2.5")),
     "policy raises": ("budget", POLICY.format("raise KeyError('lost')")),
     "policy overruns": ("budget", POLICY.format("return [limit + 1 for limit in step.limits]")),
@@ -129,7 +113,7 @@ def load() -> tuple[Registry, list[str]]:
 
 
 def run(**chosen: str) -> str:
-    """What a short run with the plugin says."""
+    """The messages of a short run with the plugin."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -168,7 +152,7 @@ def test_one_that_is_chosen_and_failed(install: Callable) -> None:
 
 
 def test_one_that_cannot_run_here(install: Callable) -> None:
-    install("mine", GOOD.replace("Mine())]", "Mine(), lambda: 'it needs a licence')]"))
+    install("mine", GOOD.replace("Third())]", "Third(), lambda: 'it needs a licence')]"))
     registry, _ = load()
     with pytest.raises(PluginError) as caught:
         registry.find("drafter", "mine")

@@ -1,4 +1,4 @@
-"""What a run says at its end: its first texts, that nothing was gained, that the machine was busy, what was missing."""
+"""Messages at the end of a run: first texts, no gain, a busy machine, missing parts."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows
 from tests.support.tiers import few, looped, only
 
+from .conftest import drafter
+
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
     "step_time": 2, "appendix": 1, "crossover": 6,
@@ -135,56 +137,6 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
     assert len(rows_of(folder)) == 1
 
 
-@looped(
-    "arguments, sentence",
-    [
-        (
-            ["experiment=figure1"],
-            "unknown experiment 'figure1'; did you mean 'fig1'? choose one of ablation, acceptance,",
-        ),
-        (["experiment=fig1", "size=huge"], "size: Invalid value 'huge', expected one of [toy, small, paper, shapes]"),
-        (
-            ["experiment=datasets", "size=shapes"],
-            "this experiment has no size 'shapes'; choose one of toy, small, paper",
-        ),
-        (
-            ["experiment=fig1", "method=vanila"],
-            "unknown method 'vanila'; did you mean 'vanilla'? choose one of adaptive, always, ",
-        ),
-        (
-            ["experiment=fig1", "backend=padded"],
-            "experiment=fig1 compares methods, and a method sets backend itself; leave",
-        ),
-        (
-            ["experiment=crossover", "budget=fixed"],
-            "experiment=crossover compares methods, and a method sets budget itself;",
-        ),
-        (
-            ["experiment=fig1", "data=jsonl", "data.path=nowhere.jsonl"],
-            "data.path=nowhere.jsonl: no such file (looked in ",
-        ),
-        (
-            ["experiment=fig1", "task=cnn_dailymail", "data.path=articles.jsonl"],
-            "data.path=articles.jsonl: no such file",
-        ),
-        (
-            ["experiment=fig1", "data=demo", "data.kind=sing"],
-            "data.kind is 'sing'; the demo has prompts of the kinds continue,",
-        ),
-        (
-            ["experiment=step_time", "data.num_tokens=0"],
-            "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5",
-        ),
-    ],
-    at_a_time=2,
-)
-def test_what_cannot_be_is_explained(arguments: list[str], sentence: str, emssd: Callable) -> None:
-    result = emssd("-m", "size=toy", "output_dir=out", "progress=false", *arguments)
-    assert result.status == 2
-    assert result.err.splitlines()[-1].removeprefix("emssd: error: ").startswith(sentence)
-    assert "Traceback" not in result.err + result.out
-
-
 @looped("name", sorted(TOYS), at_a_time=2)
 def test_whatever_a_size_chooses_is_there(name: str, emssd: Callable) -> None:
     own = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{name}.yaml"), "experiment.sizes") or {}
@@ -272,29 +224,13 @@ def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
     assert [count for _, _, count in cells_of(result.folder)] == [1] * 4
 
 
-MORTAL = """
-from dataclasses import dataclass
-from emssd.drafting import Draft, Drafter
-from emssd.plugins import DrafterSpec, hookimpl
-
-@dataclass
-class Config:
-    pass
-
-class Mortal(Drafter):
-    num_speculative_tokens = 2
-    steps = 0
-
-    def propose(self, batch, budget):
-        self.steps += 1
-        if self.steps > 3:
-            raise RuntimeError("it died")
-        return Draft.empty(len(batch))
-
-@hookimpl
-def emssd_drafters():
-    return [DrafterSpec("mortal", Config, lambda config, context: Mortal())]
-"""
+MORTAL = drafter(
+    "self.steps = getattr(self, 'steps', 0) + 1\n"
+    "        if self.steps > 3:\n"
+    "            raise RuntimeError('it died')\n"
+    "        return Draft.empty(len(batch))",
+    name="mortal",
+)
 
 
 def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) -> None:
@@ -315,7 +251,7 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
 def test_a_seed_of_a_plugin_is_noted_if_it_is_a_whole_number(
     seed: str, noted: dict[str, int], emssd: Callable, install: Callable
 ) -> None:
-    install("seeded", MORTAL.replace("    pass", f"    seed: {seed}").replace("self.steps > 3", "False"))
+    install("seeded", drafter(name="mortal", options=f"seed: {seed}"))
     (row,) = rows_of(little(emssd, "drafters", "drafter=mortal", "task=toy", "overwrite=true").folder)
     assert {name: value for name, value in row["provenance"]["seed"].items() if name == "drafter"} == noted
     assert row["replay"] is None

@@ -1,4 +1,4 @@
-"""What tells a newcomer how to begin: ``--help``, ``--version``, completion; none of it minds a closed pipe."""
+"""Help for newcomers: ``--help``, ``--version``, completion; none of it minds a closed pipe."""
 
 from __future__ import annotations
 

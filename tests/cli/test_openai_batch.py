@@ -67,7 +67,7 @@ def error(line: dict[str, Any]) -> str:
 
 
 def expected(model: str, text: str, **options: Any) -> list[Any]:
-    """What the library makes of `text`, whose ``<s>`` is the BOS token, for the request ``a``."""
+    """The library's answer to `text`, whose ``<s>`` is the BOS token, for the request ``a``."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     stop, sampling = options.get("stop"), options.get("sampling")
     engine = Engine.from_pretrained(model, drafter="none")

@@ -20,20 +20,9 @@ from tests.support.tiers import looped
 
 from .conftest import drafter
 
-BROKEN = {
-    "import": ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named 'a_module_that"),
-    "raise": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
-    "misspelt": (
-        "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafter(): return []",
-        "unknown hook 'emssd_drafter'",
-    ),
-    "argument": (
-        drafter().replace("emssd_drafters()", "emssd_drafters(registry)"),
-        "PluginValidationError: Plugin 'argument' for hook 'emssd_drafters' hookimpl definition: emssd_drafters(reg",
-    ),
+BROKEN = {  # beside those of docs/how_to/broken_plugin.md, which test_broken_plugin_page.py has
     "syntax": ("def (", "SyntaxError: invalid syntax"),
     "exit": ("raise SystemExit(3)", "SystemExit: 3"),
-    "exit_well": ("import sys; sys.exit(0)", "SystemExit: 0"),
     "base": ("class Odd(BaseException): pass\nraise Odd('own')", "Odd: own"),
     "mute": (
         "class Odd(Exception):\n    def __str__(self): raise SystemExit(0)\nraise Odd",
@@ -50,14 +39,6 @@ BROKEN = {
         drafter().replace("return [DrafterSpec(", "yield 1 / 0; [DrafterSpec("),
         "hook emssd_drafters returned <generator object emssd_drafters at",
     ),
-    "hook_gives_none": (
-        drafter().replace("return [DrafterSpec(", "[DrafterSpec("),
-        "hook emssd_drafters returned None, not a list of emssd.plugins.DrafterSpec",
-    ),
-    "number": (
-        drafter().replace('DrafterSpec("third"', "DrafterSpec(5"),
-        "the name of a drafter is 5; give a text of letters, digits, ",
-    ),
     "odd_name": (drafter(name="a b"), "the name of a drafter is 'a b'; give a text of letters, digits, "),
     "no_build": (
         drafter().replace("lambda config, context: Third()", "None"),
@@ -71,36 +52,13 @@ BROKEN = {
         drafter().replace("Third())]", "Third(), lambda: True)]"),
         "unavailable of drafter 'third' returned True; give a reason or None",
     ),
-    "nothing": ("x = 1", "none of the hooks emssd_drafters, emssd_attention_backends, emssd_budget_policies, "),
-    "no_list": (
-        "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafters(): return 'third'",
-        "hook emssd_drafters returned 'third', not a list of emssd.plugins.DrafterSpec",
-    ),
     "no_spec": (
         "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafters(): return [3]",
         "hook emssd_drafters returned [3], not a list of emssd.plugins.DrafterSpec",
     ),
-    "other_record": (
-        drafter().replace("DrafterSpec", "BudgetSpec"),
-        "hook emssd_drafters returned a BudgetSpec, not a DrafterSpec; return a BudgetSpec from emssd_budget_policies",
-    ),
-    "a_duplicate": (  # names of emssd itself are never taken, in whatever order entry points come
-        drafter(name="llma"), "drafter 'llma' is already offered by emssd"),
     "twice": (
         drafter().replace("return [DrafterSpec(", "return 2 * [DrafterSpec("),
         "drafter 'third' is already offered by third-party-twice",
-    ),
-    "no_dataclass": (
-        drafter().replace("@dataclass\n", ""),
-        "the config of drafter 'third' is <class 'third_party_no_dataclass.Config'>, not a dataclass",
-    ),
-    "frozen": (
-        drafter().replace("@dataclass\n", "@dataclass(frozen=True)\n"),
-        "the config of drafter 'third' is a frozen dataclass, whose options could not be set",
-    ),
-    "taken": (
-        drafter(options="name: str = 'x'"),
-        "the config of drafter 'third' has a field 'name', which is taken by the plugin's own name",
     ),
     "unavailable": (
         drafter().replace("Third())]", "Third(), lambda: 1 / 0)]"),
@@ -167,13 +125,6 @@ def test_other_kinds_that_build_something_else_are_named(kind: str, wanted: str,
     with pytest.raises(PluginError) as caught:
         registry.build(kind, *registry.resolve(kind, "third"))
     assert str(caught.value) == f"{kind} 'third' (third-party-odd 1.2) built int; its build must return {wanted}"
-
-
-def test_a_plugin_that_is_needed_and_exits_ends_the_run_with_an_error(install: Callable, decode: Callable) -> None:
-    install("exits", drafter().replace("context: Third()", "context: __import__('sys').exit(0)"))
-    assert decode("drafter=third").sentence == (
-        "drafter 'third' (third-party-exits 1.2) failed in build: SystemExit: 0"
-    )
 
 
 def test_options_that_exit_take_nobody_else_down(install: Callable, decode: Callable) -> None:
@@ -283,16 +234,6 @@ def test_the_list_of_plugins_shows_every_state(
             "return Draft.from_chains([[10**6]] * len(batch))",
             "broke its interface: it drafted token id 1000000, outside the target's vocabulary of 260; "
             "ids must be in 0..259",
-        ),
-        (
-            "return Draft.from_chains([[-1]] * len(batch))",
-            "broke its interface: it drafted token id -1, outside the target's vocabulary of 260; "
-            "ids must be in 0..259",
-        ),
-        (
-            "return Draft.from_chains([[1, 2, 3]] * len(batch))",
-            "broke its interface: it drafted 3 tokens for request 'prompts.txt:6' with a budget of 2; "
-            "draft at most budget[row] tokens",
         ),
     ],
     at_a_time=1,

@@ -1,4 +1,4 @@
-"""What a machine could do at best: measured for what runs, and before anything else takes the memory."""
+"""The best rates of a machine, measured for the device that runs, and before anything else takes the memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .conftest import drafter
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What happened, in order: a measurement is quick here, and takes as many seconds as there are threads."""
+    """The events, in order: a measurement is quick here, and takes as many seconds as there are threads."""
     happened: list[str] = []
     assemble = job.Engine.assemble
 

@@ -1,4 +1,4 @@
-"""What a run of the command line does not import: each costs a tenth of a second of its start, or much more."""
+"""Modules that a run of the command line does not import: each costs a tenth of a second of its start, or much more."""
 
 from __future__ import annotations
 

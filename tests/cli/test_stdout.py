@@ -1,4 +1,4 @@
-"""What goes to stdout: rows alone with ``output_dir=-``, the text with ``prompt=``; and flags that are no options."""
+"""The contents of stdout: rows alone with ``output_dir=-``, the text with ``prompt=``; flags that are no options."""
 
 from __future__ import annotations
 
@@ -36,22 +36,6 @@ def test_failures_are_told_where_no_file_could(decode: Callable, prompts: Path, 
     assert not (work / "-").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        (["resume=true"], "resume=true"),
-        (["overwrite=true"], "overwrite=true"),
-        (["-m", "batch_size=1,2"], "a sweep"),
-        (["data=openai_batch", "data.path=x"], "data=openai_batch"),
-    ],
-)
-def test_what_needs_a_folder(options: list[str], name: str, emssd: Callable) -> None:
-    assert emssd("output_dir=-", *options).sentence == (
-        f"output_dir=- writes the rows of one run to stdout, and no file, which {name} needs; set output_dir to a "
-        f"folder"
-    )
-
-
 def test_a_stdout_that_takes_no_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         error = BrokenPipeError(32, "Broken pipe")
@@ -82,25 +66,6 @@ def test_figures_can_be_left_out(decode: Callable) -> None:
     result = decode("figures=false", "drafter=none")
     assert "│ new tokens" not in result.out
     assert "  prompt: hello hello hello" in result.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--batch-size", "4"], "there is no --batch-size; options are written NAME=VALUE, here perhaps batch_size=4;"),
-        (
-            ["--batch_size=4", "-m"],
-            "there is no --batch_size; options are written NAME=VALUE, here perhaps batch_size=4;",
-        ),
-        (
-            ["progress=false", "--ignore-eos"],
-            "there is no --ignore-eos; options are written NAME=VALUE, here perhaps ign",
-        ),
-        (["-x"], "there is no -x; options are written NAME=VALUE, here perhaps x=VALUE; python -m emssd --help lists"),
-    ],
-)
-def test_flags_of_other_programs(arguments: list[str], said: str, emssd: Callable) -> None:
-    assert emssd(*arguments).sentence.startswith(said)
 
 
 def test_a_check_of_a_finished_job_is_no_check(decode: Callable) -> None:

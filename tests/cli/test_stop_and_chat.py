@@ -37,7 +37,7 @@ def chat(emssd: Callable, chat_model: str, work: Path) -> Callable[..., Any]:
 
 
 def tokens_after(model: str, text: str) -> list[int]:
-    """What the model says after `text`, whose ``<s>`` is the BOS token and no text."""
+    """The model's text after `text`, whose ``<s>`` is the BOS token and no text."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     engine = Engine.from_pretrained(model, drafter="none")
     (generation,) = engine.generate([tokenizer(text, add_special_tokens=False)["input_ids"]], 3)
@@ -201,7 +201,7 @@ class Clock:
 
 
 def figures(monkeypatch: pytest.MonkeyPatch, steps: list[float], *, terminal: bool, total: int, done: int) -> str:
-    """What is shown when the rows take `steps` seconds."""
+    """The figures shown when the rows take `steps` seconds."""
     clock = Clock()
     monkeypatch.setattr(progress.time, "monotonic", clock)
     out = io.StringIO()

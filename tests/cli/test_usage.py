@@ -1,4 +1,4 @@
-"""What is typed at the command line by chance or mistake: a sentence on stderr and status 2."""
+"""Mistakes at the command line: a sentence on stderr and status 2."""
 
 from __future__ import annotations
 
@@ -60,19 +60,93 @@ SENTENCES = {
     "budget.memory=nan": "budget.memory is nan; it must be a finite number",
     "budget.memory=-inf": "budget.memory is -inf; it must be a finite number",
     "model.architecture={a:[1,{b:nan}]}": "model.architecture.a[1].b is nan; it must be a finite number",
-    "++data.name=jsonl": "data.name cannot be set by itself; choose with data=NAME, one of demo, hf, jsonl, ",
-    "prompt=hi data=jsonl data.path=x": "prompt= is decoded in the place of data; leave data= and data.limit= out, or ",
-    "prompt=hi data.limit=3": "prompt= is decoded in the place of data; leave data= and data.limit= out, or ",
-    "prompt=hi experiment=fig1 size=toy": "an experiment decodes the data of its task; leave prompt= or exper",
-    "data=text data.path=- -m": "a sweep reads its prompts once for each run, and data.path=- is there only once",
-    "data=text data.path=- resume=true output_dir=out": "resume=true reads the prompts of a job again, and ",
+    "++data.name=jsonl": "data.name cannot be set by itself; choose with data=NAME, one of demo, hf, jsonl, …",
+    "prompt=hi data=jsonl data.path=x": "prompt= is decoded in the place of data; leave data= and data.limit= out, …",
+    "prompt=hi data.limit=3": "prompt= is decoded in the place of data; leave data= and data.limit= out, …",
+    "prompt=hi experiment=fig1 size=toy": "an experiment decodes the data of its task; leave prompt= or exper…",
+    "data=text data.path=- -m": "a sweep reads its prompts once for each run, and data.path=- is there only once…",
+    "data=text data.path=- resume=true output_dir=out": "resume=true reads the prompts of a job again, and …",
+    "batch_size=0": "batch_size is 0; it must be at least 1",
+    "max_new_tokens=0": "max_new_tokens is 0; it must be at least 1",
+    "num_threads=0": "num_threads is 0; it must be at least 1",
+    "data.limit=0": "data.limit is 0; it must be at least 1",
+    "model.dtype=int8": "unknown dtype 'int8'; choose auto, float64, float32, bfloat16, float16",
+    "~drafter": "drafter is not given and has no default; add drafter=VALUE",
+    "data=text": "data.path is not given and has no default; add data.path=VALUE",
+    "drafter.min_match_length=0": "drafter.min_match_length is 0; it must be from 1 to 49, drafter.max_tree_depth less "
+                                  "drafter.num_speculative_tokens",
+    "data.limt=2": "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, …",
+    "+data.limt=2": "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, …",
+    "drafter.lenght=3": "drafter 'suffix' has no option 'lenght'. It has num_speculative_tokens, …",
+    "model.dtpe=float32": "model has no option 'dtpe'; did you mean 'dtype'? It has path, dtype, device, …",
+    "batchsize=4": "there is no option 'batchsize'; did you mean 'batch_size'? python -m emssd --help lists all",
+    "zzz.like=it": "there is no option 'zzz'. python -m emssd --help lists all",
+    "+batchsize=4": "there is no option 'batchsize'; did you mean 'batch_size'?…",
+    "drafter=draft_opt_125m drafter.copy_length=2":
+        "drafter 'draft_model' has no option 'copy_length', which belongs to drafter=llma. It has path, "
+        "num_speculative_tokens, tree, expansion, width, num_nodes, depth, top_k, temperature, acceptance",
+    "drafter.search=prompt":
+        "drafter 'suffix' has no option 'search', which belongs to drafter=llma. It has num_speculative_tokens, …",
+    "backend.kernels=fast": "backend.kernels: Invalid value 'fast', expected one of [auto, fused, torch]; …",
+    "backend.kernels=fused backend.page_size=8":
+        "backend 'ragged' cannot serve this model: the fused kernel has pages of 16 tokens, …",
+    "sampling.n=0": "sampling.n is 0; it must be a whole number of at least 1…",
+    "sampling.n=2":
+        "sampling.n is 2 at temperature 0, which would give 2 equal texts; raise temperature, or leave n out",
+    "sampling.n=1.5": "sampling.n…",
+    "sampling.logprobs=-1": "sampling.logprobs is -1; it must be a whole number of at least 0, or None, which is off",
+    "sampling.logprobs=100000": "sampling.logprobs is 100000, but the model's vocabulary has…",
+    "sampling.m=1": "sampling has no option 'm'…",
+    "sampling.temperature=-1": "sampling.temperature is -1.0; it must be 0 or at least 1e-06",
+    "sampling.top_p=0": "sampling.top_p is 0.0; it must be above 0, and at most 1…",
+    "sampling.top_p=2": "sampling.top_p is 2.0; it must be above 0, and at most 1…",
+    "sampling.top_q=1": "sampling has no option 'top_q'; did you mean 'top_p'?…",
+    "sampling.top_k=many": "sampling.top_k…",
+    "sampling.method=residul": "sampling.method: Invalid value 'residul', expected one of [coupled, residual]…",
+    "sampling.logit_bias={-4:2}": "sampling.logit_bias has a token id -4; it must be a whole number of at least 0…",
+    "--batch-size 4": "there is no --batch-size; options are written NAME=VALUE, here perhaps batch_size=4;…",
+    "--batch_size=4 -m": "there is no --batch_size; options are written NAME=VALUE, here perhaps batch_size=4;…",
+    "progress=false --ignore-eos": "there is no --ignore-eos; options are written NAME=VALUE, here perhaps ign…",
+    "-x": "there is no -x; options are written NAME=VALUE, here perhaps x=VALUE; python -m emssd --help lists…",
+    **{
+        f"output_dir=- {given}":
+            f"output_dir=- writes the rows of one run to stdout, and no file, which {name} needs; set output_dir to a "
+            f"folder"
+        for given, name in (("resume=true", "resume=true"), ("overwrite=true", "overwrite=true"),
+                            ("-m batch_size=1,2", "a sweep"),
+                            ("data=openai_batch data.path=x", "data=openai_batch"))
+    },
 }  # fmt: skip
+TOY_EXPERIMENTS = {
+    "experiment=figure1": "unknown experiment 'figure1'; did you mean 'fig1'? choose one of ablation, acceptance,…",
+    "experiment=fig1 size=huge": "size: Invalid value 'huge', expected one of [toy, small, paper, shapes]…",
+    "experiment=datasets size=shapes": "this experiment has no size 'shapes'; choose one of toy, small, paper",
+    "experiment=fig1 method=vanila": "unknown method 'vanila'; did you mean 'vanilla'? choose one of adaptive, …",
+    "experiment=fig1 backend=padded": "experiment=fig1 compares methods, and a method sets backend itself; leave…",
+    "experiment=crossover budget=fixed": "experiment=crossover compares methods, and a method sets budget itself;…",
+    "experiment=fig1 data=jsonl data.path=nowhere.jsonl": "data.path=nowhere.jsonl: no such file (looked in …",
+    "experiment=fig1 task=cnn_dailymail data.path=articles.jsonl": "data.path=articles.jsonl: no such file…",
+    "experiment=fig1 data=demo data.kind=sing": "data.kind is 'sing'; the demo has prompts of the kinds continue,…",
+    "experiment=step_time data.num_tokens=0": "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5…",
+}
+
+
+def assert_said(sentence: str, expected: str) -> None:
+    """The sentence is the expected one, or begins with it if that ends with an ellipsis."""
+    assert sentence.startswith(expected[:-1]) if expected.endswith("…") else sentence == expected, sentence
 
 
 @looped("given", SENTENCES, at_a_time=7)
 def test_what_cannot_be_is_told_in_a_sentence(given: str, emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert emssd(*given.split(" ")).sentence.startswith(SENTENCES[given])
+    assert_said(emssd(*given.split(" ")).sentence, SENTENCES[given])
+
+
+@looped("given", TOY_EXPERIMENTS, at_a_time=2)
+def test_an_experiment_that_cannot_be_is_told_in_a_sentence(given: str, emssd: Callable) -> None:
+    result = emssd("-m", "size=toy", "output_dir=out", "progress=false", *given.split(" "))
+    assert (result.status, "Traceback" in result.err + result.out) == (2, False)
+    assert_said(result.err.splitlines()[-1].removeprefix("emssd: error: "), TOY_EXPERIMENTS[given])
 
 
 @looped("given", HYDRAS_OWN, at_a_time=7)

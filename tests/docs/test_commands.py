@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 
 import hydra
@@ -162,7 +163,11 @@ def test_every_command_is_one_that_works(page: Path, store: None) -> None:
             ("benchmarks/", "docs/_hooks/", "docs/images/")
         ):
             source = (ROOT / script).read_text()
+            if "from common import" in source:
+                source += (ROOT / "benchmarks" / "common.py").read_text()
             assert all(word in source for word in words if word.startswith("--")), words
+            if script == "benchmarks/compare.py":
+                check_compared(words[2:])
         else:
             assert head in SHELL | MODULES, words
 
@@ -183,6 +188,16 @@ def check_run(arguments: list[str]) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         for run in runs:
             assert isinstance(OmegaConf.to_object(hydra.compose("config", run)), RunConfig), arguments
+
+
+def check_compared(arguments: list[str]) -> None:
+    """Compose the options of each engine that ``benchmarks/compare.py`` compares."""
+    common = [word for word in arguments if "=" in word and " " not in word]
+    cells = [word for option, word in pairwise(arguments) if option in ("--cell", "--plain")]
+    assert common
+    assert cells
+    for cell in cells:
+        check_run([*(word for word in common if word not in cells), *cell.rpartition(": ")[2].split()])
 
 
 def check_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same tokens on CUDA. Run by ``nox -s gpu``; results belong into docs/gpu.md."""
+"""Tests that need a GPU: the same tokens on CUDA. Run by ``nox -s gpu``; results belong into docs/gpu.md."""
 
 from __future__ import annotations
 

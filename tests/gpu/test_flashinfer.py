@@ -1,4 +1,4 @@
-"""What only a GPU can show of ``backend=flashinfer``. Run by ``nox -s gpu``; results belong into docs/gpu.md."""
+"""Tests of ``backend=flashinfer`` that need a GPU. Run by ``nox -s gpu``; results belong into docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def target_of(name: str, dtype: torch.dtype) -> TargetModel:
 
 @functools.cache
 def expected_of(name: str, dtype: torch.dtype) -> list[tuple[int, ...]]:
-    """What Hugging Face generates, prompt by prompt."""
+    """The tokens of Hugging Face, prompt by prompt."""
     return [hf_generate(target_of(name, dtype), prompt, 24) for prompt in PROMPTS]
 
 

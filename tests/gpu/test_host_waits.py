@@ -1,4 +1,4 @@
-"""What counts as a wait for the device, in PyTorch's own words; no GPU needed."""
+"""Waits for the device are counted, in PyTorch's own words; no GPU needed."""
 
 from __future__ import annotations
 

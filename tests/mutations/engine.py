@@ -307,7 +307,7 @@ FAULTS = (
         ),
     ),
     Fault(
-        "a drafter hears of what others drafted as if it were its own",
+        "a drafter observes what others drafted as if it were its own",
         "cascade",
         STAGES,
         "tuple(nodes if length else () for nodes, length in",

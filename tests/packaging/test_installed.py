@@ -1,4 +1,4 @@
-"""What an installation must bring. `nox -s wheel` runs this against the built wheel, far from the checkout."""
+"""The contents of an installation. `nox -s wheel` runs this against the built wheel, far from the checkout."""
 
 from __future__ import annotations
 

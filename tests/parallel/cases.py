@@ -1,4 +1,4 @@
-"""What the processes of a tensor parallel run decode, and one process alone: the same cases, the same code."""
+"""Cases for the processes of a tensor parallel run, and for one process alone: the same code decodes them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def preempted(loaded: tuple[TargetModel, Any], kv_memory: str) -> tuple[list[lis
 
 
 def headed(loaded: tuple[TargetModel, Any], name: str, folder: Path) -> dict[str, list[Any]]:
-    """What the perfect target says, and how many drafted tokens of its perfect head it accepts, row by row."""
+    """The tokens of the perfect target, and how many drafted tokens of its perfect head it accepts, row by row."""
     from emssd_eagle import EagleConfig
     from emssd_eagle3 import Eagle3Config
 

@@ -47,7 +47,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(checkpoints: Path) -> dict[str, Any]:
-    """What two processes did."""
+    """The results of two processes."""
     run = subprocess.run(
         [*TORCHRUN, "-m", "tests.parallel.worker", str(checkpoints)], timeout=SECONDS, capture_output=True, text=True
     )

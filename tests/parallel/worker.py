@@ -25,7 +25,7 @@ UNREADABLE = "opt-1"  # by the other processes than the first
 
 
 def plant_told(patch: pytest.MonkeyPatch) -> None:
-    """This process hears of another token than process 0 has said, once."""
+    """This process receives another token than process 0 sent, once."""
     hear = Group.hear
 
     def other(group: Group) -> tuple[list[Message], Sequence[int]]:
@@ -83,7 +83,7 @@ def without(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refused(act: Callable[[], Any]) -> str:
-    """What is said in the place of doing this."""
+    """The sentence that refuses this."""
     with pytest.raises(EmssdError) as caught:
         act()
     return str(caught.value)

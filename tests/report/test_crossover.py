@@ -1,4 +1,4 @@
-"""What is fastest at each batch size: it follows from rows that are there, and says how sure it is."""
+"""The fastest method at each batch size follows from the rows, and the report says how sure it is."""
 
 from __future__ import annotations
 

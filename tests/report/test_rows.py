@@ -1,4 +1,4 @@
-"""What is refused, with which sentence, and what the console shows."""
+"""Rows that are refused, with their sentences, and the console's output."""
 
 from __future__ import annotations
 

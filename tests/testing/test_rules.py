@@ -20,7 +20,7 @@ def test_each_rule_has_its_paragraph_in_the_order_of_reports(kind: str) -> None:
     found = re.findall(r'^<a id="(.+)"></a>\n## (.+)\n\n(\S)', page, re.MULTILINE)
     expected = [(rule.page.partition("#")[2], rule.name) for rule in rules_of(kind)]
     assert [(anchor, name) for anchor, name, _ in found] == expected
-    assert " ".join(page.split()).count("To mend it:") == len(expected), "each paragraph ends with what to do"
+    assert " ".join(page.split()).count("To fix it:") == len(expected), "each paragraph ends with what to do"
     assert page.count("\n## ") == len(expected)
 
 

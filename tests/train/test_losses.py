@@ -56,7 +56,7 @@ def decode(model: TargetModel, drafter: Any) -> None:
 
 
 def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]], list[list[torch.Tensor]]]) -> Drafted:
-    """What a drafter computes, where `levels` gives the logits of each draft, by their lengths."""
+    """Collect the drafts of a drafter; `levels` gives the logits of each draft, by their lengths."""
     drafts, propose = Drafted(), drafter.propose  # type: ignore[attr-defined]  # any drafter's
 
     def noted(self: Any, batch: Any, budget: Any) -> Any:

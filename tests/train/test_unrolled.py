@@ -55,7 +55,7 @@ def head_in(folder: Path, model: TargetModel, **options: Any) -> Eagle3Head:
 
 
 class Watched:
-    """What a drafter computes: of each draft its row's tokens, those that it drafts, and the logits behind each."""
+    """Computations of a drafter: for each draft its row's tokens, the drafted tokens, and the logits after each."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.drafts: list[tuple[list[int], list[torch.Tensor]]] = []

@@ -1,0 +1,158 @@
+r"""Speed and acceptance of several engines over one model: drafters, budgets, trees, sampling, batching.
+
+    python benchmarks/compare.py model.path=MODEL data=jsonl data.path=gsm8k.jsonl data.field=question batch_size=1,8 \
+        --cell 'drafter=suffix' --cell 'chain of 4: drafter=draft_model drafter.path=DRAFT budget=fixed'
+
+Options are those of `python -m emssd`; one with several values is swept. Each `--cell` adds its own, with or without a
+label before them. The first cell, *plain*, has the options of `--plain`.
+
+In each repeat, all engines decode the same prompts in turns of a tenth of a second, so that a machine that becomes
+slower does so for all of them. A figure is a ratio to *plain*, end to end (prompts included): the median of the ratios
+within each repeat. τ is tokens per row and step, drafted is drafted tokens per row and step, and equal rows are those
+with the tokens of *plain*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import time
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import hydra
+from common import make_parser, save, show
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.progress import Progress
+
+from emssd.cli.options import to_options
+from emssd.decoding.engine import Engine
+from emssd.decoding.warmup import warm_up
+from emssd.jobs.config import RunConfig, conf_dir, register_configs
+from emssd.jobs.intake import Failures, prompts_of, to_requests
+from emssd.jobs.job import make_engine
+from emssd.metrics.stats import RunReport
+from emssd.model.cache import ModelCache
+from emssd.plugins.registry import Registry
+from emssd.sequences import Request
+
+SLICE = 0.1  # seconds that an engine has to itself before the next one goes on
+COLUMNS = (
+    "× plain", "spread", "tokens/s", "τ", "drafted", "draft", "forward", "batch in use", "steps", "equal rows",
+)  # fmt: skip
+
+
+def cells_of(given: argparse.Namespace) -> dict[str, list[str]]:
+    """The options of each cell, by its label."""
+    cells = {"plain": shlex.split(given.plain)}
+    for text in given.cell:
+        label, found, words = text.partition(": ")
+        cells[label] = shlex.split(words if found else text)
+    return cells
+
+
+def settings_of(words: Seq[str]) -> list[list[str]]:
+    """One list of options for each combination of swept values."""
+    (settings,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(list(words)), None)
+    return [list(setting) for setting in settings]
+
+
+def options_of(words: list[str], registry: Registry) -> RunConfig:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_options(hydra.compose("config", words), words, registry)
+
+
+def measure(
+    engines: dict[str, Engine], requests: dict[str, list[Request]], repeats: int, progress: Progress
+) -> dict[str, Any]:
+    """The figures of each engine; `requests` are its own, as cells may sample in different ways."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    outputs: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {}
+    names = list(engines)
+    for name, engine in engines.items():
+        warm_up(engine, requests[name])
+    for repeat in progress.track(range(repeats), description="repeats"):
+        for name, engine in engines.items():
+            engine.report = RunReport()
+            engine.runner.forget_prefixes()
+            for request in requests[name]:
+                engine.add(request)
+        taken, outputs = dict.fromkeys(engines, 0.0), {name: {} for name in engines}
+        waiting = names[repeat % len(names) :] + names[: repeat % len(names)]
+        while waiting:
+            for name in waiting:
+                taken[name] += _decode_slice(engines[name], outputs[name])
+            waiting = [name for name in waiting if engines[name].has_work]
+        for name, own in taken.items():
+            seconds[name].append(own)
+    return {name: _figures(name, engine, seconds, outputs) for name, engine in engines.items()}
+
+
+def _decode_slice(engine: Engine, outputs: dict[tuple[str, int], tuple[int, ...]]) -> float:
+    """Let `engine` decode for `SLICE` seconds, and put finished rows into `outputs`. Returns the seconds it took."""
+    start, taken = time.perf_counter(), 0.0
+    while engine.has_work and taken < SLICE:
+        outputs.update({(row.request_id, row.request.sample): tuple(row.output_ids) for row in engine.step()})
+        taken = time.perf_counter() - start
+    return taken
+
+
+def _figures(name: str, engine: Engine, seconds: dict[str, list[float]], outputs: dict[str, Any]) -> dict[str, Any]:
+    own, report = outputs[name], engine.report
+    ratios = [plain / mine for plain, mine in zip(seconds["plain"], seconds[name], strict=True)]
+    return {
+        "seconds": seconds[name],
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "tokens_per_second": sum(map(len, own.values())) / statistics.median(seconds[name]),
+        "tau": report.mean_acceptance_length,
+        "drafted": report.num_drafted / report.num_row_steps,
+        "share": {phase: value / report.total_seconds for phase, value in report.seconds.items()},
+        "batch_fill": report.batch_fill,
+        "steps": report.num_steps,
+        "preempted": report.num_preempted,
+        "kv_peak_mib": report.kv_usage.peak_held / 2**20,
+        "prompt_tokens_adopted": report.num_adopted_tokens,
+        "equal_rows": sum(own[row] == tokens for row, tokens in outputs["plain"].items()),
+    }
+
+
+def line_of(name: str, cell: dict[str, Any]) -> list[str]:
+    share, ratios = cell["share"], cell["ratios"]
+    return [
+        name, f"{cell['ratio']:.2f}", f"{min(ratios):.2f} – {max(ratios):.2f}", f"{cell['tokens_per_second']:.0f}",
+        f"{cell['tau']:.2f}", f"{cell['drafted']:.1f}", f"{share['draft']:.0%}", f"{share['forward']:.0%}",
+        f"{cell['batch_fill']:.0%}", str(cell["steps"]), str(cell["equal_rows"]),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeats=5)
+    parser.add_argument("options", nargs="*", help="of `python -m emssd`; values with commas between are swept")
+    parser.add_argument("--cell", action="append", required=True, help="[LABEL: ]OPTIONS of one engine")
+    parser.add_argument("--plain", default="drafter=none budget=fixed", help="options of the cell compared with")
+    parser.add_argument("--prompts-per-row", type=int, help="in place of data.limit: as many for each row, at least 8")
+    given = parser.parse_intermixed_args()
+    registry, models, rows = Registry(), ModelCache(), list[dict[str, Any]]()
+    register_configs(registry)
+    for setting in settings_of(["prefix_caching=false", *given.options]):
+        engines, requests = {}, {}
+        for name, own in cells_of(given).items():
+            options = options_of([*setting, *own], registry)
+            if given.prompts_per_row:
+                options.data.limit = max(8, given.prompts_per_row * options.batch_size)
+            engines[name] = make_engine(options, registry, models)
+            prompts = Failures(options.on_error).passed(prompts_of(options, registry))
+            requests[name] = to_requests(options, engines[name], prompts, Failures(options.on_error))
+        with Progress(transient=True) as progress:
+            cells = measure(engines, requests, given.repeats, progress)
+        rows.append({"options": setting, "cells": cells})
+        show(" ".join(setting[1:]), ("", *COLUMNS), [line_of(name, cell) for name, cell in cells.items()])
+        target = engines["plain"].target
+        save(given.out, rows, device=str(target.device), dtype=target.dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The check of sentences finds each forbidden one, in docstrings, comments and pages, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.plain_english import CLEAN, ROOT, faults, files, main
+
+SOURCE = '''"""Good words,
+and what became of a draft.
+"""
+
+
+class Named:
+    """Named, and whatever."""
+
+    def ready(self):
+        """Those that are ready."""
+        return "what became of a text"  # told of a step
+
+
+def plain():
+    """Whatever was held
+
+    to a rule."""
+'''
+
+
+def test_faults_are_found_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(SOURCE)
+    assert sorted(faults(path)) == [
+        (2, "'what became of'"),
+        (10, "a docstring begins with 'Those'"),
+        (11, "'told of'"),
+        (15, "'held to'"),
+    ]
+
+
+def test_a_sentence_may_go_on_in_the_next_line(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("# Title\n\nIt keeps those of it\nthat are right.\n")
+    assert [*faults(path)] == [(3, "'those of it that'")]
+
+
+def test_the_exit_status_says_whether_there_are_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0, capsys.readouterr().out
+    assert all((ROOT / path).exists() for path in CLEAN)
+    found = {str(path.relative_to(ROOT)) for path in files(ROOT / "docs")}
+    assert "docs/exactness.md" in found
+    assert "docs/reference/types.md" not in found
