@@ -17,7 +17,7 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import CausalLMRunner, load_model
 from emssd.plugins.registry import Registry
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     target, _ = load_model(arguments.model, dtype=arguments.dtype, device="cpu")
     runner = CausalLMRunner(target, make_backend(target.kv_cache_spec(arguments.rows), "ragged", Registry()))
     lengths = [arguments.shortest + 20 * i for i in range(arguments.rows)]
-    rows = [Sequence(Request(str(i), tuple(5 + j % 50 for j in range(n)), 99)) for i, n in enumerate(lengths)]
+    rows = [Row(Request(str(i), tuple(5 + j % 50 for j in range(n)), 99)) for i, n in enumerate(lengths)]
 
     def step(drafted: int) -> float:
         start = time.perf_counter()
@@ -40,7 +40,7 @@ def main() -> None:
         runner.run(pack(rows, draft))
         seconds = time.perf_counter() - start
         for row in rows:
-            row.set_cached(len(row.tokens) - 1)
+            row.num_cached = len(row.tokens) - 1
         runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows)))
         return seconds
 

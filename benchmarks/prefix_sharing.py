@@ -47,7 +47,7 @@ def requests_of(count: int, header: int, own: int, new: int, vocab_size: int) ->
 def decode(engine: Engine, requests: list[Request]) -> tuple[dict[str, float], dict[str, list[int]]]:
     """Figures of one job that begins with nothing cached, and its tokens by request id."""
     engine.runner.forget_prefixes()
-    rows = [engine.sequence(request) for request in requests]
+    rows = [engine.row(request) for request in requests]
     for row in rows:
         engine.scheduler.add(row)
     start, first, waiting = time.perf_counter(), dict[str, float](), list(rows)

@@ -31,20 +31,20 @@ from emssd.plugins.builtin import FixedBudgetConfig
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 
 
 class Greedy(ModelDrafter):
     """Looks at no noise, and at no params."""
 
-    def node_of(self, row: Sequence) -> Node:
+    def node_of(self, row: Row) -> Node:
         return Node(SamplingParams(temperature=0.0))
 
 
 class OwnNoise(ModelDrafter):
     """Draws with noise that has nothing to do with the target's."""
 
-    def node_of(self, row: Sequence) -> Node:
+    def node_of(self, row: Row) -> Node:
         node = super().node_of(row)
         return replace(node, key=~node.key & 2**64 - 1)
 

@@ -37,7 +37,7 @@ from emssd.drafting import Draft
 from emssd.model import CausalLMRunner, TargetModel, load_model
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 
 WAYS: dict[str, dict[str, Any]] = {
     "T": {},
@@ -68,21 +68,21 @@ class Steps:
         self.draft = Draft.empty(batch_size)
         self.batch = self.sampled(SamplingParams())
         for row in self.batch:
-            row.set_cached(0)
+            row.num_cached = 0
         self.runner.run(pack([], Draft.empty(0), [(row, context) for row in self.batch]))
         for row in self.batch:
-            row.set_cached(context)
+            row.num_cached = context
         self.kept = Kept(tuple(row.request_id for row in self.batch), (context,) * batch_size)
         self.forward()
 
     def sampled(self, params: SamplingParams) -> Batch:
         """The rows, sampled in that way."""
         requests = [Request(str(row), tuple(ids), 9, sampling=params) for row, ids in enumerate(self.prompts)]
-        return Batch(tuple(Sequence(each, num_cached=len(each.prompt_ids) - 1) for each in requests))
+        return Batch(tuple(Row(each, num_cached=len(each.prompt_ids) - 1) for each in requests))
 
     def forward(self) -> None:
         """All of a step but for its choice; it can be run again."""
-        self.logits = self.runner.run(pack(self.batch.sequences, self.draft)).logits
+        self.logits = self.runner.run(pack(self.batch.rows, self.draft)).logits
         verify(torch.zeros(len(self.batch), dtype=torch.int64), self.draft)
         self.runner.commit(self.kept)
 

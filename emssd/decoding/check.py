@@ -17,7 +17,7 @@ from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, scores_of
 from emssd.sampling.noise import noise_key
 from emssd.sampling.processing import processed
-from emssd.sequences import Generation, Request, Sequence
+from emssd.sequences import Generation, Request, Row
 
 __all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "compare"]
 
@@ -151,7 +151,7 @@ def _scores(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float
 @torch.inference_mode()
 def _logits_after(tokens: tuple[int, ...], runner: ModelRunner) -> torch.Tensor:
     """The target's logits after `tokens`, ``[vocab]`` in float64."""
-    sequence = Sequence(Request("emssd.decoding.check", tokens, max_new_tokens=1))
+    sequence = Row(Request("emssd.decoding.check", tokens, max_new_tokens=1))
     packed = pack([sequence], Draft.empty(1))
     try:
         return runner.run(packed).logits[0].double()

@@ -1,4 +1,4 @@
-"""A drafter held to its interface: what it returns is checked, and a fault of its own never costs a run."""
+"""The border to a drafter: what it returns is copied and checked, and a fault of its own never costs a run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 
+import numpy as np
+import torch
+
+from emssd.attention.trees import depths
 from emssd.drafting.budget import GoesOn
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.hidden import checked_layers
-from emssd.drafting.rules import check_ids, own_draft
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
 from emssd.faults import guarded, told
 from emssd.sequences import Batch
 
-__all__ = ["CheckedDrafter"]
+__all__ = ["CheckedDrafter", "check_draft", "check_ids", "own_draft"]
 
 
 class CheckedDrafter(Drafter):
@@ -75,13 +79,12 @@ class CheckedDrafter(Drafter):
         It is a copy: whatever the drafter does to its own later, what is packed is what is verified.
 
         Raises:
-            DraftError: it changed the batch; or, with ``on_error="fail"``, it broke another rule.
-            PluginError: it raised, with ``on_error="fail"``.
+            DraftError: it broke a rule, with ``on_error="fail"``. PluginError: it raised.
         """
         if self.failure or not batch:
             return Draft.empty(len(batch))
         limits = tuple(budget)
-        with self._batch_kept(batch), self._guarded("propose"):
+        with self._guarded("propose"):
             draft = self.drafter.propose(batch, limits)
             return own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
         return Draft.empty(len(batch))
@@ -102,7 +105,7 @@ class CheckedDrafter(Drafter):
         """Pass on what became of a draft, with the hidden states that the drafter wants."""
         if self.failure or not (outcome.batch or (self.hidden_layers and outcome.hidden is not None)):
             return
-        with self._batch_kept(outcome.batch), self._guarded("observe"):
+        with self._guarded("observe"):
             hidden = outcome.hidden.of(self.hidden_layers) if outcome.hidden and self.hidden_layers else None
             self.drafter.observe(outcome if hidden is outcome.hidden else replace(outcome, hidden=hidden))
 
@@ -127,18 +130,6 @@ class CheckedDrafter(Drafter):
             if not self.failure:
                 self._fail(error)
 
-    @contextmanager
-    def _batch_kept(self, batch: Batch) -> Iterator[None]:
-        """For a call that could change `batch`, if only on purpose: there would be no way back to what it was."""
-        before = [(len(row.tokens), row.num_cached) for row in batch]
-        try:
-            yield
-        finally:
-            if before != [(len(row.tokens), row.num_cached) for row in batch]:
-                raise DraftError(
-                    f"drafter {self.name} broke its interface: it changed the batch, which it may only read"
-                )
-
     def _fail(self, failure: PluginError) -> None:
         if isinstance(failure, DraftError):
             failure = DraftError(f"drafter {self.name} broke its interface: {told(failure)}")
@@ -152,3 +143,138 @@ def _checked_count(name: str, number: object) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise DraftError(f"its {name} is {number!r}; it must be an integer, at least 0")
     return number
+
+
+def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
+    """A copy of `draft` that nobody else can write to, held to the interface; see `check_draft`.
+
+    The distributions of its `q` are not copied, as they are large. Who writes to them says something else about them.
+
+    Raises:
+        DraftError: it is no `Draft`, or breaks a rule.
+    """
+    if not isinstance(draft, Draft):
+        raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.drafting.Draft")
+    if not isinstance(draft.token_ids, torch.Tensor):
+        raise DraftError(f"its token_ids are a {type(draft.token_ids).__name__}; give one int64 tensor")
+    if draft.token_ids.is_meta:
+        raise DraftError("its token_ids are on the device meta, where tensors hold nothing; give ids")
+    own = Draft(
+        token_ids=draft.token_ids.clone(),
+        indptr=tuple(map(index, draft.indptr)),
+        parents=None if draft.parents is None else tuple(map(index, draft.parents)),
+        confidence=None if draft.confidence is None else tuple(map(float, draft.confidence)),
+        q=None if draft.q is None else tuple(None if row is None else tuple(row) for row in draft.q),
+    )
+    check_draft(own, batch, budget, vocab_size, trees=trees)
+    return own
+
+
+def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> None:
+    """Hold a drafter to its interface.
+
+    Args:
+        draft: what it returned.
+        batch, budget: what it was asked for.
+        vocab_size: of the target.
+        trees: whether it says that it drafts trees.
+
+    Raises:
+        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
+            that is too deep or was not announced, distributions of the wrong number or shape, or with NaN, or, where
+            they lie on the host, ids outside the vocabulary.
+    """
+    if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
+        raise DraftError(
+            f"its token_ids are {draft.token_ids.dtype} of {draft.token_ids.ndim} dimensions; "
+            f"give one int64 tensor of all rows' tokens"
+        )
+    if draft.num_rows != len(batch) or draft.indptr[0] != 0 or draft.indptr[-1] != draft.token_ids.numel():
+        raise DraftError(
+            f"its draft has {draft.num_rows} rows over {draft.token_ids.numel()} tokens (indptr {draft.indptr}), "
+            f"but the batch has {len(batch)} rows; return one chain or tree, possibly empty, per row"
+        )
+    for row, length, limit in zip(batch, draft.lengths, budget, strict=True):
+        if not 0 <= length <= limit:
+            raise DraftError(
+                f"it drafted {length} tokens for request {row.request_id!r} with a budget of {limit}; "
+                f"draft at most budget[row] tokens"
+            )
+    for name, values in (("parents", draft.parents), ("confidence", draft.confidence)):
+        if values is not None and len(values) != draft.token_ids.numel():
+            raise DraftError(
+                f"its draft has {len(values)} {name} for {draft.token_ids.numel()} tokens; give one for each"
+            )
+    if draft.confidence is not None and not all(0 <= each <= 1 for each in draft.confidence):
+        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
+    _check_trees(draft, batch, trees)
+    if draft.q is not None:
+        _check_q(draft, vocab_size)
+    if draft.on_host:
+        check_ids(draft.token_ids.tolist(), vocab_size)
+
+
+def _check_trees(draft: Draft, batch: Batch, announced: bool) -> None:
+    lengths = draft.lengths
+    if draft.parents:
+        parents = np.array(draft.parents)
+        places = np.arange(len(parents)) - np.repeat(draft.indptr[:-1], lengths)  # each node's index within its row
+        is_wrong, is_branch = (parents < -1) | (parents >= places), parents != places - 1
+        if is_wrong.any() or (is_branch.any() and not announced):
+            node = int((is_wrong if is_wrong.any() else is_branch).argmax())
+            name = batch.rows[np.searchsorted(draft.indptr, node, side="right") - 1].request_id
+            if is_wrong.any():
+                raise DraftError(
+                    f"node {places[node]} of its tree for request {name!r} has parent {parents[node]}; a parent is an "
+                    f"earlier node of the same row, or -1 for the row's newest token"
+                )
+            raise DraftError(
+                f"it drafted a token tree for request {name!r}, and its drafts_trees is False; draft a chain, or set "
+                f"drafts_trees = True"
+            )
+    for place, (row, length) in enumerate(zip(batch, lengths, strict=True)):
+        num_remaining = row.num_remaining
+        if length < num_remaining or not length:
+            continue
+        depth = length if draft.parents is None else max(depths(draft.tree(place)))
+        if depth > max(0, num_remaining - 1):
+            raise DraftError(
+                f"its tree for request {row.request_id!r} has depth {depth}, and the row may still generate "
+                f"{num_remaining} tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)"
+            )
+
+
+def _check_q(draft: Draft, vocab_size: int) -> None:
+    assert draft.q is not None
+    if len(draft.q) != draft.num_rows:
+        raise DraftError(f"its draft has q for {len(draft.q)} rows of {draft.num_rows}; give None where there is none")
+    for row, (q, length) in enumerate(zip(draft.q, draft.lengths, strict=True)):
+        if q is None:
+            continue
+        if len(q) != 1 + length:
+            raise DraftError(
+                f"its q has {len(q)} distributions for a row of {length} tokens; give one behind the newest token, and "
+                f"one behind each of its own"
+            )
+        for place in {parent + 1 for parent in draft.tree(row)}:
+            if q[place].shape != (vocab_size,) or not q[place].is_floating_point():
+                raise DraftError(
+                    f"its q has a tensor of shape {list(q[place].shape)} and {q[place].dtype} behind a token with "
+                    f"children; give {vocab_size} probabilities"
+                )
+            if not q[place].sum().isfinite():
+                raise DraftError(f"its q has NaN or inf behind a token with children; give {vocab_size} probabilities")
+
+
+def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
+    """Hold a drafter to the vocabulary; its ids on a device are checked when verification brings them to the host.
+
+    Raises:
+        DraftError: an id is outside of it.
+    """
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise DraftError(
+            f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
+            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}"
+        )

@@ -94,10 +94,10 @@ def test_a_sampled_difference_is_judged_by_what_was_compared(decode: Callable, m
     right = engine.verify
 
     def wrong(chosen, draft, *others):
-        verification = right(chosen, draft, *others)
+        verified = right(chosen, draft, *others)
         if draft.indptr[-1]:  # only steps with a draft, so that plain sampling stays right
-            verification.new_tokens[0][-1] = 5
-        return verification
+            verified[0].new_tokens[-1] = 5
+        return verified
 
     monkeypatch.setattr(engine, "verify", wrong)
     check = decode(*SAMPLED, "budget=fixed", "check=plain").metrics["check"]

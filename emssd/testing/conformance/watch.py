@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections import Counter
@@ -14,9 +13,9 @@ import torch
 
 from emssd.attention.trees import depths, is_chain
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.rules import check_draft, check_ids
+from emssd.drafting.checked import check_draft, check_ids
 from emssd.errors import DraftError
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd.testing.conformance.rules import broken, named
 
 __all__ = ["Nodes", "WatchedDrafter", "nodes_of", "shown", "state_of", "unchanged"]
@@ -24,7 +23,7 @@ __all__ = ["Nodes", "WatchedDrafter", "nodes_of", "shown", "state_of", "unchange
 Nodes = list[tuple[int, int]]
 """A row's draft: of each node the token id and the parent."""
 
-_FIELDS = [field.name for field in dataclasses.fields(Sequence) if field.name != "tokens"]  # which are a view
+_FIELDS = [field.name for field in dataclasses.fields(Row)]
 
 
 class WatchedDrafter(Drafter):
@@ -46,7 +45,7 @@ class WatchedDrafter(Drafter):
         self.seconds = 0.0
         self.num_tokens = 0
         self._vocab_size = vocab_size
-        self._rows: dict[str, Sequence] = {}
+        self._rows: dict[str, Row] = {}
         self._proposed: dict[str, Nodes] = {}
 
     @property
@@ -182,7 +181,7 @@ def shown(nodes: Nodes) -> list[Any]:
 
 def state_of(batch: Batch) -> list[dict[str, Any]]:
     """What the rows are now, to be compared later."""
-    return [{name: copy.copy(getattr(row, name)) for name in _FIELDS} for row in batch]
+    return [{name: getattr(row, name) for name in _FIELDS} | {"tokens": list(row.tokens)} for row in batch]
 
 
 def unchanged(before: list[dict[str, Any]], batch: Batch, where: str, rule: str = "drafter.batch") -> None:

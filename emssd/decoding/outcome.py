@@ -1,4 +1,4 @@
-"""The figures of one step, from what it was and what came of it."""
+"""What plugins and the report get after a step: its `Outcome`, and its figures."""
 
 from __future__ import annotations
 
@@ -8,11 +8,59 @@ from collections.abc import Sequence as Seq
 from emssd.attention import KVUsage, PackedInputs
 from emssd.attention.trees import depths
 from emssd.decoding.scheduler import Schedule
-from emssd.drafting import Draft, Outcome
+from emssd.decoding.verify import Verified
+from emssd.drafting import Draft, HiddenStates, Outcome
 from emssd.metrics.stats import StageStats, StepStats
 from emssd.model import ModelOutput
+from emssd.sequences import Batch
 
-__all__ = ["step_stats"]
+__all__ = ["outcome_of", "step_stats"]
+
+
+def outcome_of(
+    batch: Batch, draft: Draft, verified: Seq[Verified], packed: PackedInputs, output: ModelOutput
+) -> Outcome:
+    """The outcome of a step whose rows have been advanced.
+
+    Args:
+        batch: its rows.
+        draft, verified: what was verified, and the result of each row.
+        packed: the step: the rows of the batch, each with its draft behind its tokens, then pieces of prompts.
+        output: what the target computed.
+    """
+    best = [each.candidates for each in verified if each.candidates is not None]
+    return Outcome(
+        batch,
+        draft,
+        tuple([each.accepted for each in verified]),
+        tuple([each.target_ids for each in verified]),
+        tuple(best) if len(best) == len(verified) and best else None,
+        _hidden(batch, verified, packed, output) if output.hidden else None,
+    )
+
+
+def _hidden(batch: Batch, verified: Seq[Verified], packed: PackedInputs, output: ModelOutput) -> HiddenStates:
+    """Hidden states of the tokens that the step kept: prompts, their pieces, newest tokens and accepted nodes."""
+    starts, places, indptr = list[int](), list[int](), [0]
+    rows = zip(packed.qo_indptr, packed.lengths, packed.kv_lens, strict=False)
+    for row, (begin, length, kv_len) in enumerate(rows):
+        starts.append(kv_len - length)
+        if row < len(batch):
+            origin = begin + length - len(verified[row].drafted)
+            kept = [*range(begin, origin), *(origin + node for node in verified[row].accepted)]
+            # What an EOS or a limit cut off the row belongs to no token of it.
+            places += kept[: len(batch.rows[row].tokens) - starts[-1]]
+        else:
+            places += range(begin, begin + length)
+        indptr.append(len(places))
+    return HiddenStates(
+        packed.request_ids,
+        tuple(starts),
+        tuple(indptr),
+        tuple(output.hidden),
+        tuple(output.hidden.values()),
+        tuple(places),
+    )
 
 
 def step_stats(
@@ -34,9 +82,9 @@ def step_stats(
         num_waiting=num_waiting,
         num_tokens=packed.num_tokens,
         num_kv_tokens=sum(packed.kv_lens),
-        num_new_tokens=sum(len(row.tokens) for row in outcome.batch) - num_before,
+        num_new_tokens=sum([len(row.tokens) for row in outcome.batch]) - num_before,
         drafted=drafted,
-        acceptance=tuple(len(nodes) + 1 for nodes in outcome.accepted),
+        acceptance=tuple([len(nodes) + 1 for nodes in outcome.accepted]),
         input_padding=output.num_padding,
         kv_padding=usage.padding,
         num_preempted=len(schedule.preempted),
