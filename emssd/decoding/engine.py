@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
-from emssd.decoding.assembly import Parts, load_parts, make_parts, parts_around
+from emssd.decoding import assembly
 from emssd.decoding.choosing import choices, verdicts
 from emssd.decoding.logprobs import add_logprobs
 from emssd.decoding.outcome import outcome_of, step_stats
@@ -30,9 +30,6 @@ from emssd.metrics.timing import StepTimer
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Generation, Request, Row, StopStrings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = ["Engine"]
 
@@ -90,32 +87,9 @@ class Engine:
         self._finished: list[Row] = []  # to be returned by `step`
         self._in_run = False
 
-    @classmethod
-    def from_pretrained(cls, path: str = "demo", **options: Any) -> Engine:
-        """Load a model by folder or hub id; see `emssd.decoding.assembly.load_parts` for the options."""
-        return cls._of(load_parts(path, **options))
-
-    @classmethod
-    def from_model(cls, model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> Engine:
-        """Wrap a loaded model; see `emssd.decoding.assembly.load_parts` for the options."""
-        return cls._of(parts_around(model, tokenizer, **options))
-
-    @classmethod
-    def assemble(cls, target: TargetModel, tokenizer: Any, **choices: Any) -> Engine:
-        """Build an engine for a model that is ready; see `emssd.decoding.assembly.make_parts` for the choices."""
-        return cls._of(make_parts(target, tokenizer, **choices))
-
-    @classmethod
-    def _of(cls, parts: Parts) -> Engine:
-        return cls(
-            parts.runner,
-            parts.drafters,
-            tokenizer=parts.tokenizer,
-            eos_token_ids=parts.eos_token_ids,
-            scheduler=parts.scheduler,
-            budget=parts.budget,
-            budget_name=parts.budget_name,
-        )
+    from_pretrained = classmethod(assembly.from_pretrained)
+    from_model = classmethod(assembly.from_model)
+    assemble = classmethod(assembly.assemble)
 
     @property
     def target(self) -> TargetModel:

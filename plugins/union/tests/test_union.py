@@ -28,7 +28,6 @@ from emssd_union.drafter import UnionDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.decoding.assembly import make_parts
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.decoding.verify import verify
@@ -247,11 +246,10 @@ POINTS = [paged_plugin.POINT, type(paged_plugin.POINT)("union", "emssd_union", "
 
 def assembled(config: Any, **options: Any) -> Engine:
     """An engine around a tiny model on a backend that takes trees."""
-    parts = make_parts(
+    return Engine.assemble(
         target(), None, drafter=config, backend="reference", budget="fixed", options=EngineOptions(**options),
         registry=registry(), load=lambda path, **_: (draft_model(), None),
     )  # fmt: skip
-    return Engine._of(parts)
 
 
 @cache
