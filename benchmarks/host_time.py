@@ -103,20 +103,13 @@ class FixedDrafter(Drafter):
         return Draft.from_chains([chain[:limit] for limit in budget])
 
 
-class ThreadTimer(StepTimer):
-    """Counts the thread's own seconds, so that other processes on the machine are not in them."""
-
-    def clock(self) -> float:
-        return time.thread_time()
-
-
 class TimedEngine(Engine):
     """Times the commit, too: the backend's own, and every row's. Keeps the milliseconds of each column, by step."""
 
     runner: NoModel
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, make_timer=ThreadTimer, **options)
+        super().__init__(*arguments, make_timer=lambda: StepTimer(time.thread_time), **options)  # of this thread only
         self.found: list[dict[str, float]] = []
 
     def _advance(self, *step: Any) -> None:

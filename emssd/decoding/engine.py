@@ -29,7 +29,7 @@ from emssd.metrics.stats import RunReport
 from emssd.metrics.timing import StepTimer
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
 from emssd.sampling import SamplingParams
-from emssd.sequences import Batch, Generation, Request, Row, StopStrings
+from emssd.sequences import Batch, FinishReason, Generation, Request, Row, StopStrings
 
 __all__ = ["Engine"]
 
@@ -112,16 +112,16 @@ class Engine:
         if self.scheduler.has_work:
             timer = self._make_timer()
             schedule = self._schedule()
-            draft = self.drafting.propose(Batch.view(schedule.batch), schedule.limits, schedule.num_prefill_tokens)
+            draft = self.drafting.propose(Batch.view(schedule.batch.rows), schedule.limits, schedule.num_prefill_tokens)
             timer.lap("schedule", draft=self.drafting.seconds)
-            packed = pack(schedule.batch, known := draft.within(self.runner.vocab_size), schedule.prefills)
+            packed = pack(schedule.batch.rows, known := draft.within(self.runner.vocab_size), schedule.prefills)
             timer.lap("plan")
             output = self.runner.run(packed)
             timer.lap("forward", plan=output.plan_seconds)
-            verified = self._verify(schedule.batch, draft, known, output.logits)
+            verified = self._verify(schedule.batch.rows, draft, known, output.logits)
             timer.lap("verify")
             self._advance(schedule, draft, verified)
-            outcome = outcome_of(Batch.view(schedule.batch), draft, verified, packed, output)
+            outcome = outcome_of(Batch.view(schedule.batch.rows), draft, verified, packed, output)
             self._conclude(schedule, outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 
@@ -277,7 +277,7 @@ class Engine:
         self._free(schedule.preempted)
         return schedule
 
-    def _verify(self, rows: Batch, draft: Draft, known: Draft, logits: torch.Tensor) -> list[Verified]:
+    def _verify(self, rows: Seq[Row], draft: Draft, known: Draft, logits: torch.Tensor) -> list[Verified]:
         """Compare the draft of each row with the choices of the target; `known` has ids of the vocabulary only."""
         drawn, best = verdicts(logits, rows, known), best_tokens(logits, self.drafting.num_candidates)
         verified = verify(choices(logits, rows, known), draft, best, drawn)
@@ -288,23 +288,22 @@ class Engine:
 
     def _advance(self, schedule: Schedule, draft: Draft, verified: Seq[Verified]) -> None:
         """Advance every row by its own acceptance, or none."""
-        batch, pieces = schedule.batch, schedule.prefills
-        prompts = [row for row in batch if row.num_uncached > 1] + [piece.row for piece in pieces]
-        taken = [row.taken(each.new_tokens) for row, each in zip(batch, verified, strict=True)]
-        kept = [len(row.tokens) + len(each.accepted) for row, each in zip(batch, verified, strict=True)]
+        rows, pieces = schedule.batch.rows, schedule.prefills
+        prompts = [row for row in rows if len(row.tokens) > row.num_cached + 1] + [piece.row for piece in pieces]
+        taken, kept, sources = list[tuple[list[int], FinishReason | None]](), list[int](), list[tuple[int, ...]]()
+        for row, each in zip(rows, verified, strict=True):
+            taken.append(row.taken(each.new_tokens))
+            kept.append(len(row.tokens) + len(each.accepted))
+            sources.append(() if draft.parents is None else _moved(len(row.tokens), each.accepted))
         kept += [piece.row.num_cached + piece.num_tokens for piece in pieces]
-        names = (*batch.request_ids, *[piece.row.request_id for piece in pieces])
-        sources: tuple[tuple[int, ...], ...] = ()
-        if draft.parents is not None:
-            moved = [_moved(len(row.tokens), each.accepted) for row, each in zip(batch, verified, strict=True)]
-            sources = (*moved, *((),) * len(pieces)) if any(moved) else ()
-        self.runner.commit(Kept(names, tuple(kept), sources))
-        for row, each, ending in zip(batch, verified, taken, strict=True):
-            num_drafted, num_accepted = len(each.drafted), len(each.accepted)
-            row.advance(*ending, num_drafted=num_drafted, num_accepted=num_accepted, logprobs=each.logprobs)
+        names = [row.request_id for row in (*rows, *[piece.row for piece in pieces])]
+        moves = (*sources, *((),) * len(pieces)) if any(sources) else ()
+        self.runner.commit(Kept(tuple(names), tuple(kept), moves))
+        for row, each, (tokens, reason) in zip(rows, verified, taken, strict=True):
+            row.advance(tokens, reason, len(each.drafted), len(each.accepted), each.logprobs)
         for piece in pieces:
             piece.row.num_cached += piece.num_tokens
-        finished = [row for row in batch if row.finish_reason is not None]
+        finished = [row for row in rows if row.finish_reason is not None]
         self.scheduler.retire(finished)
         self._finished += finished
         self.prefixes.publish(prompts)
@@ -316,7 +315,7 @@ class Engine:
 
     def _conclude(self, schedule: Schedule, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
         """Notify plugins of a step, free the rows that it finished, and count it: all, even if a plugin fails."""
-        finished = [row for row in schedule.batch if row.finish_reason is not None]
+        finished = [row for row in schedule.batch.rows if row.finish_reason is not None]
         timer.lap("other")
         with ExitStack() as always:  # the last line comes first
             always.callback(self._count, stats, timer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from emssd.attention import KVUsage, PackedInputs
 from emssd.attention.trees import depths
@@ -82,7 +83,7 @@ def step_stats(
         num_waiting=num_waiting,
         num_tokens=packed.num_tokens,
         num_kv_tokens=sum(packed.kv_lens),
-        num_new_tokens=sum([len(row.tokens) for row in outcome.batch]) - num_before,
+        num_new_tokens=sum([len(row.tokens) for row in outcome.batch.rows]) - num_before,
         drafted=drafted,
         acceptance=tuple([len(nodes) + 1 for nodes in outcome.accepted]),
         input_padding=output.num_padding,
@@ -98,15 +99,13 @@ def step_stats(
 
 def _depths(draft: Draft) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``[B]`` the depth of each row's tree, and how many nodes of all rows have each depth, from 1."""
+    rows: Seq[Seq[int]]
     if draft.parents is None:
-        lengths = draft.lengths
-        return tuple(lengths), tuple(
-            sum(length > depth for length in lengths) for depth in range(max(lengths, default=0))
-        )
-    rows = [depths(draft.tree(row)) for row in range(draft.num_rows)]
-    deep = tuple(max(row, default=0) for row in rows)
-    counts = Counter(depth for row in rows for depth in row)
-    return deep, tuple(counts[depth] for depth in range(1, max(deep, default=0) + 1))
+        rows = [range(1, length + 1) for length in draft.lengths]
+    else:
+        rows = [depths(draft.tree(row)) for row in range(draft.num_rows)]
+    deep, counts = tuple([max(row, default=0) for row in rows]), Counter(chain.from_iterable(rows))
+    return deep, tuple([counts[depth] for depth in range(1, max(deep, default=0) + 1)])
 
 
 def _confidence(outcome: Outcome) -> tuple[tuple[float, bool], ...]:

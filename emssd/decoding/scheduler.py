@@ -48,7 +48,7 @@ class Schedule:
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of all pieces together."""
-        return sum(piece.num_tokens for piece in self.prefills)
+        return sum([piece.num_tokens for piece in self.prefills])
 
 
 class Scheduler(ABC):
@@ -189,11 +189,11 @@ class ContinuousScheduler(Scheduler):
         running, lengths, preempted = self._preempt(fits)
         admitted = [] if preempted else self._admit(running, self._length_to_come, fits)
         running = [*running, *admitted]
-        prompts = [row for row in running if row.num_uncached > 1]
+        prompts = [row for row in running if len(row.tokens) > row.num_cached + 1]
         num_adopted = sum(row.num_cached for row in admitted) + sum([self.prefixes.adopt(row) for row in prompts])
         waits = self.prefixes.waits(prompts)
         rows = [row for row in running if row.request_id not in waits]
-        needs = [row.num_uncached for row in rows]
+        needs = [len(row.tokens) - row.num_cached for row in rows]
         budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
         shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
         complete, pieces = [], []
@@ -244,7 +244,7 @@ def _lengths(rows: Iterable[Row]) -> dict[str, int]:
 
 def _draft_limits(rows: list[Row], most: int, trees: bool = False) -> tuple[int, ...]:
     """A chain ends one below what a row may still generate, since every step gives one token of the target's own."""
-    left = [max(0, row.num_remaining - 1) for row in rows]
+    left = [max(0, row.max_length - len(row.tokens) - 1) for row in rows]
     return tuple([most if number >= most or (trees and number) else number for number in left])
 
 

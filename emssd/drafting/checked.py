@@ -194,7 +194,8 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
             f"its draft has {draft.num_rows} rows over {draft.token_ids.numel()} tokens (indptr {draft.indptr}), "
             f"but the batch has {len(batch)} rows; return one chain or tree, possibly empty, per row"
         )
-    for row, length, limit in zip(batch, draft.lengths, budget, strict=True):
+    lengths = draft.lengths
+    for row, length, limit in zip(batch.rows, lengths, budget, strict=True):
         if not 0 <= length <= limit:
             raise DraftError(
                 f"it drafted {length} tokens for request {row.request_id!r} with a budget of {limit}; "
@@ -205,17 +206,17 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
             raise DraftError(
                 f"its draft has {len(values)} {name} for {draft.token_ids.numel()} tokens; give one for each"
             )
-    if draft.confidence is not None and not all(0 <= each <= 1 for each in draft.confidence):
+    sure = np.array(() if draft.confidence is None else draft.confidence)
+    if not ((sure >= 0) & (sure <= 1)).all():
         raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
-    _check_trees(draft, batch, trees)
+    _check_trees(draft, lengths, batch, trees)
     if draft.q is not None:
         _check_q(draft, vocab_size)
     if draft.on_host:
         check_ids(draft.token_ids.tolist(), vocab_size)
 
 
-def _check_trees(draft: Draft, batch: Batch, announced: bool) -> None:
-    lengths = draft.lengths
+def _check_trees(draft: Draft, lengths: Seq[int], batch: Batch, announced: bool) -> None:
     if draft.parents:
         parents = np.array(draft.parents)
         places = np.arange(len(parents)) - np.repeat(draft.indptr[:-1], lengths)  # each node's index within its row
@@ -232,7 +233,7 @@ def _check_trees(draft: Draft, batch: Batch, announced: bool) -> None:
                 f"it drafted a token tree for request {name!r}, and its drafts_trees is False; draft a chain, or set "
                 f"drafts_trees = True"
             )
-    for place, (row, length) in enumerate(zip(batch, lengths, strict=True)):
+    for place, (row, length) in enumerate(zip(batch.rows, lengths, strict=True)):
         num_remaining = row.num_remaining
         if length < num_remaining or not length:
             continue

@@ -91,7 +91,7 @@ class DraftStages:
             step = self._step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
             budget = self._asked("allot", step.limits, step)
             with guarded(self._policy_name, "max_depth", in_step=True):
-                depth = self.policy.max_depth
+                depth = self._policy.max_depth
             start = time.perf_counter()
             proposed = drafter.propose(batch, budget)
             seconds = time.perf_counter() - start
@@ -135,7 +135,7 @@ class DraftStages:
             PluginError: it fails, or gives anything else than one number in ``0..limits[row]`` for each row.
         """
         with guarded(self._policy_name, method, in_step=True):
-            lengths = [index(length) for length in getattr(self.policy, method)(*arguments)]
+            lengths = [index(length) for length in getattr(self._policy, method)(*arguments)]
         if len(lengths) != len(limits) or min(lengths, default=0) < 0 or any(map(gt, lengths, limits)):
             raise PluginError(
                 f"{self._policy_name} broke its interface: {method} gave {lengths}, "
@@ -159,7 +159,7 @@ class DraftStages:
     def learn(self, outcome: Outcome, stats: StepStats) -> None:
         """Notify the policy of a step, and of how long it took."""
         with guarded(self._policy_name, "observe", in_step=True):
-            self.policy.observe(outcome, stats)
+            self._policy.observe(outcome, stats)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Notify all drafters and the policy that these requests are gone, also if one before it fails."""
@@ -171,7 +171,7 @@ class DraftStages:
 
     def _release_policy(self, request_ids: list[str]) -> None:
         with guarded(self._policy_name, "release", in_step=True):
-            self.policy.release(request_ids)
+            self._policy.release(request_ids)
 
     def reset(self) -> None:
         """Tell all drafters to drop what they have learnt across requests."""
@@ -184,7 +184,9 @@ def _limits(drafter: CheckedDrafter, batch: Batch, still: Seq[int]) -> tuple[int
     most = drafter.num_speculative_tokens
     if drafter.drafts_trees:
         return tuple(min(limit, most, _MOST_NODES) for limit in still)
-    return tuple([min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch, still, strict=True)])
+    return tuple(
+        [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
+    )
 
 
 def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:

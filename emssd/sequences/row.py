@@ -149,7 +149,6 @@ class Row:
         self,
         tokens: Seq[int],
         reason: FinishReason | None,
-        *,
         num_drafted: int,
         num_accepted: int,
         logprobs: Seq[TokenLogprob] = (),

@@ -38,8 +38,8 @@ FAULTS = (
         "KV moves only in steps in which that of all rows does",
         "engine",
         ENGINE,
-        "if any(moved) else ()",
-        "if all(moved) else ()",
+        "if any(sources) else ()",
+        "if all(sources) else ()",
         ("tests/core/test_tree_steps.py::test_rows_with_trees_beside_rows_with_chains_or_nothing",),
     ),
     Fault(
@@ -281,8 +281,8 @@ FAULTS = (
         "a row drafts the token that only the target may give",
         "scheduler",
         SCHEDULER,
-        "[max(0, row.num_remaining - 1) for row in rows]",
-        "[max(0, row.num_remaining) for row in rows]",
+        "[max(0, row.max_length - len(row.tokens) - 1) for row in rows]",
+        "[max(0, row.max_length - len(row.tokens)) for row in rows]",
         ("tests/core/test_scheduler.py::test_limits_leave_room_for_the_targets_own_token",),
     ),
     Fault(
