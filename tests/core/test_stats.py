@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +163,12 @@ def test_timer_splits_all_of_the_time_into_phases(monkeypatch: pytest.MonkeyPatc
     timer.lap("draft")
     seconds = timer.timed(PREFILL).seconds
     assert seconds == {"schedule": 0.0, "draft": 4.0, "plan": 3.0, "forward": 4.0, "verify": 0.0, "other": 79.0}
+
+
+def test_each_figure_has_a_formula_and_a_unit_on_its_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    described = {name for row in rows if len(row) == 3 for name in re.findall(r"`([^`]+)`", row[0])}
+    metrics = report_of(PREFILL, DECODE, LAST).metrics()
+    assert metrics.keys() - described == {"seconds"}
+    assert {f"seconds.{name}" for name in metrics["seconds"]} <= described
