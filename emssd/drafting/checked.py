@@ -199,16 +199,16 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
         if not 0 <= length <= limit:
             raise DraftError(
                 f"it drafted {length} tokens for request {row.request_id!r} with a budget of {limit}; "
-                f"draft at most budget[row] tokens"
+                f"draft at most budget[row] tokens",
+                "budget",
             )
-    for name, values in (("parents", draft.parents), ("confidence", draft.confidence)):
+    for name, rule, values in (("parents", "tree", draft.parents), ("confidence", "confidence", draft.confidence)):
         if values is not None and len(values) != draft.token_ids.numel():
-            raise DraftError(
-                f"its draft has {len(values)} {name} for {draft.token_ids.numel()} tokens; give one for each"
-            )
+            count = draft.token_ids.numel()
+            raise DraftError(f"its draft has {len(values)} {name} for {count} tokens; give one for each", rule)
     sure = np.array(() if draft.confidence is None else draft.confidence)
     if not ((sure >= 0) & (sure <= 1)).all():
-        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
+        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities", "confidence")
     _check_trees(draft, lengths, batch, trees)
     if draft.q is not None:
         _check_q(draft, vocab_size)
@@ -227,11 +227,13 @@ def _check_trees(draft: Draft, lengths: Seq[int], batch: Batch, announced: bool)
             if is_wrong.any():
                 raise DraftError(
                     f"node {places[node]} of its tree for request {name!r} has parent {parents[node]}; a parent is an "
-                    f"earlier node of the same row, or -1 for the row's newest token"
+                    f"earlier node of the same row, or -1 for the row's newest token",
+                    "tree",
                 )
             raise DraftError(
                 f"it drafted a token tree for request {name!r}, and its drafts_trees is False; draft a chain, or set "
-                f"drafts_trees = True"
+                f"drafts_trees = True",
+                "tree",
             )
     for place, (row, length) in enumerate(zip(batch.rows, lengths, strict=True)):
         num_remaining = row.num_remaining
@@ -241,7 +243,8 @@ def _check_trees(draft: Draft, lengths: Seq[int], batch: Batch, announced: bool)
         if depth > max(0, num_remaining - 1):
             raise DraftError(
                 f"its tree for request {row.request_id!r} has depth {depth}, and the row may still generate "
-                f"{num_remaining} tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)"
+                f"{num_remaining} tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)",
+                "depth",
             )
 
 
@@ -277,5 +280,6 @@ def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         raise DraftError(
             f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
-            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}"
+            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}",
+            "vocabulary",
         )
