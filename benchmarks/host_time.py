@@ -82,6 +82,9 @@ class NoModel(CausalLMRunner):
         self.seconds = {"plan": 0.0, "commit": 0.0}
         self.num_recorded = 0
 
+    def begin(self) -> None:
+        pass
+
     def run(self, packed: PackedInputs) -> ModelOutput:
         start = time.thread_time()
         plan = self.backend.plan(packed)
