@@ -116,7 +116,7 @@ def _first_difference(
     compared, tokens = [logits], [each for each in (token, greedy_token) if each is not None]
     if params is not None:
         key, num_prompt = noise_key(params.seed, ours.request_id, ours.sample), len(ours.prompt_ids)
-        compared = _scores(logits, Node(params, key, len(prefix), prefix, num_prompt), tokens, tolerance)
+        compared = _compared(logits, Node(params, key, len(prefix), prefix, num_prompt), tokens, tolerance)
         tolerance /= params.temperature or 1.0
     margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
     if len(tokens) == 2:
@@ -124,7 +124,7 @@ def _first_difference(
     return Difference(ours.request_id, position, token, greedy_token, margin, tolerance, ours.sample)
 
 
-def _scores(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
+def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
     """What may have been compared at `node`, ``[vocab]`` each: scores, and those behind cut-offs that rounding moved.
 
     Top-k and the like cut sharply, so that a token at the edge is in or out by the last bits of logits.

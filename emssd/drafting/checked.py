@@ -60,17 +60,19 @@ class CheckedDrafter(Drafter):
     @property
     def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: the drafter's own, 0 if it failed
         """The most tokens it proposes for one row in one step."""
-        if not self.failure:
-            with self._guarded("num_speculative_tokens"):
-                return _checked_count("num_speculative_tokens", self.drafter.num_speculative_tokens)
-        return 0
+        return self._count("num_speculative_tokens")
 
     @property
     def num_candidates(self) -> int:  # type: ignore[override]  # read-only: the drafter's own, 0 if it failed
-        """How many of the target's best tokens it wants to hear of."""
-        if not self.failure:
-            with self._guarded("num_candidates"):
-                return _checked_count("num_candidates", self.drafter.num_candidates)
+        """How many of the target's best tokens it wants."""
+        return self._count("num_candidates")
+
+    def _count(self, name: str) -> int:
+        with self._guarded(name):
+            number = 0 if self.failure else getattr(self.drafter, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise DraftError(f"its {name} is {number!r}; it must be an integer, at least 0")
+            return number
         return 0
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -102,7 +104,7 @@ class CheckedDrafter(Drafter):
             self._fail(error)
 
     def observe(self, outcome: Outcome) -> None:
-        """Pass on what became of a draft, with the hidden states that the drafter wants."""
+        """Pass the outcome on, with the hidden states that the drafter wants."""
         if self.failure or not (outcome.batch or (self.hidden_layers and outcome.hidden is not None)):
             return
         with self._guarded("observe"):
@@ -139,14 +141,8 @@ class CheckedDrafter(Drafter):
         warnings.warn(f"{failure}. It is switched off; the output is not affected", PluginWarning, stacklevel=2)
 
 
-def _checked_count(name: str, number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise DraftError(f"its {name} is {number!r}; it must be an integer, at least 0")
-    return number
-
-
 def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
-    """A copy of `draft` that nobody else can write to, held to the interface; see `check_draft`.
+    """A copy of `draft` that keeps the rules, and that nobody else can write to; see `check_draft`.
 
     The distributions of its `q` are not copied, as they are large. Who writes to them says something else about them.
 
@@ -171,13 +167,13 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, 
 
 
 def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> None:
-    """Hold a drafter to its interface.
+    """Test a draft against the rules of the interface.
 
     Args:
-        draft: what it returned.
-        batch, budget: what it was asked for.
+        draft: what a drafter returned.
+        batch, budget: the arguments of `Drafter.propose`.
         vocab_size: of the target.
-        trees: whether it says that it drafts trees.
+        trees: the drafter's `drafts_trees`.
 
     Raises:
         DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
@@ -271,7 +267,7 @@ def _check_q(draft: Draft, vocab_size: int) -> None:
 
 
 def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
-    """Hold a drafter to the vocabulary; its ids on a device are checked when verification brings them to the host.
+    """Test ids against the vocabulary; those on a device are tested when verification brings them to the host.
 
     Raises:
         DraftError: an id is outside of it.

@@ -70,12 +70,12 @@ class DraftStages:
 
     @property
     def num_candidates(self) -> int:
-        """The most candidates that any of the drafters wants to hear of."""
+        """The most candidates that any of the drafters wants."""
         return max([drafter.num_candidates for drafter in self.drafters])
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """All hidden states that any of the drafters wants to hear of."""
+        """All hidden states that any of the drafters wants."""
         return tuple(sorted({layer for drafter in self.drafters for layer in drafter.hidden_layers}))
 
     @property
@@ -174,7 +174,7 @@ class DraftStages:
             self._policy.release(request_ids)
 
     def reset(self) -> None:
-        """Tell all drafters to drop what they have learnt across requests."""
+        """Reset all drafters."""
         for drafter in self.drafters:
             drafter.reset()
 
@@ -201,7 +201,7 @@ def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
 
 
 def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
-    """What became of the drafts of one drafter, which drafted ``drafted [B]``: nothing for rows of others."""
+    """The outcome for one drafter, which drafted ``drafted [B]``: rows of others have no draft."""
     accepted = tuple(nodes if length else () for nodes, length in zip(outcome.accepted, drafted, strict=True))
     targets = tuple(ids[: length + 1] for ids, length in zip(outcome.target_ids, drafted, strict=True))
     candidates = outcome.candidates

@@ -185,11 +185,11 @@ class Rollouts:
         """A new engine around `model` as it is now, with the drafter and the budget policy of those before."""
         # The model is that of this rollout, so that nothing of it can be old.
         options = {"batch_size": num_rows, "backend": self._backend, "frozen": True} | self._options
-        drafter, budget = (self._drafter, self._budget) if self._made_for is model else self._asked
-        engine = Engine.from_model(model, tokenizer, drafter=drafter, budget=budget, **options)
-        self._drafter = [each.drafter for each in engine.drafting.drafters]
-        self._budget, self._made_for = engine.drafting.policy, model
-        return engine
+        if self._made_for is not model:  # drafters keep the caches of the engine that they are made for
+            made = Engine.from_model(model, tokenizer, drafter=self._asked[0], budget=self._asked[1], **options)
+            self._drafter = [each.drafter for each in made.drafting.drafters]
+            self._budget, self._made_for = made.drafting.policy, model
+        return Engine.from_model(model, tokenizer, drafter=self._drafter, budget=self._budget, **options)
 
 
 def _model_of(trainer: Any) -> Any:
