@@ -52,12 +52,12 @@ def test_residual_rows_are_tested_for_their_law_and_others_compared(
 
 
 def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from emssd.decoding import verdicts
+    from emssd.decoding import choosing
 
     def same(*_: Any) -> Any:
         return lambda: 0.0
 
-    monkeypatch.setattr(verdicts, "uniforms", same)  # the most that 0.0 can mean is the first possible token
+    monkeypatch.setattr(choosing, "uniforms", same)  # the most that 0.0 can mean is the first possible token
     result = decode(*SAMPLED, "sampling.method=residual", "sampling.temperature=5", "check=plain")
     assert not result.metrics["check"]["law"]["right"]
     assert "tokens DO NOT have the law of plain decoding" in result.out
