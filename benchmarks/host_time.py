@@ -32,7 +32,8 @@ from emssd.attention.tables import PagedMetadata
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Draft, Drafter
-from emssd.metrics.timing import StepTimer, phase
+from emssd.metrics.stats import StepStats
+from emssd.metrics.timing import StepTimer
 from emssd.model import CausalLMRunner, ModelOutput
 from emssd.sequences import Batch, Request
 from emssd.testing.paged import rerun
@@ -86,14 +87,13 @@ class NoModel(CausalLMRunner):
 
     def run(self, packed: PackedInputs) -> ModelOutput:
         start = time.thread_time()
-        with phase("plan"):
-            plan = self.backend.plan(packed)
+        plan = self.backend.plan(packed)
         self.seconds["plan"] = time.thread_time() - start
-        with phase("forward"):
-            if plan.replay is not None:
-                plan.replay(lambda: self._logits)
-                self.num_recorded += 1
-        return ModelOutput(self._logits[: len(packed.logit_rows)], plan.input_ids.numel() - packed.num_tokens)
+        if plan.replay is not None:
+            plan.replay(lambda: self._logits)
+            self.num_recorded += 1
+        num_padding = plan.input_ids.numel() - packed.num_tokens
+        return ModelOutput(self._logits[: len(packed.logit_rows)], num_padding, plan_seconds=self.seconds["plan"])
 
 
 class FixedDrafter(Drafter):
@@ -107,45 +107,34 @@ class FixedDrafter(Drafter):
 
 
 class TimedEngine(Engine):
-    """Times the commit, too: the backend's own, and every row's."""
+    """Times the commit, too: the backend's own, and every row's. Keeps the milliseconds of each column, by step."""
 
     runner: NoModel
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, make_timer=lambda: StepTimer(time.thread_time), **options)  # of this thread only
+        self.found: list[dict[str, float]] = []
 
     def _advance(self, *step: Any) -> None:
         start = time.thread_time()
         super()._advance(*step)
         self.runner.seconds["commit"] = time.thread_time() - start
 
+    def _count(self, stats: StepStats, timer: StepTimer) -> None:
+        super()._count(stats, timer)
+        own, seconds = self.runner.seconds, timer.seconds
+        parts = (
+            seconds["schedule"], seconds["plan"] - own["plan"], own["plan"], own["commit"], seconds["verify"],
+            seconds["other"] - own["commit"],
+        )  # fmt: skip
+        self.found.append({name: 1000 * part for name, part in zip(COLUMNS, parts, strict=True)})
+
 
 def steps(batch_size: int) -> list[dict[str, float]]:
     """Milliseconds of each column, by step, of one run."""
-    found: list[dict[str, float]] = []
     runner = NoModel(batch_size)
-
-    class Timer(StepTimer):
-        """Counts the thread's own seconds, so that other processes on the machine are not in them."""
-
-        def __enter__(self) -> StepTimer:
-            self._since = time.thread_time()
-            return super().__enter__()
-
-        def switch(self, name: str | None) -> None:
-            now = time.thread_time()
-            self._seconds[self.phase or "other"] += now - self._since
-            self.phase, self._since = name, now
-
-        def __exit__(self, *error: object) -> None:
-            self.switch(None)
-            own, seconds = runner.seconds, self._seconds
-            parts = (
-                seconds["schedule"], seconds["plan"] - own["plan"], own["plan"], own["commit"], seconds["verify"],
-                seconds["other"] - own["commit"],
-            )  # fmt: skip
-            found.append({name: 1000 * part for name, part in zip(COLUMNS, parts, strict=True)})
-            super().__exit__(*error)
-
     scheduler = ContinuousScheduler(batch_size, max_step_tokens=2 * CONTEXT * batch_size)  # all prompts in one step
-    engine = TimedEngine(runner, FixedDrafter(), scheduler=scheduler, make_timer=Timer)
+    engine = TimedEngine(runner, FixedDrafter(), scheduler=scheduler)
     for row in range(batch_size):
         engine.add(Request(str(row), (RIGHT,) * CONTEXT, 10**4))
     while engine.report.decode_steps < WARM_UP + STEPS:
@@ -153,7 +142,7 @@ def steps(batch_size: int) -> list[dict[str, float]]:
     assert engine.report.mean_acceptance_length > ACCEPTED, "the drafts are not accepted as planned"
     assert runner.num_recorded >= STEPS, "the steps are not recorded"
     assert engine.report.decode_row_steps == engine.report.decode_steps * batch_size, "rows have ended"
-    return found[-STEPS:]
+    return engine.found[-STEPS:]
 
 
 def run(batch_size: int) -> dict[str, float]:

@@ -31,11 +31,43 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-@contextmanager
-def guarded(owner: str, where: str, *, in_step: bool = False) -> Iterator[None]:
+class process_kept:  # noqa: N801  # a context manager, as those of contextlib
+    """For a call of a plugin: what it changes for the whole process is changed back, and is an error.
+
+    That is PyTorch's default dtype and device and autocast, filters that make errors of warnings, and
+    variables that are taken out of the environment. `in_step`, these are not compared, as that takes 40 µs.
+
+    Raises:
+        PluginError: it has changed something; this comes after what the body raises.
+    """
+
+    def __init__(self, *, in_step: bool = False) -> None:
+        self._in_step = in_step
+
+    def __enter__(self) -> None:
+        self._before, self._environment = _settings(), {} if self._in_step else dict(os.environ)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if (left := self._left_behind()) and error is None:
+            raise left
+
+    def _left_behind(self) -> PluginError | None:
+        """The error that names what the body has changed, which is changed back."""
+        if _settings() == self._before and self._in_step:
+            return None
+        changed = _changed_back(self._before)
+        if self._environment and (gone := self._environment.keys() - os.environ.keys()):
+            os.environ.update({name: self._environment[name] for name in gone})
+            changed.append("os.environ")
+        if not changed:
+            return None
+        return PluginError(f"it left {' and '.join(changed)} changed for the whole process; it must set that back")
+
+
+class guarded(process_kept):  # noqa: N801
     """Whatever a plugin raises in the body, `SystemExit` too, becomes a sentence; errors of emssd pass as they are.
 
-    In a step, of these only a `DraftError` passes, and the environment is not looked at, as that takes 40 µs.
+    In a step, of these only a `DraftError` passes. It also is a `process_kept`.
 
     Args:
         owner: how messages call the plugin.
@@ -45,43 +77,16 @@ def guarded(owner: str, where: str, *, in_step: bool = False) -> Iterator[None]:
     Raises:
         PluginError: in the place of the plugin's own exception, or as `process_kept` does.
     """
-    try:
-        with process_kept(in_step=in_step):
-            yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        if isinstance(error, DraftError if in_step else EmssdError) and not isinstance(error, _LeftBehindError):
-            raise
-        raise PluginError(f"{owner} failed in {where}: {told(error)}") from error
 
+    def __init__(self, owner: str, where: str, *, in_step: bool = False) -> None:
+        self._owner, self._where, self._in_step = owner, where, in_step
 
-@contextmanager
-def process_kept(*, in_step: bool = False) -> Iterator[None]:
-    """For a call of a plugin: what it changes for the whole process is changed back, and is an error.
-
-    That is PyTorch's default dtype and device and autocast, filters that make errors of warnings, and
-    variables that are taken out of the environment; `in_step`, nobody looks at these.
-
-    Raises:
-        PluginError: it has changed something; this comes after what the body raises.
-    """
-    before, environment = _settings(), {} if in_step else dict(os.environ)
-    changed = list[str]()
-    try:
-        yield
-    finally:
-        if _settings() != before:
-            changed = _changed_back(before)
-        if gone := {name: value for name, value in environment.items() if name not in os.environ}:
-            os.environ.update(gone)
-            changed.append("os.environ")
-    if changed:
-        raise _LeftBehindError(f"it left {' and '.join(changed)} changed for the whole process; it must set that back")
-
-
-class _LeftBehindError(PluginError):
-    """Says nothing of whose it is."""
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        left = self._left_behind()
+        if isinstance(error, (KeyboardInterrupt, DraftError if self._in_step else EmssdError)):
+            return
+        if (reason := error or left) is not None:
+            raise PluginError(f"{self._owner} failed in {self._where}: {told(reason)}") from reason
 
 
 def _settings() -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ class SimilarPlaces(Drafter):
     def propose(self, batch: Batch, budget: Sequence[int]) -> Draft:
         return Draft.from_chains(self.behind(row)[:limit] for row, limit in zip(batch, budget, strict=True))
 
-    def behind(self, row: sequences.Sequence) -> list[int]:
+    def behind(self, row: sequences.Row) -> list[int]:
         states = self.states.get(row.request_id)
         if states is None or len(states) < 2:
             return []

@@ -28,7 +28,7 @@ MODULES = (
 CLASSES: dict[str, list[type]] = {
     "Offering": [plugins.DrafterSpec, plugins.BackendSpec, plugins.BudgetSpec, plugins.PromptSourceSpec],
     "Drafting": [drafting.Drafter, drafting.Draft, drafting.Outcome, drafting.HiddenStates, drafting.DrafterContext],
-    "What is being generated": [sequences.Batch, sequences.Sequence, sequences.Request],
+    "What is being generated": [sequences.Batch, sequences.Row, sequences.Request],
     "Attention": [
         attention.AttentionBackend,
         attention.KVCacheSpec,

@@ -1,17 +1,15 @@
-"""Puts the parts of an engine together from names and configs; knows the registry, so that the engine need not."""
+"""The class methods of `Engine` that make one from names and configs: they know the registry, the engine does not."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from emssd.decoding.caches import Caches
 from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
 from emssd.decoding.parallel import follow_unless_first, lent, make_runner
-from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError
@@ -24,23 +22,14 @@ from emssd.plugins.registry import Registry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Parts", "eos_token_ids", "load_parts", "make_parts", "parts_around"]
+    from emssd.decoding.engine import Engine
+
+__all__ = ["assemble", "eos_token_ids", "from_model", "from_pretrained"]
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What an engine is made of; see `emssd.decoding.engine.Engine` for each."""
-
-    runner: ModelRunner
-    drafters: list[CheckedDrafter]
-    tokenizer: Any
-    scheduler: Scheduler
-    budget: BudgetPolicy
-    eos_token_ids: frozenset[int]
-    budget_name: str | None
-
-
-def load_parts(
+def from_pretrained(
+    cls: type[Engine],
+    /,
     path: str = "demo",
     *,
     drafter: Any = DEFAULT_DRAFTER,
@@ -57,8 +46,8 @@ def load_parts(
     tensor_parallel: bool = False,
     checksums: bool = False,
     **options: Any,
-) -> Parts:
-    """Load a model and make the parts of an engine for it.
+) -> Engine:
+    """Load a model and make an engine for it.
 
     Args:
         path: local folder, hub id, or ``demo`` for the embedded model.
@@ -94,12 +83,14 @@ def load_parts(
         tensor_parallel=tensor_parallel,
         checksums=checksums,
     )
-    return make_parts(
+    return cls.assemble(
         target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry, load=load
     )
 
 
-def parts_around(
+def from_model(
+    cls: type[Engine],
+    /,
     model: PreTrainedModel,
     tokenizer: Any = None,
     *,
@@ -111,14 +102,16 @@ def parts_around(
     frozen: bool = False,
     trust_remote_code: bool = False,
     **options: Any,
-) -> Parts:
-    """The parts of an engine for a model that is already loaded; see `load_parts` for the options."""
+) -> Engine:
+    """Make an engine for a model that is already loaded; see `from_pretrained` for the options."""
     chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code)
     target = TargetModel(model, max_model_len=max_model_len, compile=compile, frozen=frozen)
-    return make_parts(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
+    return cls.assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
 
 
-def make_parts(
+def assemble(
+    cls: type[Engine],
+    /,
     target: TargetModel,
     tokenizer: Any,
     *,
@@ -129,8 +122,17 @@ def make_parts(
     registry: Registry | None = None,
     eos: Iterable[int] | None = None,
     load: LoadModel | None = None,
-) -> Parts:
-    """The parts of an engine for `target`; choices as in `load_parts`; `load` is for the models of drafters."""
+) -> Engine:
+    """Make an engine for `target`, which is ready to run.
+
+    Args:
+        target, tokenizer: the model.
+        drafter, backend, budget: as in `from_pretrained`.
+        options: of the engine.
+        registry: the plugins.
+        eos: what ends a sequence; what the model says by default.
+        load: loads the models of drafters.
+    """
     registry, options = registry or Registry(), options or EngineOptions()
     caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
     drafter_name = budget_name = None
@@ -151,10 +153,10 @@ def make_parts(
     own = caches.make(trees=any(each.drafts_trees for each in drafters))
     *_, spec = caches.allocate()
     runner = make_runner(target, own, spec, backend, registry)
-    return Parts(
+    return cls(
         runner,
-        drafters,
-        tokenizer,
+        drafter=drafters,
+        tokenizer=tokenizer,
         scheduler=caches.scheduler(),
         budget=budget,
         eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else frozenset(eos),

@@ -17,7 +17,7 @@ from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, scores_of
 from emssd.sampling.noise import noise_key
 from emssd.sampling.processing import processed
-from emssd.sequences import Generation, Request, Sequence
+from emssd.sequences import Generation, Request, Row
 
 __all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "compare"]
 
@@ -116,7 +116,7 @@ def _first_difference(
     compared, tokens = [logits], [each for each in (token, greedy_token) if each is not None]
     if params is not None:
         key, num_prompt = noise_key(params.seed, ours.request_id, ours.sample), len(ours.prompt_ids)
-        compared = _scores(logits, Node(params, key, len(prefix), prefix, num_prompt), tokens, tolerance)
+        compared = _compared(logits, Node(params, key, len(prefix), prefix, num_prompt), tokens, tolerance)
         tolerance /= params.temperature or 1.0
     margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
     if len(tokens) == 2:
@@ -124,7 +124,7 @@ def _first_difference(
     return Difference(ours.request_id, position, token, greedy_token, margin, tolerance, ours.sample)
 
 
-def _scores(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
+def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
     """What may have been compared at `node`, ``[vocab]`` each: scores, and those behind cut-offs that rounding moved.
 
     Top-k and the like cut sharply, so that a token at the edge is in or out by the last bits of logits.
@@ -151,7 +151,7 @@ def _scores(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float
 @torch.inference_mode()
 def _logits_after(tokens: tuple[int, ...], runner: ModelRunner) -> torch.Tensor:
     """The target's logits after `tokens`, ``[vocab]`` in float64."""
-    sequence = Sequence(Request("emssd.decoding.check", tokens, max_new_tokens=1))
+    sequence = Row(Request("emssd.decoding.check", tokens, max_new_tokens=1))
     packed = pack([sequence], Draft.empty(1))
     try:
         return runner.run(packed).logits[0].double()

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from emssd.attention.trees import depths
 from emssd.drafting import Draft
-from emssd.metrics.timing import phase
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose, greedy_tokens
 from emssd.sampling.noise import noise_key
-from emssd.sequences import Batch, Sequence
+from emssd.sampling.residual import Verdict, verify_deterministic, verify_traversal
+from emssd.sampling.residual.probabilities import probabilities
+from emssd.sampling.residual.streams import uniforms
+from emssd.sequences import Row
 
-__all__ = ["choices", "drawn_nodes", "first_node", "nodes_of"]
+__all__ = ["choices", "drawn_nodes", "first_node", "nodes_of", "verdicts"]
 
 _GREEDY = Node(SamplingParams(temperature=0.0))
 
 
-@phase("verify")
-def choices(logits: torch.Tensor, batch: Batch, draft: Draft) -> torch.Tensor:
+def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Tensor:
     """``[R]`` int64 with ``R = B + num_draft``: the token that each row's `Request.sampling` makes of its logits.
 
     Where only the model's own logits count, the host waits for nothing. Penalties also read the tokens that lead to a
@@ -28,36 +29,68 @@ def choices(logits: torch.Tensor, batch: Batch, draft: Draft) -> torch.Tensor:
 
     Args:
         logits: ``[R, vocab]``: of each row the logits behind its newest token, then behind each of its drafted tokens.
-        batch: the rows.
-        draft: trees for these rows; all ids are in the vocabulary.
+        rows: of the step.
+        draft: trees for them; all ids are in the vocabulary.
     """
-    if all(_is_greedy(row) for row in batch):
+    if all(map(_is_greedy, rows)):
         return greedy_tokens(logits)
-    return choose(logits, [node for row, sequence in enumerate(batch) for node in nodes_of(sequence, draft, row)])
+    return choose(logits, [node for place, row in enumerate(rows) for node in nodes_of(row, draft, place)])
 
 
-def nodes_of(sequence: Sequence, draft: Draft, row: int) -> Iterator[Node]:
-    """Where tokens are chosen for `sequence`, row `row` of `draft`: behind its newest token, and each drafted one.
+def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[int, Verdict]:
+    """By index, what each row with `residual` sampling emits; nothing for other rows. See `emssd.sampling.residual`.
+
+    A row that was drawn with a known `Draft.q` is verified by traversal. Of any other draft, the tokens that the target
+    draws itself are accepted. They are not drawn with the noise of `coupled` sampling: a drafter knows that beforehand,
+    so whether there is a ``q`` could depend on it.
+
+    On a GPU, the host waits several times for each node.
+
+    Args:
+        logits: ``[B + num_draft, vocab]``: of each row the logits behind its newest token, then behind each of its
+            drafted tokens.
+        rows: of the step.
+        draft: trees for them; all ids are in the vocabulary.
+    """
+    found = dict[int, Verdict]()
+    for place, row in enumerate(rows):
+        params = row.request.sampling
+        if params is None or not params.is_residual:
+            continue
+        start, stop = draft.indptr[place], draft.indptr[place + 1]
+        nodes = list(drawn_nodes(row, draft, place))
+        target = probabilities(logits[start + place : stop + place + 1], nodes)
+        numbers = uniforms(nodes[0].key, "verify", len(row.tokens))
+        tokens, q = draft.token_ids[start:stop].tolist(), None if draft.q is None else draft.q[place]
+        if q is None:
+            found[place] = verify_deterministic(target, (), tokens, draft.tree(place), numbers)
+        else:
+            found[place] = verify_traversal(target, q, tokens, draft.tree(place), numbers)
+    return found
+
+
+def nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
+    """Where tokens are chosen for `row`, number `place` of `draft`: behind its newest token, and each drafted one.
 
     Those of a row with `residual` sampling are greedy: nobody knows beforehand what `verdicts` will draw there.
     """
-    if _is_greedy(sequence):
-        yield from [_GREEDY] * (1 + len(draft.tree(row)))
+    if _is_greedy(row):
+        yield from [_GREEDY] * (1 + len(draft.tree(place)))
     else:
-        yield from drawn_nodes(sequence, draft, row)
+        yield from drawn_nodes(row, draft, place)
 
 
-def drawn_nodes(sequence: Sequence, draft: Draft, row: int) -> Iterator[Node]:
+def drawn_nodes(row: Row, draft: Draft, place: int) -> Iterator[Node]:
     """As `nodes_of`, with the params of the request, of a row that is sampled; also by the `residual` method."""
-    params, tokens, tree = sequence.request.sampling, sequence.tokens, draft.tree(row)
+    params, tokens, tree = row.request.sampling, row.tokens, draft.tree(place)
     assert params is not None
-    request = sequence.request
+    request = row.request
     key, num_prompt = noise_key(params.seed, request.prompt_id, request.sample), len(request.prompt_ids)
     positions = [len(tokens), *(len(tokens) + depth for depth in depths(tree))]
     if not params.reads_prefix:
         yield from (Node(params, key, position) for position in positions)
         return
-    drafted = draft.token_ids[draft.indptr[row] : draft.indptr[row + 1]].tolist()
+    drafted = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
     prefixes = [list(tokens)]
     for token, parent in zip(drafted, tree, strict=True):
         prefixes.append([*prefixes[parent + 1], token])
@@ -65,12 +98,12 @@ def drawn_nodes(sequence: Sequence, draft: Draft, row: int) -> Iterator[Node]:
         yield Node(params, key, position, prefix, num_prompt)
 
 
-def first_node(sequence: Sequence) -> Node:
-    """Where the token behind the newest one of `sequence` is chosen: there a draft model begins to draw."""
-    return next(nodes_of(sequence, Draft.empty(1), 0))
+def first_node(row: Row) -> Node:
+    """Where the token behind the newest one of `row` is chosen: there a draft model begins to draw."""
+    return next(nodes_of(row, Draft.empty(1), 0))
 
 
-def _is_greedy(sequence: Sequence) -> bool:
+def _is_greedy(row: Row) -> bool:
     """Whether the model's own logits alone decide what `choices` makes of them."""
-    params = sequence.request.sampling
+    params = row.request.sampling
     return params is None or params.is_greedy or params.is_residual

@@ -31,7 +31,7 @@ from emssd.model import ModelRunner
 from emssd.sampling import SamplingParams
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import uniforms
-from emssd.sequences import Generation, Request, Sequence
+from emssd.sequences import Generation, Request, Row
 
 __all__ = ["LEAST_P_VALUE", "DistributionReport", "check_distribution"]
 
@@ -108,7 +108,7 @@ def _tokens_of(row: Generation, runner: ModelRunner, params: SamplingParams) -> 
     """``[n, 4]`` on the host, for each token of `row`; see `_token_numbers`."""
     tokens = row.token_ids
     request = Request("emssd.decoding.distribution_check", row.prompt_ids, len(tokens), sampling=params)
-    sequence, chain = Sequence(request), Draft.from_chains([tokens[:-1]])
+    sequence, chain = Row(request), Draft.from_chains([tokens[:-1]])
     try:
         logits = runner.run(pack([sequence], chain)).logits
     finally:

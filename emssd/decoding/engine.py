@@ -6,35 +6,30 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
-from emssd.decoding.assembly import Parts, load_parts, make_parts, parts_around
-from emssd.decoding.choosing import choices
-from emssd.decoding.kept import with_hidden
-from emssd.decoding.logprobs import token_logprobs
+from emssd.decoding import assembly
+from emssd.decoding.choosing import choices, verdicts
+from emssd.decoding.logprobs import add_logprobs
+from emssd.decoding.outcome import outcome_of, step_stats
 from emssd.decoding.packing import pack
 from emssd.decoding.prefixes import Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
-from emssd.decoding.step_stats import step_stats
-from emssd.decoding.verdicts import verdicts
-from emssd.decoding.verify import Verification, best_tokens, verify
-from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome
+from emssd.decoding.verify import Verified, best_tokens, verify
+from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome, StepStats
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
-from emssd.metrics.stats import RunReport, StepStats
-from emssd.metrics.timing import StepTimer, phase
+from emssd.metrics.stats import RunReport
+from emssd.metrics.timing import StepTimer
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
 from emssd.sampling import SamplingParams
-from emssd.sequences import Generation, Request, Sequence, StopStrings, TokenLogprob
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from emssd.sequences import Batch, FinishReason, Generation, Request, Row, StopStrings
 
 __all__ = ["Engine"]
 
@@ -84,37 +79,17 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = scheduler or ContinuousScheduler(batch_size)
         self.batch_size = self.scheduler.batch_size
+        # Adopted tokens have no hidden states, so nothing is shared if a drafter wants some.
+        self.prefixes = Prefixes(None if self.drafting.hidden_layers else runner)
+        self.scheduler.prefixes, self.scheduler.trees = self.prefixes, self.drafting.drafts_trees
         self.report = RunReport()
         self._make_timer = make_timer
-        self._finished: list[Sequence] = []  # to be returned by `step`
+        self._finished: list[Row] = []  # to be returned by `step`
         self._in_run = False
 
-    @classmethod
-    def from_pretrained(cls, path: str = "demo", **options: Any) -> Engine:
-        """Load a model by folder or hub id; see `emssd.decoding.assembly.load_parts` for the options."""
-        return cls._of(load_parts(path, **options))
-
-    @classmethod
-    def from_model(cls, model: PreTrainedModel, tokenizer: Any = None, **options: Any) -> Engine:
-        """Wrap a loaded model; see `emssd.decoding.assembly.load_parts` for the options."""
-        return cls._of(parts_around(model, tokenizer, **options))
-
-    @classmethod
-    def assemble(cls, target: TargetModel, tokenizer: Any, **choices: Any) -> Engine:
-        """Build an engine for a model that is ready; see `emssd.decoding.assembly.make_parts` for the choices."""
-        return cls._of(make_parts(target, tokenizer, **choices))
-
-    @classmethod
-    def _of(cls, parts: Parts) -> Engine:
-        return cls(
-            parts.runner,
-            parts.drafters,
-            tokenizer=parts.tokenizer,
-            eos_token_ids=parts.eos_token_ids,
-            scheduler=parts.scheduler,
-            budget=parts.budget,
-            budget_name=parts.budget_name,
-        )
+    from_pretrained = classmethod(assembly.from_pretrained)
+    from_model = classmethod(assembly.from_model)
+    assemble = classmethod(assembly.assemble)
 
     @property
     def target(self) -> TargetModel:
@@ -123,42 +98,31 @@ class Engine:
         return self.runner.model
 
     @property
-    def prefixes(self) -> Prefixes:
-        """What rows that begin alike share: nothing if a drafter wants hidden states, as adopted tokens have none."""
-        return Prefixes(None if self.drafting.hidden_layers else self.runner)
-
-    @property
     def has_work(self) -> bool:
         """Whether `step` has something to decode, or to return."""
         return self.scheduler.has_work or bool(self._finished)
 
     @torch.inference_mode()
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[Row]:
         """Draft, verify and commit once for the rows that the scheduler selects. Returns those that finished.
 
         All or nothing: after an exception, the next call goes on from where no step was lost or done in part. If a
         plugin fails once the tokens are there, the step counts, and the next call returns the rows that it finished.
         """
-        if not self.scheduler.has_work:
-            return self._handed_over()
-        if not self._in_run:
-            self.runner.begin()
-        self._in_run = True
-        with self._make_timer() as timer:
+        if self.scheduler.has_work:
+            timer = self._make_timer()
             schedule = self._schedule()
-            draft = self.drafting.propose(schedule.batch, schedule.limits, schedule.num_prefill_tokens)
-            known = draft.within(self.runner.vocab_size)
-            packed = pack(schedule.batch, known, schedule.prefills)
+            draft = self.drafting.propose(Batch.view(schedule.batch.rows), schedule.limits, schedule.num_prefill_tokens)
+            timer.lap("schedule", draft=self.drafting.seconds)
+            packed = pack(schedule.batch.rows, known := draft.within(self.runner.vocab_size), schedule.prefills)
+            timer.lap("plan")
             output = self.runner.run(packed)
-            chosen = choices(output.logits, schedule.batch, known)
-            drawn = verdicts(output.logits, schedule.batch, known)
-            verification = verify(chosen, draft, best_tokens(output.logits, self.drafting.num_candidates), drawn)
-            self.drafting.check_ids(draft, verification.drafted)
-            logprobs = token_logprobs(output.logits, schedule.batch, draft, verification)
-            self._advance(schedule, draft, verification, logprobs)
-            outcome = with_hidden(verification.outcome(schedule.batch, draft), packed, output)
-            self._in_run = self.scheduler.has_work
-            self._conclude(outcome, self._stats(schedule, packed, output, outcome), timer)
+            timer.lap("forward", plan=output.plan_seconds)
+            verified = self._verify(schedule.batch.rows, draft, known, output.logits)
+            timer.lap("verify")
+            self._advance(schedule, draft, verified)
+            outcome = outcome_of(Batch.view(schedule.batch.rows), draft, verified, packed, output)
+            self._conclude(schedule, outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 
     def stream(
@@ -227,21 +191,21 @@ class Engine:
         counts = Counter(request.request_id for request in requests)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigError(f"two requests have the same request_id {twice[0]!r}; make them unique")
-        return self._decode([self.sequence(request) for request in requests])
+        return self._decode([self.row(request) for request in requests])
 
-    def _decode(self, sequences: Seq[Sequence]) -> Iterator[Generation]:
+    def _decode(self, rows: Seq[Row]) -> Iterator[Generation]:
         if self.scheduler.has_work:
             raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
         self.report = RunReport()
-        for sequence in sequences:
-            self.scheduler.add(sequence)
+        for row in rows:
+            self.scheduler.add(row)
         try:
             while self.scheduler.has_work:
-                for sequence in self._step_in_memory():
-                    yield Generation.of(sequence, self.tokenizer)
+                for row in self._step_in_memory():
+                    yield Generation.of(row, self.tokenizer)
         except EmssdError:
-            for sequence in self._handed_over():  # by a step that failed behind its tokens
-                yield Generation.of(sequence, self.tokenizer)
+            for row in self._handed_over():  # by a step that failed after its tokens
+                yield Generation.of(row, self.tokenizer)
             raise
         finally:
             with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
@@ -252,14 +216,14 @@ class Engine:
 
         Raises:
             ConfigError: a request of the same id waits or runs.
-            PromptError: see `sequence`.
+            PromptError: see `row`.
         """
         samples = request.samples()
         for each in samples:
             if self.scheduler.knows(each.request_id):
                 raise ConfigError(f"request {each.request_id!r} is there already; make request ids unique")
-        for sequence in [self.sequence(each) for each in samples]:
-            self.scheduler.add(sequence)
+        for row in [self.row(each) for each in samples]:
+            self.scheduler.add(row)
 
     def clear(self, request_ids: Collection[str] | None = None) -> None:
         """Drop these requests, or all that wait or run. Later ones may still begin with KV of theirs."""
@@ -269,8 +233,8 @@ class Engine:
         self._in_run &= self.scheduler.has_work
         self._free(dropped)
 
-    def sequence(self, request: Request) -> Sequence:
-        """The sequence of `request` as it will begin.
+    def row(self, request: Request) -> Row:
+        """The row of `request` as it will begin.
 
         Raises:
             PromptError: its prompt cannot be used, or the KV cache could not hold it even alone.
@@ -282,15 +246,15 @@ class Engine:
             raise ConfigError(f"request {name!r} has max_new_tokens {request.max_new_tokens}; it must be at least 1")
         if request.sampling is not None:
             request.sampling.check_vocabulary(self.runner.vocab_size)
-        sequence = Sequence(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))
-        if not self.runner.fits({request.request_id: sequence.max_length}):
+        row = Row(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))
+        if not self.runner.fits({request.request_id: row.max_length}):
             raise PromptError(
-                f"request {request.request_id} takes up to {sequence.max_length} tokens of KV cache, {num_prompt} of "
+                f"request {request.request_id} takes up to {row.max_length} tokens of KV cache, {num_prompt} of "
                 f"them for its prompt, and there is no room for so many; raise kv_memory, or lower max_new_tokens"
             )
-        return sequence
+        return row
 
-    def _step_in_memory(self) -> list[Sequence]:
+    def _step_in_memory(self) -> list[Row]:
         """`step`, with a word on what to lower when the device has no room left, and no silent end of the process."""
         try:
             return self.step()
@@ -304,78 +268,86 @@ class Engine:
         except SystemExit as error:
             raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
 
-    @phase("schedule")
     def _schedule(self) -> Schedule:
         """What this step computes; rows that lose their KV to others give it back."""
-        schedule = self.scheduler.select(
-            self.runner.fits, self.drafting.num_speculative_tokens, self.drafting.drafts_trees, self.prefixes
-        )
+        if not self._in_run:
+            self.runner.begin()
+        self._in_run = True
+        schedule = self.scheduler.select(self.runner.fits, self.drafting.num_speculative_tokens)
         self._free(schedule.preempted)
         return schedule
 
-    def _advance(
-        self, schedule: Schedule, draft: Draft, verification: Verification, logprobs: Seq[Seq[TokenLogprob]]
-    ) -> None:
+    def _verify(self, rows: Seq[Row], draft: Draft, known: Draft, logits: torch.Tensor) -> list[Verified]:
+        """Compare the draft of each row with the choices of the target; `known` has ids of the vocabulary only."""
+        drawn, best = verdicts(logits, rows, known), best_tokens(logits, self.drafting.num_candidates)
+        verified = verify(choices(logits, rows, known), draft, best, drawn)
+        if not draft.on_host:
+            self.drafting.check_ids([each.drafted for each in verified])
+        add_logprobs(logits, rows, draft, verified)
+        return verified
+
+    def _advance(self, schedule: Schedule, draft: Draft, verified: Seq[Verified]) -> None:
         """Advance every row by its own acceptance, or none."""
-        batch, pieces = schedule.batch, schedule.prefills
-        prompts = [row for row in batch if row.num_uncached > 1] + [piece.sequence for piece in pieces]
-        taken = [row.taken(tokens) for row, tokens in zip(batch, verification.new_tokens, strict=True)]
-        num_accepted = [len(nodes) for nodes in verification.accepted]
-        kept = [len(row.tokens) + number for row, number in zip(batch, num_accepted, strict=True)]
-        kept += [piece.sequence.num_cached + piece.num_tokens for piece in pieces]
-        names = (*batch.request_ids, *(piece.sequence.request_id for piece in pieces))
-        sources: tuple[tuple[int, ...], ...] = ()
-        if draft.parents is not None:
-            moved = [_moved(len(row.tokens), nodes) for row, nodes in zip(batch, verification.accepted, strict=True)]
-            sources = (*moved, *((),) * len(pieces)) if any(moved) else ()
-        self.runner.commit(Kept(names, tuple(kept), sources))
-        for row, drafted, accepted, ending, own in zip(
-            batch, draft.lengths, num_accepted, taken, logprobs, strict=True
-        ):
-            row.advance(*ending, num_drafted=drafted, num_accepted=accepted, logprobs=own)
+        rows, pieces = schedule.batch.rows, schedule.prefills
+        prompts = [row for row in rows if len(row.tokens) > row.num_cached + 1] + [piece.row for piece in pieces]
+        taken, kept, sources = list[tuple[list[int], FinishReason | None]](), list[int](), list[tuple[int, ...]]()
+        for row, each in zip(rows, verified, strict=True):
+            taken.append(row.taken(each.new_tokens))
+            kept.append(len(row.tokens) + len(each.accepted))
+            sources.append(() if draft.parents is None else _moved(len(row.tokens), each.accepted))
+        kept += [piece.row.num_cached + piece.num_tokens for piece in pieces]
+        names = [row.request_id for row in (*rows, *[piece.row for piece in pieces])]
+        moves = (*sources, *((),) * len(pieces)) if any(sources) else ()
+        self.runner.commit(Kept(tuple(names), tuple(kept), moves))
+        for row, each, (tokens, reason) in zip(rows, verified, taken, strict=True):
+            row.advance(tokens, reason, len(each.drafted), len(each.accepted), each.logprobs)
         for piece in pieces:
-            piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
-        finished = [row for row in batch if row.finish_reason is not None]
+            piece.row.num_cached += piece.num_tokens
+        finished = [row for row in rows if row.finish_reason is not None]
         self.scheduler.retire(finished)
         self._finished += finished
         self.prefixes.publish(prompts)
+        self._in_run = self.scheduler.has_work
 
     def _stats(self, schedule: Schedule, packed: PackedInputs, output: ModelOutput, outcome: Outcome) -> StepStats:
         usage, num_waiting = self.runner.usage, self.scheduler.num_waiting
         return step_stats(schedule, packed, output, outcome, usage, self.drafting.stats, num_waiting)
 
-    def _conclude(self, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
-        """Tell drafters and policy of a step, free the rows that it finished, and count it; all, even if one fails."""
-        finished = [row for row in outcome.batch if row.finish_reason is not None]
+    def _conclude(self, schedule: Schedule, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
+        """Notify plugins of a step, free the rows that it finished, and count it: all, even if a plugin fails."""
+        finished = [row for row in schedule.batch.rows if row.finish_reason is not None]
+        timer.lap("other")
         with ExitStack() as always:  # the last line comes first
             always.callback(self._count, stats, timer)
             always.callback(self._free, finished)
             always.callback(self._learn, outcome, stats, timer)
-            with phase("draft"):
-                self.drafting.observe(outcome)
+            self.drafting.observe(outcome)
 
-    @phase("schedule")
     def _learn(self, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
-        """The budget policy hears of the step; what that takes is time of the step, too."""
-        self.drafting.learn(outcome, timer.timed(stats))
+        """Notify the budget policy of the step, which includes the time that drafters took to observe it."""
+        timer.lap("draft")
+        try:
+            self.drafting.learn(outcome, timer.timed(stats))
+        finally:
+            timer.lap("schedule")
 
     def _count(self, stats: StepStats, timer: StepTimer) -> None:
         self.report.add(timer.timed(stats), self.batch_size)
         self.report.kv_usage = self.runner.usage
 
-    def _handed_over(self) -> list[Sequence]:
+    def _handed_over(self) -> list[Row]:
         """Rows that finished and were not returned yet."""
         finished, self._finished = self._finished, []
         return finished
 
     @torch.inference_mode()  # an early close comes from outside of `step`, and a backend may write in place
-    def _free(self, sequences: Seq[Sequence]) -> None:
-        """Give back what backend and plugins hold of sequences that ended, or were preempted and will come again."""
-        if sequences:
-            request_ids = [sequence.request_id for sequence in sequences]
-            self.prefixes.publish(sequences)
-            for sequence in sequences:
-                sequence.set_cached(0)
+    def _free(self, rows: Iterable[Row]) -> None:
+        """Give back what backend and plugins hold of rows that ended, or were preempted and will come again."""
+        if gone := list(rows):
+            self.prefixes.publish(gone)
+            for row in gone:
+                row.num_cached = 0
+            request_ids = [row.request_id for row in gone]
             self.runner.release(request_ids)
             self.drafting.release(request_ids)
 

@@ -2,59 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import torch
 
 from emssd.attention.transfer import on_device, to_host
-from emssd.decoding.verify import Verification
+from emssd.decoding.verify import Verified
 from emssd.drafting import Draft
-from emssd.metrics.timing import phase
 from emssd.sampling.choice import Node, alike
 from emssd.sampling.processing import processed
-from emssd.sequences import Batch, Sequence, TokenLogprob
+from emssd.sequences import Row, TokenLogprob
 
-__all__ = ["token_logprobs"]
+__all__ = ["add_logprobs"]
 
 _BLOCK = 2**22  # entries of logits at a time: a float64 tensor of them takes 32 MiB
 
 
-@phase("verify")
-def token_logprobs(
-    logits: torch.Tensor, batch: Batch, draft: Draft, verification: Verification
-) -> tuple[list[TokenLogprob], ...]:
-    """``[B]`` for each row those of its `Verification.new_tokens`; none for rows that did not ask.
+def add_logprobs(logits: torch.Tensor, rows: Iterable[Row], draft: Draft, verified: Seq[Verified]) -> None:
+    """Set the `Verified.logprobs` of the rows that ask for them.
 
     Nothing is computed where nobody asks. Else a GPU's host waits once more than without.
 
     Args:
         logits: ``[R, vocab]``: for each row the logits behind its newest token, then behind each of its drafted tokens.
-        batch, draft, verification: of the step.
+        rows, draft, verified: of the step.
     """
-    widths = [_width(row) for row in batch]
-    if all(width is None for width in widths):
-        return ([],) * len(widths)
+    widths = [_width(row) for row in rows]
+    if widths.count(None) == len(widths):
+        return
     places, tokens, deepest = list[int](), list[int](), max(width or 0 for width in widths)
     nodes = list[Node | None]()
-    for row, (sequence, width) in enumerate(zip(batch, widths, strict=True)):
+    for place, (row, width, own) in enumerate(zip(rows, widths, verified, strict=True)):
         if width is not None:
-            start, new = draft.indptr[row] + row, verification.new_tokens[row]
-            places += [start, *(start + 1 + node for node in verification.accepted[row])]
-            tokens += new
-            nodes += _nodes(sequence, new)
+            start = draft.indptr[place] + place
+            places += [start, *(start + 1 + node for node in own.accepted)]
+            tokens += own.new_tokens
+            nodes += _nodes(row, own.new_tokens)
     found = iter(_found(logits, places, tokens, nodes, deepest))
-    return tuple(
-        [] if width is None else [_told(token, next(found), width, deepest) for token in new]
-        for width, new in zip(widths, verification.new_tokens, strict=True)
-    )
+    for width, own in zip(widths, verified, strict=True):
+        if width is not None:
+            own.logprobs = [_told(token, next(found), width, deepest) for token in own.new_tokens]
 
 
-def _width(row: Sequence) -> int | None:
+def _width(row: Row) -> int | None:
     """How many of the most probable tokens a row wants to hear of; ``None`` if nothing at all."""
     return None if row.request.sampling is None else row.request.sampling.logprobs
 
 
-def _nodes(row: Sequence, new: Seq[int]) -> list[Node | None]:
+def _nodes(row: Row, new: Seq[int]) -> list[Node | None]:
     """Where each token of `new` was chosen; ``None`` for a row that wants the model's own log-probabilities."""
     params = row.request.sampling
     if params is None or not params.processed_logprobs or params.is_greedy:

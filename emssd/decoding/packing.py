@@ -15,13 +15,12 @@ from emssd.attention.packed import Drafted
 from emssd.attention.tables import runs
 from emssd.attention.trees import Parents, depths, is_chain
 from emssd.drafting import Draft
-from emssd.metrics.timing import phase
 
-__all__ = ["Row", "pack", "pack_nodes"]
+__all__ = ["Packable", "pack", "pack_nodes"]
 
 
-class Row(Protocol):
-    """What `pack` reads of a sequence."""
+class Packable(Protocol):
+    """The part of a `Row` that `pack` reads."""
 
     @property
     def request_id(self) -> str: ...
@@ -31,12 +30,11 @@ class Row(Protocol):
     def num_cached(self) -> int: ...
 
 
-@phase("plan")
-def pack(rows: Iterable[Row], draft: Draft, prefills: Iterable[tuple[Row, int]] = ()) -> PackedInputs:
+def pack(rows: Iterable[Packable], draft: Draft, prefills: Iterable[tuple[Packable, int]] = ()) -> PackedInputs:
     """Row ``i`` becomes ``tokens[num_cached:]`` followed by its draft: prefill and decoding are one path.
 
     Args:
-        rows: sequences, each with at least one token that is not cached.
+        rows: each with at least one token that is not cached.
         draft: trees for these rows.
         prefills: further rows, of each the number of tokens behind the cached ones; no logits of theirs are wanted.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.model import ModelRunner
-from emssd.sequences import Sequence
+from emssd.sequences import Row
 
 __all__ = ["NONE_SHARED", "Prefixes"]
 
@@ -21,22 +21,22 @@ class Prefixes:
 
     runner: ModelRunner | None = None
 
-    def adopt(self, row: Sequence) -> int:
+    def adopt(self, row: Row) -> int:
         """Give a row the KV of its longest known beginning. Returns how many of its tokens need not be computed now."""
         if self.runner is None or not self.runner.prefix_unit:
             return 0
         before = row.num_cached
-        row.set_cached(self.runner.adopt_prefix(row.request_id, row.tokens, before))
+        row.num_cached = self.runner.adopt_prefix(row.request_id, row.tokens, before)
         return row.num_cached - before
 
-    def give_back(self, rows: Iterable[Sequence]) -> None:
+    def give_back(self, rows: Iterable[Row]) -> None:
         """Rows that hold KV and do not run give it back."""
         for row in rows:
             if self.runner is not None and row.num_cached:
-                row.set_cached(0)
+                row.num_cached = 0
                 self.runner.release([row.request_id])
 
-    def publish(self, rows: Iterable[Sequence]) -> None:
+    def publish(self, rows: Iterable[Row]) -> None:
         """Let others adopt what is cached of these rows."""
         if self.runner is None or not (unit := self.runner.prefix_unit):
             return
@@ -44,7 +44,7 @@ class Prefixes:
             if row.num_cached >= unit:
                 self.runner.publish_prefix(row.request_id, row.tokens[: row.num_cached])
 
-    def waits(self, rows: Seq[Sequence]) -> set[str]:
+    def waits(self, rows: Seq[Row]) -> set[str]:
         """Those of `rows`, by request id, that would compute what an earlier one is about to compute.
 
         They wait until it is committed, and adopt it then. The earliest never waits, so there is always progress.

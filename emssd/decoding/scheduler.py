@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 from emssd.decoding.prefixes import NONE_SHARED, Prefixes
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 
 __all__ = ["ContinuousScheduler", "Fits", "Prefill", "Schedule", "Scheduler", "StaticScheduler"]
 
 Fits = Callable[[Mapping[str, int]], bool]
-"""`AttentionBackend.fits`: whether the KV cache can hold these sequences at these lengths, and no others."""
+"""`AttentionBackend.fits`: whether the KV cache can hold these rows at these lengths, and no others."""
 
 
 class Prefill(NamedTuple):
-    """A piece of a long prompt: the next `num_tokens` of a sequence, behind which more of its prompt is to come."""
+    """A piece of a long prompt: the next `num_tokens` of a row, after which more of its prompt is to come."""
 
-    sequence: Sequence
+    row: Row
     num_tokens: int
 
 
@@ -42,68 +42,68 @@ class Schedule:
     batch: Batch
     limits: tuple[int, ...]
     prefills: tuple[Prefill, ...] = ()
-    preempted: tuple[Sequence, ...] = ()
+    preempted: tuple[Row, ...] = ()
     num_adopted_tokens: int = 0
 
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of all pieces together."""
-        return sum(piece.num_tokens for piece in self.prefills)
+        return sum([piece.num_tokens for piece in self.prefills])
 
 
 class Scheduler(ABC):
-    """Holds the waiting and the running sequences.
+    """Holds the waiting and the running rows.
 
     Attributes:
         batch_size: the most rows that run at once.
+        prefixes: what rows share; an engine sets it.
+        trees: whether a row may draft more tokens than it may still generate, as they need not follow each other; an
+            engine sets it.
     """
+
+    prefixes: Prefixes = NONE_SHARED
+    trees: bool = False
 
     def __init__(self, batch_size: int) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
         self.batch_size = batch_size
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._waiting: deque[Row] = deque()
+        self._running: list[Row] = []
 
     @abstractmethod
-    def select(
-        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
-    ) -> Schedule:
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
         """The next step; it has rows as long as there is work.
 
         Args:
-            fits: of the target's KV cache. Every sequence fits if it is alone.
+            fits: of the target's KV cache. Every row fits if it is alone.
             num_speculative_tokens: the most tokens to draft for a row.
-            trees: whether a row may draft more tokens than it may still generate, as they need not follow each other.
-            prefixes: what rows share; nothing by default.
         """
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
-        self._waiting.append(sequence)
+    def add(self, row: Row) -> None:
+        """Queue a row."""
+        self._waiting.append(row)
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any row waits or runs."""
         return bool(self._running or self._waiting)
 
     def knows(self, request_id: str) -> bool:
-        """Whether a sequence of this id waits or runs."""
+        """Whether a row of this id waits or runs."""
         return any(row.request_id == request_id for rows in (self._running, self._waiting) for row in rows)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not run."""
+        """Rows that do not run."""
         return len(self._waiting)
 
-    def retire(self, finished: Seq[Sequence]) -> None:
-        """Take finished sequences out."""
-        if not finished:
-            return
-        gone = {sequence.request_id for sequence in finished}
-        self._running = [sequence for sequence in self._running if sequence.request_id not in gone]
+    def retire(self, finished: Seq[Row]) -> None:
+        """Take finished rows out."""
+        if finished:
+            self._running = [row for row in self._running if row not in finished]
 
-    def clear(self, request_ids: Collection[str] | None = None) -> list[Sequence]:
+    def clear(self, request_ids: Collection[str] | None = None) -> list[Row]:
         """Take these requests out, or everything. Returns what was there, running or not."""
         rows = [*self._running, *self._waiting]
         gone = [row for row in rows if request_ids is None or row.request_id in request_ids]
@@ -112,28 +112,26 @@ class Scheduler(ABC):
         self._waiting = deque(row for row in self._waiting if row.request_id not in names)
         return gone
 
-    def _admit(
-        self, running: list[Sequence], length: Callable[[Sequence], int], fits: Fits, prefixes: Prefixes
-    ) -> list[Sequence]:
+    def _admit(self, running: list[Row], length: Callable[[Row], int], fits: Fits) -> list[Row]:
         """Which of those that wait come in, in order of arrival, each with the KV of its known beginning.
 
         They fit beside the `running` rows, each at its `length`.
         """
         if not self._waiting or len(running) >= self.batch_size:
             return []
-        lengths, admitted = {row.request_id: length(row) for row in running}, list[Sequence]()
+        lengths, admitted = {row.request_id: length(row) for row in running}, list[Row]()
         for candidate in islice(self._waiting, self.batch_size - len(running)):
             lengths[candidate.request_id] = length(candidate)
-            prefixes.adopt(candidate)
+            self.prefixes.adopt(candidate)
             if (running or admitted) and not fits(lengths):
-                prefixes.give_back([candidate])
+                self.prefixes.give_back([candidate])
                 break
             admitted.append(candidate)
         return admitted
 
-    def _recover(self, prefixes: Prefixes) -> None:
+    def _recover(self) -> None:
         """Waiting rows hold no KV, not even after a call of `select` that failed."""
-        prefixes.give_back(islice(self._waiting, self.batch_size))
+        self.prefixes.give_back(islice(self._waiting, self.batch_size))
 
 
 class StaticScheduler(Scheduler):
@@ -143,22 +141,20 @@ class StaticScheduler(Scheduler):
         batch_size: rows of a batch, at least one; fewer run if the KV cache may not hold them to their ends.
     """
 
-    def select(
-        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
-    ) -> Schedule:
-        self._recover(prefixes)
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        self._recover()
         num_adopted = 0
         if not self._running:
-            admitted = self._admit([], lambda row: row.max_length, fits, prefixes)
+            admitted = self._admit([], lambda row: row.max_length, fits)
             num_adopted = sum(row.num_cached for row in admitted)
             for _ in admitted:  # nothing but KV has changed up to here, where `fits` may fail
                 self._waiting.popleft()
             self._running = admitted
         rows = self._running
-        if trees:  # these may outgrow what a row will hold in the end
-            limits = _fitting_limits(rows, _lengths(rows), num_speculative_tokens, trees, fits)
+        if self.trees:  # these may outgrow what a row will hold in the end
+            limits = _fitting_limits(rows, _lengths(rows), num_speculative_tokens, self.trees, fits)
         else:
-            limits = _draft_limits(rows, num_speculative_tokens, trees)
+            limits = _draft_limits(rows, num_speculative_tokens)
         return Schedule(Batch(tuple(rows)), limits, num_adopted_tokens=num_adopted)
 
 
@@ -188,18 +184,16 @@ class ContinuousScheduler(Scheduler):
         self._worst_case = worst_case
         self._headroom = headroom
 
-    def select(
-        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
-    ) -> Schedule:
-        self._recover(prefixes)
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        self._recover()
         running, lengths, preempted = self._preempt(fits)
-        admitted = [] if preempted else self._admit(running, self._length_to_come, fits, prefixes)
+        admitted = [] if preempted else self._admit(running, self._length_to_come, fits)
         running = [*running, *admitted]
-        prompts = [row for row in running if row.num_uncached > 1]
-        num_adopted = sum(row.num_cached for row in admitted) + sum([prefixes.adopt(row) for row in prompts])
-        waits = prefixes.waits(prompts)
+        prompts = [row for row in running if len(row.tokens) > row.num_cached + 1]
+        num_adopted = sum(row.num_cached for row in admitted) + sum([self.prefixes.adopt(row) for row in prompts])
+        waits = self.prefixes.waits(prompts)
         rows = [row for row in running if row.request_id not in waits]
-        needs = [row.num_uncached for row in rows]
+        needs = [len(row.tokens) - row.num_cached for row in rows]
         budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
         shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
         complete, pieces = [], []
@@ -210,27 +204,27 @@ class ContinuousScheduler(Scheduler):
             elif share:
                 pieces.append(Prefill(row, share))
         lengths |= _lengths(admitted)
-        limits = _fitting_limits(complete, lengths, num_speculative_tokens, trees, fits)
+        limits = _fitting_limits(complete, lengths, num_speculative_tokens, self.trees, fits)
         for _ in admitted:  # nothing but KV has changed up to here, where `fits` may fail
             self._waiting.popleft()
         self._waiting.extendleft(preempted)
         self._running = running
         return Schedule(Batch(tuple(complete)), limits, tuple(pieces), preempted, num_adopted)
 
-    def _preempt(self, fits: Fits) -> tuple[list[Sequence], dict[str, int], tuple[Sequence, ...]]:
+    def _preempt(self, fits: Fits) -> tuple[list[Row], dict[str, int], tuple[Row, ...]]:
         """The running rows that fit, each with all of its tokens, their lengths, and the latest, which are to go."""
-        kept, lengths, preempted = list(self._running), _lengths(self._running), list[Sequence]()
+        kept, lengths, preempted = list(self._running), _lengths(self._running), list[Row]()
         while len(kept) > 1 and not fits(lengths):
             preempted.append(kept.pop())
             del lengths[preempted[-1].request_id]
         return kept, lengths, tuple(preempted)
 
-    def _length_to_come(self, row: Sequence) -> int:
+    def _length_to_come(self, row: Row) -> int:
         return row.max_length if self._worst_case else min(row.max_length, len(row.tokens) + self._headroom)
 
 
 def _fitting_limits(
-    rows: list[Sequence], lengths: dict[str, int], num_speculative_tokens: int, trees: bool, fits: Fits
+    rows: list[Row], lengths: dict[str, int], num_speculative_tokens: int, trees: bool, fits: Fits
 ) -> tuple[int, ...]:
     """``[B]`` for `rows`, which are some of those with `lengths`. Where the cache is nearly full they draft less."""
     names = [row.request_id for row in rows]
@@ -243,14 +237,14 @@ def _fitting_limits(
         num_speculative_tokens //= 2
 
 
-def _lengths(rows: Iterable[Sequence]) -> dict[str, int]:
+def _lengths(rows: Iterable[Row]) -> dict[str, int]:
     """Tokens by request id."""
     return {row.request_id: len(row.tokens) for row in rows}
 
 
-def _draft_limits(rows: list[Sequence], num_speculative_tokens: int, trees: bool) -> tuple[int, ...]:
+def _draft_limits(rows: list[Row], most: int, trees: bool = False) -> tuple[int, ...]:
     """A chain ends one below what a row may still generate, since every step gives one token of the target's own."""
-    most, left = num_speculative_tokens, [max(0, row.num_remaining - 1) for row in rows]
+    left = [max(0, row.max_length - len(row.tokens) - 1) for row in rows]
     return tuple([most if number >= most or (trees and number) else number for number in left])
 
 

@@ -5,47 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from emssd.attention.transfer import to_host
 from emssd.attention.trees import Parents
-from emssd.drafting import Draft, Outcome
-from emssd.metrics.timing import phase
+from emssd.drafting import Draft
 from emssd.sampling.choice import greedy_tokens
 from emssd.sampling.residual import Verdict
-from emssd.sequences import Batch
+from emssd.sequences import TokenLogprob
 
-__all__ = ["Verification", "best_tokens", "greedy_tokens", "verify"]
+__all__ = ["Verified", "best_tokens", "greedy_tokens", "verify"]
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """The result of verifying a draft.
+@dataclass(slots=True)
+class Verified:
+    """The result of verifying the draft of one row.
 
     Attributes:
-        accepted: ``[B]`` per row the accepted draft nodes in order, ``range(n)`` for a chain.
-        new_tokens: ``[B]`` per row the accepted tokens followed by one token of the target's own: *recovered* where
-            a draft token was rejected, *bonus* where all were accepted. Never empty; its length is the acceptance
-            length τ.
-        target_ids: ``[B]`` per row the target's choice behind its newest token, then behind each node of its draft.
-        drafted: ``[num_draft]`` the drafted token ids, now on the host.
-        candidates: see `Outcome`.
+        drafted: ``[n]`` the drafted token ids, now on the host.
+        accepted: the accepted draft nodes in order, ``range(n)`` for a chain.
+        new_tokens: the accepted tokens followed by one token of the target's own: *recovered* where a draft token was
+            rejected, *bonus* where all were accepted. Its length is the acceptance length τ.
+        target_ids: ``[1 + n]`` the target's choice behind the row's newest token, then behind each node of its draft.
+        candidates: ``[1 + n]`` at the same places the target's best tokens, if a drafter wants them.
+        logprobs: of `new_tokens`, if the request asks for them.
     """
 
-    accepted: tuple[Seq[int], ...]
-    new_tokens: tuple[list[int], ...]
-    target_ids: tuple[list[int], ...]
-    drafted: tuple[int, ...]
-    candidates: tuple[list[list[int]], ...] | None = None
-
-    def outcome(self, batch: Batch, draft: Draft) -> Outcome:
-        """What drafters and the budget policy hear."""
-        return Outcome(batch, draft, self.accepted, self.target_ids, self.candidates)
+    drafted: list[int]
+    accepted: Seq[int]
+    new_tokens: list[int]
+    target_ids: list[int]
+    candidates: list[list[int]] | None = None
+    logprobs: Seq[TokenLogprob] = ()
 
 
-@phase("verify")
 def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
     """``[R, number]`` int64: the largest entries of each row of ``logits [R, vocab]``, the largest first.
 
@@ -54,13 +48,12 @@ def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
     return logits.topk(min(number, logits.shape[1]), dim=-1).indices if number else None
 
 
-@phase("verify")
 def verify(
     choices: torch.Tensor,
     draft: Draft,
     candidates: torch.Tensor | None = None,
     verdicts: Mapping[int, Verdict] | None = None,
-) -> Verification:
+) -> list[Verified]:
     """Accept each row's longest way through its tree that equals the target's own choices (Equations 4 and 5).
 
     It does not matter how these were made: with noise that is a function of the position, what is accepted is what
@@ -71,28 +64,22 @@ def verify(
             behind each of its drafted tokens.
         draft: the trees that were verified.
         candidates: ``[R, num_candidates]`` int64, the target's best tokens at every node, if a drafter wants to know.
-        verdicts: by row, what was decided already; in such rows `choices` are only told to drafters.
+        verdicts: by row, those that were decided already; there, only drafters get `choices`.
     """
     targets, drafted, best = _on_host(choices, draft, candidates)
-    accepted: list[Seq[int]] = []
-    new_tokens: list[list[int]] = []
-    target_ids: list[list[int]] = []
+    found = list[Verified]()
     for row, (start, stop) in enumerate(zip(draft.indptr, draft.indptr[1:], strict=False)):
-        chosen, tokens = targets[start + row : stop + row + 1], drafted[start:stop]
+        places = slice(start + row, stop + row + 1)
+        chosen, tokens = targets[places], drafted[start:stop]
         path: Seq[int]
         if verdicts and row in verdicts:
             path = verdicts[row].path
             _tell(chosen, tokens, verdicts[row])
         else:
             path = _chain_path(tokens, chosen) if draft.parents is None else _path(tokens, draft.tree(row), chosen)
-        accepted.append(path)
-        new_tokens.append([*(tokens[node] for node in path), chosen[path[-1] + 1 if path else 0]])
-        target_ids.append(chosen)
-    by_row = None
-    if candidates is not None:
-        ends = [stop + row + 1 for row, stop in enumerate(draft.indptr[1:])]
-        by_row = tuple(best[start:stop] for start, stop in pairwise([0, *ends]))
-    return Verification(tuple(accepted), tuple(new_tokens), tuple(target_ids), tuple(drafted), by_row)
+        new = [*[tokens[node] for node in path], chosen[path[-1] + 1 if path else 0]]
+        found.append(Verified(tokens, path, new, chosen, None if candidates is None else best[places]))
+    return found
 
 
 def _on_host(

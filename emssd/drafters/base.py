@@ -16,7 +16,7 @@ from emssd.drafting.levels import with_room
 from emssd.model import ModelRunner
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 
 __all__ = ["CachedRow", "ModelDrafter"]
 
@@ -64,11 +64,11 @@ class ModelDrafter(Drafter):
         for request_id in request_ids:
             self._num_cached.pop(request_id, None)
 
-    def _row(self, row: Sequence) -> CachedRow:
+    def _row(self, row: Row) -> CachedRow:
         """`row` as it begins to be drafted for."""
         return CachedRow(row.request_id, row.tokens, self._cached(row), self.node_of(row))
 
-    def node_of(self, row: Sequence) -> Node:
+    def node_of(self, row: Row) -> Node:
         """Where the token behind the newest one of `row` is chosen."""
         return self._with_known_bias(first_node(row))
 
@@ -80,14 +80,14 @@ class ModelDrafter(Drafter):
         known = {token: value for token, value in bias.items() if token < size}
         return replace(node, params=replace(node.params, logit_bias=known))
 
-    def _reach(self, row: Sequence) -> int:
+    def _reach(self, row: Row) -> int:
         """How far to draft: nothing beyond the draft model's length, nor after ids that only the target knows."""
         reach = self._runner.max_model_len - len(row.tokens)
         if reach <= 0 or max(row.tokens[self._cached(row) :]) >= self._runner.vocab_size:
             return 0
         return reach
 
-    def _cached(self, row: Sequence) -> int:
+    def _cached(self, row: Row) -> int:
         """Of the row's tokens, how many need not be computed: all but one at most, as after a step that failed."""
         return min(self._num_cached.get(row.request_id, 0), len(row.tokens) - 1)
 

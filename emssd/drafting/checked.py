@@ -1,4 +1,4 @@
-"""A drafter held to its interface: what it returns is checked, and a fault of its own never costs a run."""
+"""The border to a drafter: what it returns is copied and checked, and a fault of its own never costs a run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 
+import numpy as np
+import torch
+
+from emssd.attention.trees import depths
 from emssd.drafting.budget import GoesOn
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.hidden import checked_layers
-from emssd.drafting.rules import check_ids, own_draft
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
 from emssd.faults import guarded, told
 from emssd.sequences import Batch
 
-__all__ = ["CheckedDrafter"]
+__all__ = ["CheckedDrafter", "check_draft", "check_ids", "own_draft"]
 
 
 class CheckedDrafter(Drafter):
@@ -56,17 +60,19 @@ class CheckedDrafter(Drafter):
     @property
     def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: the drafter's own, 0 if it failed
         """The most tokens it proposes for one row in one step."""
-        if not self.failure:
-            with self._guarded("num_speculative_tokens"):
-                return _checked_count("num_speculative_tokens", self.drafter.num_speculative_tokens)
-        return 0
+        return self._count("num_speculative_tokens")
 
     @property
     def num_candidates(self) -> int:  # type: ignore[override]  # read-only: the drafter's own, 0 if it failed
-        """How many of the target's best tokens it wants to hear of."""
-        if not self.failure:
-            with self._guarded("num_candidates"):
-                return _checked_count("num_candidates", self.drafter.num_candidates)
+        """How many of the target's best tokens it wants."""
+        return self._count("num_candidates")
+
+    def _count(self, name: str) -> int:
+        with self._guarded(name):
+            number = 0 if self.failure else getattr(self.drafter, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise DraftError(f"its {name} is {number!r}; it must be an integer, at least 0")
+            return number
         return 0
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -75,13 +81,12 @@ class CheckedDrafter(Drafter):
         It is a copy: whatever the drafter does to its own later, what is packed is what is verified.
 
         Raises:
-            DraftError: it changed the batch; or, with ``on_error="fail"``, it broke another rule.
-            PluginError: it raised, with ``on_error="fail"``.
+            DraftError: it broke a rule, with ``on_error="fail"``. PluginError: it raised.
         """
         if self.failure or not batch:
             return Draft.empty(len(batch))
         limits = tuple(budget)
-        with self._batch_kept(batch), self._guarded("propose"):
+        with self._guarded("propose"):
             draft = self.drafter.propose(batch, limits)
             return own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
         return Draft.empty(len(batch))
@@ -99,10 +104,10 @@ class CheckedDrafter(Drafter):
             self._fail(error)
 
     def observe(self, outcome: Outcome) -> None:
-        """Pass on what became of a draft, with the hidden states that the drafter wants."""
+        """Pass the outcome on, with the hidden states that the drafter wants."""
         if self.failure or not (outcome.batch or (self.hidden_layers and outcome.hidden is not None)):
             return
-        with self._batch_kept(outcome.batch), self._guarded("observe"):
+        with self._guarded("observe"):
             hidden = outcome.hidden.of(self.hidden_layers) if outcome.hidden and self.hidden_layers else None
             self.drafter.observe(outcome if hidden is outcome.hidden else replace(outcome, hidden=hidden))
 
@@ -127,18 +132,6 @@ class CheckedDrafter(Drafter):
             if not self.failure:
                 self._fail(error)
 
-    @contextmanager
-    def _batch_kept(self, batch: Batch) -> Iterator[None]:
-        """For a call that could change `batch`, if only on purpose: there would be no way back to what it was."""
-        before = [(len(row.tokens), row.num_cached) for row in batch]
-        try:
-            yield
-        finally:
-            if before != [(len(row.tokens), row.num_cached) for row in batch]:
-                raise DraftError(
-                    f"drafter {self.name} broke its interface: it changed the batch, which it may only read"
-                )
-
     def _fail(self, failure: PluginError) -> None:
         if isinstance(failure, DraftError):
             failure = DraftError(f"drafter {self.name} broke its interface: {told(failure)}")
@@ -148,7 +141,141 @@ class CheckedDrafter(Drafter):
         warnings.warn(f"{failure}. It is switched off; the output is not affected", PluginWarning, stacklevel=2)
 
 
-def _checked_count(name: str, number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise DraftError(f"its {name} is {number!r}; it must be an integer, at least 0")
-    return number
+def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
+    """A copy of `draft` that keeps the rules, and that nobody else can write to; see `check_draft`.
+
+    The distributions of its `q` are not copied, as they are large. Who writes to them says something else about them.
+
+    Raises:
+        DraftError: it is no `Draft`, or breaks a rule.
+    """
+    if not isinstance(draft, Draft):
+        raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.drafting.Draft")
+    if not isinstance(draft.token_ids, torch.Tensor):
+        raise DraftError(f"its token_ids are a {type(draft.token_ids).__name__}; give one int64 tensor")
+    if draft.token_ids.is_meta:
+        raise DraftError("its token_ids are on the device meta, where tensors hold nothing; give ids")
+    own = Draft(
+        token_ids=draft.token_ids.clone(),
+        indptr=tuple(map(index, draft.indptr)),
+        parents=None if draft.parents is None else tuple(map(index, draft.parents)),
+        confidence=None if draft.confidence is None else tuple(map(float, draft.confidence)),
+        q=None if draft.q is None else tuple(None if row is None else tuple(row) for row in draft.q),
+    )
+    check_draft(own, batch, budget, vocab_size, trees=trees)
+    return own
+
+
+def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> None:
+    """Test a draft against the rules of the interface.
+
+    Args:
+        draft: what a drafter returned.
+        batch, budget: the arguments of `Drafter.propose`.
+        vocab_size: of the target.
+        trees: the drafter's `drafts_trees`.
+
+    Raises:
+        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
+            that is too deep or was not announced, distributions of the wrong number or shape, or with NaN, or, where
+            they lie on the host, ids outside the vocabulary.
+    """
+    if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
+        raise DraftError(
+            f"its token_ids are {draft.token_ids.dtype} of {draft.token_ids.ndim} dimensions; "
+            f"give one int64 tensor of all rows' tokens"
+        )
+    if draft.num_rows != len(batch) or draft.indptr[0] != 0 or draft.indptr[-1] != draft.token_ids.numel():
+        raise DraftError(
+            f"its draft has {draft.num_rows} rows over {draft.token_ids.numel()} tokens (indptr {draft.indptr}), "
+            f"but the batch has {len(batch)} rows; return one chain or tree, possibly empty, per row"
+        )
+    lengths = draft.lengths
+    for row, length, limit in zip(batch.rows, lengths, budget, strict=True):
+        if not 0 <= length <= limit:
+            raise DraftError(
+                f"it drafted {length} tokens for request {row.request_id!r} with a budget of {limit}; "
+                f"draft at most budget[row] tokens",
+                "budget",
+            )
+    for name, rule, values in (("parents", "tree", draft.parents), ("confidence", "confidence", draft.confidence)):
+        if values is not None and len(values) != draft.token_ids.numel():
+            count = draft.token_ids.numel()
+            raise DraftError(f"its draft has {len(values)} {name} for {count} tokens; give one for each", rule)
+    sure = np.array(() if draft.confidence is None else draft.confidence)
+    if not ((sure >= 0) & (sure <= 1)).all():
+        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities", "confidence")
+    _check_trees(draft, lengths, batch, trees)
+    if draft.q is not None:
+        _check_q(draft, vocab_size)
+    if draft.on_host:
+        check_ids(draft.token_ids.tolist(), vocab_size)
+
+
+def _check_trees(draft: Draft, lengths: Seq[int], batch: Batch, announced: bool) -> None:
+    if draft.parents:
+        parents = np.array(draft.parents)
+        places = np.arange(len(parents)) - np.repeat(draft.indptr[:-1], lengths)  # each node's index within its row
+        is_wrong, is_branch = (parents < -1) | (parents >= places), parents != places - 1
+        if is_wrong.any() or (is_branch.any() and not announced):
+            node = int((is_wrong if is_wrong.any() else is_branch).argmax())
+            name = batch.rows[np.searchsorted(draft.indptr, node, side="right") - 1].request_id
+            if is_wrong.any():
+                raise DraftError(
+                    f"node {places[node]} of its tree for request {name!r} has parent {parents[node]}; a parent is an "
+                    f"earlier node of the same row, or -1 for the row's newest token",
+                    "tree",
+                )
+            raise DraftError(
+                f"it drafted a token tree for request {name!r}, and its drafts_trees is False; draft a chain, or set "
+                f"drafts_trees = True",
+                "tree",
+            )
+    for place, (row, length) in enumerate(zip(batch.rows, lengths, strict=True)):
+        num_remaining = row.num_remaining
+        if length < num_remaining or not length:
+            continue
+        depth = length if draft.parents is None else max(depths(draft.tree(place)))
+        if depth > max(0, num_remaining - 1):
+            raise DraftError(
+                f"its tree for request {row.request_id!r} has depth {depth}, and the row may still generate "
+                f"{num_remaining} tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)",
+                "depth",
+            )
+
+
+def _check_q(draft: Draft, vocab_size: int) -> None:
+    assert draft.q is not None
+    if len(draft.q) != draft.num_rows:
+        raise DraftError(f"its draft has q for {len(draft.q)} rows of {draft.num_rows}; give None where there is none")
+    for row, (q, length) in enumerate(zip(draft.q, draft.lengths, strict=True)):
+        if q is None:
+            continue
+        if len(q) != 1 + length:
+            raise DraftError(
+                f"its q has {len(q)} distributions for a row of {length} tokens; give one behind the newest token, and "
+                f"one behind each of its own"
+            )
+        for place in {parent + 1 for parent in draft.tree(row)}:
+            if q[place].shape != (vocab_size,) or not q[place].is_floating_point():
+                raise DraftError(
+                    f"its q has a tensor of shape {list(q[place].shape)} and {q[place].dtype} behind a token with "
+                    f"children; give {vocab_size} probabilities"
+                )
+            if not q[place].sum().isfinite():
+                raise DraftError(f"its q has NaN or inf behind a token with children; give {vocab_size} probabilities")
+
+
+def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
+    """Test ids against the vocabulary; those on a device are tested when verification brings them to the host.
+
+    Raises:
+        DraftError: an id is outside of it.
+    """
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise DraftError(
+            f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
+            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}",
+            "vocabulary",
+        )

@@ -1,4 +1,4 @@
-"""What a drafter proposes (`Draft`) and what it hears back (`Outcome`)."""
+"""`Draft`, which a drafter proposes, and `Outcome`, the result of verifying it."""
 
 from __future__ import annotations
 
@@ -138,20 +138,20 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a draft; the batch has already been extended when a drafter receives it.
+    """The result of verifying a draft. The rows of the batch have been extended when a drafter receives it.
 
     Attributes:
         batch: the batch that was drafted for, finished rows included.
         draft: what was verified: the beginning of each row's draft, as long as the budget policy decided.
         accepted: per row the accepted nodes of its draft, as indices within the row, in order; for a chain
             ``range(n)``. What an EOS or a length limit later cut off the sequence is not taken out here.
-        target_ids: per row the target's own choice behind its newest token, and then behind each node of its draft,
-            ``1 + nodes``. Behind a node that was not accepted it is what the target would have said there; in a row
-            with `residual` sampling, where that was not drawn, what it finds most probable.
-        candidates: per row, at the same places, the target's best tokens, the best first; as many as the drafter that
-            wants most asked for in `Drafter.num_candidates`. ``None`` if none did.
-        hidden: hidden states of the tokens that the step kept, if the drafter asked for them in
-            `Drafter.hidden_layers`, also of rows that are not in `batch`, as they compute a piece of their prompt.
+        target_ids: per row the target's next token, and then that after each node of its draft, ``1 + nodes``; after a
+            node that was not accepted, too. In a row with `residual` sampling, nothing is drawn there, and it is the
+            most probable token.
+        candidates: per row, at the same places, the target's best tokens, the best first: the largest
+            `Drafter.num_candidates` of all drafters. ``None`` if that is 0.
+        hidden: hidden states of the tokens that the step kept, if the drafter has `Drafter.hidden_layers`; also of rows
+            that are not in `batch`, as they compute a piece of their prompt.
     """
 
     batch: Batch

@@ -1,4 +1,4 @@
-"""The `Drafter` interface: guesses the next tokens of every sequence of a batch."""
+"""The `Drafter` interface: guesses the next tokens of every row of a batch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Drafter"]
 
 
 class Drafter(ABC):
-    """Guesses the next tokens of every sequence of a batch. It can change the speed, never the output.
+    """Guesses the next tokens of every row of a batch. It can change the speed, never the output.
 
     Attributes:
         num_speculative_tokens: the most tokens this drafter proposes for one row in one step. A tree has at most 4096.
         drafts_trees: whether a row's tokens may be a tree. Then a row may have more of them than it may still generate.
             It is read once, as the KV cache is made for it.
-        num_candidates: how many of the target's best tokens it wants to hear of, see `Outcome.candidates`.
-        hidden_layers: which hidden states of the target it wants to hear of, see `Outcome.hidden`. Index ``k`` is the
+        num_candidates: how many of the target's best tokens it gets, see `Outcome.candidates`.
+        hidden_layers: which hidden states of the target it gets, see `Outcome.hidden`. Index ``k`` is the
             residual stream in front of decoder layer ``k``: 0 is what the first layer gets, ``n`` of ``n`` layers what
             the last one gives, before the final norm. -1 is behind that norm: what the LM head is given. (In
             ``hidden_states`` of Transformers, that takes the place of ``n``.) It is read once. Rows whose prompts begin

@@ -9,7 +9,7 @@ from enum import Enum
 from emssd.drafting.draft import Draft
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 
 __all__ = ["LookupDrafter", "NGramIndex", "Occurrence"]
 
@@ -114,7 +114,7 @@ class LookupDrafter(Drafter):
         for request_id in request_ids:
             self._indexes.pop(request_id, None)
 
-    def _copy(self, row: Sequence, budget: int) -> Seq[int]:
+    def _copy(self, row: Row, budget: int) -> Seq[int]:
         if budget == 0:
             return ()
         tokens, end = row.tokens, self._end(row)
@@ -124,7 +124,7 @@ class LookupDrafter(Drafter):
                 return tokens[place : min(place + self._copy_length, place + budget, end)]
         return ()
 
-    def _tree(self, row: Sequence, budget: int) -> Tree:
+    def _tree(self, row: Row, budget: int) -> Tree:
         depth = min(self._copy_length, row.num_remaining - 1)
         if min(budget, depth) < 1:
             return Tree([], [], [])
@@ -142,11 +142,11 @@ class LookupDrafter(Drafter):
 
         return grow_tree(places, following, num_nodes=budget, depth=depth, branches=self._branches)
 
-    def _end(self, row: Sequence) -> int:
+    def _end(self, row: Row) -> int:
         """Where the text ends that is searched and copied from."""
         return len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
 
-    def _extended(self, row: Sequence, end: int) -> list[NGramIndex]:
+    def _extended(self, row: Row, end: int) -> list[NGramIndex]:
         """The row's indexes, one for each size, with all that there is of its text."""
         indexes = self._indexes.get(row.request_id)
         if indexes is None:

@@ -6,12 +6,12 @@ Retrieval costs nothing and is good on text to copy, a model fills the gaps: the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from itertools import accumulate
-from operator import index
-from typing import Any, TypeVar
+from operator import gt, index
+from typing import Any
 
 import torch
 
@@ -22,12 +22,10 @@ from emssd.drafting.draft import Draft, Outcome
 from emssd.errors import PluginError
 from emssd.faults import guarded
 from emssd.metrics.stats import StageStats, StepStats
-from emssd.metrics.timing import phase
 from emssd.sequences import Batch
 
 __all__ = ["DraftStages"]
 
-_T = TypeVar("_T")
 _MOST_NODES = 4096  # of a row's tree, whatever a drafter asks for: policies look at each of them
 
 
@@ -63,7 +61,7 @@ class DraftStages:
     @property
     def num_speculative_tokens(self) -> int:
         """The most tokens that any of the drafters proposes for one row in one step."""
-        return max(drafter.num_speculative_tokens for drafter in self.drafters)
+        return max([drafter.num_speculative_tokens for drafter in self.drafters])
 
     @property
     def drafts_trees(self) -> bool:
@@ -72,88 +70,83 @@ class DraftStages:
 
     @property
     def num_candidates(self) -> int:
-        """The most candidates that any of the drafters wants to hear of."""
-        return max(drafter.num_candidates for drafter in self.drafters)
+        """The most candidates that any of the drafters wants."""
+        return max([drafter.num_candidates for drafter in self.drafters])
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """All hidden states that any of the drafters wants to hear of."""
+        """All hidden states that any of the drafters wants."""
         return tuple(sorted({layer for drafter in self.drafters for layer in drafter.hidden_layers}))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds inside the drafters' `propose` in the latest step."""
+        return sum([stage.seconds for stage in self.stats])
 
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
         """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
         for stage, drafter in enumerate(self.drafters):
-            with phase("schedule"):
-                self._failed = None
-                step = self._step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
-                budget = self._asked(self.policy.allot, step.limits, step)
-                depth = self._called(lambda: self.policy.max_depth, "max_depth")
-            with phase("draft"):
-                start = time.perf_counter()
-                proposed = drafter.propose(batch, budget)
-                seconds = time.perf_counter() - start
-                if (failed := self._failed) is not None:
-                    raise failed
-            with phase("schedule"):
-                if depth is not None:
-                    proposed = proposed.shallow([depth] * len(batch))
-                lengths = self._asked(self.policy.trim, proposed.lengths, step, proposed)
-                part = proposed.cut(_untrimmed(proposed, lengths))
-            parts.append(part)
-            stats.append(StageStats(tuple(budget), tuple(part.lengths), seconds))
-            num_other += part.indptr[-1]
-            still = [0 if length else limit for limit, length in zip(still, part.lengths, strict=True)]
+            self._failed = None
+            step = self._step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
+            budget = self._asked("allot", step.limits, step)
+            with guarded(self._policy_name, "max_depth", in_step=True):
+                depth = self._policy.max_depth
+            start = time.perf_counter()
+            proposed = drafter.propose(batch, budget)
+            seconds = time.perf_counter() - start
+            if (failed := self._failed) is not None:
+                raise failed
+            if depth is not None:
+                proposed = proposed.shallow([depth] * len(batch))
+            drafted = proposed.lengths
+            lengths = self._asked("trim", drafted, step, proposed)
+            if lengths != drafted:
+                lengths = list(_untrimmed(proposed, lengths))
+                proposed = proposed.cut(lengths)
+            parts.append(proposed)
+            stats.append(StageStats(tuple(budget), tuple(lengths), seconds))
+            num_other += proposed.indptr[-1]
+            still = [0 if length else limit for limit, length in zip(still, lengths, strict=True)]
         self.stats = tuple(stats)
-        return _joined(parts, len(batch))
+        return parts[0] if len(parts) == 1 else _joined(parts, len(batch))
 
-    def check_ids(self, draft: Draft, drafted: Seq[int]) -> None:
-        """Check the ids of `draft`, ``[num_draft]``, now that they are on the host: each drafter its own."""
+    def check_ids(self, drafted: Seq[Seq[int]]) -> None:
+        """Check the ids ``[B]`` of each row's draft, now that they are on the host: each drafter its own."""
         for drafter, stats in zip(self.drafters, self.stats, strict=True):
-            rows = zip(draft.indptr, draft.indptr[1:], stats.drafted, strict=False)
-            drafter.check_ids([token for start, stop, own in rows if own for token in drafted[start:stop]])
+            rows = zip(drafted, stats.drafted, strict=True)
+            drafter.check_ids([token for tokens, own in rows if own for token in tokens])
 
-    @phase("schedule")
     def _going_on(self, newest: Mapping[str, Seq[DraftedNode]]) -> set[str]:
         """See `GoesOn`. If the policy fails, no row goes on, and the step fails once the drafter is done."""
         step = self._step
         assert step is not None, "a drafter asks while it drafts"
         names = step.batch.request_ids
         try:
-            answers = self._asked(self.policy.goes_on, [1] * len(names), step, [newest.get(name, ()) for name in names])
+            answers = self._asked("goes_on", [1] * len(names), step, [newest.get(name, ()) for name in names])
         except PluginError as error:
             self._failed, answers = error, []
         return {name for name, answer in zip(names, answers, strict=False) if answer}
 
-    def _asked(self, decide: Callable[..., Seq[int]], limits: Seq[int], *arguments: Any) -> list[int]:
-        """What the policy decides in `decide`.
+    def _asked(self, method: str, limits: Seq[int], *arguments: Any) -> list[int]:
+        """The decision of a `method` of the policy.
 
         Raises:
             PluginError: it fails, or gives anything else than one number in ``0..limits[row]`` for each row.
         """
-        lengths = self._called(lambda *given: [index(length) for length in decide(*given)], decide.__name__, *arguments)
-        if len(lengths) != len(limits) or any(
-            not 0 <= length <= limit for length, limit in zip(lengths, limits, strict=True)
-        ):
+        with guarded(self._policy_name, method, in_step=True):
+            lengths = [index(length) for length in getattr(self._policy, method)(*arguments)]
+        if len(lengths) != len(limits) or min(lengths, default=0) < 0 or any(map(gt, lengths, limits)):
             raise PluginError(
-                f"{self._policy_name} broke its interface: {decide.__name__} gave {lengths}, "
+                f"{self._policy_name} broke its interface: {method} gave {lengths}, "
                 f"and the limits of the rows are {list(limits)}; give one number for each row, from 0 to its limit"
             )
         return lengths
 
-    def _called(self, method: Callable[..., _T], name: str, *arguments: Any) -> _T:
-        """Call the policy.
-
-        Raises:
-            PluginError: it fails.
-        """
-        with guarded(self._policy_name, name, in_step=True):
-            return method(*arguments)
-
     def observe(self, outcome: Outcome) -> None:
-        """Tell each drafter what became of its own rows, and that nothing was drafted for the others.
+        """Notify each drafter of the outcome of its own rows, as if nothing was drafted for the others.
 
-        Each is told, also if one before it fails.
+        Each is notified, also if one before it fails.
         """
         if len(self.drafters) == 1:
             self.drafters[0].observe(outcome)
@@ -164,19 +157,24 @@ class DraftStages:
                 everybody.callback(drafter.observe, own)
 
     def learn(self, outcome: Outcome, stats: StepStats) -> None:
-        """Tell the policy what a step did, and how long it took."""
-        self._called(self.policy.observe, "observe", outcome, stats)
+        """Notify the policy of a step, and of how long it took."""
+        with guarded(self._policy_name, "observe", in_step=True):
+            self._policy.observe(outcome, stats)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Tell the policy and all drafters that these requests are gone; each is told, also if one before it fails."""
+        """Notify all drafters and the policy that these requests are gone, also if one before it fails."""
         request_ids = list(request_ids)
         with ExitStack() as everybody:
-            everybody.callback(self._called, self.policy.release, "release", request_ids)
+            everybody.callback(self._release_policy, request_ids)
             for drafter in reversed(self.drafters):
                 everybody.callback(drafter.release, request_ids)
 
+    def _release_policy(self, request_ids: list[str]) -> None:
+        with guarded(self._policy_name, "release", in_step=True):
+            self._policy.release(request_ids)
+
     def reset(self) -> None:
-        """Tell all drafters to drop what they have learnt across requests."""
+        """Reset all drafters."""
         for drafter in self.drafters:
             drafter.reset()
 
@@ -186,7 +184,9 @@ def _limits(drafter: CheckedDrafter, batch: Batch, still: Seq[int]) -> tuple[int
     most = drafter.num_speculative_tokens
     if drafter.drafts_trees:
         return tuple(min(limit, most, _MOST_NODES) for limit in still)
-    return tuple([min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch, still, strict=True)])
+    return tuple(
+        [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
+    )
 
 
 def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
@@ -201,7 +201,7 @@ def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
 
 
 def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
-    """What became of the drafts of one drafter, which drafted ``drafted [B]``: nothing for rows of others."""
+    """The outcome for one drafter, which drafted ``drafted [B]``: rows of others have no draft."""
     accepted = tuple(nodes if length else () for nodes, length in zip(outcome.accepted, drafted, strict=True))
     targets = tuple(ids[: length + 1] for ids, length in zip(outcome.target_ids, drafted, strict=True))
     candidates = outcome.candidates

@@ -12,7 +12,6 @@ from torch import nn
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs
 from emssd.heads.compiled import compiled_head
 from emssd.heads.layers import Attend
-from emssd.metrics.timing import phase
 from emssd.model.program import Chain
 
 __all__ = ["Head", "HeadRunner"]
@@ -105,31 +104,27 @@ class HeadRunner:
         """
         if self._compiled is None:
             return None
-        with phase("plan"):
-            numbered = replace(packed, input_ids=torch.arange(packed.num_tokens), drafted=None)
-            plan = self._backend.plan_chain(numbered, [length - 1 for length in chain.lengths])
-            step = None if plan is None else self._backend.native_step(plan)
+        numbered = replace(packed, input_ids=torch.arange(packed.num_tokens), drafted=None)
+        plan = self._backend.plan_chain(numbered, [length - 1 for length in chain.lengths])
+        step = None if plan is None else self._backend.native_step(plan)
         if plan is None or step is None:
             return None
-        with phase("forward"):
-            return self._compiled.run_chain(inputs.unsqueeze(0), plan, step, chain)
+        return self._compiled.run_chain(inputs.unsqueeze(0), plan, step, chain)
 
     def _outputs(self, packed: PackedInputs, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with phase("plan"):
-            # Token ids are numbers to a backend. So the ids of this step say which input a place of the plan is for.
-            plan = self._backend.plan(replace(packed, input_ids=torch.arange(packed.num_tokens), drafted=None))
+        # Token ids are numbers to a backend. So the ids of this step say which input a place of the plan is for.
+        plan = self._backend.plan(replace(packed, input_ids=torch.arange(packed.num_tokens), drafted=None))
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return self._backend.forward(plan, layer, query, key, value)
 
-        with phase("forward"):
-            outputs: tuple[torch.Tensor, ...]
-            if self._compiled is not None:
-                fed, step = inputs[plan.input_ids], self._backend.native_step(plan)
-                outputs = self._compiled(fed, plan.position_ids, attend, plan.logits_to_keep, step)
-            else:
-                hidden = self.head(inputs[plan.input_ids], plan.position_ids, attend)
-                outputs = (hidden[:, plan.logits_to_keep].flatten(0, 1),)
+        outputs: tuple[torch.Tensor, ...]
+        if self._compiled is not None:
+            fed, step = inputs[plan.input_ids], self._backend.native_step(plan)
+            outputs = self._compiled(fed, plan.position_ids, attend, plan.logits_to_keep, step)
+        else:
+            hidden = self.head(inputs[plan.input_ids], plan.position_ids, attend)
+            outputs = (hidden[:, plan.logits_to_keep].flatten(0, 1),)
         index = plan.logit_index
         return outputs if index is None else tuple(each[index] for each in outputs)
 

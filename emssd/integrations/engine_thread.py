@@ -11,7 +11,7 @@ from threading import Thread
 
 from emssd.decoding.engine import Engine
 from emssd.errors import EmssdError
-from emssd.sequences import Generation, Request, Sequence
+from emssd.sequences import Generation, Request, Row
 
 __all__ = ["EngineThread"]
 
@@ -99,7 +99,7 @@ class EngineThread:
                 self._futures.pop(name).set_running_or_notify_cancel()
             self.engine.clear(gone)
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: Row) -> None:
         future = self._futures.pop(sequence.request_id)
         try:
             _settle(future, Generation.of(sequence, self.engine.tokenizer))

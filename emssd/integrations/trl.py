@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emssd.decoding.assembly import parts_around
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.drafting import BudgetPolicy, Drafter
@@ -186,10 +185,10 @@ class Rollouts:
         """A new engine around `model` as it is now, with the drafter and the budget policy of those before."""
         # The model is that of this rollout, so that nothing of it can be old.
         options = {"batch_size": num_rows, "backend": self._backend, "frozen": True} | self._options
-        if self._made_for is not model:
-            parts = parts_around(model, tokenizer, drafter=self._asked[0], budget=self._asked[1], **options)
-            self._drafter = [each.drafter for each in parts.drafters]
-            self._budget, self._made_for = parts.budget, model
+        if self._made_for is not model:  # drafters keep the caches of the engine that they are made for
+            made = Engine.from_model(model, tokenizer, drafter=self._asked[0], budget=self._asked[1], **options)
+            self._drafter = [each.drafter for each in made.drafting.drafters]
+            self._budget, self._made_for = made.drafting.policy, model
         return Engine.from_model(model, tokenizer, drafter=self._drafter, budget=self._budget, **options)
 
 

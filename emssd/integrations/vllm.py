@@ -21,7 +21,7 @@ from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, did_you_mean
 from emssd.integrations.installed import check_installed
 from emssd.plugins.registry import Registry
-from emssd.sequences import Batch, FinishReason, Request, Sequence
+from emssd.sequences import Batch, FinishReason, Request, Row
 
 __all__ = ["Proposer", "proposer"]
 
@@ -49,7 +49,7 @@ def proposer(name: str, /, **options: Any) -> type[Proposer]:
 class _Row:
     """A row that vLLM asked for, and its text as vLLM had it."""
 
-    sequence: Sequence
+    sequence: Row
     text: np.ndarray
 
 
@@ -82,7 +82,7 @@ class Proposer:
         self._max_length: int = model.max_model_len
         self._stages = _stages(self.drafter, self.options, model.get_vocab_size())
         self._known: list[_Row | None] = []  # of the latest step, in its order; None for rows that were not asked for
-        self._asked: list[Sequence] = []  # those that were drafted for
+        self._asked: list[Row] = []  # those that were drafted for
         self._draft = Draft.empty(0)
         self._num_rows = 0
 
@@ -124,18 +124,18 @@ class Proposer:
         ]
         return self._drafted()
 
-    def _begun(self, text: np.ndarray, new: Seq[int]) -> Sequence:
+    def _begun(self, text: np.ndarray, new: Seq[int]) -> Row:
         """A row that was not there before, with its `new` tokens at the end of `text`."""
         self._num_rows += 1
         prompt = tuple(text[: len(text) - len(new)].tolist())
-        row = Sequence(Request(str(self._num_rows), prompt, self._max_length), max_length=self._max_length)
+        row = Row(Request(str(self._num_rows), prompt, self._max_length), max_length=self._max_length)
         row.advance(row.taken(new)[0], None, num_drafted=0, num_accepted=0)
         return row
 
     def _conclude(self, new: Mapping[str, Seq[int]]) -> None:
         """Tell the drafter of the step behind its latest draft: `new` tokens of each row that is still there, by id."""
         accepted, targets, verified = list[range](), list[list[int]](), list[int]()
-        rows = list[Sequence]()
+        rows = list[Row]()
         for place, row in enumerate(self._asked):
             start, stop = self._draft.indptr[place : place + 2]
             tokens = new.get(row.request_id)
@@ -158,7 +158,7 @@ class Proposer:
             self._stages.stats = tuple(
                 replace(stage, drafted=own) for stage, own in zip(self._stages.stats, drafted, strict=True)
             )
-            outcome = Outcome(Batch(tuple(rows)), self._draft.cut(verified), tuple(accepted), tuple(targets))
+            outcome = Outcome(Batch.view(rows), self._draft.cut(verified), tuple(accepted), tuple(targets))
             self._stages.observe(outcome)
         if gone := [row.sequence.request_id for row in self._known if row and row.sequence.request_id not in new]:
             self._stages.release(gone)
@@ -170,7 +170,7 @@ class Proposer:
         chains: list[list[int]] = [[] for _ in self._known]
         self._draft = Draft.empty(0)
         if places:
-            self._draft = self._stages.propose(Batch(tuple(self._asked)), [self._num_drafted] * len(places), 0)
+            self._draft = self._stages.propose(Batch.view(self._asked), [self._num_drafted] * len(places), 0)
             token_ids = self._draft.token_ids.tolist()
             for place, start, stop in zip(places, self._draft.indptr, self._draft.indptr[1:], strict=False):
                 chains[place] = token_ids[start:stop]

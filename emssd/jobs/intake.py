@@ -194,7 +194,7 @@ def to_requests(
             sampling = sampling_of(config, prompt, engine.runner.vocab_size)
             stop = stops(common if prompt.stop is None else prompt.stop)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
-            engine.sequence(request)  # can the model go on from it, and is there room for it alone?
+            engine.row(request)  # can the model go on from it, and is there room for it alone?
         except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,12 +100,12 @@ class RunReport:
     num_adopted_tokens: int = 0
     queued_steps: int = 0
     queued_fill_sum: float = 0.0
-    acceptance_histogram: dict[int, int] = field(default_factory=dict)
-    draft_length_histogram: dict[int, int] = field(default_factory=dict)
-    draft_depth_histogram: dict[int, int] = field(default_factory=dict)
-    drafted_by_depth: dict[int, int] = field(default_factory=dict)
-    drafted_by_confidence: dict[int, int] = field(default_factory=dict)  # by tenths
-    accepted_by_confidence: dict[int, int] = field(default_factory=dict)
+    acceptance_histogram: Counter[int] = field(default_factory=Counter)
+    draft_length_histogram: Counter[int] = field(default_factory=Counter)
+    draft_depth_histogram: Counter[int] = field(default_factory=Counter)
+    drafted_by_depth: Counter[int] = field(default_factory=Counter)
+    drafted_by_confidence: Counter[float] = field(default_factory=Counter)  # by tenths
+    accepted_by_confidence: Counter[float] = field(default_factory=Counter)
     kv_usage: KVUsage = field(default_factory=KVUsage)
 
     def add(self, step: StepStats, batch_size: int) -> None:
@@ -113,7 +114,7 @@ class RunReport:
         self.num_row_steps += len(step.acceptance)
         self.num_tokens += step.num_tokens
         self.num_new_tokens += step.num_new_tokens
-        self.num_allotted += sum(sum(stage.budget) for stage in step.stages)
+        self.num_allotted += sum([sum(stage.budget) for stage in step.stages])
         self.num_drafted += sum(step.drafted)
         self.num_accepted += sum(step.acceptance) - len(step.acceptance)
         self.input_padding += step.input_padding
@@ -123,11 +124,14 @@ class RunReport:
         if step.num_waiting:
             self.queued_steps += 1
             self.queued_fill_sum += step.num_rows / batch_size
-        for length in step.acceptance:
-            self.acceptance_histogram[length] = self.acceptance_histogram.get(length, 0) + 1
-        for length in step.drafted:
-            self.draft_length_histogram[length] = self.draft_length_histogram.get(length, 0) + 1
-        self._add_trees(step)
+        self.acceptance_histogram.update(step.acceptance)
+        self.draft_length_histogram.update(step.drafted)
+        self.draft_depth_histogram.update(step.depths)
+        self.drafted_by_depth.update(dict(enumerate(step.drafted_by_depth, start=1)))
+        for sure, is_accepted in step.confidence:
+            tenth = min(int(10 * sure), 9) / 10
+            self.drafted_by_confidence[tenth] += 1
+            self.accepted_by_confidence[tenth] += is_accepted
         for phase, seconds in step.seconds.items():
             self.seconds[phase] += seconds
         if not step.is_prefill:
@@ -143,16 +147,6 @@ class RunReport:
                 self.decode_phases[phase] += part
             self.decode_padding += step.input_padding + step.kv_padding
             self.padding_ratio_sum += (longest - sum(step.acceptance) / len(step.acceptance)) / longest
-
-    def _add_trees(self, step: StepStats) -> None:
-        for depth in step.depths:
-            self.draft_depth_histogram[depth] = self.draft_depth_histogram.get(depth, 0) + 1
-        for depth, count in enumerate(step.drafted_by_depth, start=1):
-            self.drafted_by_depth[depth] = self.drafted_by_depth.get(depth, 0) + count
-        for told, is_accepted in step.confidence:
-            tenth = min(int(10 * told), 9)
-            self.drafted_by_confidence[tenth] = self.drafted_by_confidence.get(tenth, 0) + 1
-            self.accepted_by_confidence[tenth] = self.accepted_by_confidence.get(tenth, 0) + is_accepted
 
     @property
     def accepted_by_depth(self) -> dict[int, int]:
@@ -194,13 +188,13 @@ class RunReport:
             "decode_tokens_per_second": self.decode_tokens_per_second,
             "tokens_per_second": self.tokens_per_second,
             "mean_acceptance_length": self.mean_acceptance_length,
-            "acceptance_histogram": {str(k): v for k, v in sorted(self.acceptance_histogram.items())},
-            "draft_length_histogram": {str(k): v for k, v in sorted(self.draft_length_histogram.items())},
-            "draft_depth_histogram": {str(k): v for k, v in sorted(self.draft_depth_histogram.items())},
-            "drafted_by_depth": {str(k): v for k, v in sorted(self.drafted_by_depth.items())},
-            "accepted_by_depth": {str(k): v for k, v in self.accepted_by_depth.items()},
-            "drafted_by_confidence": {f"{k / 10}": v for k, v in sorted(self.drafted_by_confidence.items())},
-            "accepted_by_confidence": {f"{k / 10}": v for k, v in sorted(self.accepted_by_confidence.items())},
+            "acceptance_histogram": _by_key(self.acceptance_histogram),
+            "draft_length_histogram": _by_key(self.draft_length_histogram),
+            "draft_depth_histogram": _by_key(self.draft_depth_histogram),
+            "drafted_by_depth": _by_key(self.drafted_by_depth),
+            "accepted_by_depth": _by_key(self.accepted_by_depth),
+            "drafted_by_confidence": _by_key(self.drafted_by_confidence),
+            "accepted_by_confidence": _by_key(self.accepted_by_confidence),
             "draft_acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
             "mean_draft_length": self.num_drafted / max(self.num_row_steps, 1),
             "padding_per_new_token": self.decode_padding / max(self.decode_tokens, 1),
@@ -228,3 +222,8 @@ class RunReport:
             "kv_peak_bytes": self.kv_usage.peak_held,
             "kv_peak_pool_bytes": self.kv_usage.peak_pool,
         }
+
+
+def _by_key(counts: Mapping[Any, int]) -> dict[str, int]:
+    """`counts` in order, with keys as JSON has them."""
+    return {str(key): counts[key] for key in sorted(counts)}

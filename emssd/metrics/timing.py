@@ -1,65 +1,41 @@
-"""Splits the time of a step into phases: who does the work names its phase, and the decode loop starts the timer."""
+"""Splits the time of a step into phases."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from collections.abc import Callable
 
 from emssd.metrics.stats import PHASES, StepStats
 
-__all__ = ["StepTimer", "phase"]
-
-_RUNNING: ContextVar[StepTimer | None] = ContextVar("emssd_step_timer", default=None)
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Count the body, or the function that this decorates, as phase `name` of the step that is being timed.
-
-    Within another phase it counts as that one: what a draft model computes is time of drafting.
-    """
-    timer = _RUNNING.get()
-    if timer is None or timer.phase is not None:
-        yield
-        return
-    timer.switch(name)
-    try:
-        yield
-    finally:
-        timer.switch(None)
+__all__ = ["StepTimer"]
 
 
 class StepTimer:
-    """Times one step, as a context manager; what lies in no phase is ``other``.
+    """Times one step; `Engine.step` ends each phase with a `lap`.
+
+    Args:
+        clock: seconds since any fixed moment; ``perf_counter`` by default.
 
     Attributes:
-        phase: the running one.
+        seconds: of each of `PHASES`, up to the latest lap.
     """
 
-    def __init__(self) -> None:
-        self.phase: str | None = None
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._since = time.perf_counter()
-        self._token: Token[StepTimer | None] | None = None
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._clock = clock or time.perf_counter
+        self._since = self._clock()
 
-    def __enter__(self) -> StepTimer:
-        self._token = _RUNNING.set(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._token is not None
-        _RUNNING.reset(self._token)
-
-    def switch(self, name: str | None) -> None:
-        """End the running phase and begin phase `name`."""
-        now = time.perf_counter()
-        self._seconds[self.phase or "other"] += now - self._since
-        self.phase, self._since = name, now
+    def lap(self, phase: str, **parts: float) -> None:
+        """Count the time since the lap before as `phase`, except for `parts`: seconds of it that are other phases."""
+        now = self._clock()
+        self.seconds[phase] += now - self._since
+        self._since = now
+        for name, seconds in parts.items():
+            self.seconds[name] += seconds
+            self.seconds[phase] -= seconds
 
     def timed(self, stats: StepStats) -> StepStats:
-        """`stats` with the seconds of each phase up to now."""
-        self.switch(self.phase)
-        return dataclasses.replace(stats, seconds=dict(self._seconds))
+        """`stats` with the seconds of each phase up to now; those since the latest lap are ``other``."""
+        self.lap("other")
+        return dataclasses.replace(stats, seconds=dict(self.seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -12,7 +13,6 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
-from emssd.metrics.timing import phase
 from emssd.model.states import StateCache
 from emssd.model.target import Computed, TargetModel
 
@@ -28,11 +28,13 @@ class ModelOutput:
         num_padding: padding tokens that were computed beside the ``nnz`` real ones.
         hidden: by index, ``[nnz, width]``, the hidden states that `ModelRunner.take_hidden` asked for; good until the
             next step.
+        plan_seconds: host time of planning attention, which is not time of the forward pass.
     """
 
     logits: torch.Tensor
     num_padding: int = 0
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    plan_seconds: float = 0.0
 
 
 class ModelRunner(ABC):
@@ -154,27 +156,25 @@ class CausalLMRunner(ModelRunner):
         self._layers = self.model.layers
 
     def run(self, packed: PackedInputs) -> ModelOutput:
-        with phase("plan"):
-            plan = self.backend.plan(packed)
-        with phase("forward"):
-            self._announce(packed)
-            with nullcontext() if self._states is None else self._states.step(packed, plan.token_index):
-                logits, computed = self._compute(plan)
+        start = time.perf_counter()
+        plan = self.backend.plan(packed)
+        plan_seconds = time.perf_counter() - start
+        self._announce(packed)
+        with nullcontext() if self._states is None else self._states.step(packed, plan.token_index):
+            logits, computed = self._compute(plan)
         hidden = {index: plan.packed(computed[index], packed.num_tokens) for index in self._hidden}
-        return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens, hidden)
+        return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens, hidden, plan_seconds)
 
     def run_chain(self, packed: PackedInputs, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
         if not self._takes_chains or self.model.compiled is None:
             return None
-        with phase("plan"):
-            plan = self.backend.plan_chain(packed, [length - 1 for length in lengths])
-            step = None if plan is None else self.backend.native_step(plan)
+        plan = self.backend.plan_chain(packed, [length - 1 for length in lengths])
+        step = None if plan is None else self.backend.native_step(plan)
         if plan is None or step is None:
             return None
-        with phase("forward"):
-            with self.model.lock:
-                tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
-            return tokens
+        with self.model.lock:
+            tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
+        return tokens
 
     def _announce(self, packed: PackedInputs) -> None:
         """What is to happen between a plan that succeeded and its pass."""

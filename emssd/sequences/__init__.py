@@ -1,18 +1,8 @@
-"""What is generated: a `Request` from outside, its growing `Sequence`, and the `Generation` that comes out."""
+"""What is generated: a `Request` from outside, the `Row` that it grows into, and the `Generation` that comes out."""
 
 from emssd.sequences.generation import Generation
 from emssd.sequences.logprobs import TokenLogprob
-from emssd.sequences.sequence import Batch, FinishReason, Request, Sequence, TokenIds
+from emssd.sequences.row import Batch, FinishReason, Request, Row
 from emssd.sequences.stopping import Stop, StopStrings
 
-__all__ = [
-    "Batch",
-    "FinishReason",
-    "Generation",
-    "Request",
-    "Sequence",
-    "Stop",
-    "StopStrings",
-    "TokenIds",
-    "TokenLogprob",
-]
+__all__ = ["Batch", "FinishReason", "Generation", "Request", "Row", "Stop", "StopStrings", "TokenLogprob"]

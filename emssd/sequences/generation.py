@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from emssd.sequences.logprobs import TokenLogprob
-from emssd.sequences.sequence import FinishReason, Sequence
+from emssd.sequences.row import FinishReason, Row
 
 __all__ = ["Generation"]
 
@@ -44,26 +44,25 @@ class Generation:
         return 1.0 + self.num_accepted / self.num_steps
 
     @classmethod
-    def of(cls, sequence: Sequence, tokenizer: Any) -> Generation:
-        """What became of a finished sequence; without a `tokenizer` there is no text."""
-        assert sequence.finish_reason is not None
-        output = tuple(sequence.output_ids)
-        stop = sequence.request.stop
-        text, sampling = None, sequence.request.sampling
-        if stop is not None and sequence.finish_reason is FinishReason.STOP:
-            text = stop.text_before(output)
+    def of(cls, row: Row, tokenizer: Any) -> Generation:
+        """The result of a finished row; without a `tokenizer` there is no text."""
+        assert row.finish_reason is not None
+        request, sampling, output = row.request, row.request.sampling, tuple(row.output_ids)
+        text = None
+        if request.stop is not None and row.finish_reason is FinishReason.STOP:
+            text = request.stop.text_before(output)
         elif tokenizer is not None:
             text = tokenizer.decode(output, skip_special_tokens=True)
         return cls(
-            request_id=sequence.request.prompt_id,
-            prompt_ids=sequence.request.prompt_ids,
+            request_id=request.prompt_id,
+            prompt_ids=request.prompt_ids,
             token_ids=output,
             text=text,
-            finish_reason=sequence.finish_reason,
-            num_steps=sequence.num_steps,
-            num_drafted=sequence.num_drafted,
-            num_accepted=sequence.num_accepted,
+            finish_reason=row.finish_reason,
+            num_steps=row.num_steps,
+            num_drafted=row.num_drafted,
+            num_accepted=row.num_accepted,
             seed=sampling.seed if sampling is not None and sampling.temperature else None,
-            sample=sequence.request.sample,
-            logprobs=sequence.logprobs,
+            sample=request.sample,
+            logprobs=None if sampling is None or sampling.logprobs is None else row.logprobs,
         )

@@ -11,7 +11,7 @@ from typing import Any
 from emssd.decoding.engine import Engine
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, StepStats
 from emssd.drafting.budget import FixedBudget
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace
 
 __all__ = ["StepLog", "TraceRecorder", "logged_steps", "record_trace"]
@@ -30,7 +30,7 @@ class TraceRecorder(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.num_speculative_tokens = drafter.num_speculative_tokens
         self._drafter = drafter
-        self._rows: dict[str, Sequence] = {}
+        self._rows: dict[str, Row] = {}
         self._guesses: dict[str, dict[int, list[int]]] = {}  # what was drafted, by output position
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -49,7 +49,7 @@ class TraceRecorder(Drafter):
         self._drafter.release(request_ids)
 
     @property
-    def rows(self) -> dict[str, Sequence]:
+    def rows(self) -> dict[str, Row]:
         """By request id the sequences that were seen."""
         return self._rows
 

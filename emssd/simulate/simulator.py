@@ -16,7 +16,7 @@ from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
 from emssd.metrics.timing import StepTimer
 from emssd.model.choice_runner import ChoiceRunner
-from emssd.sequences import Sequence
+from emssd.sequences import Row
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.recording import StepLog
 from emssd.simulate.trace_drafter import TraceDrafter
@@ -39,7 +39,7 @@ class Simulation:
 
     report: RunReport
     steps: Seq[StepStats]
-    sequences: Seq[Sequence]
+    sequences: Seq[Row]
 
 
 class Simulator:
@@ -77,7 +77,7 @@ class Simulator:
             budget=self._log,
             make_timer=lambda: SimulatedTimer(curve),
         )
-        self._sequences = [request.sequence() for request in trace]
+        self._sequences = [request.row() for request in trace]
         for sequence in self._sequences:
             if not runner.fits({sequence.request_id: sequence.max_length}):
                 raise ConfigError(

@@ -13,7 +13,7 @@ import msgspec
 
 from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 
 __all__ = ["RIGHT", "VOCAB_SIZE", "WRONG", "RequestTrace", "StageTrace", "Trace", "load_trace", "save_trace"]
 
@@ -83,10 +83,10 @@ class RequestTrace:
         """Tokens that the target generates."""
         return len(self.stages[0].drafted)
 
-    def sequence(self) -> Sequence:
+    def row(self) -> Row:
         """The request before its first step; it ends where the recorded one did."""
         request = Request(self.request_id, (RIGHT,) * self.num_prompt, self.max_new_tokens, frozenset([_EOS]))
-        return Sequence(request)
+        return Row(request)
 
     def tokens(self, position: int, count: int) -> list[int]:
         """`count` tokens of the target from `position` on; where the output ended before its limit, an EOS ends it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from emssd.attention.trees import Parents
 from emssd.drafting import Draft, Drafter
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 
 __all__ = [
     "ChainDrafter",
@@ -42,7 +42,7 @@ class _Informed(Drafter):
         self.num_speculative_tokens = num_speculative_tokens
         self._references = references or {}
 
-    def upcoming(self, row: Sequence) -> list[int]:
+    def upcoming(self, row: Row) -> list[int]:
         """What the target is going to generate for `row` from here on, as far as the reference tells."""
         reference = self._references.get(row.request_id, self._references.get(row.request.prompt_ids, ()))
         return list(reference[len(row.output_ids) :])
@@ -62,21 +62,21 @@ class ChainDrafter(_Informed):
         return Draft.from_chains(self.chain(row, limit)[:limit] for row, limit in zip(batch, budget, strict=True))
 
     @abstractmethod
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         """Draft for one row; what lies beyond `limit` is cut off."""
 
 
 class PerfectDrafter(ChainDrafter):
     """Drafts exactly what the target is going to generate, so that all of it must be accepted."""
 
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         return self.upcoming(row)
 
 
 class WrongDrafter(ChainDrafter):
     """Drafts a wrong first token and right ones behind it: nothing may be accepted. Needs the references."""
 
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         upcoming = self.upcoming(row)
         return [(upcoming[0] + 1) % self.vocab_size, *upcoming[1:]] if upcoming else []
 
@@ -100,7 +100,7 @@ class RandomDrafter(ChainDrafter):
         super().__init__(vocab_size, num_speculative_tokens, references)
         self._random = random.Random(seed)
 
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         length = self._random.randint(0, limit)
         right = self.upcoming(row)[: self._random.randint(0, length)]
         return right + [self._random.randrange(self.vocab_size) for _ in range(length - len(right))]
@@ -125,7 +125,7 @@ class ScriptedDrafter(ChainDrafter):
         super().__init__(vocab_size, num_speculative_tokens, references)
         self._script = script
 
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         num_right, rest = self._script[row.num_steps % len(self._script)]
         return self.upcoming(row)[:num_right] + [token % self.vocab_size for token in rest]
 
@@ -165,7 +165,7 @@ class TreeDrafter(_Informed):
             draft = replace(draft, confidence=tuple(self._random.choice(_SURE) for _ in range(draft.indptr[-1])))
         return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
 
-    def tree(self, row: Sequence, limit: int) -> list[tuple[int, int]]:
+    def tree(self, row: Row, limit: int) -> list[tuple[int, int]]:
         """At most `limit` nodes for one row, each a token and the index of its parent, or -1; of any depth."""
         parents, upcoming = self.parents(self._random.randint(0, limit)), self.upcoming(row)
         known = {-1: 0}  # nodes of the right way, by their depth

@@ -21,7 +21,7 @@ from emssd.attention.tables import page_metadata, tree_mask
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import ConfigError, OutOfMemoryError
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.paged import ReferenceAttention, ReferenceKernels, rerun
 
@@ -37,8 +37,8 @@ def allocated(spec: KVCacheSpec = SPEC, page_size: int = 16) -> PagedBackend:
     return backend
 
 
-def sequence(name: str, length: int, num_cached: int = 0) -> Sequence:
-    return Sequence(Request(name, tuple(range(1, length + 1)), 100), num_cached=num_cached)
+def sequence(name: str, length: int, num_cached: int = 0) -> Row:
+    return Row(Request(name, tuple(range(1, length + 1)), 100), num_cached=num_cached)
 
 
 def test_layers_with_the_same_rules_share_one_plan() -> None:

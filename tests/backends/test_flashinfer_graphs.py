@@ -28,7 +28,7 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -46,8 +46,8 @@ def allocated(**options: Any) -> PagedBackend:
     return backend
 
 
-def sequence(name: str, length: int, num_cached: int = 0) -> Sequence:
-    return Sequence(Request(name, tuple(range(1, length + 1)), 100), num_cached=num_cached)
+def sequence(name: str, length: int, num_cached: int = 0) -> Row:
+    return Row(Request(name, tuple(range(1, length + 1)), 100), num_cached=num_cached)
 
 
 class TestLadder:
@@ -71,7 +71,7 @@ class TestLadder:
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[tuple[list[Sequence], Draft]]:
+def histories(draw: st.DrawFn) -> list[tuple[list[Row], Draft]]:
     """Steps of one to four rows, each of at most 16 tokens."""
     steps = []
     for _ in range(draw(st.integers(1, 5))):
@@ -88,7 +88,7 @@ class TestStaticInputs:
 
     @given(history=histories(), on_host=st.booleans())
     def test_each_step_leaves_nothing_of_the_one_before(
-        self, history: list[tuple[list[Sequence], Draft]], on_host: bool
+        self, history: list[tuple[list[Row], Draft]], on_host: bool
     ) -> None:
         static = self.make()
         tables, addresses = static.tables, [table.data_ptr() for table in static.tables]

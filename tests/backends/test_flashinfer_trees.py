@@ -18,7 +18,7 @@ from emssd.decoding.packing import pack
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from emssd.testing.paged import ReferenceKernels, rerun
@@ -40,7 +40,7 @@ class RandomTrees(Drafter):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         return Draft.from_trees(self._tree(row, limit) for row, limit in zip(batch, budget, strict=True))
 
-    def _tree(self, row: Sequence, limit: int) -> list[tuple[int, int]]:
+    def _tree(self, row: Row, limit: int) -> list[tuple[int, int]]:
         upcoming = self._references[row.request_id][len(row.output_ids) :]
         nodes: list[tuple[int, int]] = []
         right = {-1: 0}  # how many tokens of what is to come a node stands for, itself included
@@ -129,7 +129,7 @@ def plan_of(kernels: ReferenceKernels, parents: tuple[int, ...], **spec: Any) ->
     backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
     backend.allocate(replace(target.kv_cache_spec(2), **spec))
     draft = Draft(torch.zeros(len(parents), dtype=torch.int64), (0, len(parents)), parents)
-    return backend.plan(pack([Sequence(Request("a", (1, 2, 3), 9))], draft))
+    return backend.plan(pack([Row(Request("a", (1, 2, 3), 9))], draft))
 
 
 def test_masked_kernels_of_recorded_steps_are_made_only_where_trees_may_come() -> None:
@@ -160,7 +160,7 @@ def test_a_row_longer_than_the_masks_buffer_is_not_recorded() -> None:
     backend.allocate(replace(spec, max_model_len=10, trees=True))  # of up to 18 tokens
     plans = []
     for length in (15, 16):
-        row = Sequence(Request("a", tuple(range(length)), 9), num_cached=length - 1)
+        row = Row(Request("a", tuple(range(length)), 9), num_cached=length - 1)
         draft = Draft(torch.zeros(3, dtype=torch.int64), (0, 3), (-1, -1, 0))
         plans.append(backend.plan(pack([row], draft)))
     assert [plan.replay is not None for plan in plans] == [True, False]

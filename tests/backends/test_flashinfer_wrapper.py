@@ -26,7 +26,7 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model
@@ -51,7 +51,7 @@ def backend(page_size: int = 16, **options: Any) -> PagedBackend:
 
 def step(made: PagedBackend, length: int, name: str = "a") -> torch.Tensor:
     """A prompt through the first layer."""
-    plan = made.plan(pack([Sequence(Request(name, tuple(range(length)), 9))], Draft.empty(1)))
+    plan = made.plan(pack([Row(Request(name, tuple(range(length)), 9))], Draft.empty(1)))
     count = plan.input_ids.numel()
     shapes = ((count, 4, 10), (count, 2, 10), (count, 2, 7))
     return made.forward(plan, 0, *(torch.ones(shape, dtype=torch.float64) for shape in shapes))
@@ -84,7 +84,7 @@ def test_a_tree_attends_as_it_does_with_the_reference_kernels(window: int | None
     layer = LayerSpec(4, 2, 64, 64, 0.3, sliding_window=window, softcap=4.0)
     spec, table = replace(SPEC, layers=(layer,)), PageTable(3)
     draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
-    packed = pack([Sequence(Request("a", (1, 2, 3), 9)), Sequence(Request("b", (4, 5), 9))], draft)
+    packed = pack([Row(Request("a", (1, 2, 3), 9)), Row(Request("b", (4, 5), 9))], draft)
     table.reserve_step(packed)
     metadata, mask = page_metadata(table, packed), tree_mask(packed, window)
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ from emssd.attention.seen import StepWatch
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Generation, Request, Sequence
+from emssd.sequences import Generation, Request, Row
 from emssd.testing.drafters import ChainDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -40,7 +40,7 @@ PROMPTS = [SICK[0], CLEAN[0], SICK[1], CLEAN[1], CLEAN[2], SICK[2], CLEAN[3], CL
 class DraftsTheBadToken(ChainDrafter):
     """Drafts what comes next, with the bad token among it: at each place in turn, first of all at the first."""
 
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         if BAD in row.request.prompt_ids:
             return [BAD] * limit
         chain, place = self.upcoming(row), len(row.output_ids) % 5

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from emssd.attention import Kept, KVCacheSpec, LayerSpec
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from tests.support.strategies import step_histories
 from tests.support.tiers import looped
 
@@ -32,11 +32,11 @@ def allocated(pad_kv: bool, pad_inputs: bool) -> PaddedBackend:
     return backend
 
 
-def sequences(*lengths: int) -> list[Sequence]:
-    return [Sequence(Request(str(i), tuple(range(length)), 100)) for i, length in enumerate(lengths)]
+def sequences(*lengths: int) -> list[Row]:
+    return [Row(Request(str(i), tuple(range(length)), 100)) for i, length in enumerate(lengths)]
 
 
-def step(backend: PaddedBackend, rows: list[Sequence], drafted: list[int], accepted: list[int]) -> tuple[int, int]:
+def step(backend: PaddedBackend, rows: list[Row], drafted: list[int], accepted: list[int]) -> tuple[int, int]:
     """Run one step without a model. Returns its padding: inputs, KV."""
     packed = pack(rows, Draft.from_chains([[0] * length for length in drafted]))
     plan = backend.plan(packed)
@@ -160,7 +160,7 @@ def test_a_slab_with_rows_of_a_finished_batch_starts_the_next_one_clean(pad_kv: 
     backend, rows = allocated(pad_kv, pad_inputs), sequences(30, 2)
     step(backend, rows, [3, 3], [3, 0])
     backend.release(["0", "1"])
-    rows = [Sequence(Request("next", (1, 2, 3), 9))]
+    rows = [Row(Request("next", (1, 2, 3), 9))]
     plan = backend.plan(pack(rows, Draft.empty(1)))
     assert plan.attention.key_positions.tolist() == [[0, 1, 2]]
 
@@ -181,8 +181,8 @@ def test_masks_are_as_wide_as_kernels_of_gpus_like_and_what_is_added_are_holes(p
     for backend in (exact, aligned):
         step(backend, sequences(9, 4), [3, 5], [1, 0])
     rows = sequences(11, 5)
-    rows[0].set_cached(10)
-    rows[1].set_cached(4)
+    rows[0].num_cached = 10
+    rows[1].num_cached = 4
     packed = pack(rows, Draft.from_trees([[(7, -1), (8, -1), (9, 0)], [(7, -1)]]))
     plans = [backend.plan(packed) for backend in (exact, aligned)]
     widths = [plan.attention.key_positions.shape[1] for plan in plans]

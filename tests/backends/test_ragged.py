@@ -16,7 +16,7 @@ from emssd.attention import Kept, KVCacheSpec, LayerSpec, PagedBackend
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from tests.support.strategies import step_histories
 
 LAYER = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=3, value_dim=2, scale=1.0)
@@ -38,8 +38,8 @@ def allocated(page_size: int, kernels: str = "torch", spec: KVCacheSpec = SPEC) 
     return backend
 
 
-def sequences(*lengths: int) -> list[Sequence]:
-    return [Sequence(Request(str(i), tuple(range(length)), 100)) for i, length in enumerate(lengths)]
+def sequences(*lengths: int) -> list[Row]:
+    return [Row(Request(str(i), tuple(range(length)), 100)) for i, length in enumerate(lengths)]
 
 
 def pages(lengths: list[int], page_size: int) -> int:
@@ -110,7 +110,7 @@ def test_pool_grows_with_the_sequences_and_keeps_what_is_in_it(kernels: str, pag
     backend.forward(plan, 0, draw(4, 2, 3), torch.zeros(4, 1, 3, dtype=torch.float64), value)
     small = backend.kv_usage.peak_pool
     assert small == page_bytes
-    rows[0].set_cached(4)
+    rows[0].num_cached = 4
     rows[0].extend([0] * 100)
     plan = backend.plan(pack(rows, Draft.empty(1)))
     zeros = torch.zeros(100, 1, 3, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_pool(
 def test_released_pages_are_used_again_before_the_pool_grows() -> None:
     backend = allocated(4)
     for serial in range(20):
-        row = Sequence(Request(str(serial), (0,) * 17, 9))
+        row = Row(Request(str(serial), (0,) * 17, 9))
         backend.plan(pack([row], Draft.empty(1)))
         backend.release([row.request_id])
     assert backend.kv_usage.peak_pool == 5 * 4 * TOKEN_BYTES

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PagedBackend
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.machines import moved
 from emssd.testing.paged import ReferenceKernels
 from emssd.testing.strategies import trees
@@ -37,11 +37,11 @@ def shapes(draw: st.DrawFn) -> Shape:
 HISTORIES = st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=1, max_size=4)
 
 
-def sequences() -> list[Sequence]:
-    return [Sequence(Request(str(row), tuple(range(length)), 100)) for row, length in enumerate((3, 1, 6))]
+def sequences() -> list[Row]:
+    return [Row(Request(str(row), tuple(range(length)), 100)) for row, length in enumerate((3, 1, 6))]
 
 
-def step(backend: AttentionBackend, rows: list[Sequence], drafted: tuple[Shape, ...], number: int) -> int:
+def step(backend: AttentionBackend, rows: list[Row], drafted: tuple[Shape, ...], number: int) -> int:
     """Run a step whose ids are new, as key and value of their token. Returns its padding of inputs."""
     draft = Draft.from_trees(
         [(1000 * number + 100 * row + node, parent) for node, parent in enumerate(parents)]

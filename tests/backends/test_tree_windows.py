@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, StepPlan
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.machines import check_plan
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import trees
@@ -30,7 +30,7 @@ def test_windows_shorter_than_a_tree_is_deep(make: MakeBackend, shapes: list[tup
     backend, dense, waves = make(), DenseBackend(), Waves(SPEC, 0)
     for each in (backend, dense):
         each.allocate(SPEC)
-    rows = [Sequence(Request(str(row), tuple(range(10 * row, 10 * row + 2 + row)), 20)) for row in range(len(shapes))]
+    rows = [Row(Request(str(row), tuple(range(10 * row, 10 * row + 2 + row)), 20)) for row in range(len(shapes))]
     nodes = [[(100 + 10 * row + node, parent) for node, parent in enumerate(tree)] for row, tree in enumerate(shapes)]
     steps = [pack(rows, Draft.from_trees([tree[:cached] for tree in nodes]))]
     steps.append(

@@ -69,11 +69,11 @@ def test_the_main_config_sets_no_option() -> None:
 
 
 def test_the_default_drafter_stands_in_one_place_beside_the_main_config() -> None:
-    from emssd.decoding.assembly import load_parts, parts_around
+    from emssd import Engine
     from emssd.integrations.hf import custom_generate
 
     assert compose().drafter.name == DEFAULT_DRAFTER
-    for function in (parts_around, load_parts, custom_generate):
+    for function in (Engine.from_model, Engine.from_pretrained, custom_generate):
         assert inspect.signature(function).parameters["drafter"].default is DEFAULT_DRAFTER
 
 

@@ -267,10 +267,10 @@ def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyP
     assert "check=greedy: 2 exact, 0 numerical ties, 0 true differences\n" in result.out
 
     def wrong(chosen: Any, draft: Any, *others: Any) -> Any:
-        verification = right(chosen, draft, *others)
+        verified = right(chosen, draft, *others)
         if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
-            verification.new_tokens[0][-1] = 5
-        return verification
+            verified[0].new_tokens[-1] = 5
+        return verified
 
     monkeypatch.setattr(engine, "verify", wrong)
     result = toy(emssd, "fig1", *checked, "overwrite=true")

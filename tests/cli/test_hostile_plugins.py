@@ -14,7 +14,7 @@ from emssd import authoring
 from emssd.authoring.watched import Notes, _watch, run_watched
 from emssd.drafting import Draft, Drafter
 from emssd.errors import PluginError
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.conformance.rules import BrokenRule
 from emssd.testing.conformance.watch import WatchedDrafter
 from tests.support.tiers import looped
@@ -34,7 +34,7 @@ PROPOSES: dict[str, tuple[Callable[[Any, Batch], Any], str, str]] = {
     "exits": (lambda drafter, batch: sys.exit(0), "drafter.raises", "raised SystemExit: 0"),
     "raises what is no Exception": (lambda drafter, batch: fail(Odd("own")), "drafter.raises", "raised Odd: own"),
     "recurses": (lambda drafter, batch: drafter.propose(batch, []), "drafter.raises", "raised RecursionError: maximum"),
-    "edits tokens": (lambda drafter, batch: batch.sequences[0].extend([1]), "drafter.batch", "changed _ids of"),
+    "edits tokens": (lambda drafter, batch: batch.rows[0].extend([1]), "drafter.batch", "changed tokens of"),
     "has no rows": (
         lambda drafter, batch: Draft(Draft.from_chains([[1]]).token_ids, None),  # type: ignore[arg-type]  # the fault
         "drafter.draft",
@@ -52,7 +52,7 @@ def test_a_drafter_that_misbehaves_breaks_a_rule(fault: str) -> None:
             return propose(self, batch)
 
     with pytest.raises(BrokenRule) as caught:
-        WatchedDrafter(Third(), 7).propose(Batch((Sequence(Request("a", (1, 2), 9)),)), [2])
+        WatchedDrafter(Third(), 7).propose(Batch((Row(Request("a", (1, 2), 9)),)), [2])
     assert caught.value.rule == rule
     assert said in caught.value.message
 

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from emssd.metrics.stats import PHASES
-from emssd.sequences import Sequence
+from emssd.sequences import Row
 
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
 
@@ -108,10 +108,10 @@ def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.Monkey
     right = engine.verify
 
     def wrong(chosen, draft, *others):
-        verification = right(chosen, draft, *others)
+        verified = right(chosen, draft, *others)
         if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
-            verification.new_tokens[0][-1] = 5
-        return verification
+            verified[0].new_tokens[-1] = 5
+        return verified
 
     monkeypatch.setattr(engine, "verify", wrong)
     result = decode(*RETRIEVE, "check=greedy")
@@ -173,7 +173,7 @@ def failing_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     step, steps = Engine.step, count(1)
 
-    def fails(engine: Engine) -> list[Sequence]:
+    def fails(engine: Engine) -> list[Row]:
         if next(steps) == number:
             raise OutOfMemoryError("out of memory")
         return step(engine)

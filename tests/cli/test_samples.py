@@ -51,10 +51,10 @@ def test_a_difference_says_which_sample_it_is_in(decode: Callable, monkeypatch: 
     right = engine.verify
 
     def wrong(chosen, draft, *others):
-        verification = right(chosen, draft, *others)
-        for tokens in verification.new_tokens if draft.indptr[-1] else ():  # so that the plain run stays right
-            tokens[-1] = 5
-        return verification
+        verified = right(chosen, draft, *others)
+        for row in verified if draft.indptr[-1] else ():  # so that the plain run stays right
+            row.new_tokens[-1] = 5
+        return verified
 
     monkeypatch.setattr(engine, "verify", wrong)
     cold = ("sampling.temperature=0.05", "max_new_tokens=24", "budget=fixed", "data.limit=1")  # it repeats itself

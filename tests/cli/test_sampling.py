@@ -52,12 +52,12 @@ def test_residual_rows_are_tested_for_their_law_and_others_compared(
 
 
 def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from emssd.decoding import verdicts
+    from emssd.decoding import choosing
 
     def same(*_: Any) -> Any:
         return lambda: 0.0
 
-    monkeypatch.setattr(verdicts, "uniforms", same)  # the most that 0.0 can mean is the first possible token
+    monkeypatch.setattr(choosing, "uniforms", same)  # the most that 0.0 can mean is the first possible token
     result = decode(*SAMPLED, "sampling.method=residual", "sampling.temperature=5", "check=plain")
     assert not result.metrics["check"]["law"]["right"]
     assert "tokens DO NOT have the law of plain decoding" in result.out
@@ -86,6 +86,23 @@ def test_both_names_of_the_check_compare_greedy_rows(name: str, decode: Callable
     result = decode("max_new_tokens=8", f"check={name}")
     assert f"check={name}: 5 exact" in result.out
     assert "plain greedy" in result.out
+
+
+def test_a_sampled_difference_is_judged_by_what_was_compared(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from emssd.decoding import engine
+
+    right = engine.verify
+
+    def wrong(chosen, draft, *others):
+        verified = right(chosen, draft, *others)
+        if draft.indptr[-1]:  # only steps with a draft, so that plain sampling stays right
+            verified[0].new_tokens[-1] = 5
+        return verified
+
+    monkeypatch.setattr(engine, "verify", wrong)
+    check = decode(*SAMPLED, "budget=fixed", "check=plain").metrics["check"]
+    assert check["differences"] > 0
+    assert all(each["margin"] > each["tolerance"] for each in check["details"])
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, PluginError
 from emssd.metrics.stats import StepStats
 from emssd.plugins.builtin import FixedBudgetConfig
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.simulate.recording import StepLog
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
@@ -28,7 +28,7 @@ from emssd.testing.models import tiny_model
 from tests.support.strategies import drafts
 from tests.support.tiers import looped
 
-BATCH = Batch(tuple(Sequence(Request(name, (1,), 9)) for name in "abc"))
+BATCH = Batch(tuple(Row(Request(name, (1,), 9)) for name in "abc"))
 
 
 @looped(

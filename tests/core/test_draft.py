@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.drafting import Draft
-from emssd.drafting.rules import check_draft
+from emssd.drafting.checked import check_draft
 from emssd.errors import DraftError, PluginError
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from tests.support.strategies import drafts
 from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees
 
-BATCH = Batch((Sequence(Request("first", (1,), 9)), Sequence(Request("second", (2, 3), 9))))
+BATCH = Batch((Row(Request("first", (1,), 9)), Row(Request("second", (2, 3), 9))))
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5))
@@ -130,7 +130,7 @@ def test_every_tree_within_budget_and_depth_passes(forest: list[Tree]) -> None:
 
 
 def test_a_row_that_may_generate_one_more_token_drafts_nothing() -> None:
-    last = Batch((Sequence(Request("last", (1,), 1)),))
+    last = Batch((Row(Request("last", (1,), 1)),))
     check_draft(Draft.empty(1), last, [4], 10, trees=True)
     with pytest.raises(DraftError, match="has depth 1, and the row may still generate 1 tokens"):
         check_draft(Draft.from_trees([[(1, -1)]]), last, [4], 10, trees=True)

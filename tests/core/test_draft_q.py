@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd.drafting.checked import CheckedDrafter
-from emssd.drafting.rules import check_draft, own_draft
+from emssd.drafting.checked import CheckedDrafter, check_draft, own_draft
 from emssd.drafting.stages import DraftStages
 from emssd.errors import DraftError
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from tests.support.tiers import looped
 
 VOCAB = 7
@@ -69,7 +68,7 @@ def test_cuts_and_copies_keep_them(draft: Draft, limits: list[int]) -> None:
 
 
 def own_of(draft: Draft) -> Draft:
-    rows = Batch(tuple(Sequence(Request(str(row), (1,), 20)) for row in range(draft.num_rows)))
+    rows = Batch(tuple(Row(Request(str(row), (1,), 20)) for row in range(draft.num_rows)))
     return own_draft(draft, rows, [9] * draft.num_rows, VOCAB, trees=True)
 
 
@@ -87,7 +86,7 @@ class Given(Drafter):
 def test_joined_rows_have_that_of_who_drafted_them(one: Draft, other: Draft) -> None:
     assert other.q is not None
     other = replace(other, q=tuple(None if q is None else tuple(each + 1000 for each in q) for q in other.q))
-    rows = Batch(tuple(Sequence(Request(str(row), (1,), 20)) for row in range(3)))
+    rows = Batch(tuple(Row(Request(str(row), (1,), 20)) for row in range(3)))
     drafters = [CheckedDrafter(Given(each), None, VOCAB, on_error="fail") for each in (one, other)]
     found = DraftStages(drafters, FixedBudget()).propose(rows, (9, 9, 9), 0)
     for row in range(3):
@@ -112,12 +111,12 @@ UNIT = torch.full((VOCAB,), 1 / VOCAB)
     ],
 )
 def test_distributions_that_cannot_be_are_refused(q: tuple[Seq[torch.Tensor] | None, ...], message: str) -> None:
-    draft, rows = replace(Draft.from_chains([[1, 2]]), q=q), Batch((Sequence(Request("first", (1,), 9)),))
+    draft, rows = replace(Draft.from_chains([[1, 2]]), q=q), Batch((Row(Request("first", (1,), 9)),))
     with pytest.raises(DraftError, match=message):
         check_draft(draft, rows, [2], VOCAB)
 
 
 def test_leaves_need_none() -> None:
-    draft, rows = Draft.from_chains([[1, 2]]), Batch((Sequence(Request("first", (1,), 9)),))
+    draft, rows = Draft.from_chains([[1, 2]]), Batch((Row(Request("first", (1,), 9)),))
     check_draft(replace(draft, q=((UNIT, UNIT, torch.empty(0)),)), rows, [2], VOCAB)
     check_draft(replace(draft, q=(None,)), rows, [2], VOCAB)

@@ -15,7 +15,7 @@ from emssd import Engine, SamplingParams
 from emssd.errors import ConfigError, EmssdError, PromptError
 from emssd.integrations.engine_thread import EngineThread
 from emssd.integrations.ray import TextGenerator
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from tests.support.tiers import looped
 
 PROMPTS = ["The for statement", "Lambda expressions are", "A class", "An assert", "To import a", "A list"]
@@ -78,7 +78,7 @@ def test_a_cancelled_row_is_given_up_and_the_others_go_on(
 ) -> None:
     running, cancelled, step = Event(), Event(), thread.engine.step
 
-    def slow_step() -> list[Sequence]:
+    def slow_step() -> list[Row]:
         finished = step()
         running.set()
         cancelled.wait(60)

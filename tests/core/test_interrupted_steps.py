@@ -17,7 +17,7 @@ from emssd.decoding.engine import Engine
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.errors import PluginError
 from emssd.metrics.stats import StepStats
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import RandomDrafter
 
 PLACES = ("fits", "plan", "forward", "last layer", "commit", "propose", "observe", "release", "policy")
@@ -98,9 +98,9 @@ def break_backend(engine: Engine, faults: Faults) -> None:
     backend.forward = failing_forward  # type: ignore[method-assign]  # one engine's own
 
 
-def step_on(engine: Engine, faults: Faults) -> dict[str, Sequence]:
+def step_on(engine: Engine, faults: Faults) -> dict[str, Row]:
     """Step until nothing is left, whatever is raised."""
-    done: dict[str, Sequence] = {}
+    done: dict[str, Row] = {}
     for _ in range(1000):
         if not engine.has_work:
             return done

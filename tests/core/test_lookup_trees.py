@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Drafter
-from emssd.drafting.rules import check_draft
+from emssd.drafting.checked import check_draft
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.tree_drafts import decode_with_trees, paths_of, row_of, tree_of
@@ -47,7 +47,7 @@ def make(config: LLMAConfig | PLDConfig) -> LLMADrafter | PLDDrafter:
     return LLMADrafter(config) if isinstance(config, LLMAConfig) else PLDDrafter(config)
 
 
-def copies(config: LLMAConfig | PLDConfig, row: Sequence) -> list[list[int]]:
+def copies(config: LLMAConfig | PLDConfig, row: Row) -> list[list[int]]:
     """By definition: what stands behind each place that is copied from, in the order of choice."""
     tokens = list(row.tokens)
     if isinstance(config, LLMAConfig):

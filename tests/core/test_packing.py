@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from emssd.attention import PackedInputs
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from tests.support.strategies import drafts, prompt_batches
 
 CPU = torch.device("cpu")
 
 
 @st.composite
-def rows_and_drafts(draw: st.DrawFn) -> tuple[list[Sequence], Draft]:
-    rows = [Sequence(Request(f"r{i}", tuple(ids), 9)) for i, ids in enumerate(draw(prompt_batches(50, 5)))]
+def rows_and_drafts(draw: st.DrawFn) -> tuple[list[Row], Draft]:
+    rows = [Row(Request(f"r{i}", tuple(ids), 9)) for i, ids in enumerate(draw(prompt_batches(50, 5)))]
     for row in rows:
-        row.set_cached(draw(st.integers(0, len(row.tokens) - 1)))
+        row.num_cached = draw(st.integers(0, len(row.tokens) - 1))
     return rows, draw(drafts([draw(st.integers(0, 6)) for _ in rows], 50))
 
 
@@ -28,7 +28,7 @@ def unpack(packed: PackedInputs, values: torch.Tensor) -> list[list[int]]:
 
 
 @given(rows_and_drafts())
-def test_each_row_is_its_uncached_tokens_and_its_draft_at_true_positions(case: tuple[list[Sequence], Draft]) -> None:
+def test_each_row_is_its_uncached_tokens_and_its_draft_at_true_positions(case: tuple[list[Row], Draft]) -> None:
     rows, draft = case
     packed = pack(rows, draft)
     ids, positions = unpack(packed, packed.input_ids), unpack(packed, packed.position_ids)
@@ -43,7 +43,7 @@ def test_each_row_is_its_uncached_tokens_and_its_draft_at_true_positions(case: t
 
 
 @given(rows_and_drafts())
-def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple[list[Sequence], Draft]) -> None:
+def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple[list[Row], Draft]) -> None:
     rows, draft = case
     packed = pack(rows, draft)
     wanted = [
@@ -58,7 +58,7 @@ def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple
 
 
 @given(rows_and_drafts())
-def test_packing_changes_nothing_it_is_given(case: tuple[list[Sequence], Draft]) -> None:
+def test_packing_changes_nothing_it_is_given(case: tuple[list[Row], Draft]) -> None:
     rows, draft = case
     before = [(list(row.tokens), row.num_cached) for row in rows], draft.token_ids.clone()
     pack(rows, draft)
@@ -67,7 +67,7 @@ def test_packing_changes_nothing_it_is_given(case: tuple[list[Sequence], Draft])
 
 
 def test_indices_are_int64_and_indptr_has_a_leading_zero() -> None:
-    packed = pack([Sequence(Request("a", (4, 5), 3))], Draft.from_chains([[6]]))
+    packed = pack([Row(Request("a", (4, 5), 3))], Draft.from_chains([[6]]))
     assert packed.qo_indptr == (0, 3)
     assert {packed.input_ids.dtype, packed.position_ids.dtype, packed.logit_rows.dtype} == {torch.int64}
 
@@ -77,7 +77,7 @@ def test_pack_nodes_is_packing_rows_that_lack_their_newest_token_only(pairs: lis
     tokens, positions = [list(column) for column in zip(*pairs, strict=True)]
     names = [f"r{i}" for i in range(len(pairs))]
     rows = [
-        Sequence(Request(name, (0,) * position + (token,), 5), num_cached=position)
+        Row(Request(name, (0,) * position + (token,), 5), num_cached=position)
         for name, token, position in zip(names, tokens, positions, strict=True)
     ]
     one, many = (

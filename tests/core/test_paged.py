@@ -13,7 +13,7 @@ from emssd.attention.tables import FixedShape, largest_metadata, page_metadata, 
 from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.paged import ReferenceKernels
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ def steps(draw: st.DrawFn) -> tuple[PageTable, PackedInputs]:
         if draw(st.booleans()):
             table.release(["gone"])
         length = draw(st.integers(1, 17))
-        row = Sequence(Request(str(name), tuple(range(length)), 100))
-        row.set_cached(draw(st.integers(0, length - 1)))
+        row = Row(Request(str(name), tuple(range(length)), 100))
+        row.num_cached = draw(st.integers(0, length - 1))
         table.reserve(str(name), row.num_cached)
         rows.append(row)
     packed = pack(rows, Draft.from_chains([[0] * draw(st.integers(0, 6)) for _ in rows]))
@@ -57,13 +57,13 @@ def test_metadata_reads_and_writes_the_slots_of_every_token(step: tuple[PageTabl
 
 
 def test_what_a_failed_step_took_is_given_back_before_the_next_takes_its_own() -> None:
-    table, rows = PageTable(4, max_pages=5), [Sequence(Request(name, (1,) * 6, 9)) for name in "ab"]
+    table, rows = PageTable(4, max_pages=5), [Row(Request(name, (1,) * 6, 9)) for name in "ab"]
     table.reserve_step(pack(rows, Draft.from_chains([[0] * 6, []])))
     assert [len(table.pages(name)) for name in "ab"] == [3, 2]
     table.reserve_step(pack(rows, Draft.from_chains([[], [0] * 6])))  # together they would be too many
     assert [len(table.pages(name)) for name in "ab"] == [2, 3]
     for row in rows:
-        row.set_cached(6)
+        row.num_cached = 6
         row.extend([1])
     kept = table.pages("a")[:]
     table.reserve_step(pack(rows, Draft.empty(2)))
@@ -81,13 +81,13 @@ def test_the_largest_plan_has_all_rows_and_queries_of_its_shape(num_rows: int, m
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> tuple[list[Sequence], Draft]:
+def trees(draw: st.DrawFn) -> tuple[list[Row], Draft]:
     """Sequences, cached but for a few tokens, and a tree for each; a tree may be empty, a chain, or all siblings."""
     rows, parents, indptr = [], [], [0]
     for name in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, 8))
-        row = Sequence(Request(str(name), tuple(range(length)), 100))
-        row.set_cached(draw(st.integers(0, length - 1)))
+        row = Row(Request(str(name), tuple(range(length)), 100))
+        row.num_cached = draw(st.integers(0, length - 1))
         rows.append(row)
         count = draw(st.integers(0, 6))
         parents += [draw(st.integers(-1, node - 1)) for node in range(count)]
@@ -95,7 +95,7 @@ def trees(draw: st.DrawFn) -> tuple[list[Sequence], Draft]:
     return rows, Draft(torch.zeros(indptr[-1], dtype=torch.int64), tuple(indptr), tuple(parents))
 
 
-def paths(rows: list[Sequence], draft: Draft) -> list[list[list[int]]]:
+def paths(rows: list[Row], draft: Draft) -> list[list[list[int]]]:
     """By hand: for each row and new token, the indices of the tokens on the way to it from the first, itself last."""
     assert draft.parents is not None
     found = []
@@ -114,7 +114,7 @@ def paths(rows: list[Sequence], draft: Draft) -> list[list[list[int]]]:
 
 @given(forest=trees(), window=st.none() | st.integers(1, 6))
 def test_a_node_sees_its_ancestors_and_itself_and_nobody_else(
-    forest: tuple[list[Sequence], Draft], window: int | None
+    forest: tuple[list[Row], Draft], window: int | None
 ) -> None:
     rows, draft = forest
     packed = pack(rows, draft)
@@ -129,7 +129,7 @@ def test_a_node_sees_its_ancestors_and_itself_and_nobody_else(
 
 
 @given(forest=trees(), window=st.none() | st.integers(1, 6))
-def test_without_parents_the_mask_is_causal(forest: tuple[list[Sequence], Draft], window: int | None) -> None:
+def test_without_parents_the_mask_is_causal(forest: tuple[list[Row], Draft], window: int | None) -> None:
     rows, draft = forest
     chain = Draft(draft.token_ids, draft.indptr)
     packed = pack(rows, chain)
@@ -146,7 +146,7 @@ def test_without_parents_the_mask_is_causal(forest: tuple[list[Sequence], Draft]
 def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None) -> None:
     table, generator = PageTable(3), torch.Generator().manual_seed(0)
     layer = LayerSpec(4, 2, 4, 4, 0.7, sliding_window=window, softcap=5.0)
-    rows = [Sequence(Request(str(i), tuple(range(4 + i)), 9)) for i in range(3)]
+    rows = [Row(Request(str(i), tuple(range(4 + i)), 9)) for i in range(3)]
     packed = pack(rows, Draft.from_chains([[0], [], [0, 0]]))
     for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
         table.reserve(request_id, kv_len)

@@ -25,7 +25,7 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
-from emssd.sequences import FinishReason, Request, Sequence
+from emssd.sequences import FinishReason, Request, Row
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -91,7 +91,7 @@ def test_2_after_each_step_the_cache_equals_a_fresh_prefill(
             fresh.allocate(oracle.target.kv_cache_spec(5))
             probe = Draft.from_chains([[1, 2, 3]] * len(rows))
             from_cache = oracle.target(used.plan(pack(rows, probe)), used)
-            anew = [Sequence(Request(row.request_id, tuple(row.tokens), 1)) for row in rows]
+            anew = [Row(Request(row.request_id, tuple(row.tokens), 1)) for row in rows]
             from_scratch = oracle.target(fresh.plan(pack(anew, probe)), fresh)
         torch.testing.assert_close(from_cache, from_scratch, atol=1e-10, rtol=0)
         num_checked += 1

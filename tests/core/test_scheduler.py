@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from emssd import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule, Scheduler, StaticScheduler
 from emssd.errors import ConfigError, PluginError
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
@@ -32,8 +32,8 @@ def at_most(num_pages: int, page_size: int = 1) -> Fits:
     return lambda kv_lens: sum(-(-length // page_size) for length in kv_lens.values()) <= num_pages
 
 
-def row(name: str, num_prompt: int = 1, num_new: int = 10) -> Sequence:
-    return Sequence(Request(name, (1,) * num_prompt, num_new))
+def row(name: str, num_prompt: int = 1, num_new: int = 10) -> Row:
+    return Row(Request(name, (1,) * num_prompt, num_new))
 
 
 def names(schedule: Schedule) -> list[str]:
@@ -41,15 +41,15 @@ def names(schedule: Schedule) -> list[str]:
 
 
 def pieces(schedule: Schedule) -> dict[str, int]:
-    return {piece.sequence.request_id: piece.num_tokens for piece in schedule.prefills}
+    return {piece.row.request_id: piece.num_tokens for piece in schedule.prefills}
 
 
-def advance(schedule: Schedule, accepted: list[int] | None = None) -> list[Sequence]:
+def advance(schedule: Schedule, accepted: list[int] | None = None) -> list[Row]:
     """What the engine does with a schedule, each row accepting so many drafted tokens. Returns finished rows."""
     for sequence in schedule.preempted:
-        sequence.set_cached(0)
+        sequence.num_cached = 0
     for piece in schedule.prefills:
-        piece.sequence.set_cached(piece.sequence.num_cached + piece.num_tokens)
+        piece.row.num_cached = piece.row.num_cached + piece.num_tokens
     for index, sequence in enumerate(schedule.batch):
         count = accepted[index] if accepted else 0
         sequence.advance(*sequence.taken([5] * (count + 1)), num_drafted=count, num_accepted=count)
@@ -108,7 +108,7 @@ def test_static_batches_hold_only_rows_that_fit_to_their_ends(lengths: list[int]
 def test_limits_leave_room_for_the_targets_own_token(
     make: type[Scheduler], num_speculative_tokens: int, num_generated: int, max_length: int, limit: int
 ) -> None:
-    sequence = Sequence(Request("a", (1, 2, 3), 100), max_length=max_length)
+    sequence = Row(Request("a", (1, 2, 3), 100), max_length=max_length)
     sequence.extend([5] * num_generated)
     scheduler = make(1)
     scheduler.add(sequence)
@@ -165,7 +165,7 @@ OPTIONS = st.builds(
 @given(options=OPTIONS, data=st.data())
 def test_every_schedule_of_any_history_is_as_documented(options: Options, data: st.DataObject) -> None:
     scheduler = options.make()
-    unfinished: list[Sequence] = []  # in order of arrival
+    unfinished: list[Row] = []  # in order of arrival
     arrivals = [
         (step, row(str(i), num_prompt, num_new))
         for i, (step, num_prompt, num_new) in enumerate(
@@ -175,7 +175,7 @@ def test_every_schedule_of_any_history_is_as_documented(options: Options, data: 
         )
     ]
     bound = sum(sequence.max_length for _, sequence in arrivals) + 16
-    ran: list[Sequence] = []
+    ran: list[Row] = []
     for step in range(bound):
         for due, sequence in arrivals:
             if due == step:
@@ -200,9 +200,7 @@ def test_every_schedule_of_any_history_is_as_documented(options: Options, data: 
     assert not unfinished, "a row never ends"
 
 
-def check_rows(
-    schedule: Schedule, options: Options, unfinished: list[Sequence], running: list[Sequence], ran: list[Sequence]
-) -> None:
+def check_rows(schedule: Schedule, options: Options, unfinished: list[Row], running: list[Row], ran: list[Row]) -> None:
     """Those that run are always the earliest of all; the latest leave, and only if they must."""
     assert 1 <= len(running) <= options.batch_size
     lost = {sequence.request_id for sequence in schedule.preempted}
@@ -221,12 +219,12 @@ def check_rows(
         assert not options.fits(to_come(options, unfinished[: len(running) + 1])), "there was room for one more"
 
 
-def to_come(options: Options, rows: list[Sequence]) -> dict[str, int]:
+def to_come(options: Options, rows: list[Row]) -> dict[str, int]:
     grown = 1000 if options.headroom is None else options.headroom
     return {sequence.request_id: min(sequence.max_length, len(sequence.tokens) + grown) for sequence in rows}
 
 
-def check_limits(schedule: Schedule, options: Options, running: list[Sequence]) -> None:
+def check_limits(schedule: Schedule, options: Options, running: list[Row]) -> None:
     wanted = [min(options.num_speculative_tokens, sequence.num_remaining - 1) for sequence in schedule.batch]
     assert len(schedule.limits) == len(wanted)
     assert all(0 <= limit <= want for limit, want in zip(schedule.limits, wanted, strict=True))
@@ -241,7 +239,7 @@ def check_limits(schedule: Schedule, options: Options, running: list[Sequence]) 
         assert list(schedule.limits) == wanted, "there was room to draft more"
 
 
-def check_tokens(schedule: Schedule, options: Options, running: list[Sequence], uncached: dict[str, int]) -> None:
+def check_tokens(schedule: Schedule, options: Options, running: list[Row], uncached: dict[str, int]) -> None:
     """All decoding rows run; prompts share what they leave, half of it for the first, then the shortest."""
     computed = {name: uncached[name] for name in names(schedule)} | pieces(schedule)
     assert all(1 <= count < uncached[name] for name, count in pieces(schedule).items())

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.sequences import Batch, FinishReason, Request, Sequence
+from emssd.sequences import Batch, FinishReason, Request, Row
 from tests.support.tiers import looped
 
 
-def sequence(max_new_tokens: int = 5, eos: frozenset[int] = frozenset({2})) -> Sequence:
-    return Sequence(Request("a", (7, 2, 8), max_new_tokens, eos))
+def sequence(max_new_tokens: int = 5, eos: frozenset[int] = frozenset({2})) -> Row:
+    return Row(Request("a", (7, 2, 8), max_new_tokens, eos))
 
 
 @looped(
@@ -65,14 +65,14 @@ def test_without_eos_ids_only_the_limit_ends() -> None:
 
 def test_a_sequence_does_not_share_its_tokens_with_another() -> None:
     request = Request("a", (1, 2), 3)
-    first, second = Sequence(request), Sequence(request)
+    first, second = Row(request), Row(request)
     first.extend([5])
     assert second.tokens == [1, 2]
     assert request.prompt_ids == (1, 2)
 
 
 def test_batch_keeps_row_order() -> None:
-    rows = [Sequence(Request(name, (1,), 1)) for name in ("b", "a", "c")]
+    rows = [Row(Request(name, (1,), 1)) for name in ("b", "a", "c")]
     batch = Batch(tuple(rows))
     assert batch.request_ids == ("b", "a", "c")
     assert list(batch) == rows

@@ -21,7 +21,7 @@ from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.model import CausalLMRunner
-from emssd.sequences import FinishReason, Request, Sequence
+from emssd.sequences import FinishReason, Request, Row
 from emssd.simulate import (
     PRESETS,
     FittedCurve,
@@ -47,7 +47,7 @@ class PlaceDrafter(ChainDrafter):
         super().__init__(*args, **options)
         self._plan = plan
 
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         place = len(row.output_ids)
         num_right, num_wrong = self._plan[place % len(self._plan)]
         upcoming = self.upcoming(row)
@@ -237,7 +237,7 @@ def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="takes up to 180 tokens of KV cache, and there is room for 160"):
         simulate(max_kv_tokens=160)
     scheduler = ContinuousScheduler(1)
-    scheduler.add(Sequence(Request("busy", (1,), 1)))
+    scheduler.add(Row(Request("busy", (1,), 1)))
     with pytest.raises(ConfigError, match="work of another run"):
         Simulator(geometric_trace(0.5, 1, num_speculative_tokens=1), scheduler, FixedBudget(), CURVE)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from emssd.attention import AttentionBackend
 from emssd.errors import ConfigError
-from emssd.sequences import FinishReason, Request, Sequence, StopStrings
+from emssd.sequences import FinishReason, Request, Row, StopStrings
 from tests.support.strategies import drafters_with_eos, prompt_batches
 from tests.support.tiers import looped
 
@@ -160,10 +160,10 @@ def test_ids_outside_the_vocabulary_have_no_text() -> None:
     assert stop.text_before([5000, a, 5000, 5001, 5002, b]) == ""
 
 
-def _row(strings: list[str], prompt: str, limit: int = 9, eos: str | None = None) -> Sequence:
+def _row(strings: list[str], prompt: str, limit: int = 9, eos: str | None = None) -> Row:
     ids = tuple(BYTE_LEVEL.convert_tokens_to_ids(list(prompt)))
     eos_ids = frozenset() if eos is None else frozenset([BYTE_LEVEL.convert_tokens_to_ids(eos)])
-    return Sequence(Request("x", ids, limit, eos_ids, StopStrings(strings, BYTE_LEVEL)))
+    return Row(Request("x", ids, limit, eos_ids, StopStrings(strings, BYTE_LEVEL)))
 
 
 @looped(
@@ -181,7 +181,7 @@ def _row(strings: list[str], prompt: str, limit: int = 9, eos: str | None = None
     ],
 )
 def test_a_row_ends_with_the_token_that_completes_a_stop_string(
-    row: Sequence, new: str, kept: str, reason: FinishReason | None
+    row: Row, new: str, kept: str, reason: FinishReason | None
 ) -> None:
     row.extend(BYTE_LEVEL.convert_tokens_to_ids(list(new)))
     assert BYTE_LEVEL.convert_ids_to_tokens(row.output_ids) == list(kept)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from emssd.attention import KVCacheSpec, LayerSpec, additive_mask, masked_attention
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import (
     PerfectDrafter,
     RandomDrafter,
@@ -27,13 +27,13 @@ REFERENCE = (3, 1, 4, 1, 5, 2, 6, 5)
 BY_ID, BY_PROMPT = {"a": REFERENCE}, {(7, 7): REFERENCE}
 
 
-def row(*generated: int) -> Sequence:
-    sequence = Sequence(Request("a", (7, 7), 20))
+def row(*generated: int) -> Row:
+    sequence = Row(Request("a", (7, 7), 20))
     sequence.extend(list(generated))
     return sequence
 
 
-def chain(drafter: Any, sequence: Sequence, limit: int) -> list[int]:
+def chain(drafter: Any, sequence: Row, limit: int) -> list[int]:
     return drafter.propose(Batch((sequence,)), [limit]).token_ids.tolist()
 
 
@@ -135,6 +135,6 @@ def test_dense_backend_agrees_with_masked_attention_on_one_prompt(layer: LayerSp
         mask = mask.triu(1 - layer.sliding_window)
     backend = DenseBackend()
     backend.allocate(KVCacheSpec((layer,), torch.float64, torch.device("cpu"), 1, 64))
-    plan = backend.plan(pack([Sequence(Request("a", (1,) * length, 1))], Draft.empty(1)))
+    plan = backend.plan(pack([Row(Request("a", (1,) * length, 1))], Draft.empty(1)))
     expected = masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), layer)[0]
     torch.testing.assert_close(backend.forward(plan, 0, query, key, value), expected, atol=1e-12, rtol=0)

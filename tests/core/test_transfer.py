@@ -14,7 +14,7 @@ from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter
 from emssd.errors import DraftError
 from emssd.plugins.registry import PluginWarning
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ class OutOfVocabulary(Drafter):
 
 
 def test_packing_gives_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Sequence(Request(str(i), tuple(range(3 + i)), 9)) for i in range(3)]
+    rows = [Row(Request(str(i), tuple(range(3 + i)), 9)) for i in range(3)]
     draft = Draft.from_chains([[7, 8], [], [9]])
     seen = pack(rows, draft)
     monkeypatch.setattr(Draft, "on_host", property(lambda self: False))
@@ -48,9 +48,9 @@ def test_packing_gives_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_verification_brings_the_drafted_ids_to_the_host(unseen: None) -> None:
-    verification = verify(torch.tensor([7, 3, 1, 4]), Draft.from_chains([[7, 8], []]))
-    assert verification.drafted == (7, 8)
-    assert verification.new_tokens == ([7, 3], [4])
+    first, second = verify(torch.tensor([7, 3, 1, 4]), Draft.from_chains([[7, 8], []]))
+    assert (first.drafted, second.drafted) == ([7, 8], [])
+    assert (first.new_tokens, second.new_tokens) == ([7, 3], [4])
 
 
 def test_ids_are_forced_into_the_vocabulary_for_the_model_only(unseen: None) -> None:

@@ -12,7 +12,7 @@ from emssd.attention.hidden import hidden_nodes
 from emssd.attention.trees import ancestors, depths, is_chain
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.strategies import trees
 from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees, way
@@ -143,25 +143,25 @@ def test_a_shallow_chain_is_a_shorter_chain(chains: list[list[int]], limit: int)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Sequence], list[Tree], list[tuple[Sequence, int]]]:
+def steps(draw: st.DrawFn) -> tuple[list[Row], list[Tree], list[tuple[Row, int]]]:
     """Rows that are cached but for a few tokens, a tree for each, and pieces of other rows' prompts."""
     rows = []
     for number in range(draw(st.integers(1, 3))):
-        row = Sequence(Request(f"r{number}", tuple(range(draw(st.integers(1, 6)))), 20))
-        row.set_cached(draw(st.integers(0, len(row.tokens) - 1)))
+        row = Row(Request(f"r{number}", tuple(range(draw(st.integers(1, 6)))), 20))
+        row.num_cached = draw(st.integers(0, len(row.tokens) - 1))
         rows.append(row)
-    pieces = [(Sequence(Request("piece", (7, 8, 9), 9), num_cached=1), 1)] if draw(st.booleans()) else []
+    pieces = [(Row(Request("piece", (7, 8, 9), 9), num_cached=1), 1)] if draw(st.booleans()) else []
     return rows, [draw(drawn_trees()) for _ in rows], pieces
 
 
-def positions_by_hand(row: Sequence, tree: Tree) -> list[int]:
+def positions_by_hand(row: Row, tree: Tree) -> list[int]:
     parents = [parent for _, parent in tree]
     return [*range(len(row.tokens)), *(len(row.tokens) - 1 + len(way(parents, node)) for node in range(len(tree)))]
 
 
 @given(steps())
 def test_a_packed_tree_stands_by_depth_behind_its_row(
-    step: tuple[list[Sequence], list[Tree], list[tuple[Sequence, int]]],
+    step: tuple[list[Row], list[Tree], list[tuple[Row, int]]],
 ) -> None:
     rows, forest, pieces = step
     packed = pack(rows, Draft.from_trees(forest), pieces)
@@ -184,7 +184,7 @@ def test_a_packed_tree_stands_by_depth_behind_its_row(
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=3))
 def test_chains_with_parents_are_packed_as_chains(chains: list[list[int]]) -> None:
-    rows = [Sequence(Request(str(number), (1, 2), 20), num_cached=1) for number in range(len(chains))]
+    rows = [Row(Request(str(number), (1, 2), 20), num_cached=1) for number in range(len(chains))]
     forest = [[(token, node - 1) for node, token in enumerate(chain)] for chain in chains]
     plain, with_parents = pack(rows, Draft.from_chains(chains)), pack(rows, Draft.from_trees(forest))
     assert with_parents.trees is None
@@ -198,7 +198,7 @@ def test_chains_with_parents_are_packed_as_chains(chains: list[list[int]]) -> No
 
 @given(steps(), st.data())
 def test_nodes_packed_level_by_level_are_the_nodes_of_one_step(
-    step: tuple[list[Sequence], list[Tree], list[tuple[Sequence, int]]], data: st.DataObject
+    step: tuple[list[Row], list[Tree], list[tuple[Row, int]]], data: st.DataObject
 ) -> None:
     rows, forest, _ = step
     whole = pack(rows, Draft.from_trees(forest))
@@ -249,7 +249,7 @@ def test_hidden_are_the_nodes_that_are_no_ancestors(
 
 
 def test_one_ragged_tree_step_by_hand() -> None:
-    rows = [Sequence(Request("tree", (1, 2, 3), 9), num_cached=2), Sequence(Request("chain", (4,), 9))]
+    rows = [Row(Request("tree", (1, 2, 3), 9), num_cached=2), Row(Request("chain", (4,), 9))]
     packed: PackedInputs = pack(rows, Draft.from_trees([[(5, -1), (6, -1), (7, 0), (8, 1)], [(9, -1)]]))
     assert packed.input_ids.tolist() == [3, 5, 6, 7, 8, 4, 9]
     assert packed.position_ids.tolist() == [2, 3, 3, 4, 4, 0, 1]

@@ -11,7 +11,7 @@ import torch
 
 from emssd import Engine
 from emssd.drafting import Draft, HiddenStates, Outcome
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 
@@ -30,7 +30,7 @@ def heard(start: int, *states: tuple[float, float]) -> Outcome:
 
 
 def test_it_drafts_what_followed_the_most_similar_place() -> None:
-    drafter, row = similar_places(), Sequence(Request("a", (1, 2, 3, 4, 5), 9))
+    drafter, row = similar_places(), Row(Request("a", (1, 2, 3, 4, 5), 9))
     drafter.observe(heard(0, (1.0, 0.0), (0.0, 1.0)))
     drafter.observe(heard(2, (0.0, -1.0), (0.9, 0.1)))
     assert drafter.propose(Batch((row,)), [3]).token_ids.tolist() == [3, 4, 5]

@@ -12,7 +12,7 @@ from emssd.attention import PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, Outcome
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from emssd.testing.paged import ReferenceKernels
@@ -27,7 +27,7 @@ def two_ways() -> Any:
 
 
 def test_it_drafts_what_the_page_says() -> None:
-    row = Sequence(Request("a", (1, 5, 6, 5, 7, 5), 9))
+    row = Row(Request("a", (1, 5, 6, 5, 7, 5), 9))
     draft = two_ways().propose(Batch((row,)), [3])
     assert (draft.token_ids.tolist(), draft.parents) == ([7, 6, 5], (-1, -1, 0))
 

@@ -32,7 +32,7 @@ from emssd.drafting import Draft, Drafter
 from emssd.errors import OutOfMemoryError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
-from emssd.sequences import FinishReason, Generation, Request, Sequence
+from emssd.sequences import FinishReason, Generation, Request, Row
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
 from emssd.testing.machines import BackendMachine
@@ -198,7 +198,7 @@ def test_a_tree_attends_as_with_the_reference_kernels(window: int | None) -> Non
     layer = LayerSpec(8, 2, 128, 128, 128**-0.5, sliding_window=window)
     spec, table = KVCacheSpec((layer,), torch.bfloat16, CUDA, 2, 64), PageTable(16)
     draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
-    rows = [Sequence(Request("a", tuple(range(21)), 9)), Sequence(Request("b", (4, 5), 9))]
+    rows = [Row(Request("a", tuple(range(21)), 9)), Row(Request("b", (4, 5), 9))]
     table.reserve_step(packed := pack(rows, draft))
     metadata, mask = page_metadata(table, packed), tree_mask(packed, window)
     generator = torch.Generator(CUDA).manual_seed(0)
@@ -225,7 +225,7 @@ def test_fa3_for_prompts_equals_fa2() -> None:
         backend = make(FlashInferConfig(prefill_kernel=kernel))
         assert not backend.unsupported(spec)
         backend.allocate(spec)
-        rows = [Sequence(Request("a", tuple(range(300)), 9)), Sequence(Request("b", tuple(range(40)), 9))]
+        rows = [Row(Request("a", tuple(range(300)), 9)), Row(Request("b", tuple(range(40)), 9))]
         plan = backend.plan(pack(rows, Draft.empty(2)))
         generator = torch.Generator(CUDA).manual_seed(0)
         query, key, value = (
@@ -245,7 +245,7 @@ class TestHostWaits:
         engine = engine_of(target, drafter_of(drafter, target, [], config), config)
         engine.generate(PROMPTS[:3], 24, ignore_eos=True)
         for i, prompt in enumerate(PROMPTS[:3]):
-            engine.scheduler.add(Sequence(Request(str(i), tuple(prompt), 64)))
+            engine.scheduler.add(Row(Request(str(i), tuple(prompt), 64)))
         for _ in range(3):
             engine.step()
         return engine

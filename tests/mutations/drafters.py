@@ -325,7 +325,7 @@ FAULTS = (
         "drafts of earlier drafters are not counted in a step's tokens",
         "budget",
         "emssd/drafting/stages.py",
-        "            num_other += part.indptr[-1]\n",
+        "            num_other += proposed.indptr[-1]\n",
         "",
         (
             "plugins/cascade/tests/test_cascade.py::test_the_policy_decides_before_and_behind_each_stage_and_knows_what_earlier_ones_drafted",

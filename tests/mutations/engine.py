@@ -10,7 +10,7 @@ ENGINE = "emssd/decoding/engine.py"
 VERIFY = "emssd/decoding/verify.py"
 PACKING = "emssd/decoding/packing.py"
 SCHEDULER = "emssd/decoding/scheduler.py"
-SEQUENCE = "emssd/sequences/sequence.py"
+SEQUENCE = "emssd/sequences/row.py"
 STOPPING = "emssd/sequences/stopping.py"
 STAGES = "emssd/drafting/stages.py"
 
@@ -19,8 +19,8 @@ FAULTS = (
         "the KV of a rejected token counts as cached",
         "engine",
         SEQUENCE,
-        'set_field(self, "num_cached", len(self._ids) + num_accepted)',
-        'set_field(self, "num_cached", len(self._ids) + num_drafted)',
+        "self.num_cached = len(self.tokens) + num_accepted",
+        "self.num_cached = len(self.tokens) + num_drafted",
         (
             "tests/core/test_engine.py::test_peak_kv_memory_is_exactly_the_pages_that_the_rows_of_a_step_need",
             "tests/core/test_tree_steps.py::test_all_that_is_right_is_accepted_among_decoys",
@@ -38,16 +38,16 @@ FAULTS = (
         "KV moves only in steps in which that of all rows does",
         "engine",
         ENGINE,
-        "if any(moved) else ()",
-        "if all(moved) else ()",
+        "if any(sources) else ()",
+        "if all(sources) else ()",
         ("tests/core/test_tree_steps.py::test_rows_with_trees_beside_rows_with_chains_or_nothing",),
     ),
     Fault(
         "a row that was preempted believes in the KV it had",
         "engine",
         ENGINE,
-        "                sequence.set_cached(0)\n",
-        "                pass\n",
+        "            for row in gone:\n                row.num_cached = 0\n",
+        "",
         ("tests/core/test_hidden.py::test_a_preempted_row_begins_anew",),
     ),
     Fault(
@@ -65,8 +65,8 @@ FAULTS = (
         "rows that finish in the step that a plugin fails in are lost",
         "engine",
         ENGINE,
-        "            for sequence in self._handed_over():  # by a step that failed behind its tokens\n"
-        "                yield Generation.of(sequence, self.tokenizer)\n",
+        "            for row in self._handed_over():  # by a step that failed after its tokens\n"
+        "                yield Generation.of(row, self.tokenizer)\n",
         "",
         (
             "tests/core/test_interrupted_steps.py::test_rows_that_finish_in_a_step_that_fails_behind_its_tokens_are_not_lost",
@@ -83,9 +83,9 @@ FAULTS = (
     Fault(
         "hidden states of accepted nodes are those of the node before",
         "engine",
-        "emssd/decoding/kept.py",
-        "origin + node for node in outcome.accepted[row]",
-        "origin + node - 1 for node in outcome.accepted[row]",
+        "emssd/decoding/outcome.py",
+        "origin + node for node in verified[row].accepted",
+        "origin + node - 1 for node in verified[row].accepted",
         ("tests/core/test_hidden.py::test_trees_and_prompts_in_pieces_give_the_states_of_one_plain_pass",),
     ),
     Fault(
@@ -104,8 +104,8 @@ FAULTS = (
         "rows are verified by the choices of the row before",
         "verify",
         VERIFY,
-        "targets[start + row : stop + row + 1]",
-        "targets[start : stop + 1]",
+        "places = slice(start + row, stop + row + 1)",
+        "places = slice(start, stop + 1)",
         (
             "tests/core/test_verify.py::test_accepts_exactly_the_tokens_that_step_by_step_decoding_would_give",
             "tests/core/test_verify.py::test_candidates_are_the_targets_best_tokens_at_every_node",
@@ -133,11 +133,11 @@ FAULTS = (
         ("tests/core/test_verify.py::test_of_all_ways_through_a_tree_the_longest_right_one_is_accepted",),
     ),
     Fault(
-        "the best tokens at a node are those of the node before",
+        "the best tokens at the nodes of a row are those of the first row",
         "verify",
         VERIFY,
-        "ends = [stop + row + 1 for row, stop",
-        "ends = [stop + row for row, stop",
+        "best[places]",
+        "best[: stop - start + 1]",
         ("tests/core/test_verify.py::test_candidates_are_the_targets_best_tokens_at_every_node",),
     ),
     Fault(
@@ -243,8 +243,8 @@ FAULTS = (
         "a stop string is found a token late",
         "stopping",
         SEQUENCE,
-        "if stop.completed_by_last(self._ids, num_prompt):",
-        "if stop.completed_by_last(self._ids[:-1], num_prompt):",
+        "request.stop.completed_by_last(output, 0)",
+        "len(output) > 1 and request.stop.completed_by_last(output[:-1], 0)",
         ("tests/core/test_stopping.py::test_a_row_ends_with_the_token_that_completes_a_stop_string",),
     ),
     Fault(
@@ -281,8 +281,8 @@ FAULTS = (
         "a row drafts the token that only the target may give",
         "scheduler",
         SCHEDULER,
-        "[max(0, row.num_remaining - 1) for row in rows]",
-        "[max(0, row.num_remaining) for row in rows]",
+        "[max(0, row.max_length - len(row.tokens) - 1) for row in rows]",
+        "[max(0, row.max_length - len(row.tokens)) for row in rows]",
         ("tests/core/test_scheduler.py::test_limits_leave_room_for_the_targets_own_token",),
     ),
     Fault(

@@ -139,9 +139,9 @@ FAULTS = (
     Fault(
         "every step of a row is verified with the same numbers",
         "residual rules",
-        "emssd/decoding/verdicts.py",
-        'uniforms(nodes[0].key, "verify", len(sequence.tokens))',
-        'uniforms(nodes[0].key, "verify", len(sequence.request.prompt_ids))',
+        "emssd/decoding/choosing.py",
+        'uniforms(nodes[0].key, "verify", len(row.tokens))',
+        'uniforms(nodes[0].key, "verify", len(row.request.prompt_ids))',
         ("tests/sampling/test_residual_engine.py::test_tokens_have_the_targets_law",),
     ),
     Fault(
@@ -178,8 +178,8 @@ FAULTS = (
         "logprobs are read from the row before",
         "logprobs",
         LOGPROBS,
-        "start, new = draft.indptr[row] + row, verification",
-        "start, new = draft.indptr[row], verification",
+        "start = draft.indptr[place] + place",
+        "start = draft.indptr[place]",
         (
             "tests/sampling/test_logprobs.py::test_preempted_rows_keep_theirs",
             "tests/sampling/test_logprobs.py::test_they_are_the_models_own_whatever_drafts",
@@ -196,9 +196,9 @@ FAULTS = (
     Fault(
         "logprobs of tokens that EOS cut off are kept",
         "logprobs",
-        "emssd/sequences/sequence.py",
-        "self._logprobs.extend(logprobs[: len(tokens)])",
-        "self._logprobs.extend(logprobs)",
+        "emssd/sequences/row.py",
+        "self.logprobs += tuple(logprobs[: len(tokens)])",
+        "self.logprobs += tuple(logprobs)",
         ("tests/sampling/test_logprobs.py::test_tokens_behind_an_end_have_none",),
     ),
     Fault(

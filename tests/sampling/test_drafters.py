@@ -44,7 +44,7 @@ from emssd.drafting.budget import FixedBudget
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import PluginWarning, Registry
 from emssd.sampling import SamplingParams
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.drafters import PerfectDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.strategies import policies
@@ -288,7 +288,7 @@ class BeyondDrafter(PerfectDrafter):
         super().__init__(*args)
         self.beyond = beyond
 
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         return [*super().chain(row, limit)[:2], self.beyond, 1]
 
 

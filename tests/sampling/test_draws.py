@@ -16,7 +16,7 @@ from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose
 from emssd.sampling.draws import behind, top_draws
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from tests.support import sampling as reference
 from tests.support.tiers import looped
 
@@ -33,11 +33,11 @@ KINDS = [
 TEXT = [3, 4, 5, 3, 4]
 
 
-def rows(count: int) -> list[Sequence]:
+def rows(count: int) -> list[Row]:
     """One of each kind, whose prompts are three tokens."""
     found = []
     for row in range(count):
-        found.append(Sequence(Request(f"r{row}", tuple(TEXT[:3]), 20, sampling=KINDS[row % len(KINDS)])))
+        found.append(Row(Request(f"r{row}", tuple(TEXT[:3]), 20, sampling=KINDS[row % len(KINDS)])))
         found[-1].extend(TEXT[3:])
     return found
 
@@ -46,7 +46,7 @@ def logits(count: int) -> torch.Tensor:
     return 2 * torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def by_hand(row: Sequence, values: Seq[float], path: Seq[int], error: float) -> list[tuple[int, float]]:
+def by_hand(row: Row, values: Seq[float], path: Seq[int], error: float) -> list[tuple[int, float]]:
     """Tokens that can be drawn, with the logarithm of how likely, the likeliest first."""
     params, prefix = row.request.sampling or SamplingParams(temperature=0.0), [*row.tokens, *path]
     found = reference.scores(values, params, prefix, 3)
@@ -101,7 +101,7 @@ def test_with_errors_as_they_are_assumed_the_shares_are_those_of_being_right() -
 def test_behind_a_model_that_overflowed_nothing_is_drawn(bad: float, kind: SamplingParams) -> None:
     values = logits(2)
     values[0] = bad
-    nodes = [first_node(Sequence(Request(name, (3,), 9, sampling=kind))) for name in "ab"]
+    nodes = [first_node(Row(Request(name, (3,), 9, sampling=kind))) for name in "ab"]
     tokens, log_probs = top_draws(values, nodes, 3)
     assert tokens[0] == log_probs[0] == []
     assert tokens[1] == top_draws(values[1:], nodes[1:], 3)[0][0] != []

@@ -13,13 +13,13 @@ from emssd_none import NoneDrafter
 
 from emssd.decoding import logprobs as module
 from emssd.decoding.engine import Engine
-from emssd.decoding.logprobs import token_logprobs
+from emssd.decoding.logprobs import add_logprobs
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
-from emssd.sequences import Batch, FinishReason, Generation, Request, Sequence
+from emssd.sequences import FinishReason, Generation, Request, Row
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
@@ -149,7 +149,7 @@ def test_a_step_that_is_done_again_gives_them_once(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(engine.runner, "commit", fails_once)
     engine.add(dataclasses.replace(requests()[0], max_new_tokens=12))
-    ended: list[Sequence] = []
+    ended: list[Row] = []
     while engine.has_work:
         try:
             ended += engine.step()
@@ -181,10 +181,11 @@ def test_nothing_is_computed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_they_are_computed_in_float64_from_logits_of_any_dtype(dtype: torch.dtype) -> None:
     logits = (torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 8).to(dtype)
-    rows = [Sequence(Request(name, (1,), 9, sampling=SamplingParams(logprobs=2))) for name in "ab"]
+    rows = [Row(Request(name, (1,), 9, sampling=SamplingParams(logprobs=2))) for name in "ab"]
     draft = Draft.from_chains([[int(logits[0].argmax())], [int(logits[2].argmin())]])
-    verification = verify(logits.argmax(dim=1), draft)
-    (first, second, *more), other = token_logprobs(logits, Batch(tuple(rows)), draft, verification)
+    verified = verify(logits.argmax(dim=1), draft)
+    add_logprobs(logits, rows, draft, verified)
+    (first, second, *more), other = (each.logprobs for each in verified)
     assert (len(more), len(other)) == (0, 1)
     for found, place in ((first, 0), (second, 1), (other[0], 2)):
         expected = logits[place].double() - logits[place].double().exp().sum().log()
@@ -195,6 +196,8 @@ def test_they_are_computed_in_float64_from_logits_of_any_dtype(dtype: torch.dtyp
 
 def test_behind_a_model_that_overflowed_they_are_no_numbers() -> None:
     logits = torch.full((1, 5), math.nan)
-    row = Sequence(Request("a", (1,), 2, sampling=SamplingParams(temperature=0, logprobs=1)))
-    ((found,),) = token_logprobs(logits, Batch((row,)), Draft.empty(1), verify(torch.tensor([0]), Draft.empty(1)))
+    row = Row(Request("a", (1,), 2, sampling=SamplingParams(temperature=0, logprobs=1)))
+    verified = verify(torch.tensor([0]), Draft.empty(1))
+    add_logprobs(logits, [row], Draft.empty(1), verified)
+    (found,) = verified[0].logprobs
     assert math.isnan(found.logprob)

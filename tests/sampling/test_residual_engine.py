@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.decoding import verdicts as module
+from emssd.decoding import choosing as module
 from emssd.decoding.check import TIE_TOLERANCE
-from emssd.decoding.choosing import drawn_nodes
+from emssd.decoding.choosing import drawn_nodes, verdicts
 from emssd.decoding.distribution_check import DistributionReport, check_distribution
-from emssd.decoding.verdicts import verdicts
 from emssd.decoding.verify import greedy_tokens, verify
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, stages
 from emssd.drafting.budget import FixedBudget
@@ -31,7 +30,7 @@ from emssd.sampling.choice import scores_of
 from emssd.sampling.residual import SampledTree, Verdict, rsd_c
 from emssd.sampling.residual.distributions import choose
 from emssd.sampling.residual.probabilities import probabilities
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.policy_world import PolicyWorld
@@ -140,7 +139,7 @@ def test_top_p_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_drafts_that_do_not_tell_the_truth_are_found() -> None:
     class Liar(DrawingDrafter):
-        def tree(self, row: Sequence) -> SampledTree | None:
+        def tree(self, row: Row) -> SampledTree | None:
             found = super().tree(row)
             if found is not None:
                 found.draft = [each / 2 for each in found.draft]
@@ -152,7 +151,7 @@ def test_drafts_that_do_not_tell_the_truth_are_found() -> None:
 class Knowing(DrawingDrafter):
     """Knows the noise of coupled sampling, and drafts, with distributions, only where that would give token 3."""
 
-    def tree(self, row: Sequence) -> SampledTree | None:
+    def tree(self, row: Row) -> SampledTree | None:
         node, logits = next(drawn_nodes(row, Draft.empty(1), 0)), torch.tensor([logits_behind(tuple(row.tokens))])
         return super().tree(row) if int(scores_of(logits, [node]).argmax()) == 3 else None
 
@@ -198,7 +197,7 @@ def law_with(policy: BudgetPolicy, draft: Model, monkeypatch: pytest.MonkeyPatch
     sizes = set[int]()
 
     def step(uniform: Callable[[], Any]) -> tuple[int, ...]:
-        batch = Batch((Sequence(Request("r", PROMPT, 9, sampling=WARM)),))
+        batch = Batch((Row(Request("r", PROMPT, 9, sampling=WARM)),))
         drafting = DraftStages([CheckedDrafter(Drawn(draft, uniform), None, 3, on_error="fail")], deepcopy(policy))
         proposed = drafting.propose(batch, (9,), 0)
         texts = [list[int]()]
@@ -208,7 +207,7 @@ def law_with(policy: BudgetPolicy, draft: Model, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, "uniforms", lambda *_: uniform)
         found = verify(greedy_tokens(logits), proposed, None, verdicts(logits, batch, proposed))
         sizes.add(len(texts) - 1)
-        return tuple(found.new_tokens[0])
+        return tuple(found[0].new_tokens)
 
     return law_of(step, TensorUniform), max(sizes)
 
@@ -284,7 +283,7 @@ def test_rows_without_distributions_are_trimmed_beside_others() -> None:
             assert draft.q is not None
             return dataclasses.replace(draft, q=(draft.q[0], None))
 
-    batch = Batch(tuple(Sequence(row) for row in asked(2, WARM)))
+    batch = Batch(tuple(Row(row) for row in asked(2, WARM)))
     checked = CheckedDrafter(Both(even(VOCAB), [2, 1]), None, VOCAB, on_error="fail")
     draft = DraftStages([checked], ScriptedBudget([(9, 1)])).propose(batch, (9, 9), 0)
     assert draft.lengths == [4, 1]

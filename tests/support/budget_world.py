@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 
 __all__ = ["Curve", "World"]
 
@@ -34,7 +34,7 @@ class World:
         per_token: float = 0.0,
     ) -> None:
         self.policy, self.seconds, self.accepts, self.per_token = policy, seconds, accepts, per_token
-        self.rows = [Sequence(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
+        self.rows = [Row(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
 
     def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
         """One step. Returns what was allotted, and what was verified."""

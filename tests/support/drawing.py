@@ -11,7 +11,7 @@ from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft, Drafter
 from emssd.sampling.residual import SampledTree, rsd_c
 from emssd.sampling.residual.streams import uniforms
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 
 __all__ = ["DrawingDrafter", "even", "joined"]
 
@@ -49,7 +49,7 @@ class DrawingDrafter(Drafter):
         draft = joined([self.tree(row) if limit else None for row, limit in zip(batch, budget, strict=True)])
         return draft.cut([min(limit, length) for limit, length in zip(budget, draft.lengths, strict=True)])
 
-    def tree(self, row: Sequence) -> SampledTree | None:
+    def tree(self, row: Row) -> SampledTree | None:
         """The tree of a row; ``None`` if it is not sampled by the `residual` method."""
         params = row.request.sampling
         if params is None or not params.is_residual:

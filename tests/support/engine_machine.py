@@ -13,12 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
-from emssd.decoding.prefixes import NONE_SHARED, Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
 from emssd.drafting import BudgetPolicy, Drafter, Outcome, StepStats
 from emssd.errors import PromptError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import FinishReason, Request, Sequence
+from emssd.sequences import FinishReason, Request, Row
 from emssd.simulate.recording import StepLog
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, References
@@ -209,7 +208,7 @@ class EngineMachine(RuleBasedStateMachine):
         for row in schedule.batch:
             assert row.request_id not in self._open or row.num_cached == len(row.tokens) - 1, f"after its step: {row}"
         for piece in schedule.prefills:
-            row = piece.sequence
+            row = piece.row
             more = row.num_cached - cached[row.request_id] - piece.num_tokens
             assert 0 <= more <= stats.num_adopted_tokens, f"after a piece of its prompt: {row}"
         for row in schedule.preempted:
@@ -221,17 +220,15 @@ class _WatchedScheduler(ContinuousScheduler):
 
     def __init__(self, batch_size: int, max_step_tokens: int, *, worst_case: bool, headroom: int) -> None:
         super().__init__(batch_size, max_step_tokens, worst_case=worst_case, headroom=headroom)
-        self.rows: dict[str, Sequence] = {}
+        self.rows: dict[str, Row] = {}
         self.schedules: list[Schedule] = []
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Row) -> None:
         self.rows[sequence.request_id] = sequence
         super().add(sequence)
 
-    def select(
-        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
-    ) -> Schedule:
-        self.schedules.append(super().select(fits, num_speculative_tokens, trees, prefixes))
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
+        self.schedules.append(super().select(fits, num_speculative_tokens))
         return self.schedules[-1]
 
 

@@ -14,11 +14,12 @@ from emssd.attention import PackedInputs
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.decoding.verify import Verified
 from emssd.drafting import Drafter, DrafterContext, HiddenStates, Outcome
 from emssd.model import BorrowedTarget, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
-from emssd.sequences import Generation, Request
+from emssd.sequences import Batch, Generation, Request
 from tests.support import sampling as reference
 
 __all__ = ["KINDS", "NUM_NEW", "PROMPTS", "Trial", "earlier_states", "states_of_other_nodes"]
@@ -168,13 +169,14 @@ def earlier_states(drafter: type[Drafter]) -> Callable[[pytest.MonkeyPatch], Non
 
 def states_of_other_nodes(patch: pytest.MonkeyPatch) -> None:
     """A fault: hidden states of a draft's last nodes in the place of those that were accepted."""
-    import emssd.decoding.engine
+    import emssd.decoding.outcome
 
-    with_hidden = emssd.decoding.engine.with_hidden
+    hidden_of = emssd.decoding.outcome._hidden
 
-    def last_nodes(outcome: Outcome, packed: PackedInputs, output: Any) -> Outcome:
-        pairs = zip(outcome.accepted, outcome.draft.lengths, strict=True)
-        last = tuple(range(length - len(nodes), length) for nodes, length in pairs)
-        return replace(with_hidden(replace(outcome, accepted=last), packed, output), accepted=outcome.accepted)
+    def last_nodes(batch: Batch, verified: Seq[Verified], *others: Any) -> HiddenStates:
+        lengths = [(len(each.drafted), len(each.accepted)) for each in verified]
+        last = [range(length - accepted, length) for length, accepted in lengths]
+        wrong = [replace(each, accepted=nodes) for each, nodes in zip(verified, last, strict=True)]
+        return hidden_of(batch, wrong, *others)
 
-    patch.setattr(emssd.decoding.engine, "with_hidden", last_nodes)
+    patch.setattr(emssd.decoding.outcome, "_hidden", last_nodes)

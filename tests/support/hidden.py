@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 
 __all__ = ["Listener", "right_states"]
 
@@ -81,7 +81,7 @@ class Listener(Drafter):
         if outcome.batch:
             self.inner.observe(outcome)
 
-    def _check(self, row: Sequence) -> None:
+    def _check(self, row: Row) -> None:
         """A row has the states of all of its tokens but the newest; if it was cut by an EOS, maybe those of that."""
         states = [torch.cat(each) for each in self.heard[row.request_id]]
         assert len(states[0]) in ({len(row.tokens) - 1} | ({len(row.tokens)} if row.finish_reason else set()))

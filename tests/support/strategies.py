@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Drafter
-from emssd.sequences import Sequence
+from emssd.sequences import Row
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.strategies import drafters
 
@@ -36,7 +36,7 @@ class EosDrafter(RandomDrafter):
         super().__init__(vocab_size, num_speculative_tokens, references, seed=seed)
         self._eos_token_ids = sorted(eos_token_ids)
 
-    def chain(self, row: Sequence, limit: int) -> list[int]:
+    def chain(self, row: Row, limit: int) -> list[int]:
         chain = super().chain(row, limit)
         if chain:
             chain[self._random.randrange(len(chain))] = self._random.choice(self._eos_token_ids)

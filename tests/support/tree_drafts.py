@@ -11,9 +11,9 @@ from emssd.attention.trees import Parents
 from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd.drafting.rules import check_draft
+from emssd.drafting.checked import check_draft
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
 from emssd.testing.paged import ReferenceKernels
@@ -21,9 +21,9 @@ from emssd.testing.paged import ReferenceKernels
 __all__ = ["decode_with_trees", "paths", "paths_of", "row_of", "tree_of"]
 
 
-def row_of(prompt: Seq[int], output: Seq[int] = (), name: str = "a", max_new_tokens: int = 100) -> Sequence:
+def row_of(prompt: Seq[int], output: Seq[int] = (), name: str = "a", max_new_tokens: int = 100) -> Row:
     """A row whose prompt is `prompt`, and that has generated `output`."""
-    return Sequence(Request(name, tuple(prompt), max_new_tokens), [*prompt, *output])
+    return Row(Request(name, tuple(prompt), max_new_tokens), [*prompt, *output])
 
 
 def paths(token_ids: Seq[int], parents: Parents) -> list[tuple[int, ...]]:
@@ -39,7 +39,7 @@ def paths_of(draft: Draft, row: int = 0) -> list[tuple[int, ...]]:
     return paths(draft.token_ids[draft.indptr[row] : draft.indptr[row + 1]].tolist(), draft.tree(row))
 
 
-def tree_of(drafter: Drafter, row: Sequence, budget: int, vocab_size: int = 99) -> Draft:
+def tree_of(drafter: Drafter, row: Row, budget: int, vocab_size: int = 99) -> Draft:
     """What `drafter` drafts for one row, held to the rules."""
     batch = Batch((row,))
     draft = drafter.propose(batch, [budget])

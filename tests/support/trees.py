@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from emssd.drafting import Draft
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.strategies import trees
 from tests.support.backends import BACKENDS
@@ -46,7 +46,7 @@ class DecoyDrafter(TreeDrafter):
     def __init__(self, vocab_size: int, references: Mapping[Any, Seq[int]], depth: int = 3) -> None:
         super().__init__(vocab_size, 3 * depth, references)
 
-    def tree(self, row: Sequence, limit: int) -> Tree:
+    def tree(self, row: Row, limit: int) -> Tree:
         nodes: Tree = []
         parent = -1
         for token in self.upcoming(row)[: limit // 3]:

@@ -91,7 +91,7 @@ class EditsTokens(Good):
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         super().observe(outcome, stats)
         for row in outcome.batch:
-            row._ids[-1] += 1  # as far out of reach as Python can put it
+            list.__setitem__(row.tokens, -1, row.tokens[-1] + 1)  # as far out of reach as Python can put it
 
 
 class EditsDrafts(Good):
@@ -197,7 +197,7 @@ class ChangesTheEngine(Good):
     def release(self, request_ids: Iterable[str]) -> None:
         super().release(request_ids)
         for row in self.rows:
-            row._ids[-1] = 0
+            list.__setitem__(row.tokens, -1, 0)
 
 
 SHARED = Good()

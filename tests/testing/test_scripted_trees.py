@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.simulate.recording import StepLog
 from emssd.testing.conformance.scripted import Decision, ScriptedEngine
 
@@ -46,9 +46,9 @@ DECISIONS = st.builds(
 )
 
 
-def step(drafted: Seq[list[tuple[int, int]]], decisions: Seq[Decision]) -> tuple[Outcome, StepLog, list[Sequence]]:
+def step(drafted: Seq[list[tuple[int, int]]], decisions: Seq[Decision]) -> tuple[Outcome, StepLog, list[Row]]:
     drafter, log = Trees(drafted), StepLog(FixedBudget())
-    rows = [Sequence(Request(str(row), (1, 2), 99), num_cached=1) for row in range(len(drafted))]
+    rows = [Row(Request(str(row), (1, 2), 99), num_cached=1) for row in range(len(drafted))]
     ScriptedEngine([drafter], log, VOCAB_SIZE).take(rows, decisions)
     (outcome,) = drafter.heard
     return outcome, log, rows

@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.conformance.histories import Play, check_same, histories, play
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, broken_rule, named
@@ -162,11 +162,11 @@ class AttentionBackendConformance(Suite):
 
     def _fill(self, data: st.DataObject, backend: WatchedBackend, limit: int) -> None:
         """Rows are added as long as they fit, grow, and go."""
-        rows: list[Sequence] = []
+        rows: list[Row] = []
         if not backend.fits({}):
             broken("backend.fits", "fits says that no sequences at all have no room")
         for number in range(data.draw(st.integers(1, 8), label="steps")):
-            row = Sequence(Request(f"r{number}", (1,) * data.draw(st.integers(1, 70), label="prompt"), 20))
+            row = Row(Request(f"r{number}", (1,) * data.draw(st.integers(1, 70), label="prompt"), 20))
             lengths = {each.request_id: len(each.tokens) + 1 for each in rows}
             if len(rows) < 4 and backend.fits(lengths | {row.request_id: len(row.tokens)}):
                 rows.append(row)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from emssd.drafting import BudgetPolicy
-from emssd.sequences import Request, Sequence, TokenIds
+from emssd.sequences import Request, Row
 from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.policy_watch import Decided, WatchedPolicy
 from emssd.testing.conformance.policy_world import DRAFTS, Drafts, PolicyWorld
@@ -188,15 +188,15 @@ class BudgetPolicyConformance(Suite):
         """The first of `drawn` is released, at its end or after some steps, and comes again, also with another name."""
         decisions = []
         for name in (drawn[0].request.request_id, "a new name"):
-            world, others = self._world(1, drafts), [life.sequence() for life in drawn[1:]]
+            world, others = self._world(1, drafts), [life.row() for life in drawn[1:]]
             by_id = {life.request.request_id: life for life in drawn}
-            first, running = drawn[0].sequence(), True
+            first, running = drawn[0].row(), True
             while running and (num_steps is None or first.num_steps < num_steps):
                 rows = world.step([first, *others], [decision(r, by_id[r.request_id]) for r in (first, *others)])
                 running, others = first in rows, [row for row in rows if row is not first]
             world.release([first.request_id])
             tokens = list(first.request.prompt_ids) if num_steps is None or not running else list(first.tokens)
-            again = Sequence(dataclasses.replace(first.request, request_id=name, max_new_tokens=40), TokenIds(tokens))
+            again = Row(dataclasses.replace(first.request, request_id=name, max_new_tokens=40), tokens)
             begun = len(world.watched.decisions)
             with renamed(rule, unless=self._limits):
                 for _ in range(3):
@@ -236,8 +236,8 @@ class BudgetPolicyConformance(Suite):
         return WatchedPolicy(self._built(self.make_policy, BudgetPolicy))
 
 
-def _row(name: str, num_tokens: int) -> Sequence:
-    return Sequence(Request(name, (1, 2, 3), num_tokens))
+def _row(name: str, num_tokens: int) -> Row:
+    return Row(Request(name, (1, 2, 3), num_tokens))
 
 
 def _alike(name: str) -> Life:

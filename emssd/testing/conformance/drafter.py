@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.hidden import checked_layers
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named
@@ -136,7 +136,7 @@ class DrafterConformance(Suite):
 
             def after_the_first() -> World:
                 world = self._world()
-                rows = [life.sequence() for life in (first, *others)]
+                rows = [life.row() for life in (first, *others)]
                 while rows := world.step(rows, [AGREEABLE] * len(rows)):
                     pass
                 world.drafts.clear()
@@ -161,7 +161,7 @@ class DrafterConformance(Suite):
 
             def after_preemption() -> World:
                 world = self._world()
-                first, *others = [life.sequence() for life in drawn]
+                first, *others = [life.row() for life in drawn]
                 for _ in range(num_steps):
                     running = [first, *others]
                     running = world.step(running, [decision(row, drawn[0]) for row in running])
@@ -205,7 +205,7 @@ class DrafterConformance(Suite):
         watched = self._watched(self._context())
         world, step = self._world(watched), Decision(16, 16, 3, 1)
         rows = [
-            Sequence(Request(str(row), tuple((row + i % 3) % VOCAB_SIZE for i in range(24)), 30))
+            Row(Request(str(row), tuple((row + i % 3) % VOCAB_SIZE for i in range(24)), 30))
             for row in range(BATCH_SIZE)
         ]
         start = time.perf_counter()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from emssd.attention import Kept, KVCacheSpec, PackedInputs
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Request, Row
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.machines import check_plan, moved, path
@@ -116,7 +116,7 @@ class _Player:
         self._backend, self._spec, self._added = backend, spec, added
         self._waves = Waves(spec, seed=0)
         self._ids, self._other_ids = itertools.count(), itertools.count(10**6)
-        self._rows: dict[int, tuple[Sequence, bool]] = {}
+        self._rows: dict[int, tuple[Row, bool]] = {}
         self._bad: set[int] = set()
 
     def outputs(self, history: list[Turn]) -> Iterator[list[torch.Tensor]]:
@@ -124,7 +124,7 @@ class _Player:
             for move in turn.moves:
                 if move.row not in self._rows:
                     request = Request(f"row-{move.row}-from-{number}", tuple(self._new(move.prompt, move.sick)), 100)
-                    self._rows[move.row] = (Sequence(request), move.sick)
+                    self._rows[move.row] = (Row(request), move.sick)
             if self._added.fails and turn.fails_after is not None:
                 self._fail(turn)
             drafted = [self._drafted(move) for move in turn.moves]

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from emssd.drafting import Draft, DraftedNode, Drafter, GoesOn
 from emssd.metrics.stats import PHASES, StepStats
 from emssd.metrics.timing import StepTimer
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.scripted import Decision, Life, ScriptedEngine, in_turn
@@ -44,7 +44,7 @@ class PolicyWorld:
         self._engine = ScriptedEngine(self._drafters, watched, _VOCAB_SIZE, _Formula)
         self._num_steps = 0
 
-    def step(self, rows: Seq[Sequence], decisions: Seq[Decision], num_prefill: int = 0) -> list[Sequence]:
+    def step(self, rows: Seq[Row], decisions: Seq[Decision], num_prefill: int = 0) -> list[Row]:
         """Draft, verify as told, tell the policy; `num_prefill` tokens are of another prompt. Returns who goes on."""
         for drafter in self._drafters:
             drafter.told = {row.request_id: each for row, each in zip(rows, decisions, strict=True)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
-from emssd.sequences import Request, Sequence, TokenIds
+from emssd.sequences import Request, Row
 from emssd.testing.conformance.lives import AGREEABLE
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.scripted import Decision, Life, decision
@@ -76,7 +76,7 @@ class Probes:
     def _few_steps(self, *scripts: list[Decision]) -> None:
         """Some steps of rows that are far from their ends."""
         world = self._make_world()
-        rows = [Sequence(Request(f"r{i}", (3, 1, 2) * (i + 2), 50)) for i in range(len(scripts))]
+        rows = [Row(Request(f"r{i}", (3, 1, 2) * (i + 2), 50)) for i in range(len(scripts))]
         for step in range(3):
             world.step(rows, [script[step % len(script)] for script in scripts])
         world.release(row.request_id for row in rows)
@@ -91,7 +91,7 @@ class Probes:
 
     def release(self) -> None:
         """Unknown ids, the id of a request that ended, the same once more, and that id with another prompt."""
-        first, second = Sequence(Request("a", (3, 1, 2, 3, 1), 6)), Sequence(Request("a", (1, 2, 1), 9))
+        first, second = Row(Request("a", (3, 1, 2, 3, 1), 6)), Row(Request("a", (1, 2, 1), 9))
         with renamed("drafter.release", unless=self.limits):
             world = self._make_world()
             world.release(["never seen", "nor this"])
@@ -140,7 +140,7 @@ class Probes:
         """A drafter with a past drafts for `again`, from `tokens` on, what a new one does; `drawn` was its past."""
 
         def steps(world: World) -> World:
-            rows = [Sequence(again.request, TokenIds(tokens or []))]
+            rows = [Row(again.request, tokens or [])]
             for _ in range(4):
                 rows = world.step(rows, [decision(row, again) for row in rows]) if rows else []
             world.release([again.request.request_id])

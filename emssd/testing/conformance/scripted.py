@@ -14,13 +14,12 @@ import torch
 from emssd.attention import PackedInputs
 from emssd.attention.trees import Parents
 from emssd.decoding.engine import Engine
-from emssd.decoding.prefixes import NONE_SHARED, Prefixes
 from emssd.decoding.scheduler import Fits, Prefill, Schedule, Scheduler
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.metrics.timing import StepTimer
 from emssd.model import BorrowedTarget, ModelOutput
 from emssd.model.choice_runner import ChoiceRunner
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 
 _Text = tuple[int, ...]
 
@@ -58,23 +57,23 @@ class Life:
     script: tuple[Decision, ...]
     arrival: int = 0
 
-    def sequence(self) -> Sequence:
+    def row(self) -> Row:
         """As it begins."""
-        return Sequence(self.request)
+        return Row(self.request)
 
 
-def decision(row: Sequence, life: Life) -> Decision:
+def decision(row: Row, life: Life) -> Decision:
     """What happens to `row` in its next step."""
     return life.script[row.num_steps % len(life.script)]
 
 
-def in_turn(lives: Seq[Life], step: Callable[[list[Sequence], list[Decision]], list[Sequence]]) -> None:
+def in_turn(lives: Seq[Life], step: Callable[[list[Row], list[Decision]], list[Row]]) -> None:
     """All of `lives` through `step`, which returns the rows that go on, each from its arrival to its end."""
-    rows, number, waiting = list[Sequence](), 0, sorted(lives, key=lambda life: life.arrival)
+    rows, number, waiting = list[Row](), 0, sorted(lives, key=lambda life: life.arrival)
     by_id = {life.request.request_id: life for life in lives}
     while rows or waiting:
         while waiting and (waiting[0].arrival <= number or not rows):
-            rows.append(waiting.pop(0).sequence())
+            rows.append(waiting.pop(0).row())
         rows.reverse()  # no row may count on its place
         rows = step(rows, [decision(row, by_id[row.request_id]) for row in rows])
         number += 1
@@ -107,17 +106,17 @@ class ScriptedEngine(Engine):
             make_timer=make_timer,
         )
 
-    def limits(self, rows: Seq[Sequence], decisions: Seq[Decision]) -> list[int]:
+    def limits(self, rows: Seq[Row], decisions: Seq[Decision]) -> list[int]:
         """``[B]`` the most tokens to draft for each row."""
         most, trees = self.drafting.num_speculative_tokens, self.drafting.drafts_trees
         depths = [max(0, row.num_remaining - 1) for row in rows]
         lengths = [most if trees and depth else min(most, depth) for depth in depths]
         return [min(each.limit, length) for each, length in zip(decisions, lengths, strict=True)]
 
-    def take(self, rows: Seq[Sequence], decisions: Seq[Decision], num_prefill: int = 0) -> list[Sequence]:
+    def take(self, rows: Seq[Row], decisions: Seq[Decision], num_prefill: int = 0) -> list[Row]:
         """One step, beside `num_prefill` tokens of another prompt. Returns the rows that go on."""
         self._choices.told = {row.request_id: each for row, each in zip(rows, decisions, strict=True)}
-        other = Sequence(Request("emssd.other", (1,) * (num_prefill + 1), 1))
+        other = Row(Request("emssd.other", (1,) * (num_prefill + 1), 1))
         pieces = (Prefill(other, num_prefill),) if num_prefill else ()
         self._told.schedule = Schedule(Batch(tuple(rows)), tuple(self.limits(rows, decisions)), pieces)
         try:
@@ -138,9 +137,7 @@ class _ToldScheduler(Scheduler):
     def has_work(self) -> bool:
         return self.schedule is not None
 
-    def select(
-        self, fits: Fits, num_speculative_tokens: int, trees: bool = False, prefixes: Prefixes = NONE_SHARED
-    ) -> Schedule:
+    def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
         assert self.schedule is not None
         return self.schedule
 

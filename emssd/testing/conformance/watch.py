@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections import Counter
@@ -12,11 +11,11 @@ from typing import Any
 
 import torch
 
-from emssd.attention.trees import depths, is_chain
+from emssd.attention.trees import is_chain
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.rules import check_draft, check_ids
+from emssd.drafting.checked import own_draft
 from emssd.errors import DraftError
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd.testing.conformance.rules import broken, named
 
 __all__ = ["Nodes", "WatchedDrafter", "nodes_of", "shown", "state_of", "unchanged"]
@@ -24,7 +23,7 @@ __all__ = ["Nodes", "WatchedDrafter", "nodes_of", "shown", "state_of", "unchange
 Nodes = list[tuple[int, int]]
 """A row's draft: of each node the token id and the parent."""
 
-_FIELDS = [field.name for field in dataclasses.fields(Sequence) if field.name != "tokens"]  # which are a view
+_FIELDS = [field.name for field in dataclasses.fields(Row)]
 
 
 class WatchedDrafter(Drafter):
@@ -46,7 +45,7 @@ class WatchedDrafter(Drafter):
         self.seconds = 0.0
         self.num_tokens = 0
         self._vocab_size = vocab_size
-        self._rows: dict[str, Sequence] = {}
+        self._rows: dict[str, Row] = {}
         self._proposed: dict[str, Nodes] = {}
 
     @property
@@ -122,49 +121,11 @@ class WatchedDrafter(Drafter):
 
 
 def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int, trees: bool) -> None:
-    """Hold a draft to its rules, each by name; the engine's own check has the last word."""
-    if not isinstance(draft, Draft):
-        broken("drafter.draft", f"propose returned a {type(draft).__name__}; return an emssd.drafting.Draft")
-    if not isinstance(draft.token_ids, torch.Tensor):
-        broken("drafter.draft", f"its token_ids are a {type(draft.token_ids).__name__}; give an int64 tensor")
-    if draft.num_rows == len(limits):
-        for name, length, limit in zip(batch.request_ids, draft.lengths, limits, strict=True):
-            if length > limit:
-                broken("drafter.budget", f"it drafted {length} tokens for request {name!r} with a budget of {limit}")
+    """Test a draft as the engine does, and name the rule that it breaks."""
     try:
-        if draft.token_ids.dtype == torch.int64 and draft.token_ids.ndim == 1:
-            check_ids(draft.token_ids.tolist(), vocab_size)
+        own_draft(draft, batch, limits, vocab_size, trees=trees)
     except DraftError as error:
-        broken("drafter.vocabulary", str(error))
-    if draft.num_rows == len(batch) and draft.indptr[-1] == draft.token_ids.numel():
-        _check_trees(draft, batch, trees)
-    check_draft(draft, batch, limits, vocab_size, trees=trees)
-
-
-def _check_trees(draft: Draft, batch: Batch, trees: bool) -> None:
-    num_tokens = draft.token_ids.numel()
-    if draft.parents is not None and len(draft.parents) != num_tokens:
-        broken("drafter.tree", f"its draft has {len(draft.parents)} parents for {num_tokens} tokens; give one for each")
-    for place, row in enumerate(batch):
-        tree, name = draft.tree(place), row.request_id
-        if any(not -1 <= parent < node for node, parent in enumerate(tree)):
-            broken(
-                "drafter.tree", f"its tree for request {name!r} has parents {list(tree)}; each is an earlier node or -1"
-            )
-        if not trees and not is_chain(tree):
-            broken("drafter.tree", f"it drafted a tree for request {name!r}; say so, by drafts_trees = True")
-        if (depth := max(depths(tree), default=0)) > (most := max(0, row.num_remaining - 1)):
-            broken(
-                "drafter.depth",
-                f"its tree for request {name!r} has depth {depth}, and may have {most}; Draft.shallow cuts it",
-            )
-    if (told := draft.confidence) is not None:
-        if len(told) != num_tokens:
-            broken(
-                "drafter.confidence", f"its draft has {len(told)} numbers for {num_tokens} tokens; give one for each"
-            )
-        if not all(0 <= each <= 1 for each in told):
-            broken("drafter.confidence", f"its confidence is {list(told)}; give probabilities, from 0 to 1")
+        broken(f"drafter.{error.rule}", str(error))
 
 
 def nodes_of(batch: Batch, draft: Draft) -> dict[str, Nodes]:
@@ -182,7 +143,7 @@ def shown(nodes: Nodes) -> list[Any]:
 
 def state_of(batch: Batch) -> list[dict[str, Any]]:
     """What the rows are now, to be compared later."""
-    return [{name: copy.copy(getattr(row, name)) for name in _FIELDS} for row in batch]
+    return [{name: getattr(row, name) for name in _FIELDS} | {"tokens": list(row.tokens)} for row in batch]
 
 
 def unchanged(before: list[dict[str, Any]], batch: Batch, where: str, rule: str = "drafter.batch") -> None:

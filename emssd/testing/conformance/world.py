@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft
 from emssd.model import BorrowedTarget
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.scripted import Decision, Life, ScriptedEngine, in_turn
 from emssd.testing.conformance.watch import Nodes, WatchedDrafter, nodes_of
@@ -33,13 +33,13 @@ class World:
         self._engine = ScriptedEngine(watched, self._policy, vocab_size, target=target)
         self.drafts = self._policy.drafts
 
-    def propose(self, rows: Seq[Sequence], decisions: Seq[Decision]) -> Draft:
+    def propose(self, rows: Seq[Row], decisions: Seq[Decision]) -> Draft:
         """The first half of a step."""
         self._policy.keep = [decision.keep for decision in decisions]
         with named("drafter.raises", "a step"):
             return self._engine.drafting.propose(Batch(tuple(rows)), self._engine.limits(rows, decisions), 0)
 
-    def step(self, rows: Seq[Sequence], decisions: Seq[Decision]) -> list[Sequence]:
+    def step(self, rows: Seq[Row], decisions: Seq[Decision]) -> list[Row]:
         """Draft, verify by the script, tell the drafter, and release rows that end. Returns those that go on."""
         self._policy.keep = [decision.keep for decision in decisions]
         with named("drafter.raises", "a step"):

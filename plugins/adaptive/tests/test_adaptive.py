@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from emssd.drafting import BudgetStep, Draft
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from tests.support.budget_world import Curve, World
 from tests.support.tiers import looped
 
@@ -266,7 +266,7 @@ def test_what_is_drafted_and_what_is_verified_has_the_best_rate_of_all_there_is(
     limits = [data.draw(st.integers(0, 3), label="limit") for _ in gains]
     policy = AdaptiveBudget()
     policy._time, policy._stages = KnownTime(curve), [KnownRecord(gains, per_level, per_token)]
-    batch = Batch(tuple(Sequence(Request(str(i), (1,) * 10, 50), num_cached=9) for i in range(len(gains))))
+    batch = Batch(tuple(Row(Request(str(i), (1,) * 10, 50), num_cached=9) for i in range(len(gains))))
 
     def rate(lengths: Seq[int], drafting: bool) -> float:
         gain = len(gains) + sum(sum(row[:length]) for row, length in zip(gains, lengths, strict=True))
@@ -291,7 +291,7 @@ def test_a_row_that_takes_long_to_catch_up_with_is_left_alone(seconds: float, ga
     policy = AdaptiveBudget()
     # A level's time is no reason here: where drafts of other rows pay, catching up with this one decides.
     policy._time, policy._stages = KnownTime([1.0] * 9), [KnownRecord([[gain] * 2, [1.0, 1.0]], 0.0, 0.0, [seconds, 0])]
-    batch = Batch(tuple(Sequence(Request(str(i), (1,) * 10, 50), num_cached=9) for i in range(2)))
+    batch = Batch(tuple(Row(Request(str(i), (1,) * 10, 50), num_cached=9) for i in range(2)))
     expected = [2 if gain > 2 * seconds else 0, 2]  # 2 tokens per second without it
     assert policy.allot(BudgetStep(batch, (2, 2))) == expected
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from emssd.attention.trees import depths
 from emssd.drafting import BudgetStep, Draft, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 
 SHAPE = (-1, 0, -1, 1, 0, 1, 3, 2)  # 4 levels; the first two, four and seven nodes have 2, 3 and 4
 
 
 def batch_of(names: Seq[str], num_tokens: int = 10) -> Batch:
-    return Batch(tuple(Sequence(Request(name, (1,) * num_tokens, 10**6), num_cached=num_tokens - 1) for name in names))
+    return Batch(tuple(Row(Request(name, (1,) * num_tokens, 10**6), num_cached=num_tokens - 1) for name in names))
 
 
 def draft_of(budget: Seq[int], shape: Seq[int] | None) -> Draft:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from emssd.drafting import BudgetStep, Draft, Outcome
 from emssd.drafting.budget import HeldBudget
 from emssd.metrics.stats import PHASES, StageStats, StepStats
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from tests.support.tiers import looped
 
 # In tenths: equal worths are the rule, not the exception.
@@ -267,7 +267,7 @@ class TreeWorld:
     ) -> None:
         self.policy, self.shape, self.seconds, self.chances = policy, tuple(shape), seconds, chances
         self.confidence, self.per_token, self._random = confidence, per_token, np.random.default_rng(0)
-        self.rows = [Sequence(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
+        self.rows = [Row(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
         self.ranks = [self.shape[:node].count(parent) for node, parent in enumerate(shape)]
         self.tokens = self.time = 0.0
 

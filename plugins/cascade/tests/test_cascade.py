@@ -28,7 +28,7 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
@@ -62,7 +62,7 @@ class Told(Drafter):
 
 
 def rows(*names: str) -> Batch:
-    return Batch(tuple(Sequence(Request(name, (1, 2, 3), 50)) for name in names))
+    return Batch(tuple(Row(Request(name, (1, 2, 3), 50)) for name in names))
 
 
 def chains(draft: Draft) -> list[list[int]]:

@@ -22,7 +22,6 @@ from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs
 from emssd.attention.interface import StepPlan
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
-from emssd.metrics.timing import phase
 from emssd_dflash.head import BlockHead
 
 __all__ = ["BlockRow", "BlockRunner"]
@@ -74,16 +73,14 @@ class BlockRunner:
         """
         lengths = [len(row.features) + self.num_slots for row in rows]
         names, starts = [row.request_id for row in rows], [row.start for row in rows]
-        with phase("plan"):
-            # To a backend, token ids are numbers. They say which token of the step a place of the plan is for.
-            ids = torch.arange(sum(lengths))
-            packed = pack_nodes(names, ids, lengths, [start + self.num_slots for start in starts])
-            plan = self._backend.plan(packed)
-        with phase("forward"):
-            places = self._places(rows, lengths, embeds.device)
-            step = _Step(self._backend, plan, packed, self.head.variant.causal, *places)
-            features = torch.cat([row.features for row in rows])
-            hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), step.attend)
+        # To a backend, token ids are numbers. They say which token of the step a place of the plan is for.
+        ids = torch.arange(sum(lengths))
+        packed = pack_nodes(names, ids, lengths, [start + self.num_slots for start in starts])
+        plan = self._backend.plan(packed)
+        places = self._places(rows, lengths, embeds.device)
+        step = _Step(self._backend, plan, packed, self.head.variant.causal, *places)
+        features = torch.cat([row.features for row in rows])
+        hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), step.attend)
         self._backend.commit(Kept(tuple(names), tuple(starts)))
         return hidden
 

@@ -27,7 +27,7 @@ from emssd.sampling.draws import behind
 from emssd.sampling.residual import Beam, SampledTree, extend_beam
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import exponentials, stream_key
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd_draft_model.shapes import StaticShape
 
 __all__ = ["BeamShape", "ChildrenShape", "SampledDrafter", "SampledShape"]
@@ -118,12 +118,12 @@ class SampledDrafter(TreeDrafter):
         self._drawn = {}
         return replace(draft, confidence=None, q=tuple(q) if any(each is not None for each in q) else None)
 
-    def node_of(self, row: Sequence) -> Node:
+    def node_of(self, row: Row) -> Node:
         if not _is_residual(row):
             return super().node_of(row)
         return self._with_known_bias(next(drawn_nodes(row, Draft.empty(1), 0)))
 
-    def _told(self, row: Sequence, length: int) -> Seq[torch.Tensor] | None:
+    def _told(self, row: Row, length: int) -> Seq[torch.Tensor] | None:
         """The distributions behind the newest token of `row`, and behind each of the `length` nodes of its tree."""
         if not length or not _is_residual(row):
             return None
@@ -179,7 +179,7 @@ def _is_full(tree: GrowingTree) -> bool:
     return len(tree.token_ids) >= tree.num_nodes
 
 
-def _is_residual(row: Sequence) -> bool:
+def _is_residual(row: Row) -> bool:
     return row.request.sampling is not None and row.request.sampling.is_residual
 
 

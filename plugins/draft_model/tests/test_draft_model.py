@@ -22,7 +22,7 @@ from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
@@ -61,8 +61,8 @@ def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(num_words)})))
 
 
-def sequence(tokens: list[int], name: str = "a") -> Sequence:
-    return Sequence(Request(name, tuple(tokens), 100))
+def sequence(tokens: list[int], name: str = "a") -> Row:
+    return Row(Request(name, tuple(tokens), 100))
 
 
 def chains(draft: Draft) -> list[list[int]]:
@@ -87,7 +87,7 @@ def greedy(model: TargetModel, tokens: list[int], count: int) -> list[int]:
 def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str, data: st.DataObject) -> None:
     model = draft_model()
     drafter = make_drafter(model, backend=backend)
-    running: list[Sequence] = []
+    running: list[Row] = []
     admitted = 0
     for _ in range(data.draw(st.integers(1, 6), "steps")):
         while not running or (len(running) < 4 and data.draw(st.booleans(), "admit")):

@@ -23,7 +23,7 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingMethod, SamplingParams
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.draft_models import draft_model_drafter
@@ -54,11 +54,11 @@ def model(vocab_size: int = VOCAB, seed: int = 1) -> TargetModel:
     return TargetModel(tiny_model("llama", vocab_size=vocab_size, max_model_len=64, std=0.15, seed=seed))
 
 
-def row_of(params: SamplingParams, number: int = 0, length: int = 20) -> Sequence:
-    return Sequence(Request(str(number), PROMPT, length, sampling=params))
+def row_of(params: SamplingParams, number: int = 0, length: int = 20) -> Row:
+    return Row(Request(str(number), PROMPT, length, sampling=params))
 
 
-def drafted(shape: str, rows: list[Sequence], limit: int = 99, vocab_size: int = VOCAB) -> Draft:
+def drafted(shape: str, rows: list[Row], limit: int = 99, vocab_size: int = VOCAB) -> Draft:
     drafter = draft_model_drafter(model(vocab_size), SHAPES[shape], VOCAB)
     return drafter.propose(Batch(tuple(rows)), [limit] * len(rows))
 
@@ -131,7 +131,7 @@ def test_the_first_node_has_the_law_that_it_tells(shape: str) -> None:
 
 @shapes
 def test_other_rows_get_the_most_probable_tokens_and_no_distributions(shape: str) -> None:
-    rows = [row_of(WARM), Sequence(Request("greedy", PROMPT, 20))]
+    rows = [row_of(WARM), Row(Request("greedy", PROMPT, 20))]
     draft = drafted(shape, rows)
     assert draft.q is not None
     assert draft.q[1] is None

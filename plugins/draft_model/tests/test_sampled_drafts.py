@@ -28,7 +28,7 @@ from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node
-from emssd.sequences import Generation, Request, Sequence
+from emssd.sequences import Generation, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
@@ -149,23 +149,23 @@ def test_it_stays_right_where_rows_are_preempted_and_end_in_the_midst_of_drafts(
     assert sum(each.num_accepted for each in done) > 5 * 12
 
 
-def other_seed(node: Node, row: Sequence) -> Node:
+def other_seed(node: Node, row: Row) -> Node:
     return replace(node, key=node.key ^ 1)
 
 
-def other_position(node: Node, row: Sequence) -> Node:
+def other_position(node: Node, row: Row) -> Node:
     return replace(node, position=node.position - 1)
 
 
-def no_noise(node: Node, row: Sequence) -> Node:
+def no_noise(node: Node, row: Row) -> Node:
     return Node(SamplingParams(temperature=0.0))
 
 
-def no_processing(node: Node, row: Sequence) -> Node:
+def no_processing(node: Node, row: Row) -> Node:
     return replace(node, params=SamplingParams())
 
 
-def prompt_of_nothing(node: Node, row: Sequence) -> Node:
+def prompt_of_nothing(node: Node, row: Row) -> Node:
     return replace(node, num_prompt=0)
 
 
@@ -182,7 +182,7 @@ def test_with_anything_else_it_is_wrong_at_times(kind: str, change: Any, tree: s
     """So the tests above can fail; tokens are right all the same."""
 
     class Changed(ModelDrafter):
-        def node_of(self, row: Sequence) -> Node:
+        def node_of(self, row: Row) -> Node:
             return change(super().node_of(row), row)  # type: ignore[no-any-return]
 
     chains: Any = type("ChangedChains", (Changed, DraftModelDrafter), {})

@@ -24,11 +24,11 @@ from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
 from emssd.drafters import TreeDrafter
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.drafting.rules import check_draft
+from emssd.drafting.checked import check_draft
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, greedy_reference
@@ -73,8 +73,8 @@ def make_drafter(shape: Shape, model: TargetModel | None = None, max_tokens: int
     return TreeDrafter(CausalLMRunner(model, backend_for(model, max_tokens=max_tokens)), VOCAB_SIZE, shape)
 
 
-def sequence(tokens: list[int], name: str = "a", max_new_tokens: int = 40) -> Sequence:
-    return Sequence(Request(name, tuple(tokens), max_new_tokens))
+def sequence(tokens: list[int], name: str = "a", max_new_tokens: int = 40) -> Row:
+    return Row(Request(name, tuple(tokens), max_new_tokens))
 
 
 Node = tuple[tuple[int, ...], float]
@@ -97,7 +97,7 @@ def same(left: list[Node], right: list[Node]) -> bool:
     )
 
 
-def propose(drafter: Drafter, rows: Seq[Sequence], budget: Seq[int]) -> Draft:
+def propose(drafter: Drafter, rows: Seq[Row], budget: Seq[int]) -> Draft:
     batch = Batch(tuple(rows))
     with torch.inference_mode():
         draft = drafter.propose(batch, budget)
@@ -105,7 +105,7 @@ def propose(drafter: Drafter, rows: Seq[Sequence], budget: Seq[int]) -> Draft:
     return draft
 
 
-def observe(drafter: Drafter, rows: Seq[Sequence], draft: Draft) -> None:
+def observe(drafter: Drafter, rows: Seq[Row], draft: Draft) -> None:
     """Told of a step that extended `rows` already; a draft model looks at nothing else."""
     with torch.inference_mode():
         drafter.observe(Outcome(Batch(tuple(rows)), draft, ((),) * len(rows), ()))
@@ -350,7 +350,7 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, d
     # Behind a sliding window it matters in which order the KV of an accepted way lies.
     shape, model = make_shape(kind), draft_model("mistral")
     drafter = make_drafter(shape, model)
-    running: list[Sequence] = []
+    running: list[Row] = []
     admitted = 0
     for _ in range(data.draw(st.integers(1, 6), "steps")):
         while not running or (len(running) < 4 and data.draw(st.booleans(), "admit")):

@@ -27,7 +27,7 @@ from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd_hydra import HydraConfig
 from emssd_hydra.loading import LoadedHydra, load_hydra
 from emssd_hydra.shapes import check_options, shape_of
@@ -163,12 +163,12 @@ class HydraDrafter(Drafter):
             able = [each for each, fits in zip(able, fitting, strict=True) if fits]
         return [self._row(place, row, limit) for place, (row, limit) in enumerate(able)]
 
-    def _knows(self, row: Sequence) -> bool:
+    def _knows(self, row: Row) -> bool:
         """Whether the hidden states of all tokens before the newest one are known, and no more than can be cached."""
         num_computed, states = len(row.tokens) - 1, self._states.get(row.request_id)
         return states is not None and states.covers(num_computed) and num_computed <= self._max_len
 
-    def _row(self, place: int, row: Sequence, limit: int) -> _Row:
+    def _row(self, place: int, row: Row, limit: int) -> _Row:
         num_nodes, depth = min(limit, self._shape.num_nodes), min(self._shape.depth, row.num_remaining - 1)
         tree = GrowingTree(len(row.tokens), num_nodes, depth, max_cached=0)
         states = self._states[row.request_id]

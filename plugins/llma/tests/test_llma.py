@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
@@ -43,11 +43,11 @@ def brute_force(config: LLMAConfig, tokens: list[int], num_prompt: int, budget: 
     return text[chosen:][: config.copy_length][:budget]
 
 
-def sequence(prompt: list[int], output: list[int] | None = None, name: str = "a") -> Sequence:
-    return Sequence(Request(name, tuple(prompt), 100), [*prompt, *(output or [])])
+def sequence(prompt: list[int], output: list[int] | None = None, name: str = "a") -> Row:
+    return Row(Request(name, tuple(prompt), 100), [*prompt, *(output or [])])
 
 
-def chains(drafter: LLMADrafter, rows: list[Sequence], budget: list[int]) -> list[list[int]]:
+def chains(drafter: LLMADrafter, rows: list[Row], budget: list[int]) -> list[list[int]]:
     draft = drafter.propose(Batch(tuple(rows)), budget)
     tokens = draft.token_ids.tolist()
     return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
@@ -148,7 +148,7 @@ def test_lengths_below_one_are_config_errors_that_name_the_options(options: dict
 
 
 def test_choices_may_be_given_as_text_and_a_wrong_one_is_refused() -> None:
-    row = Sequence(Request("a", (1, 2, 3), 9))
+    row = Row(Request("a", (1, 2, 3), 9))
     row.extend([8, 9, 7, 8, 9])
     drafter = LLMADrafter(LLMAConfig(copy_length=1, search="prompt_and_output", occurrence="first"))  # type: ignore[arg-type]
     assert drafter.propose(Batch((row,)), [1]).token_ids.tolist() == [7]

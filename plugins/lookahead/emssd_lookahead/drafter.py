@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd_lookahead import LookaheadConfig
 from emssd_lookahead.window import NGramPool, Window
 
@@ -85,7 +85,7 @@ class LookaheadDrafter(Drafter):
     def _window_nodes(self) -> int:
         return (self._config.ngram - 1) * self._config.window - 1
 
-    def _begin(self, row: Sequence) -> _Row:
+    def _begin(self, row: Row) -> _Row:
         config = self._config
         kept = _Row(NGramPool(config.ngram, config.guesses), Window(config.window, config.ngram - 1, list(row.tokens)))
         if config.prompt_pool:

@@ -16,7 +16,7 @@ from emssd.decoding.engine import Engine
 from emssd.drafting import Outcome
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from emssd.testing.paged import ReferenceKernels
@@ -112,15 +112,15 @@ def test_an_ngram_of_the_window_ends_with_what_the_target_says_behind_it(shape: 
             window.advance = advanced
             super().observe(outcome)
             window.advance = advance
-            texts.append(list(outcome.batch.sequences[0].tokens))
+            texts.append(list(outcome.batch.rows[0].tokens))
 
     drafter = Watched(LookaheadConfig(width, ngram, 2))
     engine_of(model, drafter).generate(PROMPTS[:1], 24, ignore_eos=True)
     assert checked >= 8 * width
 
 
-def sequence(*tokens: int, max_new_tokens: int = 50) -> Sequence:
-    return Sequence(Request("a", tokens, max_new_tokens))
+def sequence(*tokens: int, max_new_tokens: int = 50) -> Row:
+    return Row(Request("a", tokens, max_new_tokens))
 
 
 def test_guesses_come_first_and_the_window_only_where_all_of_it_has_room() -> None:

@@ -6,13 +6,13 @@ import pytest
 from emssd_none import NoneConfig, NoneDrafter
 
 from emssd import Engine
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_it_drafts_nothing_for_every_row(num_rows: int) -> None:
-    rows = tuple(Sequence(Request(str(i), (3, 4), 5)) for i in range(num_rows))
+    rows = tuple(Row(Request(str(i), (3, 4), 5)) for i in range(num_rows))
     draft = NoneDrafter().propose(Batch(rows), [7] * num_rows)
     assert draft.lengths == [0] * num_rows
     assert draft.token_ids.numel() == 0

@@ -33,8 +33,7 @@ from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
-from emssd.sequences import Batch, Generation, Request
-from emssd.sequences import Sequence as Row
+from emssd.sequences import Batch, Generation, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References, greedy_reference
 from tests.support import sampling as reference

@@ -23,7 +23,7 @@ from emssd import Engine
 from emssd.attention import AttentionBackend
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import decode_in_little_memory, run_with_preemption
@@ -52,8 +52,8 @@ def by_definition(config: PLDConfig, tokens: list[int], budget: int) -> list[int
     return []
 
 
-def sequence(prompt: Seq[int], output: Seq[int] = (), name: str = "a") -> Sequence:
-    return Sequence(Request(name, tuple(prompt), 100), [*prompt, *output])
+def sequence(prompt: Seq[int], output: Seq[int] = (), name: str = "a") -> Row:
+    return Row(Request(name, tuple(prompt), 100), [*prompt, *output])
 
 
 def split(draft: Draft) -> list[list[int]]:
@@ -61,7 +61,7 @@ def split(draft: Draft) -> list[list[int]]:
     return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
 
 
-def chains(drafter: Drafter, rows: Seq[Sequence], budget: Seq[int]) -> list[list[int]]:
+def chains(drafter: Drafter, rows: Seq[Row], budget: Seq[int]) -> list[list[int]]:
     return split(drafter.propose(Batch(tuple(rows)), budget))
 
 

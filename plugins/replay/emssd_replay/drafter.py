@@ -14,7 +14,7 @@ from emssd.data.typed import read_json, typed
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
 from emssd.model.random_weights import counted_on
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd.simulate.laws import geometric_trace
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace
 from emssd_replay import ReplayConfig
@@ -78,7 +78,7 @@ class ReplayDrafter(Drafter):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         return Draft.from_chains(self._chain(row, limit) for row, limit in zip(batch, budget, strict=True))
 
-    def _chain(self, row: Sequence, limit: int) -> list[int]:
+    def _chain(self, row: Row, limit: int) -> list[int]:
         stage, position = self._stage(row.request_id), len(row.tokens) - len(row.request.prompt_ids)
         place = position % len(stage.drafted)
         length = min(limit, stage.drafted[place])
@@ -97,7 +97,7 @@ class ReplayDrafter(Drafter):
             )
         return self._by_id.get(request_id) or self._stages[crc32(request_id.encode()) % len(self._stages)]
 
-    def _upcoming(self, row: Sequence, position: int, length: int) -> list[int]:
+    def _upcoming(self, row: Row, position: int, length: int) -> list[int]:
         """The next `length` tokens of the target; where the known ones end, rows end too, and any will do."""
         if self._known is None:
             if self.must_count and position and counted_on(row.tokens[-2], 1, self._vocab_size) != row.tokens[-1:]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd.simulate.tree_law import TreeLaw
 from emssd_replay import ReplayConfig
 from emssd_replay.drafter import ReplayDrafter
@@ -46,7 +46,7 @@ class ReplayTrees(ReplayDrafter):
         draft = Draft.from_trees(self._tree(row, limit) for row, limit in zip(batch, budget, strict=True))
         return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
 
-    def _tree(self, row: Sequence, limit: int) -> list[tuple[int, int]]:
+    def _tree(self, row: Row, limit: int) -> list[tuple[int, int]]:
         law, position = self._law, len(row.tokens) - len(row.request.prompt_ids)
         upcoming = self._upcoming(row, position, max(law.depths))
         right = law.right(row.request_id, position)[:limit]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError
 from emssd.model.random_weights import counted_on, counting_model
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
 from emssd.simulate.tree_law import TreeLaw
 from emssd.testing.models import tiny_model
@@ -149,7 +149,7 @@ def test_beside_known_outputs_a_trace_of_other_requests_is_refused(tmp_path: Pat
     known.write_text("".join(f'{{"id": "{name}", "token_ids": [6, 7, 8, 9]}}\n' for name in ("0", "file.jsonl:1")))
     drafter = ReplayDrafter(ReplayConfig(known=str(known), trace=str(a_trace(tmp_path))), 96)
     assert drafter.replays == "acceptance recorded in trace.jsonl"
-    rows = [Sequence(Request(name, (5,), 9)) for name in ("0", "file.jsonl:1")]
+    rows = [Row(Request(name, (5,), 9)) for name in ("0", "file.jsonl:1")]
     assert drafter.propose(Batch((rows[0],)), [3]).token_ids.tolist()[:1] == [6]
     with pytest.raises(ConfigError, match=r"drafter.trace has no request 'file.jsonl:1', but 0, 1, …; .*data.id_field"):
         drafter.propose(Batch(tuple(rows)), [3, 3])
@@ -207,7 +207,7 @@ def test_an_architecture_that_is_none_is_refused(architecture: dict, message: st
 def test_a_tree_takes_the_right_child_and_the_output_is_that_of_the_model() -> None:
     config = ReplayConfig(branches=[2, 2], chances=[[0.0, 1.0]])
     drafter = ReplayTrees(config, 96)
-    row = Sequence(Request("a", (5,), 60))
+    row = Row(Request("a", (5,), 60))
     draft = drafter.propose(Batch((row,)), [9])
     assert drafter.num_speculative_tokens == draft.lengths[0] == 6
     assert draft.token_ids.tolist()[:2] == [6, 7], "nodes are sorted by how likely they are"
@@ -216,7 +216,7 @@ def test_a_tree_takes_the_right_child_and_the_output_is_that_of_the_model() -> N
     assert draft.cut([2]).is_chain
     assert drafter.replays == "acceptance drawn: trees of 2 × 2, right by depth and rank with [[0.0, 1.0]]"
     assert drafter.propose(Batch((row,)), [1]).lengths == [1]
-    assert drafter.propose(Batch((Sequence(Request("a", (5,), 2)),)), [9]).token_ids.tolist() == [6, nodes[2][1]]
+    assert drafter.propose(Batch((Row(Request("a", (5,), 2)),)), [9]).token_ids.tolist() == [6, nodes[2][1]]
 
 
 @given(st.integers(0, 99), st.lists(st.integers(1, 3), min_size=1, max_size=4))

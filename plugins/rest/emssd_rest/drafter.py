@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.drafting.growth import Tree, check_branches, joined_trees
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd_rest import RestConfig
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Store, fingerprint
@@ -72,7 +72,7 @@ class RestDrafter(Drafter):
             return joined_trees(rows)
         return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
 
-    def _draft(self, row: Sequence, limit: int) -> Tree:
+    def _draft(self, row: Row, limit: int) -> Tree:
         config, nothing = self._config, Tree([], [], [])
         depth = min(config.num_speculative_tokens, row.num_remaining - 1) if self.drafts_trees else limit
         if min(limit, depth) < 1:

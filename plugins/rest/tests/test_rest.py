@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from emssd import Engine
 from emssd.drafting import Draft, DrafterContext
-from emssd.drafting.rules import check_draft
+from emssd.drafting.checked import check_draft
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 
@@ -45,8 +45,8 @@ def made(folder: Path, documents: list[list[int]], **options: Any) -> str:
     return str(folder / "store")
 
 
-def sequence(tokens: list[int], name: str = "a") -> Sequence:
-    return Sequence(Request(name, tuple(tokens), 100))
+def sequence(tokens: list[int], name: str = "a") -> Row:
+    return Row(Request(name, tuple(tokens), 100))
 
 
 def make_context(tokenizer: Any = None, vocab_size: int = VOCAB_SIZE) -> DrafterContext:

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from emssd.demo import model_path
 from emssd.errors import ConfigError, OutputError
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 
 LETTERS = st.integers(0, 2)  # three letters: matches are everywhere
 DOCUMENTS = st.lists(st.lists(LETTERS, max_size=12), min_size=1, max_size=6).filter(any)
@@ -258,7 +258,7 @@ def test_whatever_byte_is_wrong_a_store_is_refused_with_its_name_or_drafts_withi
     good = file.read_bytes()
     broken = [good[:place] + bytes([byte]) + good[place + 1 :] for place in range(len(good))
               for byte in (ord("("), good[place] ^ 1)]  # fmt: skip
-    rows = Batch((Sequence(Request("a", (1, 2), 20)), Sequence(Request("b", (2, 3, 1), 20))))
+    rows = Batch((Row(Request("a", (1, 2), 20)), Row(Request("b", (2, 3, 1), 20))))
     refusals = []
     for content in [*broken, *(good[:place] for place in range(0, len(good), 5)), b"PK\3\4" + good]:
         file.write_bytes(content)

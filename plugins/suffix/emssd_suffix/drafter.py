@@ -15,7 +15,7 @@ from typing import NamedTuple
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Sequence
+from emssd.sequences import Batch, Row
 from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import ROOT, SEPARATOR, SuffixAutomaton
 from emssd_suffix.sources import Match, OutputCache
@@ -141,7 +141,7 @@ class SuffixDrafter(Drafter):
         if config.cache_tokens:
             self._cache = OutputCache(config.cache_tokens, config.max_tree_depth, self._max_match)
 
-    def _draft(self, row: Sequence, budget: int) -> Tree:
+    def _draft(self, row: Row, budget: int) -> Tree:
         """From the longest match that gives something; the row's own text has a lead."""
         config, depth = self._config, min(budget, self._config.num_speculative_tokens)
         if self.drafts_trees:
@@ -156,7 +156,7 @@ class SuffixDrafter(Drafter):
                 return Tree(chain.tokens, list(range(-1, len(chain.tokens) - 1)), chain.confidence)
         return Tree([], [], [])
 
-    def _matches(self, row: Sequence) -> list[Match]:
+    def _matches(self, row: Row) -> list[Match]:
         """Where the end of the row's text stands, in the order of preference."""
         own = self._rows.get(row.request_id)
         if own is None:

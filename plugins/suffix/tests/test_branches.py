@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.rules import check_draft
+from emssd.drafting.checked import check_draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, FinishReason
 from tests.support.engine_machine import EngineMachine

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from emssd.attention import AttentionBackend
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, FinishReason, Request, Sequence
+from emssd.sequences import Batch, FinishReason, Request, Row
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import decode_in_little_memory, run_with_preemption
 from tests.support.tiers import looped
@@ -111,11 +111,11 @@ def split(draft: Draft) -> list[list[int]]:
     return [tokens[start:stop] for start, stop in bounds]
 
 
-def sequence(prompt: Seq[int], output: Seq[int] = (), name: str = "a") -> Sequence:
-    return Sequence(Request(name, tuple(prompt), 100), [*prompt, *output])
+def sequence(prompt: Seq[int], output: Seq[int] = (), name: str = "a") -> Row:
+    return Row(Request(name, tuple(prompt), 100), [*prompt, *output])
 
 
-def drafted(drafter: Drafter, row: Sequence, budget: int = 15) -> list[int]:
+def drafted(drafter: Drafter, row: Row, budget: int = 15) -> list[int]:
     return drafter.propose(Batch((row,)), [budget]).token_ids.tolist()
 
 

@@ -17,7 +17,7 @@ from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from emssd.testing.paged import ReferenceKernels
@@ -100,7 +100,7 @@ def test_the_table_holds_what_the_target_considers_behind_every_token_of_a_step(
     assert len(said) > 3
 
 
-def outcome_of(drafter: TokenRecyclingDrafter, row: Sequence, targets: Seq[int], candidates: Seq[Seq[int]]) -> Outcome:
+def outcome_of(drafter: TokenRecyclingDrafter, row: Row, targets: Seq[int], candidates: Seq[Seq[int]]) -> Outcome:
     batch = Batch((row,))
     drafter.propose(batch, [0])
     return Outcome(batch, Draft.empty(1), ((),), (targets,), (candidates,))
@@ -108,7 +108,7 @@ def outcome_of(drafter: TokenRecyclingDrafter, row: Sequence, targets: Seq[int],
 
 def test_ranks_count_by_how_often_the_target_takes_them() -> None:
     drafter = TokenRecyclingDrafter(TokenRecyclingConfig(num_candidates=2, num_nodes=2))
-    row = Sequence(Request("a", (1, 2, 3), 9))
+    row = Row(Request("a", (1, 2, 3), 9))
     before = drafter._shares()
     drafter.observe(outcome_of(drafter, row, [7], [[7, 8]]))
     assert drafter._shares() == before, "nothing was known behind 3"

@@ -28,13 +28,11 @@ from emssd_union.drafter import UnionDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.decoding.assembly import make_parts
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.drafting.checked import CheckedDrafter
-from emssd.drafting.rules import check_draft
+from emssd.drafting.checked import CheckedDrafter, check_draft
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
@@ -105,7 +103,8 @@ def verified(batch: Batch, draft: Draft, seed: int) -> Outcome:
         for path in [(), *paths_of(draft, row)]:
             chosen.append(3 + crc32(repr((seed, sequence.request_id, path)).encode()) % 2)
     found = verify(torch.tensor(chosen), draft)
-    return Outcome(batch, draft, found.accepted, found.target_ids)
+    accepted, targets = ([getattr(each, name) for each in found] for name in ("accepted", "target_ids"))
+    return Outcome(batch, draft, tuple(accepted), tuple(targets))
 
 
 @given(
@@ -247,11 +246,10 @@ POINTS = [paged_plugin.POINT, type(paged_plugin.POINT)("union", "emssd_union", "
 
 def assembled(config: Any, **options: Any) -> Engine:
     """An engine around a tiny model on a backend that takes trees."""
-    parts = make_parts(
+    return Engine.assemble(
         target(), None, drafter=config, backend="reference", budget="fixed", options=EngineOptions(**options),
         registry=registry(), load=lambda path, **_: (draft_model(), None),
     )  # fmt: skip
-    return Engine._of(parts)
 
 
 @cache

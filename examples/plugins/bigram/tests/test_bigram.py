@@ -8,8 +8,7 @@ import pytest
 from emssd import Engine
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Request
-from emssd.sequences import Sequence as Row
+from emssd.sequences import Batch, Request, Row
 from emssd.testing import DrafterConformance, tiny_model
 
 from emssd_bigram import BigramConfig

@@ -6,8 +6,7 @@ import pytest
 from emssd import Engine
 from emssd.drafting import BudgetPolicy, BudgetStep
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Request
-from emssd.sequences import Sequence as Row
+from emssd.sequences import Batch, Request, Row
 from emssd.testing import BudgetPolicyConformance, tiny_model
 
 from emssd_one_more import OneMoreConfig

@@ -1,0 +1,121 @@
+"""What plugins and the report get after a step: its `Outcome`, and its figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+from emssd.attention import KVUsage, PackedInputs
+from emssd.attention.trees import depths
+from emssd.decoding.scheduler import Schedule
+from emssd.decoding.verify import Verified
+from emssd.drafting import Draft, HiddenStates, Outcome
+from emssd.metrics.stats import StageStats, StepStats
+from emssd.model import ModelOutput
+from emssd.sequences import Batch
+
+__all__ = ["outcome_of", "step_stats"]
+
+
+def outcome_of(
+    batch: Batch, draft: Draft, verified: Seq[Verified], packed: PackedInputs, output: ModelOutput
+) -> Outcome:
+    """The outcome of a step whose rows have been advanced.
+
+    Args:
+        batch: its rows.
+        draft, verified: what was verified, and the result of each row.
+        packed: the step: the rows of the batch, each with its draft behind its tokens, then pieces of prompts.
+        output: what the target computed.
+    """
+    best = [each.candidates for each in verified if each.candidates is not None]
+    return Outcome(
+        batch,
+        draft,
+        tuple([each.accepted for each in verified]),
+        tuple([each.target_ids for each in verified]),
+        tuple(best) if len(best) == len(verified) and best else None,
+        _hidden(batch, verified, packed, output) if output.hidden else None,
+    )
+
+
+def _hidden(batch: Batch, verified: Seq[Verified], packed: PackedInputs, output: ModelOutput) -> HiddenStates:
+    """Hidden states of the tokens that the step kept: prompts, their pieces, newest tokens and accepted nodes."""
+    starts, places, indptr = list[int](), list[int](), [0]
+    rows = zip(packed.qo_indptr, packed.lengths, packed.kv_lens, strict=False)
+    for row, (begin, length, kv_len) in enumerate(rows):
+        starts.append(kv_len - length)
+        if row < len(batch):
+            origin = begin + length - len(verified[row].drafted)
+            kept = [*range(begin, origin), *(origin + node for node in verified[row].accepted)]
+            # What an EOS or a limit cut off the row belongs to no token of it.
+            places += kept[: len(batch.rows[row].tokens) - starts[-1]]
+        else:
+            places += range(begin, begin + length)
+        indptr.append(len(places))
+    return HiddenStates(
+        packed.request_ids,
+        tuple(starts),
+        tuple(indptr),
+        tuple(output.hidden),
+        tuple(output.hidden.values()),
+        tuple(places),
+    )
+
+
+def step_stats(
+    schedule: Schedule,
+    packed: PackedInputs,
+    output: ModelOutput,
+    outcome: Outcome,
+    usage: KVUsage,
+    stages: Seq[StageStats],
+    num_waiting: int,
+) -> StepStats:
+    """Count a step whose rows have been advanced; `usage` is that after its commit."""
+    drafted = tuple(outcome.draft.lengths)
+    deep, by_depth = _depths(outcome.draft)
+    num_before = sum(packed.kv_lens[: len(outcome.batch)]) - sum(drafted)
+    return StepStats(
+        is_prefill=packed.num_tokens > len(outcome.batch) + sum(drafted),
+        num_rows=packed.num_rows,
+        num_waiting=num_waiting,
+        num_tokens=packed.num_tokens,
+        num_kv_tokens=sum(packed.kv_lens),
+        num_new_tokens=sum([len(row.tokens) for row in outcome.batch.rows]) - num_before,
+        drafted=drafted,
+        acceptance=tuple([len(nodes) + 1 for nodes in outcome.accepted]),
+        input_padding=output.num_padding,
+        kv_padding=usage.padding,
+        num_preempted=len(schedule.preempted),
+        num_adopted_tokens=schedule.num_adopted_tokens,
+        stages=tuple(stages),
+        depths=deep,
+        drafted_by_depth=by_depth,
+        confidence=_confidence(outcome),
+    )
+
+
+def _depths(draft: Draft) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``[B]`` the depth of each row's tree, and how many nodes of all rows have each depth, from 1."""
+    rows: Seq[Seq[int]]
+    if draft.parents is None:
+        rows = [range(1, length + 1) for length in draft.lengths]
+    else:
+        rows = [depths(draft.tree(row)) for row in range(draft.num_rows)]
+    deep, counts = tuple([max(row, default=0) for row in rows]), Counter(chain.from_iterable(rows))
+    return deep, tuple([counts[depth] for depth in range(1, max(deep, default=0) + 1)])
+
+
+def _confidence(outcome: Outcome) -> tuple[tuple[float, bool], ...]:
+    """How sure the drafter was of each node that the target chose among or against, and whether it was accepted."""
+    draft, found = outcome.draft, list[tuple[float, bool]]()
+    if draft.confidence is None:
+        return ()
+    for row, (start, accepted) in enumerate(zip(draft.indptr, outcome.accepted, strict=False)):
+        way = {-1, *accepted}
+        for node, parent in enumerate(draft.tree(row)):
+            if parent in way:
+                found.append((draft.confidence[start + node], node in way))
+    return tuple(found)

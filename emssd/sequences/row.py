@@ -1,0 +1,213 @@
+"""What is being generated: a `Request` from outside, the `Row` that it grows into, and the `Batch` of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from operator import attrgetter
+from typing import NoReturn
+
+from emssd.sampling import SamplingParams
+from emssd.sequences.logprobs import TokenLogprob
+from emssd.sequences.stopping import Stop
+
+__all__ = ["Batch", "FinishReason", "Request", "Row", "RowView", "TokenIds"]
+
+
+class FinishReason(str, Enum):
+    """Why a row ended."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue.
+
+    Args:
+        request_id: unique among the requests of one engine.
+        prompt_ids: token ids of the prompt, at least one.
+        max_new_tokens: upper limit of generated tokens, at least one; the EOS token counts.
+        eos_token_ids: generation ends after the first of these.
+        stop: generation ends after the token that completes one of these. Without both, only the limit ends it.
+        sampling: how its tokens are chosen; ``None`` takes the most probable ones.
+        sample_of: of one sample among several, the id of the request that they are samples of; see `samples`.
+        sample: which of them it is, from 0.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop: Stop | None = None
+    sampling: SamplingParams | None = None
+    sample_of: str | None = None
+    sample: int = 0
+
+    @property
+    def prompt_id(self) -> str:
+        """What all samples of a prompt have in common: `sample_of`, or the id of the request itself.
+
+        With `sample`, it tells what is drawn from anything else, and decides what is drawn.
+        """
+        return self.request_id if self.sample_of is None else self.sample_of
+
+    def samples(self) -> list[Request]:
+        """One request for each text that ``sampling.n`` asks for; itself where that is one."""
+        if self.sampling is None or self.sampling.n == 1:
+            return [self]
+        one = replace(self, sampling=replace(self.sampling, n=1), sample_of=self.prompt_id)
+        numbers = range(self.sampling.n)
+        return [replace(one, request_id=f"{self.request_id}#{number}", sample=number) for number in numbers]
+
+
+class TokenIds(list[int]):
+    """The token ids of a row: a list that plugins can read, but not change."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise AttributeError("a row can only be read")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request while it runs. The decode loop changes it; plugins get a `RowView`, which can only be read.
+
+    Invariant between steps once the prompt is computed: ``num_cached == len(tokens) - 1``, as the newest token
+    has no KV yet. (A row that EOS has just cut may have more, until it is released.)
+
+    Attributes:
+        tokens: prompt and generated token ids.
+        max_length: prompt and output together grow no longer than this.
+        num_cached: how many leading tokens have their KV in the target's cache.
+        num_steps, num_drafted, num_accepted: verification steps, drafted tokens and accepted draft tokens so far.
+        finish_reason: why it ended; ``None`` as long as it runs.
+        logprobs: of the generated tokens, if the request asks for them.
+        request_id: that of the request.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    max_length: int = 0
+    num_cached: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    request_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+        self.tokens = TokenIds(self.tokens or self.request.prompt_ids)
+        self.max_length = self.max_length or len(self.request.prompt_ids) + self.request.max_new_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated token ids."""
+        return self.tokens[len(self.request.prompt_ids) :]
+
+    @property
+    def num_uncached(self) -> int:
+        """How many tokens have no KV yet: 1 while decoding, more while the prompt is computed."""
+        return len(self.tokens) - self.num_cached
+
+    @property
+    def num_remaining(self) -> int:
+        """How many tokens may still be generated."""
+        return self.max_length - len(self.tokens)
+
+    def taken(self, new_tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens that `extend` would append of `new_tokens`, and the reason for which the row would end.
+
+        They are cut after the first EOS or stop string and at the limit. Where one token brings several reasons, EOS
+        comes before a stop string, and that before the limit.
+        """
+        request, num_remaining = self.request, self.max_length - len(self.tokens)
+        tokens = list(new_tokens[:num_remaining])
+        ending = FinishReason.LENGTH if len(tokens) >= num_remaining else None
+        if request.stop is None and request.eos_token_ids.isdisjoint(tokens):
+            return tokens, ending
+        output = self.output_ids
+        for count, token in enumerate(tokens, start=1):
+            if token in request.eos_token_ids:
+                return tokens[:count], FinishReason.EOS
+            output.append(token)
+            if request.stop is not None and request.stop.completed_by_last(output, 0):
+                return tokens[:count], FinishReason.STOP
+        return tokens, ending
+
+    def advance(
+        self,
+        tokens: Seq[int],
+        reason: FinishReason | None,
+        num_drafted: int,
+        num_accepted: int,
+        logprobs: Seq[TokenLogprob] = (),
+    ) -> None:
+        """Count a verification step that accepted `num_accepted` of `num_drafted` tokens.
+
+        Args:
+            tokens, reason: what was `taken` of the accepted tokens and the target's own one.
+            num_drafted, num_accepted: drafted tokens that were verified, and how many of them were right.
+            logprobs: of the accepted tokens and the target's own one, taken or not; if the request asks for them.
+        """
+        self.num_cached = len(self.tokens) + num_accepted  # all but the target's own newest token
+        self.num_steps += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.finish_reason = reason
+        self.logprobs += tuple(logprobs[: len(tokens)])
+        list.extend(self.tokens, tokens)
+
+    def extend(self, new_tokens: Seq[int]) -> None:
+        """Append what is `taken` of `new_tokens` and set `finish_reason`; no step is counted and nothing is cached."""
+        tokens, self.finish_reason = self.taken(new_tokens)
+        list.extend(self.tokens, tokens)
+
+
+class RowView(Row):
+    """A `Row` as plugins see it: it always shows what the row is now, and writing to it raises an `AttributeError`."""
+
+    __slots__ = ("_row",)
+
+    def __init__(self, row: Row) -> None:
+        object.__setattr__(self, "_row", row)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError("a row can only be read")
+
+
+for _field in fields(Row):
+    setattr(RowView, _field.name, property(attrgetter(f"_row.{_field.name}")))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows that are drafted for and verified in one step, in order."""
+
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def view(cls, rows: Iterable[Row]) -> Batch:
+        """A batch of these rows that plugins can only read."""
+        return cls(tuple([RowView(row) for row in rows]))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Request ids in row order."""
+        return tuple([row.request_id for row in self.rows])
