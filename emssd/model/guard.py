@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
-from emssd.model.module_state import named_tensors
+from emssd.model.fingerprint import named_tensors
 from emssd.model.probe import ProbeRows, running
 from emssd.native import load_kernels, why_unavailable
 
