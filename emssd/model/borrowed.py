@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
+from emssd.model.finding import find_streams
 from emssd.model.replaced import replaced_forward
 from emssd.model.runner import ModelRunner
 from emssd.model.shallow import ShallowRunner
@@ -148,7 +149,7 @@ class BorrowedTarget:
 
     @cached_property
     def _streams(self) -> Streams:
-        return self._target.streams or Streams(self._target)
+        return self._target.streams or find_streams(self._target)
 
     @cached_property
     def _scale(self) -> float:

@@ -16,7 +16,7 @@ from emssd.model.interface import Attend, implementation
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["PROBE_TOLERANCE", "ProbeRows", "probe_layers", "running"]
+__all__ = ["PROBE_TOLERANCE", "ProbeRows", "layer_devices", "probe_layers", "running"]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
@@ -64,6 +64,26 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     if aranges.num_calls:
         _refuse_counted_positions(target, rows)
     return tuple(layers[layer] for layer in range(expected))
+
+
+def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
+    """Where the attention of each layer is computed, as a short pass shows.
+
+    Raises:
+        UnsupportedModelError: the model does not run.
+    """
+    devices: dict[int, torch.device] = {}
+
+    def attend(
+        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        devices[layer] = query.device
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    with running(target):
+        numbers = torch.arange(2, device=target.device)
+        target.run(numbers.unsqueeze(0), numbers.unsqueeze(0), attend, numbers)
+    return tuple(devices[layer] for layer in sorted(devices))
 
 
 def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:

@@ -79,7 +79,7 @@ def states_of(name: str) -> dict[int, torch.Tensor]:
     there = target(name)
     there.prepare_hidden([0])
     assert there.streams is not None
-    into = dict.fromkeys([*range(there.streams.num_layers + 1), -1], IDS)
+    into = dict.fromkeys([*range(len(there.streams.layers) + 1), -1], IDS)
     with there.streams.taken(into):
         there.model(IDS[None], use_cache=False)
     return {index: states[0] for index, states in into.items()}
