@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from emssd.attention.transfer import together
 from emssd.attention.trees import depths
 
-__all__ = ["Drafted", "PackedInputs", "StepInputs"]
+__all__ = ["Drafted", "PackedInputs", "StepInputs", "runs"]
 
 
 class Drafted(NamedTuple):
@@ -93,3 +95,9 @@ class PackedInputs:
         ids, positions, logit_rows, places = together(inputs, device)
         ids = ids.index_copy(0, places, self.drafted.token_ids.to(device))
         return StepInputs(ids, positions, logit_rows)
+
+
+def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``[sum(lengths)]`` int64: for each row the integers from ``starts[i]`` on, ``lengths[i]`` of them."""
+    ends = lengths.cumsum()
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)

@@ -18,8 +18,8 @@ from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBac
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.paged import ReferenceKernels, rerun
 from tests.support.backends import BACKENDS, MakeBackend
+from tests.support.reference_kernels import ReferenceKernels, rerun
 
 
 def run_machine(make: MakeBackend, **changes: object) -> None:

@@ -10,20 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from emssd_flashinfer.kernels import HEAD_DIMS, FlashInferKernels
+from emssd_flashinfer.planned import padded_layer, write_kv
+from emssd_flashinfer.tables import page_metadata, tree_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import KVCacheSpec, LayerSpec, PagedBackend
 from emssd.attention.pages import PageTable
-from emssd.attention.planned import padded_layer, write_kv
 from emssd.attention.pool import KVPool, fixed_num_pages
-from emssd.attention.tables import page_metadata, tree_mask
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.sequences import Request, Sequence
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.paged import ReferenceAttention, ReferenceKernels, rerun
+from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 from emssd_flashinfer.graphs import CudaGraphCapture
+from emssd_flashinfer.recorded import Compute, Staging, StaticInputs, ladder, rung
+from emssd_flashinfer.tables import FixedShape, page_arrays, page_metadata
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.attention.packed import Drafted
 from emssd.attention.pages import PageTable
-from emssd.attention.recorded import Compute, StaticInputs, ladder, rung
-from emssd.attention.tables import FixedShape, page_arrays, page_metadata
-from emssd.attention.transfer import Staging
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
@@ -32,7 +31,7 @@ from emssd.sequences import Request, Sequence
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceAttention, ReferenceKernels, rerun
+from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)

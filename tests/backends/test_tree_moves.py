@@ -16,8 +16,8 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
 from emssd.testing.machines import moved
-from emssd.testing.paged import ReferenceKernels
 from emssd.testing.strategies import trees
+from tests.support.reference_kernels import ReferenceKernels
 from tests.support.trees import way
 
 LAYER = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, scale=1.0)

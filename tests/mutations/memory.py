@@ -8,8 +8,8 @@ __all__ = ["FAULTS"]
 
 PAGES = "emssd/attention/pages.py"
 PAGED = "emssd/attention/paged.py"
-TABLES = "emssd/attention/tables.py"
-PLANNED = "emssd/attention/planned.py"
+TABLES = "plugins/flashinfer/emssd_flashinfer/tables.py"
+PLANNED = "plugins/flashinfer/emssd_flashinfer/planned.py"
 FUSED = "plugins/ragged/emssd_ragged/fused.py"
 GROUPED = "plugins/ragged/emssd_ragged/grouped.py"
 PADDED = "plugins/padded/emssd_padded/backend.py"
@@ -140,7 +140,7 @@ FAULTS = (
     Fault(
         "padding tokens of a recorded step write into the first page",
         "flashinfer",
-        "emssd/attention/recorded.py",
+        "plugins/flashinfer/emssd_flashinfer/recorded.py",
         "_write(arrays.slots, pages.slots, scrap_slots)",
         "_write(arrays.slots, pages.slots, 0)",
         (

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emssd.attention.packed import PackedInputs
+from emssd.attention.packed import PackedInputs, runs
 from emssd.attention.pages import PageTable
 from emssd.attention.trees import ancestors
 
@@ -21,7 +21,6 @@ __all__ = [
     "largest_metadata",
     "page_arrays",
     "page_metadata",
-    "runs",
     "tree_mask",
 ]
 
@@ -104,12 +103,6 @@ def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:
 
 
 _ZERO = np.zeros(1, dtype=np.int64)
-
-
-def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``[sum(lengths)]`` int64: for each row the integers from ``starts[i]`` on, ``lengths[i]`` of them."""
-    ends = lengths.cumsum()
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def _int32(values: NDArray[np.int64]) -> torch.Tensor:

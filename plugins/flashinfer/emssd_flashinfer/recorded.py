@@ -11,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from emssd.attention.packed import PackedInputs
-from emssd.attention.tables import FixedShape, PageArrays, PagedMetadata
-from emssd.attention.transfer import Staging
+from emssd_flashinfer.tables import FixedShape, PageArrays, PagedMetadata
 
-__all__ = ["Capture", "Compute", "StaticInputs", "StepTables", "ladder", "rung"]
+__all__ = ["Capture", "Compute", "Staging", "StaticInputs", "StepTables", "ladder", "rung"]
 
 Compute = Callable[[], Any]
 """A pass, which returns tensors."""
@@ -46,7 +45,7 @@ class StepTables(NamedTuple, Generic[T]):
         input_ids, position_ids, slots, logit_rows: ``[num_tokens]`` int64.
         places: ``[num_tokens]`` int64, see `emssd.attention.packed.Drafted`.
         qo_indptr, kv_indptr: ``[num_rows + 1]`` int32, as `kv_last_page_len` ``[num_rows]`` and `kv_indices`
-            ``[num_pages]`` in the layout of `emssd.attention.tables.PagedMetadata`.
+            ``[num_pages]`` in the layout of `emssd_flashinfer.tables.PagedMetadata`.
     """
 
     input_ids: T
@@ -58,6 +57,46 @@ class StepTables(NamedTuple, Generic[T]):
     kv_indptr: T
     kv_last_page_len: T
     kv_indices: T
+
+
+class Staging:
+    """Memory of a device that is filled anew in each step, in one copy from pinned memory of the host.
+
+    There are two buffers on the host, which take turns. So a step is written while the one before is still read.
+
+    Args:
+        num_bytes: of the memory.
+        device: of the memory.
+        make_event: makes what tells whether the device has come so far, on a GPU ``torch.cuda.Event``.
+
+    Attributes:
+        memory: ``[num_bytes]`` uint8 on the device.
+        buffers: two of ``[num_bytes]`` uint8 on the host.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
+        on_gpu = device.type == "cuda"
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        make_event = make_event or (torch.cuda.Event if on_gpu else None)
+        self._read = [] if make_event is None else [make_event() for _ in self.buffers]
+        self._turn = 0
+
+    def next(self) -> int:
+        """Which buffer to write: the other one. The host waits until nobody reads it any more."""
+        self._turn = 1 - self._turn
+        if self._read and not self._read[self._turn].query():
+            self._read[self._turn].synchronize()
+        return self._turn
+
+    def move(self, num_bytes: int) -> None:
+        """Copy the beginning of the buffer that is being written to the device."""
+        self.memory[:num_bytes].copy_(self.buffers[self._turn][:num_bytes], non_blocking=True)
+
+    def done(self) -> None:
+        """What is launched from here on does not read the buffer that was written."""
+        if self._read:
+            self._read[self._turn].record()
 
 
 class StaticInputs:

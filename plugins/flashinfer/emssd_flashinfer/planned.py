@@ -17,10 +17,10 @@ from emssd.attention.packed import PackedInputs
 from emssd.attention.paged import PagedKernels
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
-from emssd.attention.recorded import Capture, Compute, StaticInputs, ladder, rung
-from emssd.attention.tables import FixedShape, PagedMetadata, page_arrays, page_metadata, tree_mask
-from emssd.attention.transfer import Staging, on_device
+from emssd.attention.transfer import on_device
 from emssd.errors import ConfigError
+from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
+from emssd_flashinfer.tables import FixedShape, PagedMetadata, page_arrays, page_metadata, tree_mask
 
 __all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "write_kv"]
 
@@ -36,7 +36,7 @@ class PagedAttention(Protocol):
 
         Args:
             metadata: of the step.
-            mask: ``[sum(q_len * kv_len)]`` bool, see `emssd.attention.tables.tree_mask`.
+            mask: ``[sum(q_len * kv_len)]`` bool, see `emssd_flashinfer.tables.tree_mask`.
         """
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
