@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from emssd.attention import LayerSpec, additive_mask, masked_attention
 from emssd.errors import CompileError
 from emssd.model.int8 import SCALE
+from emssd.model.probe import ProbeRows
 from emssd.native import kernels_key
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fingerprint", "fingerprint_of", "named_tensors", "short_pass"]
 
-_LENGTHS = (5, 3)  # of the sequences of a short pass
+_LONGEST = 8  # tokens of a sequence of a short pass, so that its key is one for all limits of length
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _OF_A_CHECKPOINT = frozenset({"generation_config", "name_or_path", "_is_hf_initialized"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum)
@@ -103,24 +103,12 @@ def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Se
     """What `run`, like `HookedModel.run`, gives for two short sequences packed into one row.
 
     Returns:
-        Logits ``[8, vocab]``, and for each of `hidden` the hidden states of that index ``[8, width]``.
+        Logits ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.
     """
-    lengths = [min(length, target.max_model_len) for length in _LENGTHS]
-    rows = torch.tensor([row for row, length in enumerate(lengths) for _ in range(length)])
-    mask = (rows[:, None] == rows[None, :]).tril()
-
-    def attend(
-        layer: int, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        seen = mask if spec.sliding_window is None else mask.triu(1 - spec.sliding_window)
-        bias = additive_mask(seen[None], query.dtype)
-        return masked_attention(query[None], key[None], value[None], bias, spec)[0].contiguous()
-
-    tokens = (torch.arange(len(rows)) * 11 + 3) % target.vocab_size
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    states = dict.fromkeys(hidden, tokens)
+    rows = ProbeRows(target, longest=_LONGEST)
+    states = dict.fromkeys(hidden, rows.tokens)
     with torch.inference_mode():
-        logits = run(tokens[None], positions[None], attend, torch.arange(len(rows)), hidden=states)
+        logits = run(rows.tokens[None], rows.positions[None], rows.attend, rows.kept, hidden=states)
     return [logits[0], *(states[index][0] for index in hidden)]
 
 

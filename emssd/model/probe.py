@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from emssd.attention import LayerSpec, additive_mask, masked_attention
+from emssd.attention import LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
 from emssd.model.interface import Attend, implementation
 
@@ -123,10 +123,15 @@ def running(target: HookedModel) -> Iterator[None]:
 
 
 class ProbeRows:
-    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the last."""
+    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the last.
 
-    def __init__(self, target: HookedModel) -> None:
-        longest, device = target.max_model_len, target.device
+    Args:
+        target: of whose vocabulary the tokens are.
+        longest: positions of the second go up to there; by default up to the longest sequence.
+    """
+
+    def __init__(self, target: HookedModel, longest: int | None = None) -> None:
+        longest, device = min(longest or target.max_model_len, target.max_model_len), target.device
         lengths = [min(length, longest) for length in _LENGTHS]
         # Half of each row is one token, so that it goes to the same experts wherever routing is by token.
         self.rows = [
@@ -141,19 +146,14 @@ class ProbeRows:
         self.kept = torch.arange(len(places), device=device)  # all, in the form in which a step asks
         self.index = torch.tensor([i for i, _ in places], device=device)
         self.owner = torch.tensor([row for _, row in places], device=device)
-        self._masks: dict[tuple[int | None, torch.device, torch.dtype], torch.Tensor] = {}
+        self._mask = StepMask(self.index[None], self.index, (self.owner[:, None] != self.owner)[None])
 
     def attend(
         self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Each row's attention, in the pack."""
-        window, device, dtype = kind = seen.sliding_window, query.device, query.dtype
-        if kind not in self._masks:
-            mask = (self.owner[:, None] == self.owner[None, :]).tril()
-            if window is not None:
-                mask &= self.index[:, None] - self.index[None, :] < window
-            self._masks[kind] = additive_mask(mask[None].to(device), dtype)
-        return masked_attention(query[None], key[None], value[None], self._masks[kind], seen)[0].contiguous()
+        bias = self._mask.additive(seen.sliding_window, query)
+        return masked_attention(query[None], key[None], value[None], bias, seen)[0].contiguous()
 
     def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""

@@ -12,6 +12,7 @@ TABLES = "plugins/flashinfer/emssd_flashinfer/tables.py"
 PLANNED = "plugins/flashinfer/emssd_flashinfer/planned.py"
 FUSED = "plugins/ragged/emssd_ragged/fused.py"
 GROUPED = "plugins/ragged/emssd_ragged/grouped.py"
+MASKED = "emssd/attention/masked.py"
 PADDED = "plugins/padded/emssd_padded/backend.py"
 FLASHINFER = "plugins/flashinfer/emssd_flashinfer/kernels.py"
 NATIVE = "emssd/native/cpp/*.*"
@@ -176,7 +177,7 @@ FAULTS = (
     Fault(
         "a window reaches a token further back",
         "ragged, in PyTorch",
-        GROUPED,
+        MASKED,
         "mask &= keys > queries - window",
         "mask &= keys >= queries - window",
         ("tests/backends/test_tree_windows.py::test_windows_shorter_than_a_tree_is_deep",),
@@ -184,7 +185,7 @@ FAULTS = (
     Fault(
         "siblings see each other",
         "ragged, in PyTorch",
-        GROUPED,
+        MASKED,
         "                mask &= ~self.hidden\n",
         "                pass\n",
         ("tests/core/test_tree_steps.py::test_all_that_is_right_is_accepted_among_decoys",),
