@@ -74,7 +74,15 @@ class PluginWarning(UserWarning):
 
 
 class DraftError(PluginError):
-    """A drafter broke a rule of its interface: budget, vocabulary, shape, or it changed the batch."""
+    """A drafter broke a rule of its interface: budget, vocabulary, shape, or it changed the batch.
+
+    Attributes:
+        rule: the name of the rule in `emssd.testing`, ``budget`` for ``drafter.budget``.
+    """
+
+    def __init__(self, message: str, rule: str = "draft") -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 @contextmanager

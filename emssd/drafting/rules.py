@@ -43,15 +43,16 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
         if not 0 <= length <= limit:
             raise DraftError(
                 f"it drafted {length} tokens for request {sequence.request_id!r} with a budget of {limit}; "
-                f"draft at most budget[row] tokens"
+                f"draft at most budget[row] tokens",
+                "budget",
             )
-    for name, values in (("parents", draft.parents), ("confidence", draft.confidence)):
+    for rule, name, values in (("tree", "parents", draft.parents), ("confidence", "confidence", draft.confidence)):
         if values is not None and len(values) != draft.token_ids.numel():
             raise DraftError(
-                f"its draft has {len(values)} {name} for {draft.token_ids.numel()} tokens; give one for each"
+                f"its draft has {len(values)} {name} for {draft.token_ids.numel()} tokens; give one for each", rule
             )
     if draft.confidence is not None and not all(0 <= each <= 1 for each in draft.confidence):
-        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities")
+        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities", "confidence")
     for row, sequence in enumerate(batch):
         _check_tree(draft.tree(row), sequence, trees)
     if draft.q is not None:
@@ -66,17 +67,20 @@ def _check_tree(tree: Parents, sequence: Sequence, trees: bool) -> None:
         if not -1 <= parent < node:
             raise DraftError(
                 f"node {node} of its tree for request {name!r} has parent {parent}; a parent is an earlier node of the "
-                f"same row, or -1 for the row's newest token"
+                f"same row, or -1 for the row's newest token",
+                "tree",
             )
     if not trees and not is_chain(tree):
         raise DraftError(
             f"it drafted a token tree for request {name!r}, and its drafts_trees is False; draft a chain, or set "
-            f"drafts_trees = True"
+            f"drafts_trees = True",
+            "tree",
         )
     if (depth := max(depths(tree), default=0)) > max(0, sequence.num_remaining - 1):
         raise DraftError(
             f"its tree for request {name!r} has depth {depth}, and the row may still generate {sequence.num_remaining} "
-            f"tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)"
+            f"tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)",
+            "depth",
         )
 
 
@@ -137,5 +141,6 @@ def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         raise DraftError(
             f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
-            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}"
+            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}",
+            "vocabulary",
         )

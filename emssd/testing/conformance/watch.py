@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from emssd.attention.trees import depths, is_chain
+from emssd.attention.trees import is_chain
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.rules import check_draft, check_ids
+from emssd.drafting.rules import check_ids, own_draft
 from emssd.errors import DraftError
 from emssd.sequences import Batch, Sequence
 from emssd.testing.conformance.rules import broken, named
@@ -78,7 +78,11 @@ class WatchedDrafter(Drafter):
         self.seconds += time.perf_counter() - start
         unchanged(before, batch, "propose")
         with named("drafter.draft", "reading the draft"):
-            _check(draft, batch, limits, self._vocab_size, self.drafts_trees)
+            try:
+                own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
+                check_ids(draft.token_ids.tolist(), self._vocab_size)
+            except DraftError as error:
+                broken(f"drafter.{error.rule}", str(error))
         self.num_tokens += draft.token_ids.numel()
         self._proposed = nodes_of(batch, draft)
         return draft
@@ -119,52 +123,6 @@ class WatchedDrafter(Drafter):
                     f"for request {name!r} it drafted {shown(proposed)}, and when that was verified it had become "
                     f"{shown(nodes)}; give a new tensor in every step",
                 )
-
-
-def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int, trees: bool) -> None:
-    """Hold a draft to its rules, each by name; the engine's own check has the last word."""
-    if not isinstance(draft, Draft):
-        broken("drafter.draft", f"propose returned a {type(draft).__name__}; return an emssd.drafting.Draft")
-    if not isinstance(draft.token_ids, torch.Tensor):
-        broken("drafter.draft", f"its token_ids are a {type(draft.token_ids).__name__}; give an int64 tensor")
-    if draft.num_rows == len(limits):
-        for name, length, limit in zip(batch.request_ids, draft.lengths, limits, strict=True):
-            if length > limit:
-                broken("drafter.budget", f"it drafted {length} tokens for request {name!r} with a budget of {limit}")
-    try:
-        if draft.token_ids.dtype == torch.int64 and draft.token_ids.ndim == 1:
-            check_ids(draft.token_ids.tolist(), vocab_size)
-    except DraftError as error:
-        broken("drafter.vocabulary", str(error))
-    if draft.num_rows == len(batch) and draft.indptr[-1] == draft.token_ids.numel():
-        _check_trees(draft, batch, trees)
-    check_draft(draft, batch, limits, vocab_size, trees=trees)
-
-
-def _check_trees(draft: Draft, batch: Batch, trees: bool) -> None:
-    num_tokens = draft.token_ids.numel()
-    if draft.parents is not None and len(draft.parents) != num_tokens:
-        broken("drafter.tree", f"its draft has {len(draft.parents)} parents for {num_tokens} tokens; give one for each")
-    for place, row in enumerate(batch):
-        tree, name = draft.tree(place), row.request_id
-        if any(not -1 <= parent < node for node, parent in enumerate(tree)):
-            broken(
-                "drafter.tree", f"its tree for request {name!r} has parents {list(tree)}; each is an earlier node or -1"
-            )
-        if not trees and not is_chain(tree):
-            broken("drafter.tree", f"it drafted a tree for request {name!r}; say so, by drafts_trees = True")
-        if (depth := max(depths(tree), default=0)) > (most := max(0, row.num_remaining - 1)):
-            broken(
-                "drafter.depth",
-                f"its tree for request {name!r} has depth {depth}, and may have {most}; Draft.shallow cuts it",
-            )
-    if (told := draft.confidence) is not None:
-        if len(told) != num_tokens:
-            broken(
-                "drafter.confidence", f"its draft has {len(told)} numbers for {num_tokens} tokens; give one for each"
-            )
-        if not all(0 <= each <= 1 for each in told):
-            broken("drafter.confidence", f"its confidence is {list(told)}; give probabilities, from 0 to 1")
 
 
 def nodes_of(batch: Batch, draft: Draft) -> dict[str, Nodes]:
