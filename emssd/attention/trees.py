@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-__all__ = ["Parents", "ancestors", "depths", "is_chain"]
+__all__ = ["Parents", "ancestors", "depths", "is_chain", "path"]
 
 Parents = Seq[int]
 
@@ -37,3 +37,12 @@ def ancestors(parents: Parents) -> torch.Tensor:
 def is_chain(parents: Parents) -> bool:
     """Whether each node is the child of the one before."""
     return all(parent == node - 1 for node, parent in enumerate(parents))
+
+
+def path(parents: Parents, node: int) -> list[int]:
+    """The nodes from the tree's origin to `node`, itself included; none for the origin, -1."""
+    found = list[int]()
+    while node >= 0:
+        found.append(node)
+        node = parents[node]
+    return found[::-1]

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from emssd.attention.trees import path
 from emssd.sampling.residual.distributions import Uniform, choose, excess, number, without
 
 __all__ = ["Rule", "Verdict", "verify_deterministic", "verify_recursive", "verify_rows", "verify_traversal"]
@@ -82,7 +83,7 @@ def verify_traversal(
         drawable.append(draft[node + 1])
     for node in _children_first(parents):
         if alphas[node + 1] > 0 and uniform() < alphas[node + 1]:
-            return Verdict(_way(parents, node), choose(left[node + 1], uniform()))
+            return Verdict(path(parents, node), choose(left[node + 1], uniform()))
     return Verdict([], choose(left[0], uniform()))
 
 
@@ -131,7 +132,7 @@ def verify_deterministic(
         token = choose(target[nodes[0] + 1], uniform())
         following = [child for node in nodes for child in children[node + 1] if token_ids[child] == token]
         if not following:
-            return Verdict(_way(parents, nodes[0]), token)
+            return Verdict(path(parents, nodes[0]), token)
         nodes = following
 
 
@@ -183,12 +184,3 @@ def _children_first(parents: Seq[int]) -> list[int]:
         found.append(node := waiting.pop())
         waiting.extend(children[node + 1])  # the last sibling comes out first, and the order is turned round below
     return found[:0:-1]
-
-
-def _way(parents: Seq[int], node: int) -> list[int]:
-    """The nodes from the origin to `node`, itself included."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]

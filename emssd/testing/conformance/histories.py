@@ -10,12 +10,13 @@ import torch
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, PackedInputs
+from emssd.attention.trees import path
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, named
-from emssd.testing.machines import check_plan, moved, path
+from emssd.testing.machines import check_plan, moved
 from emssd.testing.strategies import trees
 from emssd.testing.waves import Waves
 
