@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -86,6 +87,20 @@ class PackedInputs:
         tree = self.trees[row] if self.trees is not None else ()
         num_before = self.kv_lens[row] - len(tree)
         return [*range(num_before), *(num_before - 1 + depth for depth in depths(tree))]
+
+    def rectangle(self, rows: Seq[int]) -> tuple[list[int], list[int]]:
+        """The packed token at each place of a rectangle of these rows, and the place of each of their tokens.
+
+        It is as wide as the longest of them; places behind the end of a shorter row repeat its last token.
+        """
+        lengths = self.lengths
+        longest = max(lengths[row] for row in rows)
+        tokens, places = list[int](), list[int]()
+        for place, row in enumerate(rows):
+            start, stop = self.qo_indptr[row], self.qo_indptr[row + 1]
+            tokens += [*range(start, stop), *[stop - 1] * (longest - (stop - start))]
+            places += range(place * longest, place * longest + stop - start)
+        return tokens, places
 
     def on(self, device: torch.device) -> StepInputs:
         """What the model reads, moved to `device` in one copy."""

@@ -25,9 +25,6 @@ _PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multipl
 class BorrowedTarget:
     """What a drafter may use of the target. Nothing is copied: the weights are the target's own.
 
-    Args:
-        target: the model, which is left as it was.
-
     Attributes:
         vocab_size, device, dtype: of the model; where and as what its hidden states and logits are.
     """

@@ -73,11 +73,9 @@ class Guard:
         rows, layers = self._rows, dict[int, LayerSpec]()
         last = torch.stack([(rows.owner == row).nonzero()[-1, 0] for row in range(2)])
 
-        def attend(
-            layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
             layers[layer] = seen
-            return rows.attend(layer, seen, query, key, value)
+            return rows.attend(layer, seen, *qkv)
 
         drawn = _random_state(target.device)
         with running(target), _Linears(() if self._reads_weights else target.model.parameters(), self._pattern):

@@ -41,13 +41,11 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     rows = ProbeRows(target)
     layers: dict[int, LayerSpec] = {}
 
-    def attend(
-        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         if layer in layers:
             raise UnsupportedModelError(f"{name} runs attention layer {layer} twice in a pass")
         layers[layer] = seen
-        return rows.attend(layer, seen, query, key, value)
+        return rows.attend(layer, seen, *qkv)
 
     with running(target):
         with _Aranges(rows.num_tokens) as aranges:
@@ -74,11 +72,9 @@ def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
     """
     devices: dict[int, torch.device] = {}
 
-    def attend(
-        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        devices[layer] = query.device
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+        devices[layer] = qkv[0].device
+        return qkv[0].new_zeros(*qkv[0].shape[:2], qkv[2].shape[2])
 
     with running(target):
         numbers = torch.arange(2, device=target.device)

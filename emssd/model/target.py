@@ -167,15 +167,13 @@ class TargetModel(HookedModel):
         Given `num_layers`, only so many of the first layers are run, uncompiled. `prepare_hidden` comes before that.
         """
 
-        def attend(
-            layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
             if seen != self.layers[layer]:
                 raise UnsupportedModelError(
                     f"layer {layer} changed its attention from {self.layers[layer]} to {seen} while running; "
                     f"emssd serves models whose layers attend by fixed rules"
                 )
-            return backend.forward(plan, layer, query, key, value)
+            return backend.forward(plan, layer, *qkv)
 
         def forward() -> Computed:
             run: Callable[..., torch.Tensor] = self.run

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from emssd.attention import LayerSpec
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd.testing.budgets import ScriptedBudget
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedDrafter, TreeDrafter, WrongDrafter
+from emssd.testing.drafters import (
+    PerfectDrafter,
+    RandomDrafter,
+    ScriptedBudget,
+    ScriptedDrafter,
+    TreeDrafter,
+    WrongDrafter,
+)
 
 __all__ = ["drafters", "kv_layers", "layer_specs", "policies", "trees"]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from emssd_flashinfer.graphs import CudaGraphCapture
 from emssd_flashinfer.recorded import Compute, Staging, StaticInputs, ladder, rung
-from emssd_flashinfer.tables import FixedShape, page_arrays, page_metadata
+from emssd_flashinfer.tables import FixedShape, page_metadata
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,7 +100,7 @@ class TestStaticInputs:
                 packed = replace(packed, input_ids=blank, drafted=Drafted(places, torch.full_like(places, 7)))
             table.reserve_step(packed)
             metadata, padding = page_metadata(table, packed), 16 - packed.num_tokens
-            filled = static.fill(packed, page_arrays(table, packed), 3, np.full(padding, 99))
+            filled = static.fill(packed, metadata, np.full(padding, 99))
             assert tables.input_ids.tolist() == wanted_ids + [0] * padding
             assert tables.position_ids.tolist() == packed.position_ids.tolist() + [0] * padding
             assert tables.slots.tolist() == metadata.slots.tolist() + [99] * padding
@@ -127,7 +127,7 @@ class TestStaticInputs:
         packed, table = pack([sequence(name, 1) for name in "abcde"], Draft.empty(5)), PageTable(3)
         table.reserve_step(packed)
         with pytest.raises(AssertionError, match="5 rows in a recording of 4"):
-            self.make().fill(packed, page_arrays(table, packed), 3, np.zeros(11, dtype=np.int64))
+            self.make().fill(packed, page_metadata(table, packed), np.zeros(11, dtype=np.int64))
 
 
 class FakeEvent:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import PackedInputs
-from emssd.attention.hidden import hidden_nodes
-from emssd.attention.trees import ancestors, depths, is_chain, path
+from emssd.attention.trees import ancestors, depths, hidden_nodes, is_chain, path
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Sequence

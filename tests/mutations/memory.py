@@ -115,8 +115,8 @@ FAULTS = (
         "the last page of a row is told to be empty where it is full",
         "paged kernels",
         TABLES,
-        "(kv_lens - 1) % size + 1,",
-        "kv_lens % size,",
+        "_int32((kv_lens - 1) % size + 1),",
+        "_int32(kv_lens % size),",
         ("tests/core/test_paged.py::test_metadata_reads_and_writes_the_slots_of_every_token",),
     ),
     Fault(
@@ -142,8 +142,8 @@ FAULTS = (
         "padding tokens of a recorded step write into the first page",
         "flashinfer",
         "plugins/flashinfer/emssd_flashinfer/recorded.py",
-        "_write(arrays.slots, pages.slots, scrap_slots)",
-        "_write(arrays.slots, pages.slots, 0)",
+        "_write(arrays.slots, pages.slots.numpy(), scrap_slots)",
+        "_write(arrays.slots, pages.slots.numpy(), 0)",
         (
             "tests/backends/test_flashinfer_graphs.py::TestStaticInputs::test_each_step_leaves_nothing_of_the_one_before",
         ),
@@ -193,7 +193,7 @@ FAULTS = (
     Fault(
         "the result of a short row is that of its padding",
         "ragged, in PyTorch",
-        GROUPED,
+        "emssd/attention/packed.py",
         "range(place * longest, place * longest + stop - start)",
         "range((place + 1) * longest - stop + start, (place + 1) * longest)",
         ("tests/core/test_tree_steps.py::test_rows_that_may_generate_one_two_or_three_tokens",),

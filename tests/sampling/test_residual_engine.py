@@ -32,10 +32,9 @@ from emssd.sampling.residual import SampledTree, Verdict, rsd_c
 from emssd.sampling.residual.distributions import choose
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sequences import Batch, Request, Sequence
-from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.policy_world import PolicyWorld
-from emssd.testing.drafters import TreeDrafter
+from emssd.testing.drafters import ScriptedBudget, TreeDrafter
 from emssd.testing.oracle import DenseBackend
 from tests.sampling.cases import DRAFTS, TARGETS
 from tests.sampling.exact import Law, Model, TensorUniform, behind, continued, law_of, target_law

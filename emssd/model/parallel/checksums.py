@@ -20,9 +20,6 @@ class Checksums:
 
     What is computed is compared where the LM head gets it: by then, every process has the same hidden states, to the
     last bit. Behind the LM head nothing could be seen, as the logits of all processes are put together.
-
-    Args:
-        target: this process's shard.
     """
 
     def __init__(self, target: TargetModel) -> None:
@@ -32,9 +29,6 @@ class Checksums:
     @contextmanager
     def compared(self, told: bytes) -> Iterator[None]:
         """A step inside this is compared when it is done.
-
-        Args:
-            told: all that process 0 said.
 
         Raises:
             GroupError: a process was told, or has computed, something else than process 0.

@@ -48,9 +48,6 @@ class LendingShard(BorrowedTarget):
     """Lends in process 0 what the target would lend if it were whole, and asks the others only once.
 
     Embeddings and LM head are gathered when they are first borrowed, and take their whole memory in process 0.
-
-    Args:
-        target: a shard, in process 0.
     """
 
     def __init__(self, target: TargetModel) -> None:

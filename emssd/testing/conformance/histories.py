@@ -71,11 +71,7 @@ class Play:
 
 @st.composite
 def histories(draw: st.DrawFn, *, with_trees: bool = False) -> list[Turn]:
-    """Up to four rows that come, accept each their own number of drafted tokens, and go.
-
-    Args:
-        with_trees: whether trees are drafted; else chains.
-    """
+    """Up to four rows that come, accept each their own number of drafted tokens, and go."""
     shapes = trees if with_trees else _chains
     turns = []
     for _ in range(draw(st.integers(2, _TURNS))):

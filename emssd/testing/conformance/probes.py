@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
 from emssd.sequences import Request, Sequence, TokenIds
-from emssd.testing.conformance.lives import AGREEABLE
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
-from emssd.testing.conformance.scripted import Decision, Life, decision
+from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision
 from emssd.testing.conformance.watch import shown
 from emssd.testing.conformance.world import World, live
 

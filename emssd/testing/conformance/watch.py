@@ -30,10 +30,6 @@ _FIELDS = [field.name for field in dataclasses.fields(Sequence) if field.name !=
 class WatchedDrafter(Drafter):
     """Passes every call on to another drafter.
 
-    Args:
-        drafter: to watch.
-        vocab_size: of the target.
-
     Attributes:
         num_drafted, num_accepted: tokens by request id, as the outcomes say.
         seconds, num_tokens: spent in `propose`, and proposed by it.
@@ -41,6 +37,8 @@ class WatchedDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter = drafter
+        self.drafts_trees, self.num_candidates = drafter.drafts_trees, drafter.num_candidates
+        self.hidden_layers = drafter.hidden_layers
         self.num_drafted: Counter[str] = Counter()
         self.num_accepted: Counter[str] = Counter()
         self.seconds = 0.0
@@ -50,24 +48,9 @@ class WatchedDrafter(Drafter):
         self._proposed: dict[str, Nodes] = {}
 
     @property
-    def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: that of the watched drafter
+    def num_speculative_tokens(self) -> int:  # type: ignore[override]  # asked of the watched drafter at any time
         """The most tokens it proposes for one row in one step."""
         return self.drafter.num_speculative_tokens
-
-    @property
-    def drafts_trees(self) -> bool:  # type: ignore[override]  # as above
-        """Whether it may draft trees."""
-        return self.drafter.drafts_trees
-
-    @property
-    def num_candidates(self) -> int:  # type: ignore[override]  # as above
-        """How many of the target's best tokens it wants to hear of."""
-        return self.drafter.num_candidates
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # as above
-        """Which hidden states of the target it wants to hear of."""
-        return self.drafter.hidden_layers
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._rows = {row.request_id: row for row in batch}

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from emssd.attention.packed import PackedInputs
-from emssd_flashinfer.tables import FixedShape, PageArrays, PagedMetadata
+from emssd_flashinfer.tables import FixedShape, PagedMetadata
 
 __all__ = ["Capture", "Compute", "Staging", "StaticInputs", "StepTables", "ladder", "rung"]
 
 Compute = Callable[[], Any]
 """A pass, which returns tensors."""
+
+Capture = Callable[[Compute], Compute]
+"""Records a pass: what it returns runs the pass again, on what its tensors hold by then."""
 
 T = TypeVar("T")
 
@@ -123,15 +126,12 @@ class StaticInputs:
         """Bytes of staging memory that tensors of this shape take."""
         return _sections(shape)[-1][1]
 
-    def fill(
-        self, packed: PackedInputs, pages: PageArrays, page_size: int, scrap_slots: NDArray[np.int64]
-    ) -> PagedMetadata:
+    def fill(self, packed: PackedInputs, pages: PagedMetadata, scrap_slots: NDArray[np.int64]) -> PagedMetadata:
         """Write one step. A padding token is token 0 at position 0, and nobody reads the slot that its KV goes to.
 
         Args:
             packed: the step.
             pages: its tables.
-            page_size: tokens per page.
             scrap_slots: ``[padding]``, one for each padding token.
 
         Returns:
@@ -144,11 +144,11 @@ class StaticInputs:
         _write(arrays.input_ids, packed.input_ids.numpy(), 0)
         _write(arrays.position_ids, packed.position_ids.numpy(), 0)
         _write(arrays.logit_rows, packed.logit_rows.numpy(), 0)
-        _write(arrays.slots, pages.slots, scrap_slots)
-        _write(arrays.qo_indptr, pages.qo_indptr, packed.num_tokens)
-        _write(arrays.kv_indptr, pages.kv_indptr, num_pages)
-        _write(arrays.kv_last_page_len, pages.kv_last_page_len, 0)
-        arrays.kv_indices[:num_pages] = pages.kv_indices
+        _write(arrays.slots, pages.slots.numpy(), scrap_slots)
+        _write(arrays.qo_indptr, pages.qo_indptr.numpy(), packed.num_tokens)
+        _write(arrays.kv_indptr, pages.kv_indptr.numpy(), num_pages)
+        _write(arrays.kv_last_page_len, pages.kv_last_page_len.numpy(), 0)
+        arrays.kv_indices[:num_pages] = pages.kv_indices.numpy()
         if packed.drafted is not None:
             _write(arrays.places, packed.drafted.places.numpy(), 0)
         self._staging.move(self._pages_begin + _INT32 * num_pages)
@@ -162,7 +162,7 @@ class StaticInputs:
             kv_indices=self.tables.kv_indices[:num_pages],
             kv_last_page_len=host.kv_last_page_len,
             slots=self.tables.slots,
-            page_size=page_size,
+            page_size=pages.page_size,
         )
 
     def done(self) -> None:
@@ -192,10 +192,3 @@ def _tables(memory: torch.Tensor, shape: FixedShape) -> StepTables[torch.Tensor]
 def _write(array: NDArray[Any], values: NDArray[Any], rest: int | NDArray[np.int64]) -> None:
     array[: len(values)] = values
     array[len(values) :] = rest
-
-
-class Capture(Protocol):
-    """Records a function of no arguments."""
-
-    def __call__(self, compute: Compute) -> Compute:
-        """A function that runs `compute` again, on what its tensors hold by then."""

@@ -18,9 +18,9 @@ from emssd.attention import (
     StepPlan,
     masked_attention,
 )
-from emssd.attention.hidden import hidden_nodes
 from emssd.attention.seen import StepWatch
 from emssd.attention.transfer import on_device
+from emssd.attention.trees import hidden_nodes
 from emssd_padded.slab import SlabTable
 
 __all__ = ["PaddedBackend", "PaddedStep"]
@@ -57,9 +57,6 @@ class PaddedBackend(AttentionBackend):
     """A slab ``[rows, slots, heads, dim]`` per layer and one masked attention call over the whole rectangle.
 
     With both paddings off it computes the same as `ragged`, in these kernels, as the ablation asks.
-
-    Args:
-        pad_kv, pad_inputs: see `PaddedConfig`.
     """
 
     takes_trees = True
@@ -109,7 +106,7 @@ class PaddedBackend(AttentionBackend):
             self._table.append(request_id, range(start, start + length))
         self._peak_held = max(self._peak_held, self.kv_usage.held)
         inputs = packed.on(self._spec.device)
-        places, real = (self._index(places) for places in _rectangle(packed, longest))
+        places, real = (self._index(places) for places in packed.rectangle(range(len(rows))))
         write_rows = self._index(rows).repeat_interleave(longest)
         write_slots = (self._index(starts).unsqueeze(1) + torch.arange(longest, device=places.device)).flatten()
         self._positions[write_rows[real], write_slots[real]] = inputs.position_ids
@@ -237,17 +234,6 @@ class PaddedBackend(AttentionBackend):
                 slabs[:] = [_enlarged(slab, rows, slots, 0) for slab in slabs]
             self._positions = _enlarged(self._positions, rows, slots, _HOLE)
         self._peak_pool = max(self._peak_pool, rows * slots * self._spec.bytes_per_token())
-
-
-def _rectangle(packed: PackedInputs, longest: int) -> tuple[list[int], list[int]]:
-    """The packed token at each place of a rectangle ``[B, longest]``, and the place of each packed token."""
-    places: list[int] = []
-    real: list[int] = []
-    for row, (first, length) in enumerate(zip(packed.qo_indptr, packed.lengths, strict=False)):
-        places.extend(range(first, first + length))
-        places.extend([first + length - 1] * (longest - length))
-        real.extend(range(row * longest, row * longest + length))
-    return places, real
 
 
 def _enlarged(old: torch.Tensor, rows: int, slots: int, fill: int) -> torch.Tensor:

@@ -16,12 +16,11 @@ from emssd.attention import (
     StepPlan,
     masked_attention,
 )
-from emssd.attention.hidden import hidden_nodes
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.attention.seen import StepWatch
 from emssd.attention.transfer import on_device
-from emssd.attention.trees import depths
+from emssd.attention.trees import depths, hidden_nodes
 
 __all__ = ["GroupedKernels", "GroupedStep", "RowGroup"]
 
@@ -164,20 +163,12 @@ class GroupedKernels(PagedKernels):
         if len(rows) == packed.num_rows and all(length == longest for length in lengths):
             mask = self._mask(packed, rows, position_ids.view(len(rows), longest), num_slots)
             return RowGroup(None, None, None, len(rows), page_index, mask)
-        token_index: list[int] = []
-        output_index: list[int] = []
-        tokens: list[int] = []
-        for place, row in enumerate(rows):
-            start, stop = packed.qo_indptr[row], packed.qo_indptr[row + 1]
-            token_index.extend(range(start, stop))
-            token_index.extend([stop - 1] * (longest - (stop - start)))
-            output_index.extend(range(place * longest, place * longest + stop - start))
-            tokens.extend(range(start, stop))
+        token_index, output_index = packed.rectangle(rows)
         index = on_device(token_index, device).view(len(rows), longest)
         return RowGroup(
             token_index=index,
             output_index=on_device(output_index, device),
-            tokens=on_device(tokens, device),
+            tokens=on_device([token_index[place] for place in output_index], device),
             num_rows=len(rows),
             pages=page_index,
             mask=self._mask(packed, rows, position_ids[index], num_slots),
