@@ -43,12 +43,7 @@ def free_for(spec: KVCacheSpec) -> int:
 
 
 class SpreadBackend(AttentionBackend):
-    """One backend for each device. Each plans a step once and computes the attention of its own layers.
-
-    Args:
-        make: makes a backend that is not allocated yet.
-        spec: the cache; `KVCacheSpec.devices` says how many backends there are.
-    """
+    """One backend for each device. Each plans a step once and computes the attention of its own layers."""
 
     def __init__(self, make: Callable[[], AttentionBackend], spec: KVCacheSpec) -> None:
         self._parts = {device: make() for device in parts_of(spec)}

@@ -31,10 +31,6 @@ def proposer(name: str, /, **options: Any) -> type[Proposer]:
     A module of one's own gives it a name that vLLM can import: ``Mine = proposer("suffix", num_speculative_tokens=8)``.
     With default options every drafter has one here: ``emssd.integrations.vllm.suffix``.
 
-    Args:
-        name: as in ``drafter=NAME``.
-        options: of that drafter.
-
     Raises:
         ConfigError: there is no vLLM, or another version than this was written for; the drafter has no such option.
         PluginError: there is no such drafter, or it cannot run here.

@@ -53,12 +53,7 @@ def greedy_reference(
 
 
 class References(Mapping[tuple[int, ...], tuple[int, ...]]):
-    """What a target generates by `greedy_reference`, past any EOS, by prompt: computed when asked for, and remembered.
-
-    Args:
-        target: the model.
-        max_new_tokens: of each reference; fewer where the model's length ends it.
-    """
+    """What a target generates by `greedy_reference`, past any EOS, by prompt; computed when first asked for."""
 
     def __init__(self, target: TargetModel, max_new_tokens: int) -> None:
         self.target = target

@@ -30,8 +30,8 @@ LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale
 SPEC = KVCacheSpec((LAYER, replace(LAYER, sliding_window=4)), torch.float64, CPU, max_batch_size=4, max_model_len=64)
 
 
-def allocated(spec: KVCacheSpec = SPEC, page_size: int = 16) -> PagedBackend:
-    backend = PagedBackend(ReferenceKernels(), page_size=page_size, memory_fraction=1.0)
+def allocated(spec: KVCacheSpec = SPEC, page_size: int = 16, **options: Any) -> PagedBackend:
+    backend = PagedBackend(ReferenceKernels(**options), page_size=page_size, memory_fraction=1.0)
     assert not backend.unsupported(spec)
     backend.allocate(spec)
     return backend

@@ -19,7 +19,7 @@ from emssd_flashinfer.tables import FixedShape, page_metadata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention import PackedInputs, PagedBackend
 from emssd.attention.packed import Drafted
 from emssd.attention.pages import PageTable
 from emssd.decoding.engine import Engine
@@ -27,26 +27,12 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Request, Sequence
+from emssd.sequences import Sequence
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.backends.test_flashinfer import CPU, SPEC, allocated, sequence
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
-
-CPU = torch.device("cpu")
-LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
-SPEC = KVCacheSpec((LAYER, replace(LAYER, sliding_window=4)), torch.float64, CPU, max_batch_size=4, max_model_len=64)
-
-
-def allocated(**options: Any) -> PagedBackend:
-    backend = PagedBackend(ReferenceKernels(**options), memory_fraction=1.0)
-    assert not backend.unsupported(SPEC)
-    backend.allocate(SPEC)
-    return backend
-
-
-def sequence(name: str, length: int, num_cached: int = 0) -> Sequence:
-    return Sequence(Request(name, tuple(range(1, length + 1)), 100), num_cached=num_cached)
 
 
 class TestLadder:

@@ -20,13 +20,7 @@ __all__ = ["CacheWanted", "LeadingRunner"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheWanted:
-    """The KV cache that every process makes for its shard.
-
-    Attributes:
-        model: the number of the model.
-        backend: what makes it, in words that the maker understands.
-        values: fields of `KVCacheSpec` that are no matter of the model.
-    """
+    """The KV cache that every process makes for its shard: of which model, by which recipe, and with which limits."""
 
     model: int
     backend: Any

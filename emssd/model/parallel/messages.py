@@ -31,13 +31,7 @@ class Kind(Enum):
 
 
 class Message(NamedTuple):
-    """One message.
-
-    Attributes:
-        kind: what it is about.
-        number: of the model, or of the cache, that it is about.
-        value: the rest of it, without tensors.
-    """
+    """One message about a model or a cache, by its number. Its value holds no tensors."""
 
     kind: Kind
     number: int

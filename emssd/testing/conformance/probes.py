@@ -36,11 +36,6 @@ _LEARNING = (
 class Probes:
     """Tests of single rules.
 
-    Args:
-        make_world: gives a world with new drafters.
-        learns: whether drafts may depend on other requests.
-        draws: whether drafts may be random.
-
     Attributes:
         not_compared: why drafts were left uncompared, if some were.
     """

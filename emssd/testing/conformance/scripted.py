@@ -104,13 +104,7 @@ def lives(draw: st.DrawFn, vocab_size: int, min_size: int = 1, min_new_tokens: i
 
 
 class ScriptedEngine(Engine):
-    """`Engine.step` for the rows and with the decisions that it is given.
-
-    Args:
-        drafters, policy: as of an engine; whatever they do wrong raises.
-        vocab_size: of the target.
-        target: what hidden states are made of, if a drafter wants any.
-    """
+    """`Engine.step` for the rows and with the decisions that it is given."""
 
     def __init__(
         self,

@@ -171,14 +171,7 @@ class FlashInferKernels(PlannedKernels):
 
 
 class FlashInferAttention:
-    """An `emssd_flashinfer.planned.PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts.
-
-    Args:
-        layer: shape and rules.
-        dtype: of queries, keys, values and output.
-        wrapper: a `BatchPrefillWithPagedKVCacheWrapper`.
-        for_prompts: another wrapper, for steps with long rows.
-    """
+    """An `emssd_flashinfer.planned.PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts."""
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, wrapper: Any, for_prompts: Any = None) -> None:
         self.layer = layer

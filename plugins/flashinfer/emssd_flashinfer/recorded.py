@@ -105,10 +105,6 @@ class Staging:
 class StaticInputs:
     """The tensors that the recorded passes of one size read. Each step fills them anew; their addresses never change.
 
-    Args:
-        shape: limits of the step.
-        staging: where they lie, from its beginning; recordings of all sizes share it.
-
     Attributes:
         shape: as given.
         tables: on the device.
