@@ -78,7 +78,7 @@ class Caches:
             if limit <= 0:
                 raise ConfigError(
                     f"kv_memory must hold the states of {self.target.max_batch_size} rows, which take "
-                    f"{states / 2**20:,.1f} MiB, and KV beside them; raise kv_memory, or lower batch_size"
+                    f"{states / 2**20:,.3g} MiB, and KV beside them; raise kv_memory, or lower batch_size"
                 )
         costs = []
         for owner, backend, spec in self._made:

@@ -301,7 +301,7 @@ class _Mixer:
                 "torch.Tensor", load_kernels().recur(kept, query.contiguous(), slots, rates, *tables, *decay.shape[2:])
             )
         starts = torch.tensor([path.slot for path in paths], device=kept.device)
-        state = slots[starts.clamp_min(0)] * (starts >= 0)[:, None, None, None]
+        state = slots[starts.clamp_min(0)].masked_fill((starts < 0)[:, None, None, None], 0)
         out = torch.zeros_like(value)
         for at in range(len(paths[0].inputs)):
             active = [path for path in paths if at < len(path.inputs)]
