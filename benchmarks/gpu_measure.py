@@ -27,7 +27,7 @@ from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, Request
 from emssd.simulate.recording import logged_steps
 from emssd.testing.drafters import RandomDrafter
-from emssd.testing.paged import ReferenceKernels, rerun
+from tests.support.reference_kernels import ReferenceKernels, rerun
 
 __all__ = [
     "DRAFTED",

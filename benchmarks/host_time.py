@@ -22,13 +22,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
+from emssd_flashinfer.planned import PagedAttention, PlannedKernels
+from emssd_flashinfer.recorded import StaticInputs
+from emssd_flashinfer.tables import PagedMetadata
 from rich.console import Console
 from rich.table import Table
 
 from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
-from emssd.attention.planned import PagedAttention, PlannedKernels
-from emssd.attention.recorded import StaticInputs
-from emssd.attention.tables import PagedMetadata
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Draft, Drafter
@@ -36,7 +36,7 @@ from emssd.metrics.stats import StepStats
 from emssd.metrics.timing import StepTimer
 from emssd.model import CausalLMRunner, ModelOutput
 from emssd.sequences import Batch, Request
-from emssd.testing.paged import rerun
+from tests.support.reference_kernels import rerun
 
 DRAFTED, ACCEPTED, CONTEXT = 7, 3, 512
 STEPS, WARM_UP = 150, 20

@@ -33,7 +33,7 @@ from emssd.drafting import Draft
 from emssd.model import CausalLMRunner, TargetModel, load_model
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
-from emssd.sequences import Batch, Request, Sequence
+from emssd.sequences import Batch, Request, Row
 
 TREES: dict[str, Callable[[int], list[int]]] = {  # parents by number of nodes
     "bushy": lambda n: [node // 4 - 1 for node in range(n)],  # four children each
@@ -75,7 +75,7 @@ class Steps:
     def sampled(self, params: SamplingParams) -> Batch:
         """The rows, sampled in that way."""
         requests = [Request(str(row), tuple(ids), 9, sampling=params) for row, ids in enumerate(self.prompts)]
-        return Batch(tuple(Sequence(each, num_cached=len(each.prompt_ids) - 1) for each in requests))
+        return Batch(tuple(Row(each, num_cached=len(each.prompt_ids) - 1) for each in requests))
 
     def draft(self, parents: list[int] | None, num_nodes: int) -> Draft:
         """The same shape for each row, with random tokens."""

@@ -1,7 +1,7 @@
 """Attention over ragged batches: the `AttentionBackend` interface and what paged backends share."""
 
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
-from emssd.attention.masked import additive_mask, masked_attention
+from emssd.attention.masked import StepMask, additive_mask, masked_attention
 from emssd.attention.native import NativeStep
 from emssd.attention.packed import Drafted, PackedInputs, StepInputs
 from emssd.attention.paged import PagedBackend, PagedKernels
@@ -22,6 +22,7 @@ __all__ = [
     "PagedBackend",
     "PagedKernels",
     "StepInputs",
+    "StepMask",
     "StepPlan",
     "additive_mask",
     "masked_attention",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 
 from emssd.attention.interface import LayerSpec
 from emssd.attention.seen import mended
 
-__all__ = ["additive_mask", "masked_attention", "weights_of"]
+__all__ = ["StepMask", "additive_mask", "masked_attention", "weights_of"]
 
 _SLOW_ALONE = (torch.bfloat16, torch.float16)
 
@@ -21,6 +23,35 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dtype: of the queries.
     """
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+@dataclass(slots=True)
+class StepMask:
+    """Which keys the queries of a step see: those at positions up to their own, within the window, that are not hidden.
+
+    Attributes:
+        positions: ``[b, n]`` int64, of the queries.
+        key_positions: ``[b, m]`` or ``[m]`` int64, of the keys.
+        hidden: ``[b, n, m]`` bool, true for keys that a query does not see; ``None`` where there are none.
+    """
+
+    positions: torch.Tensor
+    key_positions: torch.Tensor
+    hidden: torch.Tensor | None = None
+    _masks: dict[tuple[int | None, torch.device, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def additive(self, window: int | None, like: torch.Tensor) -> torch.Tensor:
+        """``[b, n, m]`` as `additive_mask`, in the dtype and on the device of `like`; made once for each window."""
+        kind = window, like.device, like.dtype
+        if kind not in self._masks:
+            queries, keys = self.positions.unsqueeze(-1), self.key_positions.unsqueeze(-2)
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+            if self.hidden is not None:
+                mask &= ~self.hidden
+            self._masks[kind] = additive_mask(mask.to(like.device), like.dtype)
+        return self._masks[kind]
 
 
 def masked_attention(

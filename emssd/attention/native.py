@@ -12,7 +12,8 @@ NativeStep = Any
 It is called with, in this order:
 
 - ``keys``, ``values``: tensors by layer, the pool, as `emssd.attention.pool.KVPool` has it;
-- ``query_indptr``, ``kv_lens``, ``page_indptr``, ``pages``: lists, see `emssd.attention.tables.PagedMetadata`;
+- ``query_indptr``, ``kv_lens``, ``page_indptr``, ``pages``: lists; row ``i`` has the queries and the pages from entry
+  ``i`` of its ``indptr`` to the next;
 - ``tree_indptr``, ``parents``: lists, the trees that rows end with; ``None`` if no row has any;
 - ``scales``, ``windows``, ``softcaps``, ``sinks``: by layer, see `emssd.attention.LayerSpec`; 0 stands for none.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from emssd.attention.transfer import together
 from emssd.attention.trees import depths
 
-__all__ = ["Drafted", "PackedInputs", "StepInputs"]
+__all__ = ["Drafted", "PackedInputs", "StepInputs", "runs"]
 
 
 class Drafted(NamedTuple):
@@ -85,6 +88,20 @@ class PackedInputs:
         num_before = self.kv_lens[row] - len(tree)
         return [*range(num_before), *(num_before - 1 + depth for depth in depths(tree))]
 
+    def rectangle(self, rows: Seq[int]) -> tuple[list[int], list[int]]:
+        """The packed token at each place of a rectangle of these rows, and the place of each of their tokens.
+
+        It is as wide as the longest of them; places behind the end of a shorter row repeat its last token.
+        """
+        lengths = self.lengths
+        longest = max(lengths[row] for row in rows)
+        tokens, places = list[int](), list[int]()
+        for place, row in enumerate(rows):
+            start, stop = self.qo_indptr[row], self.qo_indptr[row + 1]
+            tokens += [*range(start, stop), *[stop - 1] * (longest - (stop - start))]
+            places += range(place * longest, place * longest + stop - start)
+        return tokens, places
+
     def on(self, device: torch.device) -> StepInputs:
         """What the model reads, moved to `device` in one copy."""
         if self.drafted is None:
@@ -93,3 +110,9 @@ class PackedInputs:
         ids, positions, logit_rows, places = together(inputs, device)
         ids = ids.index_copy(0, places, self.drafted.token_ids.to(device))
         return StepInputs(ids, positions, logit_rows)
+
+
+def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``[sum(lengths)]`` int64: for each row the integers from ``starts[i]`` on, ``lengths[i]`` of them."""
+    ends = lengths.cumsum()
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)

@@ -102,24 +102,12 @@ class PagedBackend(AttentionBackend):
         if memory_fraction is not None and not 0 < memory_fraction <= 1:
             raise ConfigError(f"backend.memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
         self._choice = kernels
+        self.takes_trees = any(each.takes_trees for each in kernels)
+        self.takes_sinks = any(each.takes_sinks for each in kernels)
+        self.takes_devices = all(each.takes_devices for each in kernels)
         self._memory_fraction = memory_fraction
         self._table = PageTable(page_size)
         self._peak_held = 0
-
-    @property
-    def takes_trees(self) -> bool:  # type: ignore[override]  # read-only: that of its kernels
-        """Whether any of its kernels take rows that end with token trees."""
-        return any(kernels.takes_trees for kernels in self._choice)
-
-    @property
-    def takes_sinks(self) -> bool:  # type: ignore[override]  # read-only: that of its kernels
-        """Whether any of its kernels compute attention sinks."""
-        return any(kernels.takes_sinks for kernels in self._choice)
-
-    @property
-    def takes_devices(self) -> bool:  # type: ignore[override]  # read-only: that of its kernels
-        """Whether all of its kernels may be one of several, on a device each."""
-        return all(kernels.takes_devices for kernels in self._choice)
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         return self._serving(spec).unsupported(spec, self._table.page_size)

@@ -14,9 +14,6 @@ class PrefixIndex:
 
     A node has a number of its own, never used again. The key of a page is the number of the node before it, and its
     tokens. Keys are compared, and not only their hashes, so no collision ever finds the KV of another text.
-
-    Args:
-        page_size: tokens per page.
     """
 
     def __init__(self, page_size: int) -> None:

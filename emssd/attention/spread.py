@@ -43,30 +43,13 @@ def free_for(spec: KVCacheSpec) -> int:
 
 
 class SpreadBackend(AttentionBackend):
-    """One backend for each device. Each plans a step once and computes the attention of its own layers.
-
-    Args:
-        make: makes a backend that is not allocated yet.
-        spec: the cache; `KVCacheSpec.devices` says how many backends there are.
-    """
+    """One backend for each device. Each plans a step once and computes the attention of its own layers."""
 
     def __init__(self, make: Callable[[], AttentionBackend], spec: KVCacheSpec) -> None:
         self._parts = {device: make() for device in parts_of(spec)}
-
-    @property
-    def takes_trees(self) -> bool:  # type: ignore[override]  # read-only: that of its parts
-        """Whether each part takes rows that end with token trees."""
-        return all(part.takes_trees for part in self._parts.values())
-
-    @property
-    def takes_sinks(self) -> bool:  # type: ignore[override]  # read-only: that of its parts
-        """Whether each part computes attention sinks."""
-        return all(part.takes_sinks for part in self._parts.values())
-
-    @property
-    def takes_devices(self) -> bool:  # type: ignore[override]  # read-only: that of its parts
-        """Whether each part may be one of several."""
-        return all(part.takes_devices for part in self._parts.values())
+        self.takes_trees = all(part.takes_trees for part in self._parts.values())
+        self.takes_sinks = all(part.takes_sinks for part in self._parts.values())
+        self.takes_devices = all(part.takes_devices for part in self._parts.values())
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         reasons = [self._parts[device].unsupported(own) for device, (_, own) in parts_of(spec).items()]

@@ -5,11 +5,12 @@ A parent is an index within the tree, smaller than that of its child; -1 is the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import torch
 
-__all__ = ["Parents", "ancestors", "depths", "is_chain"]
+__all__ = ["Parents", "ancestors", "depths", "hidden_nodes", "is_chain", "path"]
 
 Parents = Seq[int]
 
@@ -37,3 +38,34 @@ def ancestors(parents: Parents) -> torch.Tensor:
 def is_chain(parents: Parents) -> bool:
     """Whether each node is the child of the one before."""
     return all(parent == node - 1 for node, parent in enumerate(parents))
+
+
+def path(parents: Parents, node: int) -> list[int]:
+    """The nodes from the tree's origin to `node`, itself included; none for the origin, -1."""
+    found = list[int]()
+    while node >= 0:
+        found.append(node)
+        node = parents[node]
+    return found[::-1]
+
+
+def hidden_nodes(rows: Iterable[tuple[Parents, int, Seq[int]]], num_queries: int, num_slots: int) -> torch.Tensor:
+    """Which slots a query must not see, although the tokens in them may stand before it.
+
+    Args:
+        rows: ``[B]`` for each row its tree, the number of its new tokens, and the slots of the tree's nodes ``[n]``.
+        num_queries: of the longest row.
+        num_slots: of the largest row.
+
+    Returns:
+        ``[B, num_queries, num_slots]`` bool on the host: true where the query is a node, and the slot holds a node that
+        is neither itself nor an ancestor of it.
+    """
+    rows = list(rows)
+    hidden = torch.zeros(len(rows), num_queries, num_slots, dtype=torch.bool)
+    for place, (tree, num_new, slots) in enumerate(rows):
+        if tree:
+            nodes = ~ancestors(tree)[-num_new:]  # the last nodes are new; earlier ones may be cached
+            queries = hidden[place, num_new - len(nodes) : num_new]
+            queries[:, list(slots)] = nodes
+    return hidden

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from emssd.attention import PackedInputs
-from emssd.attention.packed import Drafted
-from emssd.attention.tables import runs
+from emssd.attention.packed import Drafted, runs
 from emssd.attention.trees import Parents, depths, is_chain
 from emssd.drafting import Draft
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
     from emssd.decoding.engine import Engine
+    from emssd.sampling import SamplingParams
     from emssd.sequences import Generation, Request
 
-__all__ = ["check_inputs", "custom_generate", "prompts_of", "training_flags_kept"]
+__all__ = ["Call", "check_inputs", "custom_generate", "prompts_of", "training_flags_kept"]
 
 # What `generate` itself hands on; each is checked or without influence on the tokens.
 _MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -82,18 +84,9 @@ def custom_generate(
     from emssd.sequences import Request
 
     assert generation_config is not None
-    check_config(generation_config)
-    check_inputs(model_kwargs)
-    max_length, eos, others = limits(generation_config, stopping_criteria)
-    others += of_strings(stop_strings, draft_tokenizer)
-    prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-    padding = [row[: input_ids.shape[1] - len(ids)].tolist() for row, ids in zip(input_ids, prompts, strict=True)]
-    check_processors(generation_config, logits_processor, [len(left) for left in padding], input_ids.shape[1])
-    check_ngrams(generation_config, padding, prompts)
-    sampling, num_samples = sampling_of(generation_config, seed), generation_config.num_return_sequences or 1
-    max_new_tokens = max_length - input_ids.shape[1]
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_length leaves no room for new tokens beside inputs of {input_ids.shape[1]} tokens")
+    call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs, seed)
+    others = [*call.criteria, *of_strings(stop_strings, draft_tokenizer)]
+    prompts, num_samples = call.prompts, call.num_samples
     with training_flags_kept(model):
         engine = Engine.from_model(
             model,
@@ -105,36 +98,92 @@ def custom_generate(
             frozen=True,  # as long as this call
         )
         longest = max(map(len, prompts))
-        if longest + max_new_tokens > engine.target.max_model_len:
+        if longest + call.max_new_tokens > engine.target.max_model_len:
             raise ConfigError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the "
+                f"a prompt of {longest} tokens and {call.max_new_tokens} new ones are more than the "
                 f"{engine.target.max_model_len} that this model takes; lower max_new_tokens or shorten the prompt"
             )
-        stops = [Criteria(others, left) if others else None for left in padding]
+        stops = [Criteria(others, left) if others else None for left in call.padding]
         requests = [
             Request(
                 request_id=str(row),
                 prompt_ids=ids,
-                max_new_tokens=max_new_tokens,
-                eos_token_ids=frozenset(eos),
+                max_new_tokens=call.max_new_tokens,
+                eos_token_ids=call.eos_token_ids,
                 stop=stop,
-                sampling=sampling,
+                sampling=call.sampling,
                 sample_of=str(row // num_samples),
                 sample=row % num_samples,
             )
             for row, (ids, stop) in enumerate(zip(prompts, stops, strict=True))
         ]
         done = _by_row(engine.run(requests), num_samples)
-        if not eos:
+        if not call.eos_token_ids:
             done = _all_of_one_length(engine, requests, done, stops, num_samples)
-    check_ngrams(generation_config, padding, [ids + done[row][:-1] for row, ids in enumerate(prompts)])
-    width = max(len(tokens) for tokens in done.values())
-    pad = generation_config.pad_token_id
-    fill = pad if pad is not None else next(iter(eos), 0)
-    new = input_ids.new_full((len(requests), width), int(fill))
-    for row, tokens in done.items():
-        new[row, : len(tokens)] = torch.tensor(tokens, device=new.device)
-    return torch.cat([input_ids, new], dim=1)
+    check_ngrams(generation_config, call.padding, [ids + done[row][:-1] for row, ids in enumerate(prompts)])
+    return call.with_new([done[row] for row in range(len(prompts))])
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a custom function by `generate`, checked, in the terms of an engine.
+
+    Attributes:
+        input_ids: ``[B, n]``.
+        prompts: ``[B]`` its rows without their padding.
+        padding: ``[B]`` what stands to the left of each.
+        max_new_tokens, eos_token_ids, sampling: of each row.
+        num_samples: rows of each prompt, one after another.
+        criteria: of Transformers; what else ends a row.
+        pad: fills rows that are shorter than others.
+    """
+
+    input_ids: torch.Tensor
+    prompts: list[tuple[int, ...]]
+    padding: list[list[int]]
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    sampling: SamplingParams | None
+    num_samples: int
+    criteria: list[Any]
+    pad: int
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: torch.Tensor,
+        config: GenerationConfig | None,
+        processors: Iterable[Any] | None,
+        criteria: Iterable[Any] | None,
+        model_kwargs: dict[str, Any],
+        seed: int | None = None,
+    ) -> Call:
+        """What `generate` hands on.
+
+        Raises:
+            ConfigError: something of it that cannot be honoured.
+        """
+        assert config is not None
+        check_config(config)
+        check_inputs(model_kwargs)
+        width = input_ids.shape[1]
+        max_length, eos, others = limits(config, criteria)
+        prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+        padding = [row[: width - len(ids)].tolist() for row, ids in zip(input_ids, prompts, strict=True)]
+        check_processors(config, processors, [len(left) for left in padding], width)
+        check_ngrams(config, padding, prompts)
+        sampling, num_samples, pad = sampling_of(config, seed), config.num_return_sequences or 1, config.pad_token_id
+        if max_length <= width:
+            raise ConfigError(f"max_length leaves no room for new tokens beside inputs of {width} tokens")
+        fill = int(pad if pad is not None else next(iter(eos), 0))
+        return cls(input_ids, prompts, padding, max_length - width, frozenset(eos), sampling, num_samples, others, fill)
+
+    def with_new(self, rows: Seq[Seq[int]]) -> torch.Tensor:
+        """``[B, n + longest]``: the inputs and the new tokens of each row, padded on the right."""
+        new = self.input_ids.new_full((len(rows), max(map(len, rows))), self.pad)
+        for row, tokens in enumerate(rows):
+            new[row, : len(tokens)] = torch.tensor(tokens, device=new.device)
+        return torch.cat([self.input_ids, new], dim=1)
 
 
 def _all_of_one_length(

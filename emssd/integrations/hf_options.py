@@ -142,11 +142,7 @@ def check_ngrams(config: GenerationConfig, padding: Iterable[Seq[int]], rows: It
 
 
 def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | None:
-    """How tokens are chosen; ``None`` is greedily.
-
-    Args:
-        config: of the call.
-        seed: of what is drawn; by default PyTorch's global generator gives one, which ``torch.manual_seed`` sets.
+    """How tokens are chosen; ``None`` is greedily. Without a `seed`, PyTorch's global generator gives one.
 
     Raises:
         ConfigError: a value that cannot be.

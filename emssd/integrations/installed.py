@@ -47,9 +47,6 @@ LIBRARIES = {
 def check_installed(extra: str) -> None:
     """Make sure that a library is here, in a version that serves.
 
-    Args:
-        extra: of emssd.
-
     Raises:
         ConfigError: it is not.
     """

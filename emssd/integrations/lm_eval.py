@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,8 @@ from tqdm import tqdm
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
-from emssd.errors import ConfigError, did_you_mean
-from emssd.integrations.hf import check_inputs, prompts_of
-from emssd.integrations.hf_criteria import limits
-from emssd.integrations.hf_options import check_config, check_processors, sampling_of
+from emssd.errors import ConfigError
+from emssd.integrations.hf import Call
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request, StopStrings
 
@@ -114,14 +112,7 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> torch.Tensor:
         """``[B, n + new]`` for ``context [B, n]``: Transformers prepares the call, and the engine decodes."""
-        decode = self._decoder([string for string in stop if string])
-        ids: torch.Tensor = super()._model_generate(
-            context, max_length, stop, custom_generate=decode, **generation_kwargs
-        )
-        return ids
-
-    def _decoder(self, stop: list[str]) -> Callable[..., torch.Tensor]:
-        """A function for ``generate(custom_generate=…)`` that ends rows at the strings `stop`."""
+        strings = [string for string in stop if string]
 
         def decode(
             model: PreTrainedModel,
@@ -131,36 +122,25 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
             generation_config: GenerationConfig | None = None,
             **model_kwargs: Any,
         ) -> torch.Tensor:
-            assert generation_config is not None
-            check_config(generation_config)
-            check_inputs(model_kwargs)
             criteria = [each for each in stopping_criteria or () if type(each) is not MultiTokenEOSCriteria]
-            max_length, eos, others = limits(generation_config, criteria)
-            if others or (generation_config.num_return_sequences or 1) > 1:
+            call = Call.of(input_ids, generation_config, logits_processor, criteria, model_kwargs)
+            if call.criteria or call.num_samples > 1:
                 raise ConfigError("emssd answers each request once, up to the strings of `until`; use --model hf")
-            prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-            width = input_ids.shape[1]
-            check_processors(generation_config, logits_processor, [width - len(ids) for ids in prompts], width)
-            stops = StopStrings(stop, self.tokenizer) if stop else None
-            sampling = sampling_of(generation_config, None)
+            stops = StopStrings(strings, self.tokenizer) if strings else None
             requests = [
-                Request(str(row), ids, max_length - width, frozenset(eos), stops, sampling)
-                for row, ids in enumerate(prompts)
+                Request(str(row), ids, call.max_new_tokens, call.eos_token_ids, stops, call.sampling)
+                for row, ids in enumerate(call.prompts)
             ]
-            return self._decoded(requests, input_ids, generation_config.pad_token_id or 0)
+            new: dict[int, tuple[int, ...]] = {}
+            for generation in self.engine.run(requests):
+                new[int(generation.request_id)] = generation.token_ids
+                self._row_done()
+            return call.with_new([new[row] for row in range(len(new))])
 
-        return decode
-
-    def _decoded(self, requests: list[Request], input_ids: torch.Tensor, pad: int) -> torch.Tensor:
-        """The inputs and what the engine makes of them, padded on the right."""
-        new: dict[int, tuple[int, ...]] = {}
-        for generation in self.engine.run(requests):
-            new[int(generation.request_id)] = generation.token_ids
-            self._row_done()
-        output = input_ids.new_full((len(requests), max(map(len, new.values()))), pad)
-        for row, tokens in new.items():
-            output[row, : len(tokens)] = torch.tensor(tokens, device=output.device)
-        return torch.cat([input_ids, output], dim=1)
+        ids: torch.Tensor = super()._model_generate(
+            context, max_length, stop, custom_generate=decode, **generation_kwargs
+        )
+        return ids
 
 
 def _taken(options: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -176,15 +156,9 @@ def _choice(registry: Registry, kind: str, chosen: Any, values: Mapping[str, Any
         ConfigError: it is no name, or has no such option.
         PluginError: nothing has this name.
     """
-    config = registry.find(kind, chosen).config if isinstance(chosen, str) else None
-    if not values:
+    if not isinstance(chosen, str):
+        if values:
+            raise ConfigError(f"{kind}.{next(iter(values))} goes with a name as in {kind}=NAME; {kind} is {chosen!r}")
         return chosen
-    if config is None:
-        raise ConfigError(f"{kind}.{next(iter(values))} goes with a name as in {kind}=NAME; {kind} is {chosen!r}")
-    known = [field.name for field in dataclasses.fields(config)]
-    for name in values:
-        if name not in known:
-            raise ConfigError(
-                f"{kind} {chosen!r} has no option {name!r}{did_you_mean(name, known) or '.'} It has {', '.join(known)}"
-            )
-    return config(**values)
+    registry.find(kind, chosen)
+    return registry.configured(kind, chosen, values) if values else chosen

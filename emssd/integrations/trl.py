@@ -16,9 +16,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.errors import ConfigError, did_you_mean
-from emssd.integrations.hf import check_inputs, prompts_of, training_flags_kept
-from emssd.integrations.hf_criteria import limits
-from emssd.integrations.hf_options import check_config, check_processors, sampling_of
+from emssd.integrations.hf import Call, training_flags_kept
 from emssd.integrations.installed import check_installed
 from emssd.metrics.stats import RunReport
 from emssd.model.replaced import lock_of, replaced_forward
@@ -142,26 +140,22 @@ class Rollouts:
         **model_kwargs: Any,
     ) -> torch.Tensor:
         """What ``generate`` calls: ``[B, n + new]`` for ``input_ids [B, n]``; fills `found`, with log-probabilities."""
-        assert generation_config is not None
-        check_config(generation_config)
-        check_inputs(model_kwargs)
-        max_length, eos, others = limits(generation_config, stopping_criteria)
-        if others or (generation_config.num_return_sequences or 1) > 1:
+        call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        if call.criteria or call.num_samples > 1:
             raise ConfigError("a rollout ends at EOS and lengths, and has one text a row; leave other options out")
-        prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-        width = input_ids.shape[1]
-        check_processors(generation_config, logits_processor, [width - len(ids) for ids in prompts], width)
-        sampling = sampling_of(generation_config, None)
+        prompts, sampling = call.prompts, call.sampling
         if found is not None:
             sampling = replace(sampling or SamplingParams(temperature=0.0), logprobs=0, processed_logprobs=True)
         requests = [
-            Request(str(row), ids, max_length - width, frozenset(eos), None, sampling, str(prompts.index(ids)), sample)
+            Request(
+                str(row), ids, call.max_new_tokens, call.eos_token_ids, None, sampling, str(prompts.index(ids)), sample
+            )
             for row, (ids, sample) in enumerate(zip(prompts, _sample_numbers(prompts), strict=True))
         ]
         done = self._run(model, tokenizer, requests)
         if found is not None:
             found += done
-        return _padded(input_ids, [each.token_ids for each in done], generation_config.pad_token_id or 0)
+        return call.with_new([each.token_ids for each in done])
 
     def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
         """The generations of `requests`, in their order.
@@ -229,11 +223,3 @@ def _sample_numbers(prompts: Iterable[tuple[int, ...]]) -> Iterator[int]:
     for prompt in prompts:
         yield seen[prompt]
         seen[prompt] += 1
-
-
-def _padded(input_ids: torch.Tensor, new: Seq[Seq[int]], pad: int) -> torch.Tensor:
-    """``[B, n + longest]``: ``input_ids [B, n]`` and the `new` tokens of each row, padded on the right."""
-    output = input_ids.new_full((len(new), max(map(len, new))), pad)
-    for row, tokens in enumerate(new):
-        output[row, : len(tokens)] = torch.tensor(tokens, device=output.device)
-    return torch.cat([input_ids, output], dim=1)

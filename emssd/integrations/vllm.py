@@ -5,7 +5,6 @@ vLLM imports the class by its name, ``"emssd.integrations.vllm.suffix"`` say, an
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
-from emssd.errors import ConfigError, did_you_mean
+from emssd.errors import ConfigError
 from emssd.integrations.installed import check_installed
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, FinishReason, Request, Row
@@ -32,16 +31,12 @@ def proposer(name: str, /, **options: Any) -> type[Proposer]:
     A module of one's own gives it a name that vLLM can import: ``Mine = proposer("suffix", num_speculative_tokens=8)``.
     With default options every drafter has one here: ``emssd.integrations.vllm.suffix``.
 
-    Args:
-        name: as in ``drafter=NAME``.
-        options: of that drafter.
-
     Raises:
         ConfigError: there is no vLLM, or another version than this was written for; the drafter has no such option.
         PluginError: there is no such drafter, or it cannot run here.
     """
     check_installed("vllm")
-    _config(Registry(), name, options)
+    Registry().configured("drafter", name, options)
     return type(name, (Proposer,), {"__module__": __name__, "drafter": name, "options": options})
 
 
@@ -200,17 +195,15 @@ def _stages(name: str, options: Mapping[str, Any], vocab_size: int) -> DraftStag
     """
     registry = Registry()
 
-    def make_drafter(other: str, values: Mapping[str, Any]) -> Drafter:
-        made: Drafter = registry.build(
-            "drafter", registry.find("drafter", other), _config(registry, other, values), context
-        )
-        return made
+    def made_of(other: str, values: Mapping[str, Any]) -> Any:
+        config = registry.configured("drafter", other, values)
+        return registry.build("drafter", registry.find("drafter", other), config, context)
 
     def load_runner(path: str, *, trees: bool = False) -> Any:
         raise ConfigError(f"drafter {name!r} runs a model of its own, {path}, and inside vLLM no drafter of emssd can")
 
-    context = DrafterContext(vocab_size, None, load_runner, make_drafter)
-    made = registry.build("drafter", registry.find("drafter", name), _config(registry, name, options), context)
+    context = DrafterContext(vocab_size, None, load_runner, made_of)
+    made = made_of(name, options)
     drafters: list[Drafter] = [made] if isinstance(made, Drafter) else made
     for drafter in drafters:
         for needs, what in (
@@ -222,21 +215,6 @@ def _stages(name: str, options: Mapping[str, Any], vocab_size: int) -> DraftStag
                 raise ConfigError(f"drafter {name!r} cannot draft inside vLLM: it {what}; choose another, as 'suffix'")
     owner = f"{name!r} ({registry.source('drafter', name)})"
     return DraftStages([CheckedDrafter(drafter, owner, vocab_size) for drafter in drafters], FixedBudget())
-
-
-def _config(registry: Registry, name: str, options: Mapping[str, Any]) -> Any:
-    """The options of drafter `name`.
-
-    Raises:
-        ConfigError: it has no such option. PluginError: there is no such drafter.
-    """
-    config = registry.find("drafter", name).config
-    known = [field.name for field in dataclasses.fields(config)]
-    for option in options:
-        if option not in known:
-            guess = did_you_mean(option, known) or "."
-            raise ConfigError(f"drafter {name!r} has no option {option!r}{guess} It has {', '.join(known) or 'none'}")
-    return config(**options)
 
 
 def __getattr__(name: str) -> type[Proposer]:

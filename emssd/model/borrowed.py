@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
+from emssd.model.finding import find_streams
 from emssd.model.replaced import replaced_forward
 from emssd.model.runner import ModelRunner
 from emssd.model.shallow import ShallowRunner
@@ -23,9 +24,6 @@ _PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multipl
 
 class BorrowedTarget:
     """What a drafter may use of the target. Nothing is copied: the weights are the target's own.
-
-    Args:
-        target: the model, which is left as it was.
 
     Attributes:
         vocab_size, device, dtype: of the model; where and as what its hidden states and logits are.
@@ -148,7 +146,7 @@ class BorrowedTarget:
 
     @cached_property
     def _streams(self) -> Streams:
-        return self._target.streams or Streams(self._target)
+        return self._target.streams or find_streams(self._target)
 
     @cached_property
     def _scale(self) -> float:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
-from emssd.model.module_state import named_tensors
+from emssd.model.fingerprint import named_tensors
 from emssd.model.probe import ProbeRows, running
 from emssd.native import load_kernels, why_unavailable
 
@@ -73,11 +73,9 @@ class Guard:
         rows, layers = self._rows, dict[int, LayerSpec]()
         last = torch.stack([(rows.owner == row).nonzero()[-1, 0] for row in range(2)])
 
-        def attend(
-            layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
             layers[layer] = seen
-            return rows.attend(layer, seen, query, key, value)
+            return rows.attend(layer, seen, *qkv)
 
         drawn = _random_state(target.device)
         with running(target), _Linears(() if self._reads_weights else target.model.parameters(), self._pattern):

@@ -37,11 +37,6 @@ __all__ = ["HookedModel"]
 class HookedModel:
     """A causal LM that is called with another attention. Between two calls the model is left as it was.
 
-    Args:
-        model: any `PreTrainedModel` that speaks the attention interface.
-        max_model_len: longest sequence to allow; ``None`` takes the model's own limit.
-        shard: where the others are, if this process has but a shard of the model; ``None`` if it is whole.
-
     Attributes:
         shard: as given.
         device: where the logits come out, and all else is that is not a layer's own.

@@ -118,12 +118,10 @@ def with_windows(attend: Attend, windows: Mapping[int, int]) -> Attend:
     if not windows:
         return attend
 
-    def attend_within(
-        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend_within(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         if layer in windows:
             seen = replace(seen, sliding_window=windows[layer])
-        return attend(layer, seen, query, key, value)
+        return attend(layer, seen, *qkv)
 
     return attend_within
 

@@ -12,7 +12,7 @@ from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
 from emssd.model.int8 import round_drafter, round_weights
 from emssd.model.parallel.group import Shard, join
-from emssd.model.parallel.messages import Kind, Message, object_words
+from emssd.model.parallel.messages import Kind, Message
 from emssd.model.parallel.plans import check_heads
 from emssd.model.spread import DeviceMap, check_device_map
 from emssd.model.target import Compile, TargetModel
@@ -87,7 +87,7 @@ def load_model(
         group = join()
         assert group.rank == 0, "the other processes load what they are told to, see emssd.model.parallel.follower"
         shard = Shard(group, group.number(), checksums)
-        group.say(Message(Kind.LOAD, shard.number, object_words(wanted)))
+        group.say(Message(Kind.LOAD, shard.number, wanted))
         target, tokenizer = load_shard(wanted, shard)
         target.why_compiled = "not compiled: the model is spread over several processes"
         weakref.finalize(target, group.note, Message(Kind.DROP, shard.number)).atexit = False

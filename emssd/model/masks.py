@@ -34,11 +34,9 @@ def learn_windows(target: HookedModel) -> dict[int, int]:
     passed: dict[int, LayerSpec] = {}
     masks: dict[int, Visible] = {}
 
-    def attend(
-        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         passed[layer] = seen
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+        return qkv[0].new_zeros(*qkv[0].shape[:2], qkv[2].shape[2])
 
     tokens = torch.tensor([[3 % target.vocab_size, 14 % target.vocab_size]], device=target.device)
     with running(target):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from emssd.attention import Kept, LayerSpec, additive_mask, masked_attention
+from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
 from emssd.model.interface import Attend, implementation
 from emssd.model.states import Feed, StateCache
@@ -17,7 +17,7 @@ from emssd.model.states import Feed, StateCache
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["PROBE_TOLERANCE", "ProbeRows", "probe_layers", "running"]
+__all__ = ["PROBE_TOLERANCE", "ProbeRows", "layer_devices", "probe_layers", "running"]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
@@ -42,13 +42,11 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     rows = ProbeRows(target)
     layers: dict[int, LayerSpec] = {}
 
-    def attend(
-        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         if layer in layers:
             raise _CalledTwiceError
         layers[layer] = seen
-        return rows.attend(layer, seen, query, key, value)
+        return rows.attend(layer, seen, *qkv)
 
     with running(target):
         with _Aranges(rows.num_tokens) as aranges:
@@ -78,6 +76,24 @@ class _CalledTwiceError(Exception):
     """A layer attends more than once in a pass."""
 
 
+def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
+    """Where the attention of each layer is computed, as a short pass shows.
+
+    Raises:
+        UnsupportedModelError: the model does not run.
+    """
+    devices: dict[int, torch.device] = {}
+
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+        devices[layer] = qkv[0].device
+        return qkv[0].new_zeros(*qkv[0].shape[:2], qkv[2].shape[2])
+
+    with running(target):
+        numbers = torch.arange(2, device=target.device)
+        target.run(numbers.unsqueeze(0), numbers.unsqueeze(0), attend, numbers)
+    return tuple(devices[layer] for layer in sorted(devices))
+
+
 class _OneRow:
     """The KV of one row, and its attention.
 
@@ -95,10 +111,9 @@ class _OneRow:
         old = self._cache.get(layer, (key[:0], value[:0]))
         key, value = (torch.cat([past[: self.num_cached], new]) for past, new in zip(old, (key, value), strict=True))
         self._cache[layer] = key, value
-        mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(self.num_cached)
-        if seen.sliding_window is not None:
-            mask = mask.triu(self.num_cached - seen.sliding_window + 1)
-        return masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), seen)[0]
+        places = torch.arange(len(key), device=query.device)
+        bias = StepMask(places[None, self.num_cached :], places).additive(seen.sliding_window, query)
+        return masked_attention(query[None], key[None], value[None], bias, seen)[0]
 
 
 def _probe_states(target: HookedModel) -> None:
@@ -164,10 +179,15 @@ def running(target: HookedModel) -> Iterator[None]:
 
 
 class ProbeRows:
-    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the last."""
+    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the last.
 
-    def __init__(self, target: HookedModel) -> None:
-        longest, device = target.max_model_len, target.device
+    Args:
+        target: of whose vocabulary the tokens are.
+        longest: positions of the second go up to there; by default up to the longest sequence.
+    """
+
+    def __init__(self, target: HookedModel, longest: int | None = None) -> None:
+        longest, device = min(longest or target.max_model_len, target.max_model_len), target.device
         lengths = [min(length, longest) for length in _LENGTHS]
         # Half of each row is one token, so that it goes to the same experts wherever routing is by token.
         self.rows = [
@@ -182,19 +202,14 @@ class ProbeRows:
         self.kept = torch.arange(len(places), device=device)  # all, in the form in which a step asks
         self.index = torch.tensor([i for i, _ in places], device=device)
         self.owner = torch.tensor([row for _, row in places], device=device)
-        self._masks: dict[tuple[int | None, torch.device, torch.dtype], torch.Tensor] = {}
+        self._mask = StepMask(self.index[None], self.index, (self.owner[:, None] != self.owner)[None])
 
     def attend(
         self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Each row's attention, in the pack."""
-        window, device, dtype = kind = seen.sliding_window, query.device, query.dtype
-        if kind not in self._masks:
-            mask = (self.owner[:, None] == self.owner[None, :]).tril()
-            if window is not None:
-                mask &= self.index[:, None] - self.index[None, :] < window
-            self._masks[kind] = additive_mask(mask[None].to(device), dtype)
-        return masked_attention(query[None], key[None], value[None], self._masks[kind], seen)[0].contiguous()
+        bias = self._mask.additive(seen.sliding_window, query)
+        return masked_attention(query[None], key[None], value[None], bias, seen)[0].contiguous()
 
     def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""

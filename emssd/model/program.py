@@ -14,8 +14,8 @@ import torch
 
 from emssd.attention.native import NativeStep
 from emssd.model import tracing
+from emssd.model.fingerprint import named_tensors
 from emssd.model.int8 import bytes_of, is_rounded, scales_of
-from emssd.model.module_state import named_tensors
 from emssd.native import Entry, free_module, load_kernels
 
 __all__ = ["Attend", "Chain", "Program", "declare_operators"]

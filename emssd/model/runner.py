@@ -124,12 +124,7 @@ class ModelRunner(ABC):
 
 
 class CausalLMRunner(ModelRunner):
-    """A Hugging Face model on one device, with its KV in an attention backend.
-
-    Args:
-        model: ready to run.
-        backend: for `model`; it is allocated before the first step.
-    """
+    """A Hugging Face model on one device, with its KV in an attention backend."""
 
     _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
     _peak = 0  # bytes of KV and states that rows held

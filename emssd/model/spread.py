@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from emssd.attention import LayerSpec
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.model.probe import running
 
-if TYPE_CHECKING:
-    from emssd.model.hooked import HookedModel
-
-__all__ = ["DeviceMap", "check_device_map", "check_offloaded", "is_spread", "layer_devices", "output_device"]
+__all__ = ["DeviceMap", "check_device_map", "check_offloaded", "is_spread", "output_device"]
 
 DeviceMap = str | Mapping[str, int | str]
 """Where the modules of a model go, as Transformers takes it: by name, or as Accelerate chooses."""
@@ -99,23 +94,3 @@ def output_device(model: Any) -> torch.device:
     every = [each for hook in hooks for each in getattr(hook, "hooks", [hook])]  # one, or several in a row
     known = [each.execution_device for each in every if getattr(each, "execution_device", None) is not None]
     return torch.empty(0, device=known[0] if known else "cpu").device
-
-
-def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
-    """Where the attention of each layer is computed, as a short pass shows.
-
-    Raises:
-        UnsupportedModelError: the model does not run.
-    """
-    devices: dict[int, torch.device] = {}
-
-    def attend(
-        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        devices[layer] = query.device
-        return query.new_zeros(*query.shape[:2], value.shape[2])
-
-    with running(target):
-        numbers = torch.arange(2, device=target.device)
-        target.run(numbers.unsqueeze(0), numbers.unsqueeze(0), attend, numbers)
-    return tuple(devices[layer] for layer in sorted(devices))

@@ -14,11 +14,12 @@ import torch
 
 from emssd.attention import AttentionBackend, LayerSpec, StepPlan
 from emssd.errors import CompileError, ConfigError, UnsupportedModelError
+from emssd.model.finding import find_streams
 from emssd.model.guard import Guard
 from emssd.model.hooked import HookedModel
 from emssd.model.masks import learn_windows
-from emssd.model.probe import probe_layers
-from emssd.model.spread import is_spread, layer_devices, output_device
+from emssd.model.probe import layer_devices, probe_layers
+from emssd.model.spread import is_spread, output_device
 from emssd.model.streams import Hidden, Streams
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class TargetModel(HookedModel):
             self._windows = windows
             raise
         self.layers = layers
-        self.streams = None if self.streams is None else Streams(self)
+        self.streams = None if self.streams is None else find_streams(self)
         if self.compiled is not None:
             hidden, self.compiled = self.compiled.hidden, None  # first, as a program holds weights of its own
             self.compiled = self._compile(hidden, change=change)
@@ -156,7 +157,7 @@ class TargetModel(HookedModel):
             UnsupportedModelError: with the reason.
         """
         if self.streams is None:
-            self.streams = Streams(self)
+            self.streams = find_streams(self)
         self.streams.check(indices)
         if self.compiled is not None and not {*indices} <= {*(given := self.compiled.hidden)}:
             self.compiled = None  # first, as a program holds weights of its own
@@ -171,15 +172,13 @@ class TargetModel(HookedModel):
         Given `num_layers`, only so many of the first layers are run, uncompiled. `prepare_hidden` comes before that.
         """
 
-        def attend(
-            layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
             if seen != self.layers[layer]:
                 raise UnsupportedModelError(
                     f"layer {layer} changed its attention from {self.layers[layer]} to {seen} while running; "
                     f"emssd serves models whose layers attend by fixed rules"
                 )
-            return backend.forward(plan, layer, query, key, value)
+            return backend.forward(plan, layer, *qkv)
 
         def forward() -> Computed:
             run: Callable[..., torch.Tensor] = self.run

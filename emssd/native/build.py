@@ -41,11 +41,7 @@ logger = logging.getLogger("emssd")
 
 
 class NativeError(EmssdError):
-    """The C++ kernels cannot be built or loaded here; the message says why.
-
-    Attributes:
-        short: why, in a few words.
-    """
+    """The C++ kernels cannot be built or loaded here; the message says why."""
 
     def __init__(self, message: str, short: str) -> None:
         super().__init__(message)

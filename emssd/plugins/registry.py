@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, entry_points
@@ -104,6 +104,23 @@ class Registry:
         if record.state == "unavailable":
             raise PluginError(f"{kind} {name!r} is not available: {record.reason}.")
         return spec
+
+    def configured(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
+        """The config of what is called `name`, with these of its options.
+
+        Raises:
+            PluginError: there is none of this name.
+            ConfigError: it has no such option.
+        """
+        config = self.find(kind, name).config
+        known = [field.name for field in dataclasses.fields(config)]
+        for option in options:
+            if option not in known:
+                guess = did_you_mean(option, known) or "."
+                raise ConfigError(
+                    f"{kind} {name!r} has no option {option!r}{guess} It has {', '.join(known) or 'none'}"
+                )
+        return config(**options)
 
     def withdraw(self, kind: str, name: str, reason: str) -> None:
         """Offer `name` no longer, because of a fault found after loading; reported as if loading had failed."""

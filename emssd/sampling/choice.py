@@ -58,13 +58,9 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
-    """``[R]`` int64, the token that is chosen at each node: ``argmax(log p + G)``; the first wins a tie.
+    """``[R]`` int64, the token chosen at each of ``nodes [R]``: ``argmax(log p + G)``, of ``logits [R, vocab]``.
 
-    The choice is a function of the node's own row of logits, and of the node. The host waits for nothing.
-
-    Args:
-        logits: ``[R, vocab]`` of the model.
-        nodes: ``[R]``.
+    The first wins a tie. The choice is a function of the node and of its own row of logits. The host waits for nothing.
     """
     chosen = torch.full((len(nodes),), -1, dtype=torch.int64, device=logits.device)
     left: Seq[int] = range(len(nodes))
@@ -85,12 +81,7 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
 
 
 def alike(nodes: Seq[Node], places: Seq[int], num_tokens: int) -> Iterator[list[int]]:
-    """Those `places` of nodes whose logits are processed alike, together, but for at most some 32 MiB at a time.
-
-    Args:
-        nodes: some of which `places` are of.
-        num_tokens: of the vocabulary.
-    """
+    """Those `places` of nodes whose logits of `num_tokens` are processed alike, at most some 32 MiB together."""
     groups: dict[Hashable, list[int]] = {}
     for place in places:
         params = nodes[place].params

@@ -24,13 +24,7 @@ __all__ = ["behind", "top_draws"]
 
 
 def behind(node: Node, depth: int, path: Seq[int] = ()) -> Node:
-    """The node that follows `node` after `depth` tokens.
-
-    Args:
-        node: where drafting begins.
-        depth: at least 0.
-        path: ``[depth]`` these tokens; only where the params of `node` read them.
-    """
+    """The node that follows `node` after `depth` tokens, the `path`; it is read only where the params read it."""
     if node.params.is_greedy or not depth:
         return node
     prefix = [*node.prefix, *path] if node.params.reads_prefix else ()

@@ -1,4 +1,7 @@
-"""Adversarial drafters: perfect, always wrong, random, scripted, of trees. None may change what is generated."""
+"""Adversarial drafters: perfect, always wrong, random, scripted, of trees; and a budget policy that follows a script.
+
+None may change what is generated.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from emssd.attention.trees import Parents
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Drafter
 from emssd.sequences import Batch, Row
 
 __all__ = [
     "ChainDrafter",
     "PerfectDrafter",
     "RandomDrafter",
+    "ScriptedBudget",
     "ScriptedDrafter",
     "TreeDrafter",
     "WrongDrafter",
@@ -26,14 +30,7 @@ _SURE = (0.0, 0.2, 0.7, 1.0)
 
 
 class _Informed(Drafter):
-    """Knows what the target is going to generate; what the drafters of this module have in common.
-
-    Args:
-        vocab_size: of the target.
-        num_speculative_tokens: the most tokens drafted for one row in one step.
-        references: what the target alone generates, by request id or by prompt (a tuple of token ids). A row without
-            one is drafted for as if its reference were empty.
-    """
+    """Knows what the target is going to generate; what the drafters of this module have in common."""
 
     def __init__(
         self, vocab_size: int, num_speculative_tokens: int = 4, references: Mapping[Any, Seq[int]] | None = None
@@ -189,3 +186,37 @@ class TreeDrafter(_Informed):
                 num_roots = self._random.randint(1, 4)
                 return [max(-1, node - num_roots) for node in range(num_nodes)]
         return [self._random.randint(-1, node - 1) for node in range(num_nodes)]
+
+
+class ScriptedBudget(BudgetPolicy):
+    """Allots and trims as it is told, whatever the rows are.
+
+    Args:
+        script: the ``i``-th decision about a row, counted over all rows and steps, is entry ``i`` modulo the script's
+            length: the most tokens to allot, and the most to keep of what was drafted.
+        ends: whether it ends drafts between passes, where they have as many levels as it keeps tokens.
+    """
+
+    def __init__(self, script: Seq[tuple[int, int]], *, ends: bool = False) -> None:
+        self._script = script
+        self._num_decisions = 0
+        if ends:
+            self.goes_on = self._goes_on  # type: ignore[method-assign]  # others are not asked
+
+    def allot(self, step: BudgetStep) -> list[int]:
+        self._num_decisions += len(step.batch)
+        self._num_levels = 0
+        entries = self._entries(len(step.batch))
+        return [min(limit, allotted) for limit, (allotted, _) in zip(step.limits, entries, strict=True)]
+
+    def _goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> list[bool]:
+        self._num_levels += 1
+        return [self._num_levels < kept for _, kept in self._entries(len(step.batch))]
+
+    def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
+        entries = self._entries(len(step.batch))
+        return [min(length, kept) for length, (_, kept) in zip(draft.lengths, entries, strict=True)]
+
+    def _entries(self, num_rows: int) -> list[tuple[int, int]]:
+        first = self._num_decisions - num_rows
+        return [self._script[(first + row) % len(self._script)] for row in range(num_rows)]

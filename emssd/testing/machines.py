@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, PackedInputs, StepPlan
-from emssd.attention.trees import Parents
+from emssd.attention.trees import path
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.testing.conformance.rules import assertions, broken
@@ -20,7 +20,7 @@ from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import kv_layers, trees
 from emssd.testing.waves import Waves
 
-__all__ = ["BackendMachine", "MachineRow", "check_plan", "moved", "path"]
+__all__ = ["BackendMachine", "MachineRow", "check_plan", "moved"]
 
 _Nodes = list[tuple[int, int]]  # of a tree: token, and index of its parent or -1
 
@@ -248,15 +248,6 @@ class BackendMachine(RuleBasedStateMachine):
     def _new_ids(self, count: int) -> list[int]:
         self._num_ids += count
         return list(range(self._num_ids - count, self._num_ids))
-
-
-def path(parents: Parents, node: int) -> list[int]:
-    """The way to a node of a tree, itself included; to the tree's origin, -1, it is empty."""
-    way = list[int]()
-    while node >= 0:
-        way.insert(0, node)
-        node = parents[node]
-    return way
 
 
 def moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:

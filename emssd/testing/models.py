@@ -89,7 +89,7 @@ def tiny_model(
     """A random causal LM.
 
     Args:
-        architecture: a key of `ARCHITECTURES` or `HYBRIDS`.
+        architecture: a key of `ARCHITECTURES` or `HYBRIDS`, or any ``model_type`` that takes the values of Llama.
         seed: of the weights; the global random state is left alone.
         dtype: of the weights.
         vocab_size, max_model_len: as named; a vocabulary of a few tokens makes chance acceptance frequent.
@@ -98,7 +98,7 @@ def tiny_model(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = (ARCHITECTURES | HYBRIDS)[architecture] | {"vocab_size": vocab_size}
+    values = (ARCHITECTURES | HYBRIDS).get(architecture, _GROUPED) | {"vocab_size": vocab_size}
     if architecture != "mamba2":  # which has no longest sequence
         values["max_position_embeddings"] = max_model_len
     config = AutoConfig.for_model(architecture, **(values | overrides))
@@ -109,6 +109,7 @@ def tiny_model(
             for parameter in model.parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(0.0, std)
-    model.set_experts_implementation("eager")  # grouped products take no float64
+    if architecture in HYBRIDS:
+        model.set_experts_implementation("eager")  # grouped products take no float64
     model.generation_config.eos_token_id = 2
     return model.eval()  # type: ignore[no-any-return]  # Transformers' loaders have no annotations

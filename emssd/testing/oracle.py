@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from emssd.model import TargetModel
 
-__all__ = ["DenseBackend", "References", "greedy_reference"]
+__all__ = ["DenseBackend", "References", "greedy_reference", "seen"]
 
 
 @torch.inference_mode()
@@ -53,12 +53,7 @@ def greedy_reference(
 
 
 class References(Mapping[tuple[int, ...], tuple[int, ...]]):
-    """What a target generates by `greedy_reference`, past any EOS, by prompt: computed when asked for, and remembered.
-
-    Args:
-        target: the model.
-        max_new_tokens: of each reference; fewer where the model's length ends it.
-    """
+    """What a target generates by `greedy_reference`, past any EOS, by prompt; computed when first asked for."""
 
     def __init__(self, target: TargetModel, max_new_tokens: int) -> None:
         self.target = target
@@ -153,10 +148,10 @@ class DenseBackend(AttentionBackend):
             assert len(keys) == len(values) == kv_len, f"layer {layer} of {request_id} missed a step"
             self._keys[request_id][layer], self._values[request_id][layer] = keys, values
             for token in range(new.start, new.stop):
-                seen = _seen(packed, row, kv_len - (new.stop - token))
+                visible = seen(packed, row, kv_len - (new.stop - token))
                 if spec.sliding_window is not None:
-                    seen = seen[-spec.sliding_window :]
-                out[token] = _attend(query[token].double(), keys[seen], values[seen], spec).to(out.dtype)
+                    visible = visible[-spec.sliding_window :]
+                out[token] = _attend(query[token].double(), keys[visible], values[visible], spec).to(out.dtype)
         return out
 
     def commit(self, kept: Kept) -> None:
@@ -190,7 +185,7 @@ def _rows(packed: PackedInputs) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(packed.qo_indptr, packed.qo_indptr[1:], strict=False)]
 
 
-def _seen(packed: PackedInputs, row: int, token: int) -> list[int]:
+def seen(packed: PackedInputs, row: int, token: int) -> list[int]:
     """The KV that a token of a row sees, by index, from the first to itself: of a tree, the way to it."""
     tree = () if packed.trees is None else packed.trees[row]
     origin, way = packed.kv_lens[row] - len(tree), list[int]()

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from emssd.attention import LayerSpec
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd.testing.budgets import ScriptedBudget
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedDrafter, TreeDrafter, WrongDrafter
+from emssd.testing.drafters import (
+    PerfectDrafter,
+    RandomDrafter,
+    ScriptedBudget,
+    ScriptedDrafter,
+    TreeDrafter,
+    WrongDrafter,
+)
 
 __all__ = ["drafters", "kv_layers", "layer_specs", "policies", "trees"]
 
@@ -64,12 +70,7 @@ def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
 def drafters(
     draw: st.DrawFn, vocab_size: int, references: Mapping[Any, Seq[int]], *, with_trees: bool = False
 ) -> Drafter:
-    """Any drafter: perfect, wrong, random or scripted, with a draft length of its own.
-
-    Args:
-        vocab_size, references: see `emssd.testing.drafters.ChainDrafter`.
-        with_trees: whether drafters of trees are among them.
-    """
+    """Any drafter: perfect, wrong, random or scripted, with a draft length of its own."""
     num_tokens, seed = draw(st.integers(0, 6)), draw(st.integers(0, 2**16))
     of_trees = ["trees", "trees"] if with_trees else []
     match draw(st.sampled_from([*of_trees, "scripted", "random", "rubbish", "perfect", "wrong"])):

@@ -10,12 +10,7 @@ __all__ = ["Waves"]
 
 
 class Waves:
-    """For tests of backends: ids stand for tokens ever fed, and each has its own query, key and value in each layer.
-
-    Args:
-        spec: shapes, dtype and device.
-        seed: of the functions.
-    """
+    """For tests of backends: ids stand for tokens ever fed, and each has its own query, key and value in each layer."""
 
     def __init__(self, spec: KVCacheSpec, seed: int) -> None:
         self._spec = spec

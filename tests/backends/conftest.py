@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_flashinfer.tables import PagedMetadata
 
 from emssd.attention import LayerSpec
-from emssd.attention.tables import PagedMetadata
-from emssd.testing.paged import ReferenceAttention
+from tests.support.reference_kernels import ReferenceAttention
 
 INSTALLED = find_spec("flashinfer") is not None
 NUM_SMS = 132  # of an H100

@@ -10,16 +10,16 @@ import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.fused import FusedKernels
-from emssd_ragged.grouped import GroupedKernels, RowGroup
+from emssd_ragged.grouped import GroupedKernels
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepPlan, additive_mask
+from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend, StepMask, StepPlan, additive_mask
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.machines import BackendMachine
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.paged import ReferenceKernels, rerun
 from tests.support.backends import BACKENDS, MakeBackend
+from tests.support.reference_kernels import ReferenceKernels, rerun
 
 
 def run_machine(make: MakeBackend, **changes: object) -> None:
@@ -174,14 +174,14 @@ class SeesSiblings(Ragged):
     def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
         for group in plan.attention.groups:
-            group.hidden = None
+            group.mask.hidden = None
         return plan
 
 
 class SeesSiblingsInASlab(PaddedBackend):
     def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
-        plan.attention.hidden = None
+        plan.attention.mask.hidden = None
         return plan
 
 
@@ -190,28 +190,28 @@ class SeesCachedSiblings(PaddedBackend):
 
     def plan(self, packed: PackedInputs) -> StepPlan:
         plan = super().plan(packed)
-        if plan.attention.hidden is not None:
+        if (hidden := plan.attention.mask.hidden) is not None:
             for row, (name, length) in enumerate(zip(packed.request_ids, packed.lengths, strict=True)):
-                plan.attention.hidden[row, :, self._table.slots(name)[:-length]] = False
+                hidden[row, :, self._table.slots(name)[:-length]] = False
         return plan
 
 
 class MeasuresWindowsInSlots(GroupedKernels):
     """In rows with trees, where a token's slot is not its position."""
 
-    def _add_trees(
-        self, group: RowGroup, packed: PackedInputs, trees: tuple[tuple[int, ...], ...], rows: list[int]
-    ) -> None:
-        super()._add_trees(group, packed, trees, rows)
-        if group.hidden is None:
-            return
+    def _mask(self, packed: PackedInputs, rows: list[int], positions: torch.Tensor, num_slots: int) -> StepMask:
+        mask = super()._mask(packed, rows, positions, num_slots)
+        if mask.hidden is None:
+            return mask
+        like = torch.empty(0, dtype=torch.float64)
         for window in {layer.sliding_window for layer in self._spec.layers} - {None}:
-            seen = group.mask(None, self._page_size, torch.float64) == 0
+            seen = mask.additive(None, like) == 0
             slots = torch.arange(seen.shape[2])
             for place, row in enumerate(rows):
                 queries = slots[packed.kv_lens[row] - packed.lengths[row] : packed.kv_lens[row], None]
                 seen[place, : len(queries)] &= slots > queries - window
-            group.masks[window] = additive_mask(seen, torch.float64)
+            mask._masks[window, like.device, like.dtype] = additive_mask(seen, like.dtype)
+        return mask
 
 
 class KeepsWhatLiesBetween(Ragged):

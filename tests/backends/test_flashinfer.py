@@ -10,28 +10,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from emssd_flashinfer.kernels import HEAD_DIMS, FlashInferKernels
+from emssd_flashinfer.planned import padded_layer, write_kv
+from emssd_flashinfer.tables import page_metadata, tree_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import KVCacheSpec, LayerSpec, PagedBackend
 from emssd.attention.pages import PageTable
-from emssd.attention.planned import padded_layer, write_kv
 from emssd.attention.pool import KVPool, fixed_num_pages
-from emssd.attention.tables import page_metadata, tree_mask
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.sequences import Request, Row
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.paged import ReferenceAttention, ReferenceKernels, rerun
+from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
 SPEC = KVCacheSpec((LAYER, replace(LAYER, sliding_window=4)), torch.float64, CPU, max_batch_size=4, max_model_len=64)
 
 
-def allocated(spec: KVCacheSpec = SPEC, page_size: int = 16) -> PagedBackend:
-    backend = PagedBackend(ReferenceKernels(), page_size=page_size, memory_fraction=1.0)
+def allocated(spec: KVCacheSpec = SPEC, page_size: int = 16, **options: Any) -> PagedBackend:
+    backend = PagedBackend(ReferenceKernels(**options), page_size=page_size, memory_fraction=1.0)
     assert not backend.unsupported(spec)
     backend.allocate(spec)
     return backend

@@ -14,40 +14,25 @@ import numpy as np
 import pytest
 import torch
 from emssd_flashinfer.graphs import CudaGraphCapture
+from emssd_flashinfer.recorded import Compute, Staging, StaticInputs, ladder, rung
+from emssd_flashinfer.tables import FixedShape, page_metadata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention import PackedInputs, PagedBackend
 from emssd.attention.packed import Drafted
 from emssd.attention.pages import PageTable
-from emssd.attention.recorded import Compute, StaticInputs, ladder, rung
-from emssd.attention.tables import FixedShape, page_arrays, page_metadata
-from emssd.attention.transfer import Staging
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Request, Row
+from emssd.sequences import Row
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceAttention, ReferenceKernels, rerun
-
-CPU = torch.device("cpu")
-LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
-SPEC = KVCacheSpec((LAYER, replace(LAYER, sliding_window=4)), torch.float64, CPU, max_batch_size=4, max_model_len=64)
-
-
-def allocated(**options: Any) -> PagedBackend:
-    backend = PagedBackend(ReferenceKernels(**options), memory_fraction=1.0)
-    assert not backend.unsupported(SPEC)
-    backend.allocate(SPEC)
-    return backend
-
-
-def sequence(name: str, length: int, num_cached: int = 0) -> Row:
-    return Row(Request(name, tuple(range(1, length + 1)), 100), num_cached=num_cached)
+from tests.backends.test_flashinfer import CPU, SPEC, allocated, sequence
+from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
 
 
 class TestLadder:
@@ -101,7 +86,7 @@ class TestStaticInputs:
                 packed = replace(packed, input_ids=blank, drafted=Drafted(places, torch.full_like(places, 7)))
             table.reserve_step(packed)
             metadata, padding = page_metadata(table, packed), 16 - packed.num_tokens
-            filled = static.fill(packed, page_arrays(table, packed), 3, np.full(padding, 99))
+            filled = static.fill(packed, metadata, np.full(padding, 99))
             assert tables.input_ids.tolist() == wanted_ids + [0] * padding
             assert tables.position_ids.tolist() == packed.position_ids.tolist() + [0] * padding
             assert tables.slots.tolist() == metadata.slots.tolist() + [99] * padding
@@ -128,7 +113,7 @@ class TestStaticInputs:
         packed, table = pack([sequence(name, 1) for name in "abcde"], Draft.empty(5)), PageTable(3)
         table.reserve_step(packed)
         with pytest.raises(AssertionError, match="5 rows in a recording of 4"):
-            self.make().fill(packed, page_arrays(table, packed), 3, np.zeros(11, dtype=np.int64))
+            self.make().fill(packed, page_metadata(table, packed), np.zeros(11, dtype=np.int64))
 
 
 class FakeEvent:

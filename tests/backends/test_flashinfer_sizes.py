@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from emssd_flashinfer.kernels import FlashInferKernels
+from emssd_flashinfer.recorded import Staging, StaticInputs
 from emssd_flashinfer.sizes import eager_workspace, query_tile, recorded_rows, recorded_workspace
+from emssd_flashinfer.tables import FixedShape
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.attention.pool import KVPool
-from emssd.attention.recorded import StaticInputs
-from emssd.attention.tables import FixedShape
-from emssd.attention.transfer import Staging
 from emssd.errors import ConfigError, OutOfMemoryError
 from tests.support.tiers import looped
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
@@ -12,49 +10,20 @@ import torch
 from emssd_flashinfer.kernels import FlashInferKernels
 
 from emssd.attention import AttentionBackend, Kept, PackedInputs, PagedBackend, StepPlan
-from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import Draft
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch, Request, Row
+from emssd.sequences import Request, Row
+from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceKernels, rerun
+from tests.support.reference_kernels import ReferenceKernels, rerun
 from tests.support.tiers import looped
 
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8], [4, 4]]
 NUM_NEW = 12
-
-
-class RandomTrees(Drafter):
-    """Trees of random shape. Nodes continue what the target generates with even odds, and are random ids otherwise."""
-
-    num_speculative_tokens = 6
-    drafts_trees = True
-
-    def __init__(self, vocab_size: int, references: dict[str, list[int]], seed: int) -> None:
-        self._vocab_size, self._references, self._random = vocab_size, references, random.Random(seed)
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return Draft.from_trees(self._tree(row, limit) for row, limit in zip(batch, budget, strict=True))
-
-    def _tree(self, row: Row, limit: int) -> list[tuple[int, int]]:
-        upcoming = self._references[row.request_id][len(row.output_ids) :]
-        nodes: list[tuple[int, int]] = []
-        right = {-1: 0}  # how many tokens of what is to come a node stands for, itself included
-        for node in range(self._random.randint(0, limit)):
-            parent = self._random.randint(-1, node - 1)
-            if depths([*(above for _, above in nodes), parent])[-1] >= row.num_remaining:
-                break
-            known = right.get(parent)
-            if known is not None and known < len(upcoming) and self._random.random() < 0.5:
-                nodes.append((upcoming[known], parent))
-                right[node] = known + 1
-            else:
-                nodes.append((self._random.randrange(self._vocab_size), parent))
-        return nodes
 
 
 class Watching(PagedBackend):
@@ -85,7 +54,7 @@ def generate(backend: AttentionBackend, target: TargetModel, references: dict[st
     continuous, seed = options.get("continuous", True), options.get("seed", 1)
     backend.allocate(replace(target.kv_cache_spec(3), trees=True, continuous=continuous))
     scheduler = ContinuousScheduler(3, max_step_tokens=16) if continuous else StaticScheduler(3)
-    drafter = RandomTrees(target.vocab_size, references, seed)
+    drafter = TreeDrafter(target.vocab_size, 6, references, seed=seed)
     engine = Engine(CausalLMRunner(target, backend), drafter, scheduler=scheduler, on_drafter_error="fail")
     outputs = engine.generate(PROMPTS, NUM_NEW, ignore_eos=True)
     assert [list(output.token_ids) for output in outputs] == list(references.values())

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from emssd_flashinfer.kernels import FlashInferKernels
+from emssd_flashinfer.tables import page_metadata, tree_mask
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import KVCacheSpec, LayerSpec, PagedBackend
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool
-from emssd.attention.tables import page_metadata, tree_mask
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
@@ -31,7 +31,7 @@ from emssd.testing.drafters import RandomDrafter
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceKernels, rerun
+from tests.support.reference_kernels import ReferenceKernels, rerun
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")
 

@@ -5,7 +5,6 @@ Oracles: `greedy_reference` in float64; in bfloat16 the same model on one plain 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -18,12 +17,12 @@ from emssd_ragged.backend import ragged_backend
 from emssd.attention import Kept, PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, ModelOutput, TargetModel
 from emssd.native import load_kernels
-from emssd.sequences import Batch, Request
+from emssd.sequences import Request
+from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
+from emssd.testing.oracle import greedy_reference, seen
 
 VOCAB_SIZE, NEW_TOKENS = 13, 30
 PROMPTS = [(3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6), (8,), (9, 3, 11, 4, 9, 3, 12, 5), (10, 6, 6, 7) * 5, (1, 2)]
@@ -32,33 +31,6 @@ PROMPTS = [(3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6), (8,), (9, 3, 11, 4, 9, 3,
 @pytest.fixture(autouse=True)
 def _kernels(kernels: None) -> None:
     """All of these tests need them."""
-
-
-class RandomTrees(Drafter):
-    """Random trees in which the right way begins somewhere, seldom as the first nodes."""
-
-    num_speculative_tokens = 14
-    drafts_trees = True
-
-    def __init__(self, references: Mapping[tuple[int, ...], Seq[int]], seed: int) -> None:
-        self._references, self._random = references, random.Random(seed)
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        rows = list(batch)
-        trees = []
-        for row, limit in zip(rows, budget, strict=True):
-            upcoming = list(self._references[row.request.prompt_ids][len(row.output_ids) :])
-            tree: list[tuple[int, int]] = []
-            right = {-1: 0}  # nodes on the right way, and how many tokens of it they end
-            for node in range(self._random.randint(0, limit)):
-                parent = self._random.choice([*range(-1, node), *right])
-                token = self._random.randrange(VOCAB_SIZE)
-                if parent in right and right[parent] < len(upcoming) and self._random.random() < 0.5:
-                    token = upcoming[right[parent]]
-                    right[node] = right[parent] + 1
-                tree.append((token, parent))
-            trees.append(tree)
-        return Draft.from_trees(trees).shallow([row.num_remaining - 1 for row in rows])
 
 
 class WatchedRunner(CausalLMRunner):
@@ -84,7 +56,8 @@ class WatchedRunner(CausalLMRunner):
             self.num_branches += sum(parent != node - 1 for node, parent in enumerate(tree))
             for place in range(start, stop):
                 if place in wanted:
-                    self.said.append((_way(tokens, tree, kv_len - (stop - place)), wanted[place].clone()))
+                    visible = seen(packed, row, kv_len - (stop - place))
+                    self.said.append((tuple(tokens[index] for index in visible), wanted[place].clone()))
         return output
 
     def commit(self, kept: Kept) -> None:
@@ -101,21 +74,10 @@ def _spec(model: TargetModel) -> Any:
     return replace(model.kv_cache_spec(3), continuous=True, trees=True)
 
 
-def _way(tokens: list[int], tree: Seq[int], index: int) -> tuple[int, ...]:
-    """The tokens up to one of them, without those beside its way."""
-    origin, way = len(tokens) - len(tree), list[int]()
-    while index >= origin:
-        way.append(tokens[index])
-        parent = tree[index - origin]
-        index = origin + parent if parent >= 0 else origin - 1
-    return (*tokens[: index + 1], *reversed(way))
-
-
 def decode(target: TargetModel, references: Mapping[tuple[int, ...], Seq[int]], seed: int) -> tuple[Any, WatchedRunner]:
     runner = WatchedRunner(target)
-    engine = Engine(
-        runner, RandomTrees(references, seed), scheduler=ContinuousScheduler(3, 16, headroom=0), on_drafter_error="fail"
-    )
+    drafter = TreeDrafter(VOCAB_SIZE, 14, references, seed=seed)
+    engine = Engine(runner, drafter, scheduler=ContinuousScheduler(3, 16, headroom=0), on_drafter_error="fail")
     requests = [Request(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
     done = {each.prompt_ids: each.token_ids for each in engine.run(requests)}
     assert runner.num_branches > 50

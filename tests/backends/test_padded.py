@@ -105,7 +105,7 @@ def test_a_row_that_moves_up_takes_its_positions_along(pad_kv: bool, pad_inputs:
     step(backend, rows, [3, 3], [3, 0])
     step(backend, rows, [0, 0], [0, 0])  # where KV is padded, behind holes of the second row
     backend.release(["0"])
-    (positions,) = backend.plan(pack(rows[1:], Draft.empty(1))).attention.key_positions.tolist()
+    (positions,) = backend.plan(pack(rows[1:], Draft.empty(1))).attention.mask.key_positions.tolist()
     assert [position for position in positions if position < SPEC.max_model_len] == [0, 1, 2, 3]
 
 
@@ -150,7 +150,7 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_slab(
             backend.plan(pack(rows, Draft.from_chains([[0] * 90, []])))
     backend.release(["0"])
     plan = backend.plan(pack(rows[1:], Draft.empty(1)))
-    assert plan.attention.key_positions.tolist() == [[*range(5)]]
+    assert plan.attention.mask.key_positions.tolist() == [[*range(5)]]
     ones = torch.ones(5, 1, 1, dtype=torch.float64)
     assert torch.equal(backend.forward(plan, 0, ones, ones, ones), ones)
 
@@ -162,14 +162,14 @@ def test_a_slab_with_rows_of_a_finished_batch_starts_the_next_one_clean(pad_kv: 
     backend.release(["0", "1"])
     rows = [Row(Request("next", (1, 2, 3), 9))]
     plan = backend.plan(pack(rows, Draft.empty(1)))
-    assert plan.attention.key_positions.tolist() == [[0, 1, 2]]
+    assert plan.attention.mask.key_positions.tolist() == [[0, 1, 2]]
 
 
 @looped("window", [None, 1, 2, 3])
 def test_window_counts_the_token_itself(window: int | None) -> None:
     backend, rows = allocated(True, True), sequences(4)
     plan = backend.plan(pack(rows, Draft.empty(1)))
-    mask = plan.attention.mask(window, torch.float64)
+    mask = plan.attention.mask.additive(window, torch.empty(0, dtype=torch.float64))
     assert (mask[0] == 0).sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
 
 
@@ -185,13 +185,13 @@ def test_masks_are_as_wide_as_kernels_of_gpus_like_and_what_is_added_are_holes(p
     rows[1].num_cached = 4
     packed = pack(rows, Draft.from_trees([[(7, -1), (8, -1), (9, 0)], [(7, -1)]]))
     plans = [backend.plan(packed) for backend in (exact, aligned)]
-    widths = [plan.attention.key_positions.shape[1] for plan in plans]
+    widths = [plan.attention.mask.key_positions.shape[1] for plan in plans]
     assert widths[1] % 8 == 0
     assert 0 < widths[1] - widths[0] < 8
     query, key, value = torch.randn(3, plans[0].input_ids.numel(), 1, 1, generator=generator, dtype=torch.float64)
     outs = [backend.forward(plan, 0, query, key, value) for backend, plan in zip((exact, aligned), plans, strict=True)]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
-    assert (plans[1].attention.key_positions[:, widths[0] :] > 10**9).all()
+    assert (plans[1].attention.mask.key_positions[:, widths[0] :] > 10**9).all()
 
 
 def test_aligned_rows_write_behind_the_longest_and_others_behind_their_own() -> None:

@@ -156,7 +156,7 @@ def test_a_long_prompt_beside_short_rows_attends_in_a_group_of_its_own() -> None
     backend, rows = allocated(4), sequences(3, 17, 16, 40)
     groups = backend.plan(pack(rows, Draft.empty(4))).attention.groups
     assert [group.num_rows for group in groups] == [2, 1, 1]
-    assert [tuple(group.positions.shape) for group in groups] == [(2, 16), (1, 17), (1, 40)]
+    assert [tuple(group.mask.positions.shape) for group in groups] == [(2, 16), (1, 17), (1, 40)]
 
 
 def test_fed_tokens_are_those_packed_in_one_row() -> None:

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PagedBackend
+from emssd.attention.trees import path
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from emssd.testing.machines import moved
-from emssd.testing.paged import ReferenceKernels
 from emssd.testing.strategies import trees
-from tests.support.trees import way
+from tests.support.reference_kernels import ReferenceKernels
 
 LAYER = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, scale=1.0)
 SPEC = KVCacheSpec((LAYER, LAYER), torch.float64, torch.device("cpu"), 8, 512, trees=True)
@@ -31,7 +31,7 @@ Shape = tuple[tuple[int, ...], list[int]]  # of a row's step: a tree, and the ac
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
     parents = draw(trees(draw(st.integers(0, 7))))
-    return parents, way(parents, draw(st.integers(-1, len(parents) - 1)))
+    return parents, path(parents, draw(st.integers(-1, len(parents) - 1)))
 
 
 HISTORIES = st.lists(st.tuples(shapes(), shapes(), shapes()), min_size=1, max_size=4)

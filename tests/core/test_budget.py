@@ -22,8 +22,7 @@ from emssd.metrics.stats import StepStats
 from emssd.plugins.builtin import FixedBudgetConfig
 from emssd.sequences import Batch, Request, Row
 from emssd.simulate.recording import StepLog
-from emssd.testing.budgets import ScriptedBudget
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedBudget
 from emssd.testing.models import tiny_model
 from tests.support.strategies import drafts
 from tests.support.tiers import looped

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.drafting import BudgetPolicy
 from emssd.testing.models import tiny_model
-from emssd.testing.paged import ReferenceKernels, rerun
 from emssd.testing.strategies import policies
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
+from tests.support.reference_kernels import ReferenceKernels, rerun
 from tests.support.tiers import looped
 
 

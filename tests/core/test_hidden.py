@@ -30,11 +30,11 @@ from emssd.sequences import Batch, Request
 from emssd.testing.drafters import ChainDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
-from emssd.testing.paged import ReferenceKernels, rerun
 from tests.support.backends import BACKENDS
 from tests.support.engine_machine import EngineMachine
 from tests.support.hidden import Listener
 from tests.support.preemption import run_with_preemption
+from tests.support.reference_kernels import ReferenceKernels, rerun
 from tests.support.tiers import few, looped
 
 VOCAB_SIZE = 11

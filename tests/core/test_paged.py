@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emssd_flashinfer.tables import FixedShape, largest_metadata, page_metadata, tree_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import LayerSpec, PackedInputs
 from emssd.attention.pages import PageTable
-from emssd.attention.tables import FixedShape, largest_metadata, page_metadata, tree_mask
 from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from emssd.testing.paged import ReferenceKernels
+from tests.support.reference_kernels import ReferenceKernels
 
 CPU = torch.device("cpu")
 

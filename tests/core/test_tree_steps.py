@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend
+from emssd.attention.trees import path
 from emssd.drafting import Drafter, Outcome
 from emssd.model import TargetModel
 from emssd.sequences import FinishReason, Request
@@ -27,7 +28,7 @@ from emssd.testing.oracle import References
 from emssd.testing.strategies import policies
 from tests.support.preemption import decode_in_little_memory
 from tests.support.tiers import few, looped
-from tests.support.trees import TREE_BACKENDS, DecoyDrafter, MixedDrafter, way
+from tests.support.trees import TREE_BACKENDS, DecoyDrafter, MixedDrafter
 
 MakeBackend = Callable[[], AttentionBackend]
 NEW = 12
@@ -147,12 +148,12 @@ class WatchedTrees(TreeDrafter):
             ids = outcome.draft.token_ids[start:].tolist()
             nodes, targets = outcome.accepted[number], outcome.target_ids[number]
             assert len(targets) == 1 + len(tree)
-            assert list(nodes) == (way(tree, nodes[-1]) if nodes else [])
+            assert list(nodes) == (path(tree, nodes[-1]) if nodes else [])
             before = row.tokens[: len(row.tokens) - 1 - len(nodes)]
             if row.finish_reason is not None:
                 continue  # its end may be cut off
             for node in range(-1, len(tree)):
-                text = [*before, *(ids[each] for each in way(tree, node))]
+                text = [*before, *(ids[each] for each in path(tree, node))]
                 assert targets[node + 1] == int(self.model(torch.tensor([text])).logits[0, -1].argmax())
                 type(self).num_nodes += node >= 0
 

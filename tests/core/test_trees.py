@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import PackedInputs
-from emssd.attention.hidden import hidden_nodes
-from emssd.attention.trees import ancestors, depths, is_chain
+from emssd.attention.trees import ancestors, depths, hidden_nodes, is_chain, path
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from emssd.testing.strategies import trees
 from tests.support.tiers import looped
-from tests.support.trees import Tree, drawn_trees, way
+from tests.support.trees import Tree, drawn_trees
 
 SHAPES = st.integers(0, 7).flatmap(trees)
 FORESTS = st.lists(drawn_trees(), min_size=1, max_size=4)
@@ -32,15 +31,15 @@ def draft_of(forest: list[Tree], confidence: bool = False) -> Draft:
 def texts(draft: Draft, row: int) -> list[tuple[int, ...]]:
     """The tokens on the way to each node of a row."""
     tokens = draft.token_ids[draft.indptr[row] : draft.indptr[row + 1]].tolist()
-    return [tuple(tokens[each] for each in way(draft.tree(row), node)) for node in range(len(tokens))]
+    return [tuple(tokens[each] for each in path(draft.tree(row), node)) for node in range(len(tokens))]
 
 
 @given(SHAPES)
 def test_depth_counts_the_way_and_ancestors_lie_on_it(parents: tuple[int, ...]) -> None:
     nodes = range(len(parents))
-    assert depths(parents) == [len(way(parents, node)) for node in nodes]
-    assert ancestors(parents).tolist() == [[other in way(parents, node) for other in nodes] for node in nodes]
-    assert is_chain(parents) == all(way(parents, node) == list(range(node + 1)) for node in nodes)
+    assert depths(parents) == [len(path(parents, node)) for node in nodes]
+    assert ancestors(parents).tolist() == [[other in path(parents, node) for other in nodes] for node in nodes]
+    assert is_chain(parents) == all(path(parents, node) == list(range(node + 1)) for node in nodes)
 
 
 @looped(
@@ -77,7 +76,7 @@ def test_picked_nodes_keep_their_ways_and_their_confidence(
         wanted = data.draw(
             st.sets(st.integers(0, len(tree) - 1), max_size=2) if tree else st.just(set()), label="nodes"
         )
-        rows.append(sorted({node for each in wanted for node in way(draft.tree(row), each)}))
+        rows.append(sorted({node for each in wanted for node in path(draft.tree(row), each)}))
     picked = draft.pick(rows)
     assert picked.lengths == [len(nodes) for nodes in rows]
     for row, nodes in enumerate(rows):
@@ -156,7 +155,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Row], list[Tree], list[tuple[Row, int]]
 
 def positions_by_hand(row: Row, tree: Tree) -> list[int]:
     parents = [parent for _, parent in tree]
-    return [*range(len(row.tokens)), *(len(row.tokens) - 1 + len(way(parents, node)) for node in range(len(tree)))]
+    return [*range(len(row.tokens)), *(len(row.tokens) - 1 + len(path(parents, node)) for node in range(len(tree)))]
 
 
 @given(steps())
@@ -241,7 +240,7 @@ def test_hidden_are_the_nodes_that_are_no_ancestors(
         num_before = num_before if not num_cached else 0
         given_rows.append((tree, num_before + len(tree) - num_cached, slots))
         for node in range(num_cached, len(tree)):
-            strangers = set(range(len(tree))) - set(way(tree, node))
+            strangers = set(range(len(tree))) - set(path(tree, node))
             expected |= {(place, num_before + node - num_cached, slots[other]) for other in strangers}
     hidden = hidden_nodes(given_rows, num_queries=12, num_slots=40)
     assert hidden.shape == (len(rows), 12, 40)

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emssd.attention.trees import path
 from emssd.decoding.verify import best_tokens, greedy_tokens, verify
 from emssd.drafting import Draft
 from emssd.native import load_kernels
 from tests.support.tiers import looped
-from tests.support.trees import Tree, drawn_trees, way
+from tests.support.trees import Tree, drawn_trees
 
 VOCAB = 4
 
@@ -87,7 +88,7 @@ def test_of_all_ways_through_a_tree_the_longest_right_one_is_accepted(forest: li
     result = verify(flat(targets), Draft.from_trees(forest))
     for tree, choices, found in zip(forest, targets, result, strict=True):
         parents = [parent for _, parent in tree]
-        ways = [way(parents, node) for node in range(-1, len(tree))]
+        ways = [path(parents, node) for node in range(-1, len(tree))]
         right = [nodes for nodes in ways if all(tree[node][0] == choices[parents[node] + 1] for node in nodes)]
         longest = max(map(len, right))
         expected = next(nodes for nodes in right if len(nodes) == longest)  # of several the one that was drafted first
@@ -101,7 +102,7 @@ def test_of_all_ways_through_a_tree_the_longest_right_one_is_accepted(forest: li
 def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int) -> None:
     """The target's choice depends on the tokens before it alone, so equal siblings get equal ones."""
     parents = [parent for _, parent in tree]
-    texts = [tuple(tree[each][0] for each in way(parents, node)) for node in range(-1, len(tree))]
+    texts = [tuple(tree[each][0] for each in path(parents, node)) for node in range(-1, len(tree))]
 
     def choice(text: tuple[int, ...]) -> int:
         return hash((seed, text)) % 3

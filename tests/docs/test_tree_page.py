@@ -15,7 +15,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceKernels
+from tests.support.reference_kernels import ReferenceKernels
 
 pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[2]

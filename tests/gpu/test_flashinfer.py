@@ -14,6 +14,7 @@ import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig, PrefillKernel, unavailable
 from emssd_flashinfer.kernels import FlashInferKernels
+from emssd_flashinfer.tables import page_metadata, tree_mask
 from emssd_llma import LLMAConfig
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,7 +24,6 @@ from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, PagedBacke
 from emssd.attention.memory import free_bytes
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool
-from emssd.attention.tables import page_metadata, tree_mask
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
@@ -37,8 +37,8 @@ from emssd.testing import AttentionBackendConformance
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model
-from emssd.testing.paged import ReferenceKernels
 from tests.support.host_waits import host_waits
+from tests.support.reference_kernels import ReferenceKernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unavailable() is not None, reason=f"flashinfer: {unavailable()}")]
 

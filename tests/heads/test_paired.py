@@ -23,24 +23,26 @@ from emssd.decoding.packing import pack_nodes
 from emssd.drafting import BudgetPolicy, BudgetStep
 from emssd.heads import KnownStates
 from emssd.heads.paired import PairedDrafter
-from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd.testing.oracle import greedy_reference
-from tests.support.paired import DEPTH, HEADS, NUM_NEW, PROMPTS, decode, is_full, make_engine, sure, target, text
+from tests.support.fed_heads import KINDS
+from tests.support.paired import (
+    DEPTH,
+    HEADS,
+    NUM_NEW,
+    PROMPTS,
+    decode,
+    decode_failing,
+    is_full,
+    make_engine,
+    sure,
+    target,
+    text,
+)
 from tests.support.perfect_head import VOCAB
 from tests.support.random_heads import random_head
 from tests.support.tiers import looped
 
-KINDS: dict[str, list[SamplingParams | None]] = {
-    "greedy": [None] * 4,
-    "sampled": [SamplingParams(temperature=1 + row, seed=row) for row in range(4)],
-    "mixed": [
-        None,
-        SamplingParams(temperature=6.0, seed=1),
-        SamplingParams(temperature=0.0, repetition_penalty=1.5),
-        SamplingParams(temperature=3.0, top_p=0.9, frequency_penalty=0.4, logit_bias={2: 3.0}, seed=2),
-    ],
-}
 SHAPES = {
     "chain": {"tree": "chain"},
     "static": {"tree": "static"},
@@ -270,26 +272,7 @@ def test_no_token_depends_on_the_head(
 
 def test_a_step_that_failed_is_drafted_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("eagle3", SHAPES["dynamic"], adapted=sure)
-    run, calls = engine.runner.run, list[int]()
-
-    def fails(packed: PackedInputs) -> Any:
-        calls.append(1)
-        if len(calls) % 3 == 0:
-            raise torch.OutOfMemoryError("planted")
-        return run(packed)
-
-    monkeypatch.setattr(engine.runner, "run", fails)
-    requests = [Request(str(row), tuple(prompt), NUM_NEW) for row, prompt in enumerate(PROMPTS)]
-    for request in requests:
-        engine.add(request)
-    done = list[Any]()
-    while engine.has_work:
-        try:
-            done += engine.step()
-        except torch.OutOfMemoryError:
-            continue
-    for row in done:
-        assert tuple(row.output_ids) == text(row.request_id, row.request.prompt_ids, None)
+    decode_failing(engine, monkeypatch)
     assert is_full(engine)
 
 

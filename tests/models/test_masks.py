@@ -6,11 +6,12 @@ Oracle: the model's own eager forward pass over each row alone, anew for every t
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.models.llama import modeling_llama
 
 from emssd import Engine
@@ -20,10 +21,6 @@ from emssd.model.masks import window_of
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
 PROMPTS = [[3, 4, 5, 6, 7] * 4, [8], [9, 3, 11, 4, 9, 3, 12, 5, 9, 3]]
 LLAMA4: dict[str, Any] = {
     "intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 2, "moe_layers": [1], "no_rope_layers": [1, 0],
@@ -32,16 +29,7 @@ LLAMA4: dict[str, Any] = {
 FULL = ["full_attention", "full_attention"]
 
 
-def random_model(architecture: str, **values: Any) -> PreTrainedModel:
-    config = AutoConfig.for_model(architecture, **(SMALL | values))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0.0, 0.3)
-    return model
+random_model = partial(tiny_model, max_model_len=64)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ import torch
 from emssd_ragged.fused import FusedKernels
 from emssd_ragged.grouped import GroupedKernels
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama import modeling_llama
 
 from emssd import Engine
@@ -36,19 +36,6 @@ SMALL: dict[str, Any] = {
 def folder_with_config_only(path: Path, architecture: str, **values: Any) -> str:
     AutoConfig.for_model(architecture, **values).save_pretrained(path)
     return str(path)
-
-
-def random_model(architecture: str, **values: Any) -> PreTrainedModel:
-    """A tiny model of an architecture that `emssd.testing.models` has no entry for."""
-    config = AutoConfig.for_model(architecture, **(SMALL | values))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0.0, 0.3)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -92,7 +79,7 @@ def test_rotary_frequencies_that_depend_on_the_batch_are_refused_and_served_wher
         load_model(path)
     with pytest.raises(ConfigError, match="tokenizer is missing"):  # that length is fine
         load_model(path, max_model_len=32)
-    model = random_model("llama", rope_parameters=dict(LONGROPE))
+    model = tiny_model("llama", max_model_len=64, dtype=torch.float32, rope_parameters=dict(LONGROPE))
     with pytest.raises(UnsupportedModelError, match="longrope"):
         Engine.from_model(model, max_model_len=33)
     engine = Engine.from_model(model.double(), max_model_len=32)
@@ -112,8 +99,11 @@ def test_longrope_of_one_type_of_layers_only_is_refused(tmp_path: Path) -> None:
 
 
 def test_dynamic_rotary_frequencies_are_served_up_to_the_models_length() -> None:
-    model = random_model(
-        "llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_model(
+        "llama",
+        dtype=torch.float32,
+        max_model_len=32,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     ).double()
     prompts = [[3, 4, 5, 6, 3, 4, 5, 6, 3, 4], [7, 8]]
     done = Engine.from_model(model).generate(prompts, 22, ignore_eos=True)
@@ -127,7 +117,7 @@ def test_dynamic_rotary_frequencies_are_served_up_to_the_models_length() -> None
 
 
 def test_attention_sinks_are_refused_by_backends_that_do_not_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("gpt_oss", head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    model = tiny_model("gpt_oss", dtype=torch.float32, num_local_experts=2, num_experts_per_tok=1)
     for kernels in (FusedKernels, GroupedKernels):
         monkeypatch.setattr(kernels, "takes_sinks", False)
     with pytest.raises(PluginError, match=r"'ragged' cannot serve this model: it computes no attention sinks, and the"):
@@ -307,7 +297,7 @@ def test_a_model_without_a_length_limit_asks_for_one() -> None:
 
 
 def test_weights_that_are_not_finite_are_named() -> None:
-    model = random_model("llama")
+    model: Any = tiny_model("llama", dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(UnsupportedModelError, match=r"not finite: model\.layers\.1\.mlp\.up_proj\.weight has NaN"):
@@ -315,6 +305,6 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 
 def test_autocast_is_named() -> None:
-    model = random_model("llama")
+    model: Any = tiny_model("llama", dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match=r"leave its block"):
         Engine.from_model(model)

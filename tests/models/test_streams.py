@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_padded import PaddedConfig
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from emssd import Engine
 from emssd.errors import UnsupportedModelError
@@ -24,46 +24,19 @@ from tests.support.tiers import looped
 
 VOCAB_SIZE = 61
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-_SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def made(kind: str, **values: Any) -> Any:
-    """A random model of an architecture beside those of `emssd.testing.models`."""
-    config = AutoConfig.for_model(kind, **(_SIZES | values))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0.0, 0.3)
-    return model.eval()
-
 
 MODELS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: tiny_model(name) for name in ARCHITECTURES},  # type: ignore[misc]
     "opt-projected": lambda: tiny_model("opt", word_embed_proj_dim=16),
     "opt-without-norm": lambda: tiny_model("opt", do_layer_norm_before=False),
     "gemma2-capped": lambda: tiny_model("gemma2", final_logit_softcapping=3.0),
-    "gemma3": lambda: made("gemma3_text", final_logit_softcapping=3.0),
-    "granite": lambda: made(
+    "gemma3": lambda: tiny_model("gemma3_text", final_logit_softcapping=3.0),
+    "granite": lambda: tiny_model(
         "granite", embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.3, attention_multiplier=0.1
     ),
-    "cohere": lambda: made("cohere", logit_scale=0.07),
-    "mixtral-float32": lambda: made("mixtral").float(),
-    "gemma3-bfloat16": lambda: made("gemma3_text").bfloat16(),
+    "cohere": lambda: tiny_model("cohere", logit_scale=0.07),
+    "mixtral-float32": lambda: tiny_model("mixtral").float(),
+    "gemma3-bfloat16": lambda: tiny_model("gemma3_text").bfloat16(),
 }
 ADDS_POSITIONS = {"opt", "opt-projected", "opt-without-norm", "gpt2"}
 
@@ -79,7 +52,7 @@ def states_of(name: str) -> dict[int, torch.Tensor]:
     there = target(name)
     there.prepare_hidden([0])
     assert there.streams is not None
-    into = dict.fromkeys([*range(there.streams.num_layers + 1), -1], IDS)
+    into = dict.fromkeys([*range(len(there.streams.layers) + 1), -1], IDS)
     with there.streams.taken(into):
         there.model(IDS[None], use_cache=False)
     return {index: states[0] for index, states in into.items()}

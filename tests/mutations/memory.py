@@ -8,10 +8,11 @@ __all__ = ["FAULTS"]
 
 PAGES = "emssd/attention/pages.py"
 PAGED = "emssd/attention/paged.py"
-TABLES = "emssd/attention/tables.py"
-PLANNED = "emssd/attention/planned.py"
+TABLES = "plugins/flashinfer/emssd_flashinfer/tables.py"
+PLANNED = "plugins/flashinfer/emssd_flashinfer/planned.py"
 FUSED = "plugins/ragged/emssd_ragged/fused.py"
 GROUPED = "plugins/ragged/emssd_ragged/grouped.py"
+MASKED = "emssd/attention/masked.py"
 PADDED = "plugins/padded/emssd_padded/backend.py"
 FLASHINFER = "plugins/flashinfer/emssd_flashinfer/kernels.py"
 NATIVE = "emssd/native/cpp/*.*"
@@ -117,8 +118,8 @@ FAULTS = (
         "the last page of a row is told to be empty where it is full",
         "paged kernels",
         TABLES,
-        "(kv_lens - 1) % size + 1,",
-        "kv_lens % size,",
+        "_int32((kv_lens - 1) % size + 1),",
+        "_int32(kv_lens % size),",
         ("tests/core/test_paged.py::test_metadata_reads_and_writes_the_slots_of_every_token",),
     ),
     Fault(
@@ -143,9 +144,9 @@ FAULTS = (
     Fault(
         "padding tokens of a recorded step write into the first page",
         "flashinfer",
-        "emssd/attention/recorded.py",
-        "_write(arrays.slots, pages.slots, scrap_slots)",
-        "_write(arrays.slots, pages.slots, 0)",
+        "plugins/flashinfer/emssd_flashinfer/recorded.py",
+        "_write(arrays.slots, pages.slots.numpy(), scrap_slots)",
+        "_write(arrays.slots, pages.slots.numpy(), 0)",
         (
             "tests/backends/test_flashinfer_graphs.py::TestStaticInputs::test_each_step_leaves_nothing_of_the_one_before",
         ),
@@ -179,7 +180,7 @@ FAULTS = (
     Fault(
         "a window reaches a token further back",
         "ragged, in PyTorch",
-        GROUPED,
+        MASKED,
         "mask &= keys > queries - window",
         "mask &= keys >= queries - window",
         ("tests/backends/test_tree_windows.py::test_windows_shorter_than_a_tree_is_deep",),
@@ -187,7 +188,7 @@ FAULTS = (
     Fault(
         "siblings see each other",
         "ragged, in PyTorch",
-        GROUPED,
+        MASKED,
         "                mask &= ~self.hidden\n",
         "                pass\n",
         ("tests/core/test_tree_steps.py::test_all_that_is_right_is_accepted_among_decoys",),
@@ -195,7 +196,7 @@ FAULTS = (
     Fault(
         "the result of a short row is that of its padding",
         "ragged, in PyTorch",
-        GROUPED,
+        "emssd/attention/packed.py",
         "range(place * longest, place * longest + stop - start)",
         "range((place + 1) * longest - stop + start, (place + 1) * longest)",
         ("tests/core/test_tree_steps.py::test_rows_that_may_generate_one_two_or_three_tokens",),

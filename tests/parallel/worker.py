@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from emssd.errors import ConfigError, EmssdError, GroupError
 from emssd.model import TargetModel, load_model, loading
 from emssd.model.parallel import follower
 from emssd.model.parallel.group import Group, join
-from emssd.model.parallel.messages import Kind, Message, messages_of, words_of
+from emssd.model.parallel.messages import Kind, Message, bytes_of
 from emssd.plugins.registry import Registry
 from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
 
@@ -28,16 +28,14 @@ def plant_told(patch: pytest.MonkeyPatch) -> None:
     """This process receives another token than process 0 sent, once."""
     hear = Group.hear
 
-    def other(group: Group) -> tuple[list[Message], Sequence[int]]:
+    def other(group: Group) -> tuple[list[Message], bytes]:
         messages, _ = hear(group)
-        for place, (kind, number, words) in enumerate(messages):
-            if kind is Kind.RUN and words[0] == 3:
-                assert words[2] <= words[1], "the words of a step begin otherwise"
-                changed = [*words]
-                changed[4 + 4 * words[0] + 1] = (changed[4 + 4 * words[0] + 1] + 1) % 13
-                messages[place] = Message(kind, number, changed)
-        words = words_of(messages)
-        return list(messages_of(words)), words
+        for place, (kind, number, step) in enumerate(messages):
+            if kind is Kind.RUN and len(step[0]) == 3:
+                request_ids, token_ids, *rest = step
+                changed = [token_ids[0], (token_ids[1] + 1) % 13, *token_ids[2:]]
+                messages[place] = Message(kind, number, (request_ids, changed, *rest))
+        return messages, bytes_of(messages)
 
     patch.setattr(Group, "hear", other)
 

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
-from emssd.sampling.residual import Rule, SampledTree, rsd_c
-from tests.sampling.exact import Law, Model, add_up, behind, emitted, law_of, probabilities
+from emssd.sampling.residual import SampledTree, Verdict
+from emssd.sampling.residual.distributions import choose, excess, number, without
+from tests.sampling.exact import Law, Model, Rule, add_up, behind, emitted, law_of, probabilities
+from tests.support.drawing import rsd_c
 
-__all__ = ["DRAFTS", "PAPER", "TARGETS", "Tree", "mixed", "rebuilt", "trees_of"]
+__all__ = ["DRAFTS", "PAPER", "TARGETS", "Tree", "mixed", "rebuilt", "token_by_token", "trees_of"]
 
 Tree = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and parents
 
@@ -66,3 +69,25 @@ def mixed(
 def _kept(tree: Tree, nodes: Seq[int]) -> Tree:
     places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
     return tuple(tree[0][node] for node in nodes), tuple(places[tree[1][node]] for node in nodes)
+
+
+def token_by_token(
+    target: Any, draft: Any, token_ids: Seq[int], parents: Seq[int], uniform: Callable[[], Any]
+) -> Verdict:
+    """Recursive rejection without replacement (Jeon et al. 2024, arXiv 2402.14160), from the origin down.
+
+    On a chain it is speculative sampling (Leviathan et al. 2023; Chen et al. 2023). The product's rules accept more.
+    """
+    accepted, node = list[int](), -1
+    while True:
+        left, drawable = target[node + 1], draft[node + 1]
+        for child in [child for child, parent in enumerate(parents) if parent == node]:
+            token = token_ids[child]
+            if (chance := number(drawable[token])) > 0:
+                if uniform() < number(left[token]) / chance:
+                    accepted.append(child)
+                    break
+                left, drawable = excess(1, left, drawable)[1], without(drawable, token)
+        if not accepted or accepted[-1] == node:
+            return Verdict(accepted, choose(left, uniform()))
+        node = accepted[-1]

@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from emssd.sampling.residual import Rule, SampledTree, Verdict
+from emssd.sampling.residual import SampledTree, Verdict
 
 __all__ = [
     "Law",
     "Model",
+    "Rule",
     "TensorUniform",
     "Uniform",
     "add_up",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 Law = dict[Any, Fraction]
+Rule = Callable[..., Verdict]
 _T = TypeVar("_T", bound=Hashable)
 
 

@@ -14,10 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.sampling.residual import SampledTree, rsd_c, rsd_s
+from emssd.sampling.residual import SampledTree
 from tests.sampling.beams import beam_of, beam_trees
 from tests.sampling.cases import DRAFTS, Tree, trees_of
 from tests.sampling.exact import Model, behind, probabilities, way
+from tests.support.drawing import rsd_c, rsd_s
 from tests.support.tiers import looped
 
 VOCAB = 4

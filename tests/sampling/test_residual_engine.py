@@ -27,20 +27,19 @@ from emssd.drafting.stages import DraftStages
 from emssd.model import CausalLMRunner
 from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sampling.choice import scores_of
-from emssd.sampling.residual import SampledTree, Verdict, rsd_c
+from emssd.sampling.residual import SampledTree, Verdict
 from emssd.sampling.residual.distributions import choose
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.policy_world import PolicyWorld
-from emssd.testing.drafters import TreeDrafter
+from emssd.testing.drafters import ScriptedBudget, TreeDrafter
 from emssd.testing.oracle import DenseBackend
 from tests.sampling.cases import DRAFTS, TARGETS
 from tests.sampling.exact import Law, Model, TensorUniform, behind, continued, law_of, target_law
 from tests.sampling.test_engine import VOCAB, Expected, decode, logits_behind, make_engine, target
 from tests.sampling.test_residual_trim import installed, lives, policies
-from tests.support.drawing import DrawingDrafter, even, joined
+from tests.support.drawing import DrawingDrafter, even, joined, rsd_c
 from tests.support.tiers import only
 
 WARM = SamplingParams(temperature=1.0, method=SamplingMethod.residual, seed=1)

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from fractions import Fraction
 from itertools import product
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,23 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.sampling.residual import (
-    Rule,
-    SampledTree,
-    Verdict,
-    rsd_c,
-    verify_deterministic,
-    verify_recursive,
-    verify_rows,
-    verify_traversal,
-)
+from emssd.sampling.residual import SampledTree, Verdict, verify_deterministic, verify_traversal
 from emssd.sampling.residual.distributions import choose, without
 from tests.sampling.cases import DRAFTS, TARGETS, rebuilt, trees_of
-from tests.sampling.exact import way
+from tests.sampling.exact import Rule, way
+from tests.support.drawing import rsd_c
 from tests.support.tiers import looped
 
-RULES: list[Rule] = [verify_traversal, verify_recursive, verify_deterministic]
-rules = pytest.mark.parametrize("rule", RULES, ids=["traversal", "recursive", "deterministic"])
+RULES: list[Rule] = [verify_traversal, verify_deterministic]
+rules = pytest.mark.parametrize("rule", RULES, ids=["traversal", "deterministic"])
 _GRID = 101  # no probability here is a fraction of it, so that no rounding decides
 
 
@@ -125,43 +116,18 @@ def test_traversal_of_a_chain_is_block_verification() -> None:
     assert lengths == {0, 1, 2, 3, 4}
 
 
-@rules
-@given(st.integers(0, 2**20))
-def test_each_row_of_a_batch_is_verified_as_alone(rule: Rule, seed: int) -> None:
-    random, rows, alone, indptr = Random(seed), [], [], [0]
-    for number in range(4):
-        q = distributions(8, 5, seed + number)
-        branching = random.choice([(), (1,), (2, 1), (1, 1, 1), (2, 2)])
-        tree = rsd_c(lambda _, nodes, q=q: [q[node + 1] for node in nodes], branching, random.random)  # type: ignore[misc]
-        rows.append((distributions(len(tree.draft), 5, seed + 99 + number), q[: len(tree.draft)], tree))
-        alone.append(rule(*rows[-1][:2], tree.token_ids, tree.parents, source(number)))
-        indptr.append(indptr[-1] + len(tree.token_ids))
-    target, draft = (torch.cat([row[place] for row in rows]) for place in (0, 1))
-    tokens, parents = ([each for *_, tree in rows for each in getattr(tree, name)] for name in ("token_ids", "parents"))
-    assert verify_rows(rule, target, draft, tokens, indptr, parents, [source(number) for number in range(4)]) == alone
-
-
-def test_a_batch_of_chains_needs_no_parents() -> None:
-    target, draft, tokens = distributions(6, 5, 1), distributions(6, 5, 2), [0, 1, 2]
-    arguments: Any = (target, draft, tokens, [0, 2, 2, 3])
-    with_parents = verify_rows(verify_traversal, *arguments, [-1, 0, -1], [source(i) for i in range(3)])
-    assert verify_rows(verify_traversal, *arguments, None, [source(i) for i in range(3)]) == with_parents
-
-
-@pytest.mark.parametrize("rule", [verify_traversal, verify_recursive])
-def test_equal_distributions_accept_all_whatever_is_drawn(rule: Rule) -> None:
+def test_equal_distributions_accept_all_whatever_is_drawn() -> None:
     target = distributions(5, 40, 1)
     tokens = [int(row.argmax()) for row in target[:4]]
     for uniform in (0.0, 0.5, 1 - 2**-53):
-        assert rule(target, target, tokens, range(-1, 3), lambda u=uniform: u).path == [0, 1, 2, 3]  # type: ignore[misc]
+        assert verify_traversal(target, target, tokens, range(-1, 3), lambda u=uniform: u).path == [0, 1, 2, 3]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("rule", [verify_traversal, verify_recursive])
-def test_nothing_is_accepted_that_the_target_never_says(rule: Rule) -> None:
+def test_nothing_is_accepted_that_the_target_never_says() -> None:
     target = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 3, dtype=torch.float64)
     draft = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 3, dtype=torch.float64)
-    assert rule(target, draft, [0, 1], [-1, -1], lambda: 0.0) == Verdict([], 2)
-    assert rule(target, draft, [1, 1], [-1, 0], lambda: 0.0) == Verdict([], 2)
+    assert verify_traversal(target, draft, [0, 1], [-1, -1], lambda: 0.0) == Verdict([], 2)
+    assert verify_traversal(target, draft, [1, 1], [-1, 0], lambda: 0.0) == Verdict([], 2)
 
 
 def test_a_token_is_where_the_number_falls() -> None:

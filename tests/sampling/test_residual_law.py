@@ -10,19 +10,14 @@ from typing import Any
 
 import pytest
 
-from emssd.sampling.residual import (
-    Rule,
-    SampledTree,
-    verify_deterministic,
-    verify_recursive,
-    verify_traversal,
-)
+from emssd.sampling.residual import SampledTree, verify_deterministic, verify_traversal
 from emssd.sampling.residual.distributions import choose, without
 from tests.sampling.beams import beam_trees
-from tests.sampling.cases import DRAFTS, PAPER, TARGETS, Tree, mixed, rebuilt, trees_of
+from tests.sampling.cases import DRAFTS, PAPER, TARGETS, Tree, mixed, rebuilt, token_by_token, trees_of
 from tests.sampling.exact import (
     Law,
     Model,
+    Rule,
     Uniform,
     add_up,
     continued,
@@ -38,15 +33,12 @@ from tests.support.tiers import few, looped
 
 RULES: dict[str, Rule] = {
     "traversal": verify_traversal,
-    "recursive": verify_recursive,
     "deterministic": verify_deterministic,
 }
-WITH_Q = [verify_traversal, verify_recursive]
 PAIRS = [*product(TARGETS, DRAFTS)]
 SHAPES = [(1,), (2,), (3,), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (1, 1, 1)]
 
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-rules_with_q = pytest.mark.parametrize("rule", WITH_Q, ids=["traversal", "recursive"])
 
 
 def is_lossless(law: Law, target: Model, depth: int) -> bool:
@@ -61,21 +53,17 @@ def test_the_output_of_any_tree_has_the_law_of_the_target(rule: Rule, shape: tup
         assert is_lossless(law, TARGETS[target], len(shape)), (target, draft)
 
 
-@rules_with_q
 @pytest.mark.nightly
-def test_so_has_that_of_a_tree_with_three_children_everywhere(rule: Rule) -> None:
+def test_so_has_that_of_a_tree_with_three_children_everywhere() -> None:
     target, draft = TARGETS["all possible"], DRAFTS["all possible"]
-    assert is_lossless(mixed(rule, trees_of("all possible", (3, 3)), target, draft), target, 2)
+    assert is_lossless(mixed(verify_traversal, trees_of("all possible", (3, 3)), target, draft), target, 2)
 
 
-@rules_with_q
 @looped("name", TARGETS)
 @looped("shape", [(1, 1), (2, 2), (3, 1)])
-def test_a_draft_with_the_law_of_the_target_is_accepted_to_its_end(
-    rule: Rule, name: str, shape: tuple[int, ...]
-) -> None:
+def test_a_draft_with_the_law_of_the_target_is_accepted_to_its_end(name: str, shape: tuple[int, ...]) -> None:
     target = TARGETS[name]
-    law = mixed(rule, trees_of(target, shape), target, target)
+    law = mixed(verify_traversal, trees_of(target, shape), target, target)
     assert {len(text) for text in law} == {len(shape) + 1}
     assert is_lossless(law, target, len(shape))
 
@@ -84,9 +72,7 @@ def num_accepted(law: Law) -> Fraction:
     return sum((chance * (len(text) - 1) for text, chance in law.items()), Fraction(0))
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"), [(verify_recursive, Fraction(10, 9)), (verify_traversal, Fraction(11, 9))]
-)
+@pytest.mark.parametrize(("rule", "expected"), [(token_by_token, Fraction(10, 9)), (verify_traversal, Fraction(11, 9))])
 def test_the_example_of_block_verification_accepts_as_much_as_its_paper_says(rule: Rule, expected: Fraction) -> None:
     target, draft = PAPER
     assert num_accepted(mixed(rule, trees_of(draft, (1, 1)), target, draft)) == expected
@@ -96,10 +82,11 @@ def test_the_example_of_block_verification_accepts_as_much_as_its_paper_says(rul
 def test_traversal_never_accepts_less_than_token_by_token(shape: tuple[int, ...]) -> None:
     gains = []
     for target, draft in PAIRS:
-        traversal, recursive = (
-            num_accepted(mixed(rule, trees_of(draft, shape), TARGETS[target], DRAFTS[draft])) for rule in WITH_Q
+        traversal, single = (
+            num_accepted(mixed(rule, trees_of(draft, shape), TARGETS[target], DRAFTS[draft]))
+            for rule in (verify_traversal, token_by_token)
         )
-        gains.append(traversal - recursive)
+        gains.append(traversal - single)
     assert min(gains) >= 0
     assert max(gains) > 0
 
@@ -107,8 +94,8 @@ def test_traversal_never_accepts_less_than_token_by_token(shape: tuple[int, ...]
 def test_a_one_hot_draft_is_accepted_as_often_without_its_distribution() -> None:
     for target in TARGETS.values():
         laws = [mixed(rule, trees_of("one-hot", (1, 1)), target, DRAFTS["one-hot"]) for rule in RULES.values()]
-        one, two, three = (num_accepted(law) for law in laws)
-        assert one == two == three
+        one, other = (num_accepted(law) for law in laws)
+        assert one == other
 
 
 def grown(seed: int, draft: Model, num_nodes: int, depth: int) -> Callable[[Callable[[], Uniform]], Tree]:
@@ -189,35 +176,32 @@ def without_token_one(tree: Tree) -> list[int]:
     return [node for node, token in enumerate(tree[0]) if token != 1]
 
 
-@rules_with_q
-def test_to_drop_a_token_because_of_what_it_is_changes_the_law(rule: Rule) -> None:
+def test_to_drop_a_token_because_of_what_it_is_changes_the_law() -> None:
     trees = trees_of(FIVE, (1,))
-    assert first_token(mixed(rule, trees, NINE, FIVE)) == {0: Fraction(9, 10), 1: Fraction(1, 10)}
-    law = mixed(rule, trees, NINE, FIVE, without_token_one)
+    assert first_token(mixed(verify_traversal, trees, NINE, FIVE)) == {0: Fraction(9, 10), 1: Fraction(1, 10)}
+    law = mixed(verify_traversal, trees, NINE, FIVE, without_token_one)
     assert first_token(law) == {0: Fraction(95, 100), 1: Fraction(5, 100)}
 
 
-@rules_with_q
-def test_to_drop_nodes_by_their_own_probability_changes_the_law(rule: Rule) -> None:
+def test_to_drop_nodes_by_their_own_probability_changes_the_law() -> None:
     target, draft = TARGETS["all possible"], DRAFTS["all possible"]
 
     def confident(tree: Tree) -> list[int]:
         told = [draft(way(rebuilt(tree), parent))[token] for token, parent in zip(*tree, strict=True)]
         return list(range(next((node for node, q in enumerate(told) if q < Fraction(1, 2)), len(told))))
 
-    law = mixed(rule, trees_of(draft, (1, 1)), target, draft, confident)
+    law = mixed(verify_traversal, trees_of(draft, (1, 1)), target, draft, confident)
     assert total_variation(continued(law, target, 3), target_law(target, 3)) > Fraction(1, 50)
 
 
-@rules_with_q
-def test_to_cut_a_beam_by_the_shape_below_changes_the_law(rule: Rule) -> None:
+def test_to_cut_a_beam_by_the_shape_below_changes_the_law() -> None:
     """Whether a node has several children tells what it is, where shapes are not fixed."""
     target, draft = TARGETS["all possible"], DRAFTS["with zeros"]
 
     def cut(tree: Tree) -> list[int]:
         return [0] if tree[1].count(1) > 1 else list(range(len(tree[0])))
 
-    law = mixed(rule, beam_trees(draft, 3, 2), target, draft, cut)
+    law = mixed(verify_traversal, beam_trees(draft, 3, 2), target, draft, cut)
     assert not is_lossless(law, target, 2)
 
 
@@ -235,15 +219,14 @@ def test_the_deterministic_rule_allows_any_choice_among_what_was_drawn(shape: tu
         assert is_lossless(law, TARGETS[target], 2), (target, draft)
 
 
-@rules_with_q
-def test_the_most_probable_tokens_are_no_draw_from_their_distribution(rule: Rule) -> None:
+def test_the_most_probable_tokens_are_no_draw_from_their_distribution() -> None:
     target, draft = TARGETS["all possible"], DRAFTS["all possible"]
     tree = rebuilt(((2, 0), (-1, -1)))
-    law = emitted(rule, tree, target, draft)
+    law = emitted(verify_traversal, tree, target, draft)
     assert not is_lossless(law, target, 1)
     assert is_lossless(emitted(verify_deterministic, tree, target, draft), target, 1)
     one_hot = Model(probabilities(0, 0, 1), {})
-    assert is_lossless(emitted(rule, rebuilt(((2,), (-1,))), target, one_hot), target, 1)
+    assert is_lossless(emitted(verify_traversal, rebuilt(((2,), (-1,))), target, one_hot), target, 1)
 
 
 @rules

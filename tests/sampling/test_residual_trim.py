@@ -18,10 +18,10 @@ import pytest
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request
-from emssd.testing.budgets import ScriptedBudget
 from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.policy_world import DRAFTS, Drafts, PolicyWorld
 from emssd.testing.conformance.scripted import Decision, Life
+from emssd.testing.drafters import ScriptedBudget
 
 TRIMS_BY_CONFIDENCE = {"adaptive"}
 """These see which token was drawn if they see its confidence; `residual` may not show it to them."""

@@ -9,7 +9,7 @@ from emssd_ragged.backend import ragged_backend
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.paged import ReferenceKernels, rerun
+from tests.support.reference_kernels import ReferenceKernels, rerun
 
 __all__ = ["BACKENDS", "MakeBackend", "chosen"]
 

@@ -1,19 +1,20 @@
-"""A drafter without a model that draws its trees from any distributions, and tells these."""
+"""Trees that are drawn from any distributions for one row, and a drafter that drafts them without a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 
 from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft, Drafter
-from emssd.sampling.residual import SampledTree, rsd_c
+from emssd.sampling.residual import Beam, SampledTree, add_children, extend_beam
 from emssd.sampling.residual.streams import uniforms
 from emssd.sequences import Batch, Row
 
-__all__ = ["DrawingDrafter", "even", "joined"]
+__all__ = ["DrawingDrafter", "even", "joined", "rsd_c", "rsd_s"]
 
 Behind = Callable[[Seq[int]], torch.Tensor]
 """The distribution ``q [vocab]`` that follows a text."""
@@ -29,6 +30,38 @@ def joined(trees: Seq[SampledTree | None]) -> Draft:
     nodes = [[] if tree is None else list(zip(tree.token_ids, tree.parents, strict=True)) for tree in trees]
     draft, q = Draft.from_trees(nodes), tuple(None if tree is None else tuple(tree.draft) for tree in trees)
     return Draft(draft.token_ids, draft.indptr, draft.parents, None, q)
+
+
+BehindNodes = Callable[[SampledTree, Seq[int]], Seq[torch.Tensor]]
+"""Gives the draft's distribution ``q [vocab]`` behind each of the given nodes of a tree, -1 being its origin."""
+
+
+def rsd_c(behind: BehindNodes, branching: Seq[int], uniform: Callable[[], Any]) -> SampledTree:
+    """RSD-C: every node of level ``i`` has ``branching[i]`` children; a chain if these are all 1."""
+    tree, level = SampledTree(), [-1]
+    for num_children in branching:
+        rows = behind(tree, level)
+        level = [
+            child
+            for node, q in zip(level, rows, strict=True)
+            for child in add_children(tree, node, q, num_children, uniform)
+        ]
+    return tree
+
+
+def rsd_s(behind: BehindNodes, width: int, depth: int, noise: Callable[[int], torch.Tensor]) -> SampledTree:
+    """RSD-S: `depth` levels of `width` nodes each, drawn as sequences without replacement.
+
+    Args:
+        behind, width, depth: see above.
+        noise: given the number of nodes of a level, the exponentials of `extend_beam`.
+    """
+    tree, beam = SampledTree(), Beam()
+    for _ in range(depth):
+        if not beam.nodes:
+            break
+        beam = extend_beam(tree, beam, behind(tree, beam.nodes), width, noise(len(beam.nodes)))
+    return tree
 
 
 class DrawingDrafter(Drafter):

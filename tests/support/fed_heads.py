@@ -51,12 +51,14 @@ class Trial:
         target: in float64, with a vocabulary of 9.
         depth: levels of the drafter's drafts.
         load: makes the drafter of its options.
+        prompts: of four rows.
         engine: the latest that was made.
     """
 
     target: TargetModel
     depth: int
     load: Callable[[Mapping[str, Any], DrafterContext], Drafter]
+    prompts: Seq[Seq[int]] = tuple(PROMPTS)
     engine: Any = None
     _texts: dict[Any, tuple[int, ...]] = field(default_factory=dict)
 
@@ -93,14 +95,16 @@ class Trial:
         """Decode chains in a KV cache that has no room for all rows; no token changes, and each draft is accepted."""
         limit = str(256 * self.target.kv_cache_spec(1).bytes_per_token())
         engine = self.make_engine(options, kv_memory=limit, max_step_tokens=16, batch_size=3)
-        for prompt, generation in zip(PROMPTS, engine.generate(PROMPTS, num_new, ignore_eos=True), strict=True):
+        for prompt, generation in zip(
+            self.prompts, engine.generate(self.prompts, num_new, ignore_eos=True), strict=True
+        ):
             assert generation.token_ids == self.text("", prompt, None, num_new)
             assert generation.num_accepted == generation.num_drafted > 0
         assert engine.report.num_preempted > 0
 
     def requests(self, kinds: Seq[SamplingParams | None] = (None,) * 4) -> list[Request]:
-        """One for each of `PROMPTS`."""
-        pairs = enumerate(zip(PROMPTS, kinds, strict=True))
+        """One for each of `prompts`."""
+        pairs = enumerate(zip(self.prompts, kinds, strict=True))
         return [Request(str(row), tuple(ids), NUM_NEW, sampling=kind) for row, (ids, kind) in pairs]
 
     def decode(self, kinds: Seq[SamplingParams | None] = (None,) * 4) -> list[Generation]:

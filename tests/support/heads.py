@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from emssd.attention import Kept, KVCacheSpec
-from emssd.attention.trees import Parents, depths
+from emssd.attention.trees import Parents, depths, path
 from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
@@ -158,10 +158,7 @@ def run_ragged(
     nodes = _grow(runner, names, rows)
     kept, sources = [], []
     for inputs, _, _, parents in rows:
-        way, node = [], len(parents) - 1
-        while node >= 0:
-            way.insert(0, len(inputs) + node)
-            node = parents[node]
+        way = [len(inputs) + node for node in path(parents, len(parents) - 1)]
         kept.append(len(inputs) + len(way))
         sources.append(tuple(way))
     runner.commit(Kept(tuple(names), tuple(kept), tuple(sources)))

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.plugins import BackendSpec, hookimpl
-from emssd.testing.paged import ReferenceKernels
+from tests.support.reference_kernels import ReferenceKernels
 
 __all__ = ["POINT", "ReferenceConfig", "emssd_attention_backends"]
 

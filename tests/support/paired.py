@@ -18,28 +18,36 @@ from emssd_eagle3.drafter import load_drafter as load_eagle3
 from emssd_mtp import MtpConfig
 from emssd_mtp.drafter import load_drafter as load_mtp
 
-from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import DrafterContext
 from emssd.heads.paired import PairedDrafter
-from emssd.model import BorrowedTarget, TargetModel
-from emssd.plugins.registry import Registry
+from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
-from emssd.sequences import Generation, Request
-from emssd.testing.oracle import References
-from tests.support import sampling as reference
+from emssd.sequences import Generation
+from tests.support.fed_heads import NUM_NEW, Trial
 from tests.support.perfect_head import (
-    VOCAB,
     perfect_target,
     write_perfect_eagle,
     write_perfect_eagle3,
     write_perfect_mtp,
 )
 
-__all__ = ["DEPTH", "HEADS", "NUM_NEW", "PROMPTS", "Load", "decode", "is_full", "make_engine", "sure", "target", "text"]
+__all__ = [
+    "DEPTH",
+    "HEADS",
+    "NUM_NEW",
+    "PROMPTS",
+    "Load",
+    "decode",
+    "decode_failing",
+    "is_full",
+    "make_engine",
+    "sure",
+    "target",
+    "text",
+]
 
-MODEL_LEN, NUM_NEW, DEPTH = 144, 31, 4
+MODEL_LEN, DEPTH = 144, 4
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6], [7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1, 4, 4, 0, 6, 7]]
 
 Load = Callable[[Any, DrafterContext], PairedDrafter]
@@ -63,11 +71,6 @@ HEADS = {
 @cache
 def target() -> TargetModel:
     return TargetModel(perfect_target(MODEL_LEN))
-
-
-@cache
-def references(num_new: int) -> References:
-    return References(target(), num_new)
 
 
 @cache
@@ -104,51 +107,35 @@ def make_engine(
         adapted: makes something else of what builds the drafter.
         engine: its options.
     """
-    chosen = EngineOptions(on_drafter_error=OnDrafterError.fail, **({"batch_size": 4} | engine))
-    limit = None if chosen.kv_memory is None else int(chosen.kv_memory) // target().kv_cache_spec(1).bytes_per_token()
-    spec = replace(target().kv_cache_spec(chosen.batch_size), continuous=backend == "ragged", max_tokens=limit)
-    context = DrafterContext(
-        VOCAB,
-        None,
-        lambda path: pytest.fail("asks for no model"),
-        lambda name, values: pytest.fail("asks for no other"),
-        "fail",
-        BorrowedTarget(target()),
-        spec,
-        lambda own: make_backend(own, backend, Registry()),
-    )
     kind = HEADS[head]
-    values = {"path": head_path(head), "depth": DEPTH} | dict(options)
-    drafter = adapted(kind.load)(kind.config(**values), context)
-    return Engine.assemble(target(), None, drafter=drafter, backend=backend, budget="fixed", options=chosen)
+
+    def load(values: Mapping[str, Any], context: DrafterContext) -> PairedDrafter:
+        config = kind.config(**{"path": head_path(head), "depth": DEPTH} | dict(values))
+        return adapted(kind.load)(config, context)
+
+    return replace(_trial(), load=load).make_engine(options, backend, **engine)
 
 
-@cache
 def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None, num_new: int = NUM_NEW) -> tuple[int, ...]:
     """What the target says, computed without a cache."""
-    if params is None:
-        return references(num_new)[prompt][:num_new]
-    return reference.sampled(target().model, prompt, num_new, params, name)
+    return _trial().text(name, prompt, params, num_new)
 
 
 def decode(engine: Engine, kinds: Seq[SamplingParams | None] = (None,) * 4) -> list[Generation]:
-    """In order; every token is that of decoding by hand."""
-    pairs = enumerate(zip(PROMPTS, kinds, strict=True))
-    requests = [Request(str(row), tuple(ids), NUM_NEW, sampling=kind) for row, (ids, kind) in pairs]
-    done = {generation.request_id: generation for generation in engine.run(requests)}
-    for request in requests:
-        expected = text(request.request_id, request.prompt_ids, request.sampling)
-        assert done[request.request_id].token_ids == expected
-    return [done[request.request_id] for request in requests]
+    """See `Trial.decode`."""
+    return replace(_trial(), engine=engine).decode(kinds)
+
+
+def decode_failing(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """See `Trial.failing_steps`."""
+    replace(_trial(), engine=engine).failing_steps(patch)
 
 
 def is_full(engine: Engine, depth: int = DEPTH) -> bool:
-    """Whether every draft was accepted down to its deepest node.
+    """See `Trial.is_full`."""
+    return replace(_trial(), engine=engine, depth=depth).is_full()
 
-    A row gives one token in its first step, which has no draft, and then `depth` + 1 in each, as far as it goes.
-    """
-    left = (NUM_NEW - 1) % (depth + 1)
-    wanted = {1: 4, depth + 1: 4 * ((NUM_NEW - 1) // (depth + 1))}
-    if left:
-        wanted[left] = wanted.get(left, 0) + 4
-    return engine.report.acceptance_histogram == wanted
+
+@cache
+def _trial() -> Trial:
+    return Trial(target(), DEPTH, lambda values, context: pytest.fail("there is no head"), PROMPTS)

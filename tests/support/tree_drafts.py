@@ -16,7 +16,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
-from emssd.testing.paged import ReferenceKernels
+from tests.support.reference_kernels import ReferenceKernels
 
 __all__ = ["decode_with_trees", "paths", "paths_of", "row_of", "tree_of"]
 

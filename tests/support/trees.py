@@ -1,4 +1,4 @@
-"""Trees that several test files draw, the way to a node, written out by hand, and drafters of trees."""
+"""Trees that several test files draw, and drafters of trees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emssd.testing.drafters import TreeDrafter
 from emssd.testing.strategies import trees
 from tests.support.backends import BACKENDS
 
-__all__ = ["TREE_BACKENDS", "DecoyDrafter", "MixedDrafter", "Tree", "drawn_trees", "way"]
+__all__ = ["TREE_BACKENDS", "DecoyDrafter", "MixedDrafter", "Tree", "drawn_trees"]
 
 TREE_BACKENDS = {name: make for name, make in BACKENDS.items() if make().takes_trees}
 
@@ -26,11 +26,6 @@ def drawn_trees(draw: st.DrawFn, max_nodes: int = 7, vocab_size: int = 4) -> Tre
     """Up to `max_nodes` nodes in any shape; with few tokens siblings are often equal."""
     parents = draw(trees(draw(st.integers(0, max_nodes))))
     return [(draw(st.integers(0, vocab_size - 1)), parent) for parent in parents]
-
-
-def way(parents: Seq[int], node: int) -> list[int]:
-    """The nodes from the tree's origin to `node`, itself included."""
-    return [] if node < 0 else [*way(parents, parents[node]), node]
 
 
 class DecoyDrafter(TreeDrafter):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from emssd.errors import GroupError
@@ -22,9 +20,6 @@ class Checksums:
 
     What is computed is compared where the LM head gets it: by then, every process has the same hidden states, to the
     last bit. Behind the LM head nothing could be seen, as the logits of all processes are put together.
-
-    Args:
-        target: this process's shard.
     """
 
     def __init__(self, target: TargetModel) -> None:
@@ -32,11 +27,8 @@ class Checksums:
         self._group, self._head, self._num_steps = target.shard.group, target.model.get_output_embeddings(), 0
 
     @contextmanager
-    def compared(self, told: Seq[int]) -> Iterator[None]:
+    def compared(self, told: bytes) -> Iterator[None]:
         """A step inside this is compared when it is done.
-
-        Args:
-            told: all that process 0 said.
 
         Raises:
             GroupError: a process was told, or has computed, something else than process 0.
@@ -51,7 +43,7 @@ class Checksums:
             yield
         finally:
             hook.remove()
-        mine = zlib.crc32(np.array(told, dtype=np.int64).tobytes()), *computed
+        mine = zlib.crc32(told), *computed
         ours = self._group.gathered(mine)
         self._num_steps += 1
         for rank, theirs in enumerate(ours):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.errors import EmssdError, GroupError, UnsupportedModelError
-from emssd.model.loading import load_shard
+from emssd.model.loading import Wanted, load_shard
 from emssd.model.parallel.checksums import Checksums
 from emssd.model.parallel.group import Group, Shard
 from emssd.model.parallel.leader import CacheWanted
 from emssd.model.parallel.lending import whole_weights
-from emssd.model.parallel.messages import Kind, Message, kept_of, object_of, packed_of
+from emssd.model.parallel.messages import Kind, Message, packed_of
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import TargetModel
 
@@ -53,29 +52,28 @@ class _Follower:
                 with self._group.in_step():
                     self._do(message, told)
 
-    def _do(self, message: Message, told: Seq[int]) -> None:
-        kind, number, words = message
+    def _do(self, message: Message, told: bytes) -> None:
+        kind, number, value = message
         if kind is Kind.LOAD:
-            self._load(number, words)
+            self._load(number, value)
         elif kind is Kind.CACHE:
-            self._make_cache(number, object_of(words))
+            self._make_cache(number, value)
         elif kind is Kind.DROP:
             for each in (self._targets, self._runners, self._checksums):
                 each.pop(number, None)
         elif kind is Kind.HIDDEN:
             with suppress(UnsupportedModelError):  # as in process 0
-                self._targets[number].prepare_hidden(words)
+                self._targets[number].prepare_hidden(value)
         elif kind is Kind.GATHER:
             whole_weights(self._targets[number])
         elif kind is Kind.RUN:
             checked = self._checksums.get(number)
             with nullcontext() if checked is None else checked.compared(told):
-                self._runners[number].run(packed_of(words))
+                self._runners[number].run(packed_of(value))
         else:
-            _keep_up(self._runners[number], kind, words)
+            _keep_up(self._runners[number], kind, value)
 
-    def _load(self, number: int, words: Seq[int]) -> None:
-        wanted = object_of(words)
+    def _load(self, number: int, wanted: Wanted) -> None:
         with suppress(EmssdError):  # process 0 has failed too, and says so; it may go on with something else
             self._targets[number], _ = load_shard(wanted, Shard(self._group, number, wanted.checksums))
 
@@ -86,19 +84,18 @@ class _Follower:
             self._checksums[number] = Checksums(target)
 
 
-def _keep_up(runner: CausalLMRunner, kind: Kind, words: Seq[int]) -> None:
+def _keep_up(runner: CausalLMRunner, kind: Kind, value: Any) -> None:
     """What happens to KV between two steps."""
     if kind is Kind.COMMIT:
-        runner.commit(kept_of(words))
+        runner.commit(value)
     elif kind is Kind.RELEASE:
-        runner.release(map(str, words))
+        runner.release(value)
     elif kind is Kind.ADOPT:
-        request, num_cached, adopted, *tokens = words
-        if (here := runner.adopt_prefix(str(request), tokens, num_cached)) < adopted:
+        request, tokens, num_cached, adopted = value
+        if (here := runner.adopt_prefix(request, tokens, num_cached)) < adopted:
             raise GroupError(f"the KV caches of the processes differ: one has {here} tokens of {adopted} to share")
     elif kind is Kind.PUBLISH:
-        request, *tokens = words
-        runner.publish_prefix(str(request), tokens)
+        runner.publish_prefix(*value)
     else:
         assert kind is Kind.FORGET, f"a message of kind {kind}"
         runner.forget_prefixes()

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 
 from emssd.errors import ConfigError, EmssdError, GroupError
-from emssd.model.parallel.messages import Kind, Message, messages_of, words_of
+from emssd.model.parallel.messages import Kind, Message, bytes_of, messages_of
 
 __all__ = ["Group", "Shard", "join"]
 
-_FRAME = 4096  # integers of a broadcast; a step that needs more takes several
+_FRAME, _LENGTH = 32768, 8  # bytes of a broadcast, and of the number at its head; longer messages take several
 _PASS_TIMEOUT = timedelta(minutes=30)  # of a forward pass; loading may be in it, and disks differ
 _IDLE_TIMEOUT = timedelta(days=365)  # process 0 may have nothing to say for long
 _BEAT_SECONDS, _BEAT_TIMEOUT, _GRACE_SECONDS = 1.0, timedelta(seconds=30), 5.0
@@ -76,7 +75,7 @@ class Group:
         if not self.is_broken:
             self._pending.append(message)
 
-    def say(self, message: Message) -> Seq[int]:
+    def say(self, message: Message) -> bytes:
         """Process 0: tell the others everything that is noted, and this. Returns it as they get it.
 
         Raises:
@@ -85,30 +84,30 @@ class Group:
         if self.is_broken:
             raise GroupError("an earlier step of this tensor parallel run failed, so the run must be started again")
         noted, self._pending = self._pending, []
-        words = words_of([*noted, message])
+        data = bytes_of([*noted, message])
         with self.in_step():
-            for start in range(0, len(words), _FRAME - 1):
-                part = words[start : start + _FRAME - 1]
-                frame = torch.zeros(_FRAME, dtype=torch.int64)
-                frame[: len(part) + 1] = torch.tensor([len(words) - start, *part])
+            for start in range(0, len(data), _FRAME - _LENGTH):
+                left = (len(data) - start).to_bytes(_LENGTH, "little")
+                part = left + data[start : start + _FRAME - _LENGTH]
+                frame = torch.frombuffer(bytearray(part.ljust(_FRAME, b"\0")), dtype=torch.uint8)
                 self._dist.broadcast(frame, 0, group=self._orders)
-        return words
+        return data
 
-    def hear(self) -> tuple[list[Message], Seq[int]]:
-        """The others: what process 0 says next, and the same as integers.
+    def hear(self) -> tuple[list[Message], bytes]:
+        """The others: what process 0 says next, and the same as bytes.
 
         Raises:
             GroupError: it has ended.
         """
-        words = list[int]()
-        frame = torch.zeros(_FRAME, dtype=torch.int64)
+        data, frame = b"", torch.zeros(_FRAME, dtype=torch.uint8)
         with self.in_step():
             while True:
                 self._dist.broadcast(frame, 0, group=self._orders)
-                left, *part = frame.tolist()
-                words += part[:left]
-                if left < _FRAME:
-                    return list(messages_of(words)), words
+                head, part = bytes(frame[:_LENGTH].tolist()), frame[_LENGTH:].numpy().tobytes()
+                left = int.from_bytes(head, "little")
+                data += part[:left]
+                if left <= len(part):
+                    return messages_of(data), data
 
     def gathered(self, value: Any) -> list[Any]:
         """What every process gives, by rank. All of them must call this.

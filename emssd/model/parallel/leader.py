@@ -11,7 +11,7 @@ from typing import Any
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, PackedInputs, StepPlan
 from emssd.model.parallel.checksums import Checksums
 from emssd.model.parallel.lending import prepare_hidden
-from emssd.model.parallel.messages import Kind, Message, Names, kept_words, object_words, packed_words
+from emssd.model.parallel.messages import Kind, Message, step_of
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import Computed, TargetModel
 
@@ -20,13 +20,7 @@ __all__ = ["CacheWanted", "LeadingRunner"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheWanted:
-    """The KV cache that every process makes for its shard.
-
-    Attributes:
-        model: the number of the model.
-        backend: what makes it, in words that the maker understands.
-        values: fields of `KVCacheSpec` that are no matter of the model.
-    """
+    """The KV cache that every process makes for its shard: of which model, by which recipe, and with which limits."""
 
     model: int
     backend: Any
@@ -63,9 +57,8 @@ class LeadingRunner(CausalLMRunner):
         assert model.shard is not None, "a model that is whole has nobody to lead"
         self._group = model.shard.group
         self._number = self._group.number()
-        self._names = Names()
         self._checksums = Checksums(model) if model.shard.checksums else None
-        self._note(Kind.CACHE, object_words(CacheWanted.of(model.shard.number, recipe, spec)))
+        self._note(Kind.CACHE, CacheWanted.of(model.shard.number, recipe, spec))
         weakref.finalize(self, self._group.note, Message(Kind.DROP, self._number)).atexit = False
 
     def take_hidden(self, indices: Seq[int]) -> None:
@@ -74,7 +67,7 @@ class LeadingRunner(CausalLMRunner):
         self._hidden = tuple(indices)
 
     def _announce(self, packed: PackedInputs) -> None:
-        self._told = self._group.say(Message(Kind.RUN, self._number, packed_words(packed, self._names)))
+        self._told = self._group.say(Message(Kind.RUN, self._number, step_of(packed)))
 
     def _compute(self, plan: StepPlan) -> Computed:
         with self._group.in_step():
@@ -85,28 +78,27 @@ class LeadingRunner(CausalLMRunner):
 
     def commit(self, kept: Kept) -> None:
         super().commit(kept)
-        self._note(Kind.COMMIT, kept_words(kept, self._names))
+        self._note(Kind.COMMIT, kept)
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
         super().release(request_ids)
-        known = [self._names.forget(each) for each in request_ids if each in self._names]
-        if known:
-            self._note(Kind.RELEASE, known)
+        if request_ids:
+            self._note(Kind.RELEASE, request_ids)
 
     def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
         adopted = super().adopt_prefix(request_id, tokens, num_cached)
         if adopted != num_cached:
-            self._note(Kind.ADOPT, [self._names.number(request_id), num_cached, adopted, *tokens])
+            self._note(Kind.ADOPT, (request_id, [*tokens], num_cached, adopted))
         return adopted
 
     def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
         super().publish_prefix(request_id, tokens)
-        self._note(Kind.PUBLISH, [self._names.number(request_id), *tokens])
+        self._note(Kind.PUBLISH, (request_id, [*tokens]))
 
     def forget_prefixes(self) -> None:
         super().forget_prefixes()
         self._note(Kind.FORGET)
 
-    def _note(self, kind: Kind, words: Seq[int] = ()) -> None:
-        self._group.note(Message(kind, self._number, words))
+    def _note(self, kind: Kind, value: Any = None) -> None:
+        self._group.note(Message(kind, self._number, value))

@@ -28,7 +28,7 @@ def prepare_hidden(target: TargetModel, indices: Seq[int]) -> Streams:
     """`TargetModel.prepare_hidden` in process 0, with the others, as it runs the model."""
     assert target.shard is not None, "a model that is whole needs nobody else"
     group = target.shard.group
-    group.say(Message(Kind.HIDDEN, target.shard.number, indices))
+    group.say(Message(Kind.HIDDEN, target.shard.number, [*indices]))
     with group.in_step():
         return target.prepare_hidden(indices)
 
@@ -48,9 +48,6 @@ class LendingShard(BorrowedTarget):
     """Lends in process 0 what the target would lend if it were whole, and asks the others only once.
 
     Embeddings and LM head are gathered when they are first borrowed, and take their whole memory in process 0.
-
-    Args:
-        target: a shard, in process 0.
     """
 
     def __init__(self, target: TargetModel) -> None:

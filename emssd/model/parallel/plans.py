@@ -90,10 +90,6 @@ def mend(model: Any, size: int) -> None:
 def check_heads(target: Any, size: int) -> None:
     """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them.
 
-    Args:
-        target: a `TargetModel`.
-        size: number of processes.
-
     Raises:
         UnsupportedModelError: with the first such layer.
     """

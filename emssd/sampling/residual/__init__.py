@@ -15,27 +15,15 @@ All functions are pure: randomness is an argument. They use only what tensors ha
 fractions, so the tests run this same code on rational numbers, and prove its law exactly.
 """
 
-from emssd.sampling.residual.drafts import Beam, SampledTree, add_children, extend_beam, rsd_c, rsd_s
-from emssd.sampling.residual.rules import (
-    Rule,
-    Verdict,
-    verify_deterministic,
-    verify_recursive,
-    verify_rows,
-    verify_traversal,
-)
+from emssd.sampling.residual.drafts import Beam, SampledTree, add_children, extend_beam
+from emssd.sampling.residual.rules import Verdict, verify_deterministic, verify_traversal
 
 __all__ = [
     "Beam",
-    "Rule",
     "SampledTree",
     "Verdict",
     "add_children",
     "extend_beam",
-    "rsd_c",
-    "rsd_s",
     "verify_deterministic",
-    "verify_recursive",
-    "verify_rows",
     "verify_traversal",
 ]

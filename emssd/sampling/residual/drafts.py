@@ -1,7 +1,7 @@
 """Trees drawn from a draft's distributions without replacement, level by level (Jeon et al. 2024, arXiv 2402.14160).
 
-A level is extended for all rows after one call of the draft model: `add_children` and `extend_beam` take what it said.
-`rsd_c` and `rsd_s` do so for one row, from its newest token to the leaves.
+A level is extended for all rows after one call of the draft model, whose distributions `add_children` (RSD-C) and
+`extend_beam` (RSD-S) take.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from emssd.sampling.residual.distributions import Uniform, choose, number, without
 
-__all__ = ["Beam", "SampledTree", "add_children", "extend_beam", "rsd_c", "rsd_s"]
+__all__ = ["Beam", "SampledTree", "add_children", "extend_beam"]
 
 
 @dataclass(slots=True)
@@ -41,10 +41,6 @@ class SampledTree:
         return len(self.token_ids) - 1
 
 
-Behind = Callable[[SampledTree, Seq[int]], Seq[torch.Tensor]]
-"""Gives the draft's distribution ``q [vocab]`` behind each of the given nodes of a tree, -1 being its origin."""
-
-
 def add_children(
     tree: SampledTree, node: int, q: torch.Tensor, num_children: int, uniform: Callable[[], Uniform]
 ) -> list[int]:
@@ -64,19 +60,6 @@ def add_children(
         children.append(tree.add(node, token, q))
         drawable = without(drawable, token)
     return children
-
-
-def rsd_c(behind: Behind, branching: Seq[int], uniform: Callable[[], Uniform]) -> SampledTree:
-    """RSD-C: every node of level ``i`` has ``branching[i]`` children; a chain if these are all 1."""
-    tree, level = SampledTree(), [-1]
-    for num_children in branching:
-        rows = behind(tree, level)
-        level = [
-            child
-            for node, q in zip(level, rows, strict=True)
-            for child in add_children(tree, node, q, num_children, uniform)
-        ]
-    return tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +106,3 @@ def extend_beam(tree: SampledTree, beam: Beam, rows: Seq[torch.Tensor], width: i
         row, token = divmod(place, q.shape[1])
         nodes.append(tree.add(beam.nodes[row], token, rows[row]))
     return Beam(tuple(nodes), arrivals.flatten()[places], probs.flatten()[places])
-
-
-def rsd_s(behind: Behind, width: int, depth: int, noise: Callable[[int], torch.Tensor]) -> SampledTree:
-    """RSD-S: `depth` levels of `width` nodes each, drawn as sequences without replacement.
-
-    Args:
-        behind, width, depth: see above.
-        noise: given the number of nodes of a level, the exponentials of `extend_beam`.
-    """
-    tree, beam = SampledTree(), Beam()
-    for _ in range(depth):
-        if not beam.nodes:
-            break
-        beam = extend_beam(tree, beam, behind(tree, beam.nodes), width, noise(len(beam.nodes)))
-    return tree

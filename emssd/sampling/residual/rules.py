@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from emssd.attention.trees import path
 from emssd.sampling.residual.distributions import Uniform, choose, excess, number, without
 
-__all__ = ["Rule", "Verdict", "verify_deterministic", "verify_recursive", "verify_rows", "verify_traversal"]
+__all__ = ["Verdict", "verify_deterministic", "verify_traversal"]
 
 Rows = torch.Tensor | Seq[torch.Tensor]
 
@@ -38,20 +38,6 @@ class Verdict:
 
     path: list[int]
     token: int
-
-
-class Rule(Protocol):
-    """A way to verify the tree of one row; see this module for the arguments."""
-
-    def __call__(
-        self,
-        target: torch.Tensor,
-        draft: Rows,
-        token_ids: Seq[int],
-        parents: Seq[int],
-        uniform: Callable[[], Uniform],
-    ) -> Verdict:
-        """Verify."""
 
 
 def verify_traversal(
@@ -82,35 +68,8 @@ def verify_traversal(
         drawable.append(draft[node + 1])
     for node in _children_first(parents):
         if alphas[node + 1] > 0 and uniform() < alphas[node + 1]:
-            return Verdict(_way(parents, node), choose(left[node + 1], uniform()))
+            return Verdict(path(parents, node), choose(left[node + 1], uniform()))
     return Verdict([], choose(left[0], uniform()))
-
-
-def verify_recursive(
-    target: torch.Tensor,
-    draft: Rows,
-    token_ids: Seq[int],
-    parents: Seq[int],
-    uniform: Callable[[], Uniform],
-) -> Verdict:
-    """Recursive rejection without replacement (Jeon et al. 2024, arXiv 2402.14160), from the origin down.
-
-    On a chain it is speculative sampling, token by token (Leviathan et al. 2023; Chen et al. 2023). Its paths are no
-    longer than those of `verify_traversal`, in the mean.
-    """
-    children, path, node = _children(parents), list[int](), -1
-    while True:
-        left, drawable, accepted = target[node + 1], draft[node + 1], None
-        for child in children[node + 1]:
-            token = token_ids[child]
-            if (chance := number(drawable[token])) > 0:
-                if uniform() < number(left[token]) / chance:
-                    accepted = child
-                    break
-                left, drawable = excess(1, left, drawable)[1], without(drawable, token)
-        if accepted is None:
-            return Verdict(path, choose(left, uniform()))
-        path.append(node := accepted)
 
 
 def verify_deterministic(
@@ -131,33 +90,8 @@ def verify_deterministic(
         token = choose(target[nodes[0] + 1], uniform())
         following = [child for node in nodes for child in children[node + 1] if token_ids[child] == token]
         if not following:
-            return Verdict(_way(parents, nodes[0]), token)
+            return Verdict(path(parents, nodes[0]), token)
         nodes = following
-
-
-def verify_rows(
-    rule: Rule,
-    target: torch.Tensor,
-    draft: Rows,
-    token_ids: Seq[int],
-    indptr: Seq[int],
-    parents: Seq[int] | None,
-    uniforms: Seq[Callable[[], Uniform]],
-) -> list[Verdict]:
-    """Verify the trees of a batch.
-
-    Args:
-        rule: how.
-        target, draft: ``[B + num_draft, vocab]``, row by row as in this module.
-        token_ids, indptr, parents: as in `emssd.drafting.Draft`, on the host.
-        uniforms: ``[B]`` one source for each row, so that a row's verdict does not depend on its neighbours.
-    """
-    verdicts = []
-    for row, (start, stop) in enumerate(pairwise(indptr)):
-        tree = range(-1, stop - start - 1) if parents is None else parents[start:stop]
-        places = slice(start + row, stop + row + 1)
-        verdicts.append(rule(target[places], draft[places], token_ids[start:stop], tree, uniforms[row]))
-    return verdicts
 
 
 def _after_rejection(alpha: Any, left: torch.Tensor, drawable: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -183,12 +117,3 @@ def _children_first(parents: Seq[int]) -> list[int]:
         found.append(node := waiting.pop())
         waiting.extend(children[node + 1])  # the last sibling comes out first, and the order is turned round below
     return found[:0:-1]
-
-
-def _way(parents: Seq[int], node: int) -> list[int]:
-    """The nodes from the origin to `node`, itself included."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]

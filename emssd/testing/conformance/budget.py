@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from emssd.drafting import BudgetPolicy
 from emssd.sequences import Request, Row
-from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.policy_watch import Decided, WatchedPolicy
 from emssd.testing.conformance.policy_world import DRAFTS, Drafts, PolicyWorld
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.runs import decode, runs
-from emssd.testing.conformance.scripted import Decision, Life, decision
+from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
 from emssd.testing.conformance.suite import Suite
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import drafters

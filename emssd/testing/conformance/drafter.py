@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.hidden import checked_layers
 from emssd.sequences import Request, Row
-from emssd.testing.conformance.lives import AGREEABLE, lives
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.runs import decode, runs
-from emssd.testing.conformance.scripted import Decision, Life, decision
+from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
 from emssd.testing.conformance.setting import BATCH_SIZE, MODEL_LEN, drafters_of, setting
 from emssd.testing.conformance.suite import Suite
 from emssd.testing.conformance.watch import WatchedDrafter

@@ -10,12 +10,13 @@ import torch
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, PackedInputs
+from emssd.attention.trees import path
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, named
-from emssd.testing.machines import check_plan, moved, path
+from emssd.testing.machines import check_plan, moved
 from emssd.testing.strategies import trees
 from emssd.testing.waves import Waves
 
@@ -70,11 +71,7 @@ class Play:
 
 @st.composite
 def histories(draw: st.DrawFn, *, with_trees: bool = False) -> list[Turn]:
-    """Up to four rows that come, accept each their own number of drafted tokens, and go.
-
-    Args:
-        with_trees: whether trees are drafted; else chains.
-    """
+    """Up to four rows that come, accept each their own number of drafted tokens, and go."""
     shapes = trees if with_trees else _chains
     turns = []
     for _ in range(draw(st.integers(2, _TURNS))):

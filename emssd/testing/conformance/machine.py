@@ -14,24 +14,11 @@ __all__ = ["WatchedBackend"]
 
 
 class WatchedBackend(AttentionBackend):
-    """Passes every call on to another backend, and names what one breaks.
-
-    Args:
-        backend: to watch.
-    """
+    """Passes every call on to another backend, and names what one breaks."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self.backend = backend
-
-    @property
-    def takes_trees(self) -> bool:  # type: ignore[override]  # read-only: that of the backend
-        """Whether it takes rows that end with token trees."""
-        return self.backend.takes_trees
-
-    @property
-    def takes_sinks(self) -> bool:  # type: ignore[override]  # read-only: that of the backend
-        """Whether it computes attention sinks."""
-        return self.backend.takes_sinks
+        self.takes_trees, self.takes_sinks = backend.takes_trees, backend.takes_sinks
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         with named("backend.unsupported", "unsupported"):

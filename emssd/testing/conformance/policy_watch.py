@@ -21,9 +21,6 @@ Decided = tuple[str, tuple[int, ...]]
 class WatchedPolicy(BudgetPolicy):
     """Passes every call on to another policy.
 
-    Args:
-        policy: to watch.
-
     Attributes:
         decisions: what it decided, in order.
     """

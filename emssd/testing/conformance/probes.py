@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
 from emssd.sequences import Request, Row
-from emssd.testing.conformance.lives import AGREEABLE
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
-from emssd.testing.conformance.scripted import Decision, Life, decision
+from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision
 from emssd.testing.conformance.watch import shown
 from emssd.testing.conformance.world import World, live
 
@@ -36,11 +35,6 @@ _LEARNING = (
 
 class Probes:
     """Tests of single rules.
-
-    Args:
-        make_world: gives a world with new drafters.
-        learns: whether drafts may depend on other requests.
-        draws: whether drafts may be random.
 
     Attributes:
         not_compared: why drafts were left uncompared, if some were.

@@ -17,12 +17,7 @@ __all__ = ["RULES", "BrokenRule", "Rule", "assertions", "broken", "broken_rule",
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One demand of an interface.
-
-    Attributes:
-        name: stable, ``KIND.WORD``.
-        demand: what it asks for, in one sentence.
-    """
+    """One demand of an interface, in a sentence. Its name is stable, ``KIND.WORD``."""
 
     name: str
     demand: str
@@ -95,11 +90,7 @@ RULES: dict[str, Rule] = {
 
 
 class BrokenRule(AssertionError):  # noqa: N818  # it says what happened
-    """A plugin broke a rule of its interface.
-
-    Attributes:
-        rule: its name, such as ``drafter.budget``.
-    """
+    """A plugin broke a `rule` of its interface."""
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}\n  The rule: {RULES[rule].demand}.\n  See {RULES[rule].page}")

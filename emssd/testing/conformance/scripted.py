@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
+from hypothesis import strategies as st
 
 from emssd.attention import PackedInputs
 from emssd.attention.trees import Parents
@@ -20,10 +21,11 @@ from emssd.metrics.timing import StepTimer
 from emssd.model import BorrowedTarget, ModelOutput
 from emssd.model.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request, Row
+from emssd.testing.conformance.setting import BATCH_SIZE
 
 _Text = tuple[int, ...]
 
-__all__ = ["Decision", "Life", "ScriptedEngine", "decision", "in_turn"]
+__all__ = ["AGREEABLE", "Decision", "Life", "ScriptedEngine", "decision", "decisions", "in_turn", "lives"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,13 @@ class Decision:
     turn: int = 0
 
 
+AGREEABLE = Decision(limit=9, keep=9, agree=2, token=1)
+"""Drafts are asked for, verified, and the first two tokens of each accepted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A request and what becomes of it: entry ``i`` modulo the script's length decides its ``i``-th step.
-
-    Attributes:
-        arrival: the step in which it comes.
-    """
+    """A request and the step of its arrival; entry ``i`` modulo the script's length decides its ``i``-th step."""
 
     request: Request
     script: tuple[Decision, ...]
@@ -79,14 +81,29 @@ def in_turn(lives: Seq[Life], step: Callable[[list[Row], list[Decision]], list[R
         number += 1
 
 
-class ScriptedEngine(Engine):
-    """`Engine.step` for the rows and with the decisions that it is given.
+def decisions(vocab_size: int) -> st.SearchStrategy[Decision]:
+    """What happens in a step: mostly all of a draft is verified, sometimes nothing is asked for or all is trimmed."""
+    length = st.sampled_from([9, 9, 9, 3, 2, 1, 0])
+    turn = st.sampled_from([0, 1, 2, 5])
+    return st.builds(Decision, length, length, st.integers(0, 9), st.integers(0, vocab_size - 1), turn)
 
-    Args:
-        drafters, policy: as of an engine; whatever they do wrong raises.
-        vocab_size: of the target.
-        target: what hidden states are made of, if a drafter wants any.
-    """
+
+@st.composite
+def lives(draw: st.DrawFn, vocab_size: int, min_size: int = 1, min_new_tokens: int = 1) -> list[Life]:
+    """Requests that come at different times, at most as many as a batch has rows."""
+    found = []
+    for number in range(draw(st.integers(min_size, BATCH_SIZE))):
+        pattern = draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=4))
+        prompt = (pattern * 20)[: draw(st.sampled_from([1, 2, 3, 6, 12, 20]))]
+        eos = draw(st.just(frozenset()) | st.frozensets(st.integers(0, vocab_size - 1), max_size=1))
+        request = Request(f"r{number}", tuple(prompt), draw(st.integers(min_new_tokens, 24)), eos)
+        script = draw(st.lists(decisions(vocab_size), min_size=1, max_size=5))
+        found.append(Life(request, tuple(script), draw(st.integers(0, 4))))
+    return found
+
+
+class ScriptedEngine(Engine):
+    """`Engine.step` for the rows and with the decisions that it is given."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 
 from emssd.attention.trees import is_chain
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.checked import own_draft
+from emssd.drafting.checked import check_ids, own_draft
 from emssd.errors import DraftError
 from emssd.sequences import Batch, Row
 from emssd.testing.conformance.rules import broken, named
@@ -29,10 +29,6 @@ _FIELDS = [field.name for field in dataclasses.fields(Row)]
 class WatchedDrafter(Drafter):
     """Passes every call on to another drafter.
 
-    Args:
-        drafter: to watch.
-        vocab_size: of the target.
-
     Attributes:
         num_drafted, num_accepted: tokens by request id, as the outcomes say.
         seconds, num_tokens: spent in `propose`, and proposed by it.
@@ -40,6 +36,8 @@ class WatchedDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self.drafter = drafter
+        self.drafts_trees, self.num_candidates = drafter.drafts_trees, drafter.num_candidates
+        self.hidden_layers = drafter.hidden_layers
         self.num_drafted: Counter[str] = Counter()
         self.num_accepted: Counter[str] = Counter()
         self.seconds = 0.0
@@ -49,24 +47,9 @@ class WatchedDrafter(Drafter):
         self._proposed: dict[str, Nodes] = {}
 
     @property
-    def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: that of the watched drafter
+    def num_speculative_tokens(self) -> int:  # type: ignore[override]  # asked of the watched drafter at any time
         """The most tokens it proposes for one row in one step."""
         return self.drafter.num_speculative_tokens
-
-    @property
-    def drafts_trees(self) -> bool:  # type: ignore[override]  # as above
-        """Whether it may draft trees."""
-        return self.drafter.drafts_trees
-
-    @property
-    def num_candidates(self) -> int:  # type: ignore[override]  # as above
-        """How many of the target's best tokens it wants to hear of."""
-        return self.drafter.num_candidates
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]  # as above
-        """Which hidden states of the target it wants to hear of."""
-        return self.drafter.hidden_layers
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._rows = {row.request_id: row for row in batch}
@@ -77,7 +60,11 @@ class WatchedDrafter(Drafter):
         self.seconds += time.perf_counter() - start
         unchanged(before, batch, "propose")
         with named("drafter.draft", "reading the draft"):
-            _check(draft, batch, limits, self._vocab_size, self.drafts_trees)
+            try:
+                own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
+                check_ids(draft.token_ids.tolist(), self._vocab_size)
+            except DraftError as error:
+                broken(f"drafter.{error.rule}", str(error))
         self.num_tokens += draft.token_ids.numel()
         self._proposed = nodes_of(batch, draft)
         return draft
@@ -118,14 +105,6 @@ class WatchedDrafter(Drafter):
                     f"for request {name!r} it drafted {shown(proposed)}, and when that was verified it had become "
                     f"{shown(nodes)}; give a new tensor in every step",
                 )
-
-
-def _check(draft: Any, batch: Batch, limits: list[int], vocab_size: int, trees: bool) -> None:
-    """Test a draft as the engine does, and name the rule that it breaks."""
-    try:
-        own_draft(draft, batch, limits, vocab_size, trees=trees)
-    except DraftError as error:
-        broken(f"drafter.{error.rule}", str(error))
 
 
 def nodes_of(batch: Batch, draft: Draft) -> dict[str, Nodes]:

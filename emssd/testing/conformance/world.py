@@ -18,11 +18,6 @@ __all__ = ["World", "live"]
 class World:
     """A drafter, or several in turn, and what they drafted.
 
-    Args:
-        watched: the drafters.
-        vocab_size: of the target.
-        target: what hidden states are made of, if a drafter wants any.
-
     Attributes:
         drafts: by request id, what was drafted for it, step by step and drafter by drafter, before it was trimmed.
     """

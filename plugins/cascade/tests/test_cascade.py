@@ -29,7 +29,7 @@ from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.budgets import ScriptedBudget
+from emssd.testing.drafters import ScriptedBudget
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
 from tests.support.engine_machine import EngineMachine

@@ -32,9 +32,9 @@ from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import DenseBackend, greedy_reference
-from emssd.testing.paged import ReferenceKernels
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
+from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiers import looped
 
 VOCAB_SIZE = 11

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from emssd.attention.recorded import Compute
 from emssd.errors import PluginError
+from emssd_flashinfer.recorded import Compute
 
 __all__ = ["CudaGraphCapture"]
 
 
 class CudaGraphCapture:
-    """An `emssd.attention.recorded.Capture`. Its graphs share one memory pool and must not run at the same time.
+    """An `emssd_flashinfer.recorded.Capture`. Its graphs share one memory pool and must not run at the same time.
 
     All are recorded on one stream, as cuBLAS keeps a workspace for each stream that it has seen.
     """

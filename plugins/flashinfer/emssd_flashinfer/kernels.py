@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.attention.planned import PlannedKernels
 from emssd.attention.pool import KVPool
-from emssd.attention.recorded import Capture, StaticInputs
-from emssd.attention.tables import FixedShape, PagedMetadata, largest_metadata
 from emssd.attention.transfer import on_device
 from emssd.errors import ConfigError, OutOfMemoryError, PluginError
+from emssd_flashinfer.planned import PlannedKernels
+from emssd_flashinfer.recorded import Capture, StaticInputs
 from emssd_flashinfer.sizes import eager_workspace, recorded_rows, recorded_workspace
+from emssd_flashinfer.tables import FixedShape, PagedMetadata, largest_metadata
 
 __all__ = ["HEAD_DIMS", "FlashInferAttention", "FlashInferKernels"]
 
@@ -36,7 +36,7 @@ class FlashInferKernels(PlannedKernels):
         workspace_mib: the most MiB for partial results; ``None`` for as much as it takes. All kernels share them, as
             they run one after another.
         prefill_kernel: ``fa2`` or ``fa3``, for steps with a row of 256 new tokens or more.
-        capture, max_graph_tokens: see `emssd.attention.planned.PlannedKernels`.
+        capture, max_graph_tokens: see `emssd_flashinfer.planned.PlannedKernels`.
         query_tile: of recorded steps, see `emssd_flashinfer.sizes.recorded_rows`.
     """
 
@@ -86,7 +86,7 @@ class FlashInferKernels(PlannedKernels):
     def attention(
         self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
     ) -> FlashInferAttention:
-        """See `emssd.attention.planned.PlannedKernels`. The first use of a kernel on a machine compiles it.
+        """See `emssd_flashinfer.planned.PlannedKernels`. The first use of a kernel on a machine compiles it.
 
         Raises:
             PluginError: it cannot be compiled.
@@ -171,14 +171,7 @@ class FlashInferKernels(PlannedKernels):
 
 
 class FlashInferAttention:
-    """An `emssd.attention.planned.PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts.
-
-    Args:
-        layer: shape and rules.
-        dtype: of queries, keys, values and output.
-        wrapper: a `BatchPrefillWithPagedKVCacheWrapper`.
-        for_prompts: another wrapper, for steps with long rows.
-    """
+    """An `emssd_flashinfer.planned.PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts."""
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, wrapper: Any, for_prompts: Any = None) -> None:
         self.layer = layer

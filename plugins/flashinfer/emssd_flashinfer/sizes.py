@@ -40,13 +40,7 @@ def recorded_rows(size: int, max_batch_size: int, group: int, tile: int) -> int:
 def recorded_workspace(
     size: int, num_rows: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, num_sms: int
 ) -> int:
-    """Bytes that a recorded plan takes. It always splits KV, so each of its tiles has a partial result.
-
-    Args:
-        size, num_rows: tokens and rows of the recording.
-        num_qo_heads, num_kv_heads, head_dim: of the layer.
-        num_sms: multiprocessors of the GPU.
-    """
+    """Bytes that a recorded plan takes. It always splits KV, so each of its tiles has a partial result."""
     group = num_qo_heads // num_kv_heads
     tile = query_tile((size - num_rows + 1) * group, head_dim)
     num_tiles = -(-size * group // tile) + num_rows - 1

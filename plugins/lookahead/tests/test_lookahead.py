@@ -19,7 +19,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceKernels
+from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiers import few, looped
 
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]

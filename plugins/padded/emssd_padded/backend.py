@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,13 +14,13 @@ from emssd.attention import (
     KVUsage,
     LayerSpec,
     PackedInputs,
+    StepMask,
     StepPlan,
-    additive_mask,
     masked_attention,
 )
-from emssd.attention.hidden import hidden_nodes
 from emssd.attention.seen import StepWatch
 from emssd.attention.transfer import on_device
+from emssd.attention.trees import hidden_nodes
 from emssd_padded.slab import SlabTable
 
 __all__ = ["PaddedBackend", "PaddedStep"]
@@ -40,11 +40,8 @@ class PaddedStep:
         real: ``[nnz]`` int64, the place in the rectangle of each fed token; ``None`` as above.
         rows: ``[B]`` slab rows; a slice if they are the first ``B`` in order.
         write_rows, write_slots: ``[b * n]`` int64, where the KV of each fed token goes.
-        positions: ``[B, n_max]`` int64.
-        key_positions: ``[B, slots]`` int64, the position of the token in each slot, out of reach for holes.
-        hidden: ``[B, n_max, slots]`` bool, see `hidden_nodes`; ``None`` where no row has a tree.
+        mask: of queries ``[B, n_max]`` over slots; the positions of holes are out of reach.
         watch: on devices where a look at each layer's results would make the host wait; else ``None``.
-        masks: by sliding window, ``[B, n_max, slots]``, see `additive_mask`.
     """
 
     places: torch.Tensor | None
@@ -52,32 +49,14 @@ class PaddedStep:
     rows: torch.Tensor | slice
     write_rows: torch.Tensor
     write_slots: torch.Tensor
-    positions: torch.Tensor
-    key_positions: torch.Tensor
-    hidden: torch.Tensor | None
+    mask: StepMask
     watch: StepWatch | None
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Which slots each query sees. It is built once a step."""
-        if window not in self.masks:
-            queries, keys = self.positions.unsqueeze(-1), self.key_positions.unsqueeze(1)
-            mask = keys <= queries
-            if window is not None:
-                mask &= keys > queries - window
-            if self.hidden is not None:
-                mask &= ~self.hidden
-            self.masks[window] = additive_mask(mask, dtype)
-        return self.masks[window]
 
 
 class PaddedBackend(AttentionBackend):
     """A slab ``[rows, slots, heads, dim]`` per layer and one masked attention call over the whole rectangle.
 
     With both paddings off it computes the same as `ragged`, in these kernels, as the ablation asks.
-
-    Args:
-        pad_kv, pad_inputs: see `PaddedConfig`.
     """
 
     takes_trees = True
@@ -127,7 +106,7 @@ class PaddedBackend(AttentionBackend):
             self._table.append(request_id, range(start, start + length))
         self._peak_held = max(self._peak_held, self.kv_usage.held)
         inputs = packed.on(self._spec.device)
-        places, real = (self._index(places) for places in _rectangle(packed, longest))
+        places, real = (self._index(places) for places in packed.rectangle(range(len(rows))))
         write_rows = self._index(rows).repeat_interleave(longest)
         write_slots = (self._index(starts).unsqueeze(1) + torch.arange(longest, device=places.device)).flatten()
         self._positions[write_rows[real], write_slots[real]] = inputs.position_ids
@@ -135,6 +114,7 @@ class PaddedBackend(AttentionBackend):
         key_positions = self._positions[rows_used, : self._width()]
         watch = StepWatch() if self._watched else None
         replay = None if watch is None else watch.run
+        positions = inputs.position_ids[places].view(len(rows), longest)
         step = PaddedStep(
             places=None if self._pad_inputs else places,
             real=None if self._pad_inputs else real,
@@ -142,9 +122,7 @@ class PaddedBackend(AttentionBackend):
             # A padding token writes its KV too, to a slot that is a hole or is overwritten later.
             write_rows=write_rows if self._pad_inputs else write_rows[real],
             write_slots=write_slots if self._pad_inputs else write_slots[real],
-            positions=inputs.position_ids[places].view(len(rows), longest),
-            key_positions=key_positions,
-            hidden=self._hidden(packed, longest, key_positions.shape[1]),
+            mask=StepMask(positions, key_positions, self._hidden(packed, longest, key_positions.shape[1])),
             watch=watch,
         )
         if not self._pad_inputs:
@@ -153,7 +131,7 @@ class PaddedBackend(AttentionBackend):
         keep, column_index = torch.unique(wanted % longest, return_inverse=True)
         return StepPlan(
             input_ids=inputs.input_ids[places].view(len(rows), longest),
-            position_ids=step.positions,
+            position_ids=positions,
             logits_to_keep=keep,
             logit_index=wanted // longest * len(keep) + column_index,
             attention=step,
@@ -165,16 +143,16 @@ class PaddedBackend(AttentionBackend):
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         step: PaddedStep = plan.attention
-        spec, num_slots = self._spec.layers[layer], step.key_positions.shape[1]
+        spec, num_slots = self._spec.layers[layer], step.mask.key_positions.shape[1]
         keys, values = self._keys[layer], self._values[layer]
         keys[step.write_rows, step.write_slots] = key
         values[step.write_rows, step.write_slots] = value
         rectangle = query if step.places is None else query[step.places]
         out = masked_attention(
-            rectangle.view(step.positions.shape[0], -1, *query.shape[1:]),
+            rectangle.view(step.mask.positions.shape[0], -1, *query.shape[1:]),
             keys[step.rows, :num_slots],
             values[step.rows, :num_slots],
-            step.mask(spec.sliding_window, query.dtype),
+            step.mask.additive(spec.sliding_window, query),
             spec,
             checked=step.watch is None or not step.watch.trusts,
         ).reshape(-1, spec.num_qo_heads, spec.value_dim)
@@ -256,17 +234,6 @@ class PaddedBackend(AttentionBackend):
                 slabs[:] = [_enlarged(slab, rows, slots, 0) for slab in slabs]
             self._positions = _enlarged(self._positions, rows, slots, _HOLE)
         self._peak_pool = max(self._peak_pool, rows * slots * self._spec.bytes_per_token())
-
-
-def _rectangle(packed: PackedInputs, longest: int) -> tuple[list[int], list[int]]:
-    """The packed token at each place of a rectangle ``[B, longest]``, and the place of each packed token."""
-    places: list[int] = []
-    real: list[int] = []
-    for row, (first, length) in enumerate(zip(packed.qo_indptr, packed.lengths, strict=False)):
-        places.extend(range(first, first + length))
-        places.extend([first + length - 1] * (longest - length))
-        real.extend(range(row * longest, row * longest + length))
-    return places, real
 
 
 def _enlarged(old: torch.Tensor, rows: int, slots: int, fill: int) -> torch.Tensor:

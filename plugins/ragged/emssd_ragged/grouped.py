@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,16 +12,15 @@ from emssd.attention import (
     LayerSpec,
     PackedInputs,
     PagedKernels,
+    StepMask,
     StepPlan,
-    additive_mask,
     masked_attention,
 )
-from emssd.attention.hidden import hidden_nodes
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.attention.seen import StepWatch
 from emssd.attention.transfer import on_device
-from emssd.attention.trees import depths
+from emssd.attention.trees import depths, hidden_nodes
 
 __all__ = ["GroupedKernels", "GroupedStep", "RowGroup"]
 
@@ -43,11 +42,7 @@ class RowGroup:
         tokens: ``[m]`` int64, the places of these tokens among the ``nnz``; ``None`` as above.
         num_rows: ``r``.
         pages: ``[r * p]`` int64, the pages of each row, padded with page 0.
-        positions: ``[r, n]`` int64.
-        key_positions: ``[r, p * page_size]`` int64, the position of each token of KV, where a row has a tree; ``None``
-            where they count from 0.
-        hidden: ``[r, n, p * page_size]`` bool, see `hidden_nodes`; ``None`` where no row has a tree.
-        masks: by sliding window, ``[r, n, p * page_size]``, see `additive_mask`.
+        mask: of queries ``[r, n]`` over KV ``[r, p * page_size]``.
     """
 
     token_index: torch.Tensor | None
@@ -55,26 +50,7 @@ class RowGroup:
     tokens: torch.Tensor | None
     num_rows: int
     pages: torch.Tensor
-    positions: torch.Tensor
-    key_positions: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Which KV each query sees: positions up to its own, within the window, less `hidden`. Built once a step."""
-        if window not in self.masks:
-            keys, queries = self.key_positions, self.positions.unsqueeze(-1)
-            if keys is None:
-                keys = torch.arange(self.pages.numel() // self.num_rows * page_size, device=self.pages.device)
-            else:
-                keys = keys.unsqueeze(1)
-            mask = keys <= queries
-            if window is not None:
-                mask &= keys > queries - window
-            if self.hidden is not None:
-                mask &= ~self.hidden
-            self.masks[window] = additive_mask(mask, dtype)
-        return self.masks[window]
+    mask: StepMask
 
 
 @dataclass(slots=True)
@@ -125,9 +101,6 @@ class GroupedKernels(PagedKernels):
         watch = StepWatch() if self._watched else None
         inputs = packed.on(self._spec.device)
         rectangles = [self._group(packed, inputs.position_ids, pages, rows) for rows in groups]
-        if packed.trees is not None:
-            for group, rows in zip(rectangles, groups, strict=True):
-                self._add_trees(group, packed, packed.trees, rows)
         step = GroupedStep(on_device(slots, self._spec.device), rectangles, watch)
         return StepPlan.ragged(inputs, step, replay=None if watch is None else watch.run)
 
@@ -154,7 +127,7 @@ class GroupedKernels(PagedKernels):
                 query.view(rows, -1, *query.shape[1:]) if group.token_index is None else query[group.token_index],
                 keys.index_select(0, group.pages).view(rows, -1, *keys.shape[2:]),
                 values.index_select(0, group.pages).view(rows, -1, *values.shape[2:]),
-                group.mask(spec.sliding_window, self._page_size, query.dtype),
+                group.mask.additive(spec.sliding_window, query),
                 spec,
                 checked=checked,
             ).reshape(-1, spec.num_qo_heads, spec.value_dim)
@@ -186,41 +159,33 @@ class GroupedKernels(PagedKernels):
         longest, page_rows = max(lengths[row] for row in rows), [pages_of[row] for row in rows]
         num_pages = max(len(pages) for pages in page_rows)
         pages = [page for row in page_rows for page in row + [0] * (num_pages - len(row))]
-        page_index = on_device(pages, device)
+        page_index, num_slots = on_device(pages, device), num_pages * self._page_size
         if len(rows) == packed.num_rows and all(length == longest for length in lengths):
-            return RowGroup(None, None, None, len(rows), page_index, position_ids.view(len(rows), longest))
-        token_index: list[int] = []
-        output_index: list[int] = []
-        tokens: list[int] = []
-        for place, row in enumerate(rows):
-            start, stop = packed.qo_indptr[row], packed.qo_indptr[row + 1]
-            token_index.extend(range(start, stop))
-            token_index.extend([stop - 1] * (longest - (stop - start)))
-            output_index.extend(range(place * longest, place * longest + stop - start))
-            tokens.extend(range(start, stop))
+            mask = self._mask(packed, rows, position_ids.view(len(rows), longest), num_slots)
+            return RowGroup(None, None, None, len(rows), page_index, mask)
+        token_index, output_index = packed.rectangle(rows)
         index = on_device(token_index, device).view(len(rows), longest)
         return RowGroup(
             token_index=index,
             output_index=on_device(output_index, device),
-            tokens=on_device(tokens, device),
+            tokens=on_device([token_index[place] for place in output_index], device),
             num_rows=len(rows),
             pages=page_index,
-            positions=position_ids[index],
+            mask=self._mask(packed, rows, position_ids[index], num_slots),
         )
 
-    def _add_trees(
-        self, group: RowGroup, packed: PackedInputs, trees: tuple[tuple[int, ...], ...], rows: list[int]
-    ) -> None:
-        """Tell a group of `rows` where the nodes of their trees stand, and what they do not see."""
-        if not any(trees[row] for row in rows):
-            return
-        num_slots = group.pages.numel() // group.num_rows * self._page_size
+    def _mask(self, packed: PackedInputs, rows: list[int], positions: torch.Tensor, num_slots: int) -> StepMask:
+        """What the queries of `rows`, at ``positions [r, n]``, see of `num_slots` tokens of KV each."""
+        device = self._spec.device
+        trees = [packed.trees[row] for row in rows] if packed.trees is not None else []
+        if not any(trees):
+            return StepMask(positions, torch.arange(num_slots, device=device))
         key_positions = torch.arange(num_slots).repeat(len(rows), 1)  # behind a row's KV they are beyond its queries
-        nodes = [range(packed.kv_lens[row] - len(trees[row]), packed.kv_lens[row]) for row in rows]
-        for place, (row, slots) in enumerate(zip(rows, nodes, strict=True)):
-            if slots:
-                key_positions[place, slots.start : slots.stop] = slots.start - 1 + torch.tensor(depths(trees[row]))
-        branches = [(trees[row], packed.lengths[row], slots) for row, slots in zip(rows, nodes, strict=True)]
-        hidden = hidden_nodes(branches, group.positions.shape[1], num_slots)
-        group.key_positions = on_device(key_positions, self._spec.device)
-        group.hidden = on_device(hidden, self._spec.device, torch.bool)
+        branches = []
+        for place, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            nodes = range(packed.kv_lens[row] - len(tree), packed.kv_lens[row])
+            if tree:
+                key_positions[place, nodes.start : nodes.stop] = nodes.start - 1 + torch.tensor(depths(tree))
+            branches.append((tree, packed.lengths[row], nodes))
+        hidden = hidden_nodes(branches, positions.shape[1], num_slots)
+        return StepMask(positions, on_device(key_positions, device), on_device(hidden, device, torch.bool))

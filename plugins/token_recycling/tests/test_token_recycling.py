@@ -20,7 +20,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd.testing.paged import ReferenceKernels
+from tests.support.reference_kernels import ReferenceKernels
 
 SHARES = [0.5, 0.3, 0.1]
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]

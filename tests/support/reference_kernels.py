@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from emssd_flashinfer.planned import PlannedKernels
+from emssd_flashinfer.recorded import Capture, Compute, StaticInputs
+from emssd_flashinfer.tables import PagedMetadata
 
 from emssd.attention import LayerSpec
-from emssd.attention.planned import PlannedKernels
-from emssd.attention.recorded import Capture, Compute, StaticInputs
-from emssd.attention.tables import PagedMetadata
 
 __all__ = ["ReferenceAttention", "ReferenceKernels", "rerun"]
 
@@ -16,7 +16,7 @@ class ReferenceKernels(PlannedKernels):
     """Paged attention for any device and dtype, row by row and in float64; slow and easy to check.
 
     Args:
-        head_dims, capture, max_graph_tokens: see `emssd.attention.planned.PlannedKernels`.
+        head_dims, capture, max_graph_tokens: see `emssd_flashinfer.planned.PlannedKernels`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ReferenceKernels(PlannedKernels):
 
 
 class ReferenceAttention:
-    """An `emssd.attention.planned.PagedAttention`. It asserts what a real kernel would misread silently."""
+    """An `emssd_flashinfer.planned.PagedAttention`. It asserts what a real kernel would misread silently."""
 
     def __init__(self, layer: LayerSpec, masked: bool, static: StaticInputs | None = None) -> None:
         self._layer = layer

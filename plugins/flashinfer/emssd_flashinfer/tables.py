@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emssd.attention.packed import PackedInputs
+from emssd.attention.packed import PackedInputs, runs
 from emssd.attention.pages import PageTable
 from emssd.attention.trees import ancestors
 
 __all__ = [
     "FixedShape",
-    "PageArrays",
     "PagedMetadata",
     "largest_metadata",
-    "page_arrays",
     "page_metadata",
-    "runs",
     "tree_mask",
 ]
 
@@ -68,18 +64,8 @@ class PagedMetadata:
         return (full_pages * self.page_size + self.kv_last_page_len).tolist()
 
 
-class PageArrays(NamedTuple):
-    """The tables of `PagedMetadata` as arrays, all int64 but the pages."""
-
-    qo_indptr: NDArray[np.int64]
-    kv_indptr: NDArray[np.int64]
-    kv_indices: NDArray[np.int32]
-    kv_last_page_len: NDArray[np.int64]
-    slots: NDArray[np.int64]
-
-
-def page_arrays(table: PageTable, packed: PackedInputs) -> PageArrays:
-    """The tables of one step. The pages of its new tokens are reserved in `table` already."""
+def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:
+    """The metadata of one step. The pages of its new tokens are reserved in `table` already."""
     size, qo_indptr, kv_lens = table.page_size, np.array(packed.qo_indptr), np.array(packed.kv_lens)
     q_lens, num_pages = np.diff(qo_indptr), -(-kv_lens // size)
     kv_indptr = np.concatenate([_ZERO, num_pages.cumsum()])
@@ -87,29 +73,17 @@ def page_arrays(table: PageTable, packed: PackedInputs) -> PageArrays:
     # Without trees, the positions of the tokens are their places in the KV.
     tokens = packed.position_ids.numpy() if packed.trees is None else runs(kv_lens - q_lens, q_lens)
     pages = kv_indices[np.repeat(kv_indptr[:-1], q_lens) + tokens // size].astype(np.int64)
-    return PageArrays(qo_indptr, kv_indptr, kv_indices, (kv_lens - 1) % size + 1, pages * size + tokens % size)
-
-
-def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:
-    """The metadata of one step. The pages of its new tokens are reserved in `table` already."""
-    arrays = page_arrays(table, packed)
     return PagedMetadata(
-        qo_indptr=_int32(arrays.qo_indptr),
-        kv_indptr=_int32(arrays.kv_indptr),
-        kv_indices=torch.from_numpy(arrays.kv_indices),
-        kv_last_page_len=_int32(arrays.kv_last_page_len),
-        slots=torch.from_numpy(arrays.slots),
-        page_size=table.page_size,
+        qo_indptr=_int32(qo_indptr),
+        kv_indptr=_int32(kv_indptr),
+        kv_indices=torch.from_numpy(kv_indices),
+        kv_last_page_len=_int32((kv_lens - 1) % size + 1),
+        slots=torch.from_numpy(pages * size + tokens % size),
+        page_size=size,
     )
 
 
 _ZERO = np.zeros(1, dtype=np.int64)
-
-
-def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``[sum(lengths)]`` int64: for each row the integers from ``starts[i]`` on, ``lengths[i]`` of them."""
-    ends = lengths.cumsum()
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def _int32(values: NDArray[np.int64]) -> torch.Tensor:

@@ -17,10 +17,10 @@ from emssd.attention.packed import PackedInputs
 from emssd.attention.paged import PagedKernels
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
-from emssd.attention.recorded import Capture, Compute, StaticInputs, ladder, rung
-from emssd.attention.tables import FixedShape, PagedMetadata, page_arrays, page_metadata, tree_mask
-from emssd.attention.transfer import Staging, on_device
+from emssd.attention.transfer import on_device
 from emssd.errors import ConfigError
+from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
+from emssd_flashinfer.tables import FixedShape, PagedMetadata, page_metadata, tree_mask
 
 __all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "write_kv"]
 
@@ -36,7 +36,7 @@ class PagedAttention(Protocol):
 
         Args:
             metadata: of the step.
-            mask: ``[sum(q_len * kv_len)]`` bool, see `emssd.attention.tables.tree_mask`.
+            mask: ``[sum(q_len * kv_len)]`` bool, see `emssd_flashinfer.tables.tree_mask`.
         """
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -146,11 +146,9 @@ class PlannedKernels(PagedKernels):
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         masked, size = packed.trees is not None, self._size_of(packed)
         planned = {layer: self._attention_of(layer, size, masked) for layer in self._rules}
-        if size is None:
-            metadata = page_metadata(table, packed)
-        else:
-            scrap_slots = self._scrap_slots(size - packed.num_tokens)
-            metadata = self._static_of(size).fill(packed, page_arrays(table, packed), table.page_size, scrap_slots)
+        metadata = page_metadata(table, packed)
+        if size is not None:
+            metadata = self._static_of(size).fill(packed, metadata, self._scrap_slots(size - packed.num_tokens))
         for layer, attention in planned.items():
             attention.plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
         by_layer = [planned[layer] for layer in self._layers]
@@ -248,10 +246,6 @@ def write_kv(
     Kernels replace masked scores by minus infinity, and then multiply every value of a tile, masked ones by 0. So a NaN
     in a key reaches only those who see it, and a NaN in a value reaches others too. A head whose value is not finite is
     therefore stored with a key of NaN and finite values: who sees it gets NaN, and nobody else.
-
-    Args:
-        keys, values: ``[pages, page_size, heads, dim]``, written; `dim` may be larger than that of `key` and `value`.
-        slots, key, value: as above.
     """
     if key.shape == value.shape:
         key = torch.add(key, value, alpha=0)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from emssd.attention.packed import PackedInputs
-from emssd.attention.tables import FixedShape, PageArrays, PagedMetadata
-from emssd.attention.transfer import Staging
+from emssd_flashinfer.tables import FixedShape, PagedMetadata
 
-__all__ = ["Capture", "Compute", "StaticInputs", "StepTables", "ladder", "rung"]
+__all__ = ["Capture", "Compute", "Staging", "StaticInputs", "StepTables", "ladder", "rung"]
 
 Compute = Callable[[], Any]
 """A pass, which returns tensors."""
+
+Capture = Callable[[Compute], Compute]
+"""Records a pass: what it returns runs the pass again, on what its tensors hold by then."""
 
 T = TypeVar("T")
 
@@ -46,7 +48,7 @@ class StepTables(NamedTuple, Generic[T]):
         input_ids, position_ids, slots, logit_rows: ``[num_tokens]`` int64.
         places: ``[num_tokens]`` int64, see `emssd.attention.packed.Drafted`.
         qo_indptr, kv_indptr: ``[num_rows + 1]`` int32, as `kv_last_page_len` ``[num_rows]`` and `kv_indices`
-            ``[num_pages]`` in the layout of `emssd.attention.tables.PagedMetadata`.
+            ``[num_pages]`` in the layout of `emssd_flashinfer.tables.PagedMetadata`.
     """
 
     input_ids: T
@@ -60,12 +62,48 @@ class StepTables(NamedTuple, Generic[T]):
     kv_indices: T
 
 
-class StaticInputs:
-    """The tensors that the recorded passes of one size read. Each step fills them anew; their addresses never change.
+class Staging:
+    """Memory of a device that is filled anew in each step, in one copy from pinned memory of the host.
+
+    There are two buffers on the host, which take turns. So a step is written while the one before is still read.
 
     Args:
-        shape: limits of the step.
-        staging: where they lie, from its beginning; recordings of all sizes share it.
+        num_bytes: of the memory.
+        device: of the memory.
+        make_event: makes what tells whether the device has come so far, on a GPU ``torch.cuda.Event``.
+
+    Attributes:
+        memory: ``[num_bytes]`` uint8 on the device.
+        buffers: two of ``[num_bytes]`` uint8 on the host.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
+        on_gpu = device.type == "cuda"
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.buffers = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        make_event = make_event or (torch.cuda.Event if on_gpu else None)
+        self._read = [] if make_event is None else [make_event() for _ in self.buffers]
+        self._turn = 0
+
+    def next(self) -> int:
+        """Which buffer to write: the other one. The host waits until nobody reads it any more."""
+        self._turn = 1 - self._turn
+        if self._read and not self._read[self._turn].query():
+            self._read[self._turn].synchronize()
+        return self._turn
+
+    def move(self, num_bytes: int) -> None:
+        """Copy the beginning of the buffer that is being written to the device."""
+        self.memory[:num_bytes].copy_(self.buffers[self._turn][:num_bytes], non_blocking=True)
+
+    def done(self) -> None:
+        """What is launched from here on does not read the buffer that was written."""
+        if self._read:
+            self._read[self._turn].record()
+
+
+class StaticInputs:
+    """The tensors that the recorded passes of one size read. Each step fills them anew; their addresses never change.
 
     Attributes:
         shape: as given.
@@ -84,15 +122,12 @@ class StaticInputs:
         """Bytes of staging memory that tensors of this shape take."""
         return _sections(shape)[-1][1]
 
-    def fill(
-        self, packed: PackedInputs, pages: PageArrays, page_size: int, scrap_slots: NDArray[np.int64]
-    ) -> PagedMetadata:
+    def fill(self, packed: PackedInputs, pages: PagedMetadata, scrap_slots: NDArray[np.int64]) -> PagedMetadata:
         """Write one step. A padding token is token 0 at position 0, and nobody reads the slot that its KV goes to.
 
         Args:
             packed: the step.
             pages: its tables.
-            page_size: tokens per page.
             scrap_slots: ``[padding]``, one for each padding token.
 
         Returns:
@@ -105,11 +140,11 @@ class StaticInputs:
         _write(arrays.input_ids, packed.input_ids.numpy(), 0)
         _write(arrays.position_ids, packed.position_ids.numpy(), 0)
         _write(arrays.logit_rows, packed.logit_rows.numpy(), 0)
-        _write(arrays.slots, pages.slots, scrap_slots)
-        _write(arrays.qo_indptr, pages.qo_indptr, packed.num_tokens)
-        _write(arrays.kv_indptr, pages.kv_indptr, num_pages)
-        _write(arrays.kv_last_page_len, pages.kv_last_page_len, 0)
-        arrays.kv_indices[:num_pages] = pages.kv_indices
+        _write(arrays.slots, pages.slots.numpy(), scrap_slots)
+        _write(arrays.qo_indptr, pages.qo_indptr.numpy(), packed.num_tokens)
+        _write(arrays.kv_indptr, pages.kv_indptr.numpy(), num_pages)
+        _write(arrays.kv_last_page_len, pages.kv_last_page_len.numpy(), 0)
+        arrays.kv_indices[:num_pages] = pages.kv_indices.numpy()
         if packed.drafted is not None:
             _write(arrays.places, packed.drafted.places.numpy(), 0)
         self._staging.move(self._pages_begin + _INT32 * num_pages)
@@ -123,7 +158,7 @@ class StaticInputs:
             kv_indices=self.tables.kv_indices[:num_pages],
             kv_last_page_len=host.kv_last_page_len,
             slots=self.tables.slots,
-            page_size=page_size,
+            page_size=pages.page_size,
         )
 
     def done(self) -> None:
@@ -153,10 +188,3 @@ def _tables(memory: torch.Tensor, shape: FixedShape) -> StepTables[torch.Tensor]
 def _write(array: NDArray[Any], values: NDArray[Any], rest: int | NDArray[np.int64]) -> None:
     array[: len(values)] = values
     array[len(values) :] = rest
-
-
-class Capture(Protocol):
-    """Records a function of no arguments."""
-
-    def __call__(self, compute: Compute) -> Compute:
-        """A function that runs `compute` again, on what its tensors hold by then."""
