@@ -24,7 +24,7 @@ from rich.table import Table
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
-from emssd.drafters import ModelDrafter, TreeDrafter
+from emssd.drafters import ModelDrafter
 from emssd.drafting import Drafter
 from emssd.model import CausalLMRunner, TargetModel, load_model
 from emssd.plugins.builtin import FixedBudgetConfig
@@ -74,7 +74,7 @@ def make_drafter(config: DraftModelConfig, noise: Any, draft: TargetModel, batch
     shape = shape_of(config)
     spec = replace(draft.kv_cache_spec(batch_size), trees=shape is not None)
     runner = CausalLMRunner(draft, make_backend(spec, "ragged", Registry()))
-    kind: Any = DraftModelDrafter if shape is None else TreeDrafter
+    kind: Any = DraftModelDrafter if shape is None else ModelDrafter
     changed: Any = type(kind.__name__, (noise, kind), {})
     made: Drafter = changed(runner, draft.vocab_size, shape or config.num_speculative_tokens)
     return made

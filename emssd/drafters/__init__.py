@@ -1,19 +1,25 @@
-"""Drafters that plugins build on: a causal model with a KV cache of its own drafts for the whole batch."""
+"""Drafters that plugins build on: a model or a trained head with a KV cache of its own drafts for the whole batch."""
 
-from emssd.drafters.base import CachedRow, ModelDrafter
-from emssd.drafters.loading import load_draft_model
-from emssd.drafters.parallel import Chain, joined_chains, parallel_chains
-from emssd.drafters.shallow import shallow_runner
-from emssd.drafters.trees import Level, TreeDrafter
+from emssd.drafters.lanes import HeadLane, Lane, fed
+from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of, pack_level
+from emssd.drafters.loading import load_draft_model, shallow_runner
+from emssd.drafters.models import ModelDrafter
+from emssd.drafters.paired import PairedDrafter
+from emssd.drafters.states import StatesDrafter
 
 __all__ = [
-    "CachedRow",
-    "Chain",
+    "GrowingRow",
+    "HeadLane",
+    "Lane",
     "Level",
+    "LevelDrafter",
     "ModelDrafter",
-    "TreeDrafter",
-    "joined_chains",
+    "PairedDrafter",
+    "SlotDrafter",
+    "StatesDrafter",
+    "fed",
     "load_draft_model",
-    "parallel_chains",
+    "nodes_of",
+    "pack_level",
     "shallow_runner",
 ]

@@ -8,15 +8,12 @@ from collections.abc import Sequence as Seq
 from enum import Enum
 from typing import TypeVar
 
-from emssd.drafting.levels import GrowingTree
+from emssd.drafting.levels import Expansion, GrowingTree
 from emssd.errors import ConfigError, did_you_mean
 
 __all__ = ["DynamicShape", "Expansion", "Shape", "check_at_least_one", "chosen"]
 
 Chosen = TypeVar("Chosen", bound=Enum)
-
-Expansion = tuple[int, Seq[int]]
-"""A node to expand, and which of its likeliest tokens become its children, counted from 0."""
 
 
 class Shape(ABC):

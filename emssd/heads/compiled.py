@@ -22,7 +22,7 @@ from emssd.native import CacheError, Entry, NativeError
 if TYPE_CHECKING:
     from emssd.attention import StepPlan
     from emssd.attention.native import NativeStep
-    from emssd.heads.runner import Head
+    from emssd.heads.head import Head
 
 __all__ = ["CompiledHead", "compiled_head"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from emssd.attention import LayerSpec
+from emssd.heads.head import Head
 from emssd.heads.layers import HeadLayer
-from emssd.heads.runner import Head
 from emssd.heads.target import Embed, Project
 
 __all__ = ["PairedHead"]

@@ -15,10 +15,10 @@ import pytest
 from emssd_draft_model.drafter import DraftModelDrafter
 
 from emssd.decoding.engine import Engine
+from emssd.drafters import PairedDrafter
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import PluginError
-from emssd.heads.paired import PairedDrafter
 from emssd.sampling import SamplingParams
 from emssd.simulate.recording import StepLog
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter

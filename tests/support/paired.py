@@ -21,8 +21,8 @@ from emssd_mtp.drafter import load_drafter as load_mtp
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters import PairedDrafter
 from emssd.drafting import DrafterContext
-from emssd.heads.paired import PairedDrafter
 from emssd.model import BorrowedTarget, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
@@ -81,7 +81,7 @@ def sure(load: Load) -> Load:
 
     def loaded(config: Any, context: DrafterContext) -> PairedDrafter:
         drafter = load(config, context)
-        drafter._shape.temperature = 0.01
+        drafter.shape.temperature = 0.01
         return drafter
 
     return loaded

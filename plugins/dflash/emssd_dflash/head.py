@@ -84,7 +84,7 @@ class BlockHead(nn.Module):
             self.confidence_head = _Confidence(size + (rank if variant.confidence_reads_markov else 0))
 
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
-        """The KV cache that the head needs beside that of the target; see `emssd_dflash.runner`."""
+        """The KV cache that the head needs beside that of the target; see `emssd_dflash.lane`."""
         own = [cast("HeadLayer", layer).spec for layer in self.layers]
         specs = tuple(self._spec(*pair) for pair in zip(own, self.variant.causal, strict=True))
         longest = target.max_model_len + 2 * self.variant.block_size

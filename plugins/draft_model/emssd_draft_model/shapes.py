@@ -32,7 +32,7 @@ class StaticShape(Shape):
         self.num_nodes, self.depth, self.width = sum(self._levels), len(self._levels), max(self._expansion)
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
-        return [(node, range(self._expansion[len(tree.way(node))])) for node in frontier]
+        return [(node, range(self._expansion[tree.num_levels])) for node in frontier]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return sum(min(size, num_nodes) for size in self._levels[: max(0, depth - 1)])

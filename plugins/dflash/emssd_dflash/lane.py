@@ -1,4 +1,4 @@
-"""`BlockRunner`: runs a `BlockHead` on an attention backend, whose rows are causal, although a block is not.
+"""`BlockLane`: runs a `BlockHead` on an attention backend, whose rows are causal, although a block is not.
 
 In most layers, every token of a block sees all others. A backend lets a token see the KV of its row up to its own. So a
 row computes its new features, its block, and its block a second time: keys and values come from the first, and queries
@@ -11,21 +11,20 @@ A sliding window is as much longer as the block, so that a query sees as far bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs
-from emssd.attention.interface import StepPlan
+from emssd.attention import AttentionBackend, Kept, PackedInputs, StepPlan
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
+from emssd.drafters import Lane, fed
 from emssd.metrics.timing import phase
 from emssd_dflash.head import BlockHead
 
-__all__ = ["BlockRow", "BlockRunner"]
+__all__ = ["BlockLane", "BlockRow"]
 
 _HIDDEN = 128.0  # its square is subtracted from scores: far more than they differ, and no overflow in half precision
 
@@ -45,7 +44,7 @@ class BlockRow:
     features: torch.Tensor
 
 
-class BlockRunner:
+class BlockLane(Lane):
     """A head on one device, with its KV in an attention backend.
 
     Args:
@@ -54,6 +53,7 @@ class BlockRunner:
     """
 
     def __init__(self, head: BlockHead, backend: AttentionBackend) -> None:
+        super().__init__(backend)
         self.head, self._backend = head, backend
         self._size, self._doubled = head.variant.block_size, not all(head.variant.causal)
 
@@ -75,8 +75,7 @@ class BlockRunner:
         lengths = [len(row.features) + self.num_slots for row in rows]
         names, starts = [row.request_id for row in rows], [row.start for row in rows]
         with phase("plan"):
-            # To a backend, token ids are numbers. They say which token of the step a place of the plan is for.
-            ids = torch.arange(sum(lengths))
+            ids = torch.zeros(sum(lengths), dtype=torch.int64)
             packed = pack_nodes(names, ids, lengths, [start + self.num_slots for start in starts])
             plan = self._backend.plan(packed)
         with phase("forward"):
@@ -84,7 +83,7 @@ class BlockRunner:
             step = _Step(self._backend, plan, packed, self.head.variant.causal, *places)
             features = torch.cat([row.features for row in rows])
             hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), step.attend)
-        self._backend.commit(Kept(tuple(names), tuple(starts)))
+        self.commit(Kept(tuple(names), tuple(starts)))
         return hidden
 
     def _positions(self, rows: Seq[BlockRow], device: torch.device) -> torch.Tensor:
@@ -104,19 +103,6 @@ class BlockRunner:
             blocks += range(first + len(row.features), first + len(row.features) + self._size)
         queries = [place + self._size for place in blocks] if self._doubled else blocks
         return on_device(features + blocks, device), on_device(blocks, device), on_device(queries, device)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        """Free all KV of these requests. Unknown ids are no error."""
-        self._backend.release(request_ids)
-
-    def fits(self, kv_lens: Mapping[str, int]) -> bool:
-        """Whether the cache can hold these sequences, each at this many tokens, and no others."""
-        return self._backend.fits(kv_lens)
-
-    @property
-    def usage(self) -> KVUsage:
-        """KV memory taken now and at most."""
-        return self._backend.kv_usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +139,5 @@ class _Step:
         queries[places, :, :dim] = query
         keys[self.keys, :, :dim] = key
         values[self.keys] = value
-        fed = self.plan.input_ids.flatten()
-        out = self.backend.forward(self.plan, layer, queries[fed], keys[fed], values[fed])
+        out = self.backend.forward(self.plan, layer, *(fed(self.plan, each) for each in (queries, keys, values)))
         return self.plan.packed(out, num_tokens)[places]
