@@ -88,6 +88,11 @@ class HeadLane(Lane):
         self._compiled = compiled_head(head) if compile else None
 
     @property
+    def runs_chains(self) -> bool:
+        """Whether `run_chain` may do something."""
+        return self._compiled is not None
+
+    @property
     def usage(self) -> KVUsage:
         """KV memory taken now and at most."""
         return self._backend.kv_usage

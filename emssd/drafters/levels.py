@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -56,8 +57,11 @@ Choices = tuple[list[list[int]], list[list[float]]]
 
 
 class LevelDrafter(Drafter):
-    """Drafts trees. On a GPU the host waits once a level, for the likeliest tokens behind each node; twice in a batch
-    of greedy and sampled rows.
+    """Drafts token trees, or chains, of all rows level by level.
+
+    A subclass says which rows can be drafted for (`tree_of`), and computes logits: behind the newest tokens
+    (`catch_up`), and behind the nodes of a level (`compute`). On a GPU the host waits once a level, for the likeliest
+    tokens behind each node; twice in a batch of greedy and sampled rows.
 
     Args:
         shape: of the trees; one child for each node makes chains.
@@ -85,28 +89,28 @@ class LevelDrafter(Drafter):
         rows = self._begin(batch, budget)
         if not rows:
             return Draft.empty(len(batch))
-        if not self._grow_chains(rows):
+        if not self.grow_chains(rows):
             self._grow_trees(rows)
-        self._finish(rows)
+        self.finish(rows)
         trees = {row.request_id: row.tree for row in rows}
         return joined_best([trees.get(row.request_id) for row in batch], chains=not self.drafts_trees)
 
     @abstractmethod
-    def _tree(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
+    def tree_of(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
         """A tree without nodes for `row`, of at most so many nodes and levels; ``None`` if it cannot be drafted for."""
 
     @abstractmethod
-    def _catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """Compute what is not cached. Returns the logits ``[r, draft_vocab_size]`` behind the newest token of each."""
 
     @abstractmethod
-    def _compute(self, level: Level) -> torch.Tensor:
+    def compute(self, level: Level) -> torch.Tensor:
         """Compute the nodes of a level. Returns the logits ``[n, draft_vocab_size]`` behind each."""
 
-    def _finish(self, rows: Seq[GrowingRow]) -> None:
+    def finish(self, rows: Seq[GrowingRow]) -> None:
         """The trees of these rows are done."""
 
-    def _grow_chains(self, rows: Seq[GrowingRow]) -> bool:
+    def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
         """Draft all levels of chains in one call, if that can be; returns whether it was done."""
         return False
 
@@ -124,7 +128,7 @@ class LevelDrafter(Drafter):
         for row, limit in zip(batch, budget, strict=True):
             num_nodes = min(limit, self.shape.num_nodes)
             depth = min(self.shape.depth, row.num_remaining - 1, num_nodes)
-            tree = self._tree(row, num_nodes, depth) if depth > 0 else None
+            tree = self.tree_of(row, num_nodes, depth) if depth > 0 else None
             if tree is not None and self.shape.expand(tree, tree.level):
                 rows.append(GrowingRow(row.request_id, row.tokens, self.node_of(row), tree, self._num_cached(row)))
         if self._lane is None:
@@ -135,15 +139,15 @@ class LevelDrafter(Drafter):
     def _grow_trees(self, rows: Seq[GrowingRow]) -> None:
         """Draft level by level."""
         level = [(row, self.shape.expand(row.tree, row.tree.level)) for row in rows]
-        logits = self._catch_up(rows)
+        logits = self.catch_up(rows)
         self._grow(level, logits)
         while level := self._next_level(self._going_on(level, logits)):
-            logits = self._compute(level)
+            logits = self.compute(level)
             self._grow(level, logits)
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
         """Give each node of a level its children."""
-        choices = zip(*self._choices(level, logits), strict=True)
+        choices = zip(*self.choices(level, logits), strict=True)
         for row, expansions in level:
             children = []
             for (node, ranks), (tokens, log_probs) in zip(expansions, choices, strict=False):
@@ -151,9 +155,10 @@ class LevelDrafter(Drafter):
                 children += [(node, rank, tokens[rank], log_probs[rank]) for rank in ranks if rank < len(tokens)]
             row.tree.add_level(children)
 
-    def _choices(self, level: Level, logits: torch.Tensor) -> Choices:
+    def choices(self, level: Level, logits: torch.Tensor) -> Choices:
         """The tokens behind each node of a level that the target most likely chooses, from the logits there."""
-        return self._likeliest(logits, self._nodes(level))
+        greedy = all(row.node.params.is_greedy for row, _ in level)
+        return self._likeliest(logits, None if greedy else self._nodes(level))
 
     def _nodes(self, level: Level) -> list[Node]:
         """Where the target chooses the tokens behind the nodes of a level."""
@@ -166,21 +171,30 @@ class LevelDrafter(Drafter):
                 nodes += [behind(first, depth)] * len(expansions)
         return nodes
 
-    def _likeliest(self, logits: torch.Tensor, nodes: Seq[Node]) -> Choices:
+    def _likeliest(self, logits: torch.Tensor, nodes: Seq[Node] | None) -> Choices:
         """The tokens that the target most likely chooses at each node, from ``logits [n, draft_vocab_size]``.
 
-        Where all nodes are greedy, only the drafter's own columns are looked at. Others need all of the target's
-        tokens, as noise, penalties and biases are for those: the tokens of no column are impossible there.
+        Where all nodes are greedy (``None``), only the drafter's own columns are looked at. Others need all of the
+        target's tokens, as noise, penalties and biases are for those: the tokens of no column are impossible there.
         """
         width, temperature = min(self.shape.width, logits.shape[1]), self.shape.temperature
+        if nodes is None:
+            columns, log_probs = top_tokens(logits, width, temperature)
+            if self.target_ids is not None:
+                ids = self._ids
+                columns = [[ids[column] for column in row] for row in columns]
+            return columns, log_probs
         if self.target_ids is None:
             return top_choices(logits, nodes, width, temperature)
-        if all(node.params.is_greedy for node in nodes):
-            columns, log_probs = top_tokens(logits, width, temperature)
-            return self.target_ids[torch.tensor(columns, device=self.target_ids.device)].tolist(), log_probs
         wide = logits.new_full((len(logits), self._vocab_size), -math.inf)
         wide[:, self.target_ids] = logits
         return top_choices(wide, nodes, width, temperature)
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        """`target_ids` on the host."""
+        assert self.target_ids is not None
+        return to_host(self.target_ids)
 
     def _going_on(self, level: Level, logits: torch.Tensor) -> list[GrowingRow]:
         """The rows of a level that are drafted further, once it has grown: all, or those that a budget policy names."""
@@ -237,38 +251,39 @@ class SlotDrafter(LevelDrafter):
     caches_nodes = False
 
     @abstractmethod
-    def _slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+    def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """The logits ``[sum(depths), draft_vocab_size]`` of all levels of the rows' trees, row after row."""
 
-    def _tree(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
-        tree = super()._tree(row, num_nodes, depth)  # type: ignore[safe-super]  # of a sibling class
+    def tree_of(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
+        tree = super().tree_of(row, num_nodes, depth)  # type: ignore[safe-super]  # of a sibling class
         if tree is not None:
             tree.depth = min(tree.depth, 1 + tree.max_cached)
         return tree
 
-    def _most_cached(self, num_nodes: int, depth: int) -> int:
+    def most_cached(self, num_nodes: int, depth: int) -> int:
         """A mask for each level but the first."""
         return depth - 1
 
-    def _catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
-        self._logits, self._starts, start = self._slots(rows), dict[str, int](), 0
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        self._logits, self._starts, start = self.slots(rows), dict[str, int](), 0
         for row in rows:
             self._starts[row.request_id] = start
             start += row.tree.depth
         self._known: Choices | None = None
         if not any(row.node.params.reads_prefix for row in rows):
             nodes = [behind(row.node, depth) for row in rows for depth in range(row.tree.depth)]
-            self._known = self._likeliest(self._logits, nodes)
-        return self._compute([(row, [(-1, ())]) for row in rows])
+            greedy = all(row.node.params.is_greedy for row in rows)
+            self._known = self._likeliest(self._logits, None if greedy else nodes)
+        return self.compute([(row, [(-1, ())]) for row in rows])
 
-    def _compute(self, level: Level) -> torch.Tensor:
+    def compute(self, level: Level) -> torch.Tensor:
         if self._known is not None and self._goes_on is None:
             return self._logits  # nobody reads them
         return self._logits[on_device(self._slots_at(level), self._logits.device)]
 
-    def _choices(self, level: Level, logits: torch.Tensor) -> Choices:
+    def choices(self, level: Level, logits: torch.Tensor) -> Choices:
         if self._known is None:
-            return super()._choices(level, logits)
+            return super().choices(level, logits)
         tokens, log_probs = self._known
         places = self._slots_at(level)
         return [tokens[place] for place in places], [log_probs[place] for place in places]

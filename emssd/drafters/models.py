@@ -86,7 +86,7 @@ class ModelDrafter(LevelDrafter):
         """All but one at most, as after a step that failed."""
         return min(self._cache.held.get(row.request_id, 0), len(row.tokens) - 1)
 
-    def _tree(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
+    def tree_of(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
         """Nothing beyond the draft model's length, nor after ids that only the target knows."""
         reach = self._runner.max_model_len - len(row.tokens)
         if reach <= 0 or max(row.tokens[self._num_cached(row) :]) >= self._runner.vocab_size:
@@ -94,15 +94,15 @@ class ModelDrafter(LevelDrafter):
         depth = min(depth, reach)
         return GrowingTree(len(row.tokens), num_nodes, depth, min(self.shape.most_cached(num_nodes, depth), reach))
 
-    def _finish(self, rows: Seq[GrowingRow]) -> None:
+    def finish(self, rows: Seq[GrowingRow]) -> None:
         self._trees = {row.request_id: row.tree for row in rows}
 
-    def _catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         logits = self._runner.run(pack(rows, Draft.empty(len(rows)))).logits
         self._have_cached(rows)
         return self._columns(logits)
 
-    def _compute(self, level: Level) -> torch.Tensor:
+    def compute(self, level: Level) -> torch.Tensor:
         return self._columns(self._runner.run(pack_level(level)).logits)
 
     def _have_cached(self, rows: Seq[GrowingRow]) -> None:

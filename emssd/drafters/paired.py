@@ -48,14 +48,15 @@ class PairedDrafter(StatesDrafter):
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)
 
-    def _finish(self, rows: Seq[GrowingRow]) -> None:
+    def finish(self, rows: Seq[GrowingRow]) -> None:
         self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.tree.num_tokens for row in rows)))
 
-    def _grow_chains(self, rows: Seq[GrowingRow]) -> bool:
+    def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
         """Greedy chains, if the head is compiled with its own logits."""
         shape, table = self.shape, self._head.table(self._target.table)
         if (
             table is None
+            or not self._runner.runs_chains
             or self._goes_on is not None
             or not (isinstance(shape, DynamicShape) and shape.width == 1)
             or not all(row.node.params.is_greedy for row in rows)
@@ -75,7 +76,7 @@ class PairedDrafter(StatesDrafter):
                     break
         return True
 
-    def _catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """Compute all pairs that are not cached."""
         logits = self._run(*self._new_pairs(rows))
         self._have_used(rows)
@@ -94,7 +95,7 @@ class PairedDrafter(StatesDrafter):
         self._places = {(row.request_id, -1): place for place, row in enumerate(rows)}
         return packed, self._inputs(packed.input_ids, torch.cat(features))
 
-    def _compute(self, level: Level) -> torch.Tensor:
+    def compute(self, level: Level) -> torch.Tensor:
         """Compute the nodes of a level, each beside the output behind its parent."""
         nodes = list(nodes_of(level))
         parents = [self._places[row.request_id, row.tree.parents[node]] for row, node in nodes]

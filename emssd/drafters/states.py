@@ -130,14 +130,14 @@ class StatesDrafter(LevelDrafter):
         """What is kept of tokens, ``[n, …]``, from their hidden states ``[n, states * hidden_size]`` side by side."""
         return hidden
 
-    def _tree(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
+    def tree_of(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
         num_known, states = len(row.tokens) - 1, self._states.get(row.request_id)
         reach = self._max_len - num_known
         if states is None or not states.covers(num_known) or reach < 0:
             return None
-        return GrowingTree(num_known, num_nodes, depth, min(self._most_cached(num_nodes, depth), reach))
+        return GrowingTree(num_known, num_nodes, depth, min(self.most_cached(num_nodes, depth), reach))
 
-    def _most_cached(self, num_nodes: int, depth: int) -> int:
+    def most_cached(self, num_nodes: int, depth: int) -> int:
         """The most tokens whose KV a tree needs, beside that of its row."""
         return self.shape.most_cached(num_nodes, depth) if self.caches_nodes else 0
 

@@ -71,19 +71,22 @@ class GrowingTree:
         """The ranks of the nodes on the path to `node`; of -1 none."""
         return tuple(self._upwards(node, self.ranks))
 
-    def add_level(self, children: Iterable[Child]) -> None:
+    def add_level(self, children: Seq[Child]) -> None:
         """Create the next level."""
-        self._level_start = node = len(self.token_ids)
+        self._level_start = start = len(self.token_ids)
         self.num_levels += 1
-        for parent, rank, token, log_prob in children:
-            score = log_prob + self.scores[parent] if parent >= 0 else log_prob
-            self.token_ids.append(token)
-            self.parents.append(parent)
-            self.ranks.append(rank)
-            self.log_probs.append(log_prob)
-            self.scores.append(score)
-            self._best.append((-score, node))
-            node += 1
+        if not children:
+            return
+        parents, ranks, token_ids, log_probs = zip(*children, strict=True)
+        scores, before = log_probs, self.scores
+        if parents[0] >= 0:
+            scores = tuple(before[parent] + log_prob for parent, log_prob in zip(parents, log_probs, strict=True))
+        self.parents.extend(parents)
+        self.ranks.extend(ranks)
+        self.token_ids.extend(token_ids)
+        self.log_probs.extend(log_probs)
+        self.scores.extend(scores)
+        self._best.extend((-score, node) for node, score in enumerate(scores, start))
         self._best.sort()
         del self._best[self.num_nodes :]  # what is not among the best by now never will be
 

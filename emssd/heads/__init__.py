@@ -3,7 +3,7 @@
 from emssd.heads.config import DecoderConfig
 from emssd.heads.files import Checkpoint, read_checkpoint
 from emssd.heads.formats import Format, detect, expect
-from emssd.heads.head import Head
+from emssd.heads.head import Head, LayerHead
 from emssd.heads.layers import Attend, HeadLayer, HeadNorm, Rotary
 from emssd.heads.loading import HeadFiles, Loaded
 from emssd.heads.target import LAST_NORMED, Embed, Project, TargetSizes
@@ -21,6 +21,7 @@ __all__ = [
     "HeadFiles",
     "HeadLayer",
     "HeadNorm",
+    "LayerHead",
     "Loaded",
     "Project",
     "Rotary",

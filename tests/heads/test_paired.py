@@ -156,13 +156,13 @@ def earlier_features(patch: pytest.MonkeyPatch) -> None:
 
 def no_feedback(patch: pytest.MonkeyPatch) -> None:
     """Each level gets the outputs of another node than its parent."""
-    compute = PairedDrafter._compute
+    compute = PairedDrafter.compute
 
     def shifted(self: Any, level: Any) -> torch.Tensor:
         self._hidden = self._hidden.roll(1, 0)
         return compute(self, level)
 
-    patch.setattr(PairedDrafter, "_compute", shifted)
+    patch.setattr(PairedDrafter, "compute", shifted)
 
 
 def positions_of_trees(by: int) -> Callable[[pytest.MonkeyPatch], None]:

@@ -167,7 +167,7 @@ def test_a_head_with_uneven_budgets(least: float, monkeypatch: pytest.MonkeyPatc
         return [*drafts]
 
     at_once = run()
-    monkeypatch.setattr(PairedDrafter, "_grow_chains", lambda *_: False)
+    monkeypatch.setattr(PairedDrafter, "grow_chains", lambda *_: False)
     assert run() == at_once
     assert max(indptr[-1] for indptr, *_ in at_once) > 6
     cut = sum(least > min(sure) for _, _, sure in at_once if sure)

@@ -184,8 +184,8 @@ FAULTS = (
         "a node is as likely as its own choice, whatever its way",
         "draft_model",
         "emssd/drafting/levels.py",
-        "score = log_prob + self.scores[parent] if parent >= 0 else log_prob",
-        "score = log_prob",
+        "tuple(before[parent] + log_prob for",
+        "tuple(log_prob for",
         ("plugins/draft_model/tests/test_trees.py::test_dynamic_is_the_tree_of_eagle_2",),
     ),
     Fault(
@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "the first layers run with the KV cache of the whole model's last",
         "early_exit",
-        "emssd/drafters/shallow.py",
+        "emssd/drafters/loading.py",
         "layers=spec.layers[:num_layers], trees",
         "layers=spec.layers[-num_layers:], trees",
         ("plugins/early_exit/tests/test_early_exit.py::test_it_drafts_what_the_first_layers_say_without_a_cache",),

@@ -69,7 +69,7 @@ def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 def test_it_drafts_what_their_model_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their later passes read what theirs gave for each place of a text, and see no pair of the first. So does ours."""
     ours = list[tuple[tuple[int, ...], torch.Tensor]]()
-    catch_up, heads = PairedDrafter._catch_up, list[MtpHead]()
+    catch_up, heads = PairedDrafter.catch_up, list[MtpHead]()
 
     def noted(self: PairedDrafter, rows: Any) -> Any:
         logits = catch_up(self, rows)
@@ -82,7 +82,7 @@ def test_it_drafts_what_their_model_computes(tmp_path: Path, monkeypatch: pytest
         heads.append(drafter._head)
         return drafter
 
-    monkeypatch.setattr(PairedDrafter, "_catch_up", noted)
+    monkeypatch.setattr(PairedDrafter, "catch_up", noted)
     with all_double():
         target = checkpoint(tmp_path)
         texts = decode(target, load, num_new=12)

@@ -105,7 +105,7 @@ def test_a_head_of_theirs_drafts_what_their_class_computes(
     target.model.save_pretrained(verifier)
     save_theirs(folder, verifier, kind, layers, flags)
     ours = list[tuple[tuple[int, ...], torch.Tensor]]()
-    slots = ParallelDrafter._slots
+    slots = ParallelDrafter.slots
 
     def noted(self: ParallelDrafter, rows: Any) -> torch.Tensor:
         logits = slots(self, rows)
@@ -113,7 +113,7 @@ def test_a_head_of_theirs_drafts_what_their_class_computes(
         ours.extend((tuple(row.tokens), own) for row, own in pairs)
         return logits
 
-    monkeypatch.setattr(ParallelDrafter, "_slots", noted)
+    monkeypatch.setattr(ParallelDrafter, "slots", noted)
 
     def load(context: DrafterContext) -> ParallelDrafter:
         drafter = load_drafter(Eagle3Config(path=str(folder), tree=TreeKind.chain, depth=DEPTH), context)

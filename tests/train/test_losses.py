@@ -150,14 +150,14 @@ def test_a_pard_model_is_trained_on_what_it_drafts_with(architecture: str, monke
         CausalLMRunner(draft, make_backend(spec, "ragged", Registry())), model.vocab_size, mask, DEPTH
     )
     with monkeypatch.context() as patch:
-        slots = PardDrafter._slots
+        slots = PardDrafter.slots
 
         def noted(self: PardDrafter, rows: Any) -> torch.Tensor:
             logits = slots(self, rows)
             given[:] = logits.split([row.tree.depth for row in rows])
             return logits
 
-        patch.setattr(PardDrafter, "_slots", noted)
+        patch.setattr(PardDrafter, "slots", noted)
         drafts = watch(patch, PardDrafter, lambda lengths: [[*logits] for logits in given[: len(lengths)]])
         decode(model, drafter)
     teacher = Teacher(model, ())

@@ -11,12 +11,20 @@ from functools import partial
 import torch
 
 from emssd.attention.transfer import on_device
-from emssd.drafters import GrowingRow, Level, SlotDrafter, StatesDrafter, nodes_of
+from emssd.drafters import (
+    DynamicShape,
+    GrowingRow,
+    GrowingTree,
+    Lent,
+    LevelDrafter,
+    SlotDrafter,
+    StatesDrafter,
+    nodes_of,
+)
+from emssd.drafters.levels import Level
 from emssd.drafting import DrafterContext
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, check_at_least_one
+from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
-from emssd.heads.lent import Lent
 from emssd.model import BorrowedTarget
 from emssd.sequences import Sequence
 from emssd_dflash import DFlashConfig
@@ -70,15 +78,15 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)
 
-    def _tree(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
+    def tree_of(self, row: Sequence, num_nodes: int, depth: int) -> GrowingTree | None:
         longest = self._variant.decoder.max_len
         too_long = longest is not None and len(row.tokens) - 1 + self._variant.block_size > longest
-        return None if too_long else super()._tree(row, num_nodes, depth)
+        return None if too_long else super().tree_of(row, num_nodes, depth)
 
-    def _most_cached(self, num_nodes: int, depth: int) -> int:
+    def most_cached(self, num_nodes: int, depth: int) -> int:
         return self._runner.num_slots
 
-    def _slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+    def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         size, lead = self._variant.block_size, 0 if self._variant.from_anchor else 1
         slots = [at * size + lead + slot for at, row in enumerate(rows) for slot in range(row.tree.depth)]
         hidden = self._blocks(rows)
@@ -95,15 +103,14 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         self._have_used(rows)
         return hidden
 
-    def _choices(self, level: Level, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    def choices(self, level: Level, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]]:
         if not self._variant.markov_rank:
-            return super()._choices(level, logits)
+            return super().choices(level, logits)
         nodes, slots = list(nodes_of(level)), on_device(self._slots_at(level), self._logits.device)
         before = [row.tree.token_ids[node] if node >= 0 else row.tokens[-1] for row, node in nodes]
         low = self._head.markov_head.markov_w1(on_device(before, self._logits.device))
-        tokens, log_probs = self._likeliest(
-            self._logits[slots] + self._head.markov_head.markov_w2(low), self._nodes(level)
-        )
+        logits = self._logits[slots] + self._head.markov_head.markov_w2(low)
+        tokens, log_probs = LevelDrafter.choices(self, level, logits)
         if self._variant.has_confidence:
             read = self._hidden[slots]
             read = torch.cat([read, low], dim=-1) if self._variant.confidence_reads_markov else read

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.heads import DecoderConfig, Embed, HeadLayer, HeadNorm, Project, Rotary, TargetSizes
+from emssd.drafters import DecoderConfig, HeadLayer, HeadNorm, Rotary, TargetSizes
+from emssd.heads import Embed, Project
 from emssd.heads.layers import Angles, rotated
 from emssd_dflash.variant import Variant
 

@@ -20,7 +20,8 @@ import torch
 from emssd.attention import AttentionBackend, Kept, PackedInputs, StepPlan
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters import Lane, fed
+from emssd.drafters import Lane
+from emssd.drafters.lanes import fed
 from emssd.metrics.timing import phase
 from emssd_dflash.head import BlockHead
 

@@ -220,8 +220,8 @@ def kv_of_masks(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_slot_before(patch: pytest.MonkeyPatch) -> None:
-    slots = DFlashDrafter._slots
-    patch.setattr(DFlashDrafter, "_slots", lambda self, rows: slots(self, rows).roll(1, 0))
+    slots = DFlashDrafter.slots
+    patch.setattr(DFlashDrafter, "slots", lambda self, rows: slots(self, rows).roll(1, 0))
 
 
 def no_newest_token(patch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,8 @@ import torch
 
 from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters import GrowingRow, ModelDrafter, load_draft_model
+from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter, load_draft_model
 from emssd.drafting import Draft, DrafterContext, Outcome
-from emssd.drafting.shapes import DynamicShape
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, choose, greedy_tokens
@@ -91,7 +90,7 @@ class DraftModelDrafter(ModelDrafter):
             if (tokens := self._runner.run_chain(packed, wanted, self._vocab_size)) is not None:
                 self._have_cached(rows)
                 return tokens
-        columns = [_chosen(self._catch_up(rows), [row.node for row in rows])]
+        columns = [_chosen(self.catch_up(rows), [row.node for row in rows])]
         while len(columns) < max(wanted):
             columns.append(self._next(rows, wanted, columns))
         return torch.stack(columns, dim=1)

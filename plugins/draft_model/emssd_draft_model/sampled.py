@@ -16,10 +16,10 @@ import torch
 
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import drawn_nodes
-from emssd.drafters import Level, ModelDrafter
+from emssd.drafters import GrowingTree, ModelDrafter, Shape
+from emssd.drafters.levels import Level
 from emssd.drafting import Draft
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import Expansion, Shape
+from emssd.drafting.shapes import Expansion
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, scores_of
@@ -163,7 +163,7 @@ def _take_over(tree: GrowingTree, drawn: SampledTree) -> None:
     """Give `tree` the level that was drawn. All nodes are scored alike, so that they stay in their order."""
     first = len(tree.token_ids)
     edges = zip(drawn.parents[first:], drawn.token_ids[first:], strict=True)
-    tree.add_level((parent, 0, token, 0.0) for parent, token in edges)
+    tree.add_level([(parent, 0, token, 0.0) for parent, token in edges])
 
 
 def _is_full(tree: GrowingTree) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 from operator import mul
 
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Expansion, Shape, check_at_least_one, chosen
+from emssd.drafters import DynamicShape, GrowingTree, Shape
+from emssd.drafting.shapes import Expansion, check_at_least_one, chosen
 from emssd.errors import ConfigError
 from emssd_draft_model import DraftModelConfig, TreeKind
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.heads import LAST_NORMED, Checkpoint, Format, HeadFiles, Loaded, TargetSizes
+from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
+from emssd.heads import LAST_NORMED, Checkpoint
 from emssd.heads.files import reading_config
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers

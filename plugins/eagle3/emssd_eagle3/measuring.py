@@ -8,11 +8,8 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters import PairedDrafter
+from emssd.drafters import Lent, PairedDrafter, PairedHead, Shape
 from emssd.drafting import Draft
-from emssd.drafting.shapes import Shape
-from emssd.heads.lent import Lent
-from emssd.heads.pairs import PairedHead
 from emssd.sequences import Batch
 
 __all__ = ["ENOUGH", "MeasuringDrafter"]

@@ -14,7 +14,7 @@ import torch
 from emssd_eagle3.loading import LoadedEagle3, load_eagle3
 
 from emssd.errors import CompileError
-from emssd.heads import LAST_NORMED, TargetSizes, compiled
+from emssd.heads import LAST_NORMED, TargetSizes
 from emssd.heads.compiled import CompiledHead
 from emssd.model import proven, tracing
 from emssd.model.program import Program
@@ -373,7 +373,7 @@ def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: py
     def none() -> None:
         raise NativeError("no C++ compiler", "no compiler")
 
-    monkeypatch.setattr(compiled, "declare_operators", none)
+    monkeypatch.setattr(proven, "declare_operators", none)
     head, rows = load(write_head(tmp_path, CONFIG, head_weights())).head, drawn_rows()
     with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
         outputs = run_ragged(head, rows, compile=True)

@@ -96,12 +96,12 @@ def positions_of_nodes(patch: pytest.MonkeyPatch) -> None:
 
 
 def logits_of_other_rows(patch: pytest.MonkeyPatch) -> None:
-    catch_up = ModelDrafter._catch_up
+    catch_up = ModelDrafter.catch_up
 
     def rolled(self: Any, rows: list[GrowingRow]) -> torch.Tensor:
         return catch_up(self, rows).roll(1, 0)
 
-    patch.setattr(ModelDrafter, "_catch_up", rolled)
+    patch.setattr(ModelDrafter, "catch_up", rolled)
 
 
 def kv_that_is_not_moved(patch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,11 @@ import torch
 from emssd.attention import Kept
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters import GrowingRow, HeadLane, Level, StatesDrafter, nodes_of
+from emssd.drafters import GrowingRow, HeadLane, Lent, Shape, StatesDrafter, nodes_of, shape_of
+from emssd.drafters.levels import Level
 from emssd.drafting import DrafterContext
-from emssd.drafting.shapes import Shape
 from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.lent import Lent
-from emssd.heads.options import head_path, shape_of
+from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
 from emssd_hydra import HydraConfig
 from emssd_hydra.loading import LoadedHydra, load_hydra
@@ -70,11 +69,11 @@ class HydraDrafter(StatesDrafter):
             lane = HeadLane(loaded.prefix, lent.make_cache(spec), compile=lent.compile)
         return cls(loaded, lane, target, shape, spec.max_model_len)
 
-    def _catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         self._hidden, self._places = self._read(rows), {row.request_id: place for place, row in enumerate(rows)}
-        return self._compute([(row, [(-1, ())]) for row in rows])
+        return self.compute([(row, [(-1, ())]) for row in rows])
 
-    def _compute(self, level: Level) -> torch.Tensor:
+    def compute(self, level: Level) -> torch.Tensor:
         hidden, paths = self._hidden, [[row.tokens[-1], *row.tree.path(node)] for row, node in nodes_of(level)]
         ids = torch.tensor(paths)
         embeds = self._target.embed(on_device(ids.flatten(), hidden.device)).view(*ids.shape, -1)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emssd.heads import LAST_NORMED, Checkpoint, DecoderConfig, Format, HeadFiles, Loaded, TargetSizes, rename
-from emssd_hydra.heads import HydraHeads, HydraPrefix
+from emssd.drafters import DecoderConfig, Format, HeadFiles, Loaded, TargetSizes
+from emssd.heads import LAST_NORMED, Checkpoint, LayerHead, rename
+from emssd_hydra.heads import HydraHeads
 
 __all__ = ["LoadedHydra", "load_hydra"]
 
@@ -25,7 +26,7 @@ class LoadedHydra(Loaded[HydraHeads]):
         prefix: what the hidden states go through first; ``None`` if the heads read them as they are.
     """
 
-    prefix: HydraPrefix | None
+    prefix: LayerHead | None
 
 
 def load_hydra(path: str, target: TargetSizes, target_config: Mapping[str, Any]) -> LoadedHydra:
@@ -50,7 +51,7 @@ def load_hydra(path: str, target: TargetSizes, target_config: Mapping[str, Any])
     if files.config.get("hydra_head_arch") == "prefix-mlp" or len(own) < len(names):
         decoder = DecoderConfig.read({**target_config, "num_hidden_layers": 1}, path)
         rest = {new.removeprefix(_PREFIX): name for new, name in names.items() if new.startswith(_PREFIX)}
-        prefix = files.filled(lambda: HydraPrefix(decoder, rest), rest)
+        prefix = files.filled(lambda: LayerHead(decoder, rest), rest)
         rotary.append(f"rotary base {decoder.rope['rope_theta']:g}, the target's")
     states = "last hidden state, behind its final norm" if layer < 0 else f"residual stream before layer {layer}"
     described = (

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from emssd.drafters import HeadLane, ModelDrafter, shallow_runner
+from emssd.drafters import (
+    DecoderConfig,
+    DynamicShape,
+    Format,
+    HeadFiles,
+    HeadLane,
+    Lent,
+    Loaded,
+    ModelDrafter,
+    TargetSizes,
+    shallow_runner,
+)
 from emssd.drafting import Drafter, DrafterContext
-from emssd.drafting.shapes import DynamicShape, check_at_least_one
+from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
-from emssd.heads import DecoderConfig, Format, HeadFiles, Loaded, TargetSizes
-from emssd.heads.lent import Lent
+from emssd.heads import LayerHead
 from emssd_kangaroo import KangarooConfig
-from emssd_kangaroo.adapter import KangarooAdapter
 from emssd_kangaroo.runner import KangarooRunner
 
 __all__ = ["build", "load_adapter"]
@@ -37,8 +46,8 @@ def build(config: KangarooConfig, context: DrafterContext) -> Drafter:
     return ModelDrafter(runner, context.vocab_size, shape)
 
 
-def load_adapter(path: str, target: TargetSizes, num_layers: int) -> Loaded[KangarooAdapter]:
-    """Load an adapter that stands behind `num_layers` of the target's layers.
+def load_adapter(path: str, target: TargetSizes, num_layers: int) -> Loaded[LayerHead]:
+    """Load an adapter: an attention layer without MLP that reads the residual stream behind `num_layers` of the target.
 
     Raises:
         ConfigError: it is no Kangaroo adapter, or none for this target, or not whole.
@@ -47,7 +56,7 @@ def load_adapter(path: str, target: TargetSizes, num_layers: int) -> Loaded[Kang
     files = HeadFiles.read(path, target, Format.kangaroo, new_name=lambda name: name.removeprefix("model."))
     decoder = DecoderConfig.read(files.config, path)
     files.check_sizes(decoder.hidden_size, files.config.get("vocab_size"))
-    adapter = files.filled(lambda: KangarooAdapter(decoder, files.names))
+    adapter = files.filled(lambda: LayerHead(decoder, files.names, mlp=False))
     described = (
         f"Kangaroo adapter, read from {files.checkpoint.source.name}",
         decoder.described,

@@ -10,13 +10,11 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.drafters import GrowingRow, SlotDrafter, StatesDrafter
+from emssd.drafters import GrowingRow, Lent, Shape, SlotDrafter, StatesDrafter, shape_of
 from emssd.drafting import DrafterContext
-from emssd.drafting.shapes import Shape
 from emssd.heads import LAST_NORMED
 from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.lent import Lent
-from emssd.heads.options import head_path, shape_of
+from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
 from emssd_medusa import MedusaConfig
 from emssd_medusa.heads import MedusaHeads
@@ -61,7 +59,7 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
         shape = shape_of(config, "emssd_medusa", len(loaded.head.heads), top_k=config.num_nodes)
         return cls(loaded.head, shape, lent.target)
 
-    def _slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+    def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         states = torch.cat([self._states[row.request_id].new(row.tree.num_tokens) for row in rows])
         logits: torch.Tensor = self._heads(states, max(row.tree.depth for row in rows))
         return torch.cat([logits[: row.tree.depth, place] for place, row in enumerate(rows)])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from emssd.drafters import PairedDrafter
+from emssd.drafters import Lent, PairedDrafter, shape_of
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
-from emssd.heads.lent import Lent
-from emssd.heads.options import shape_of
 from emssd_mtp import MtpConfig
 from emssd_mtp.loading import load_mtp
 

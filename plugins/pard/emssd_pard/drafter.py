@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.decoding.packing import pack
-from emssd.drafters import GrowingRow, ModelDrafter, SlotDrafter, load_draft_model
+from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter, SlotDrafter, load_draft_model
 from emssd.drafting import Draft, DrafterContext
-from emssd.drafting.shapes import DynamicShape, check_at_least_one
+from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd_pard import PardConfig
@@ -55,11 +55,11 @@ class PardDrafter(SlotDrafter, ModelDrafter):
         mask = mask_token(config.path, config_of(config.path), runner.vocab_size, config.mask_token_id)
         return cls(runner, context.vocab_size, mask, config.num_speculative_tokens)
 
-    def _slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+    def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         masks = Draft.from_chains([self._mask] * (row.tree.depth - 1) for row in rows)
         logits = self._columns(self._runner.run(pack(rows, masks)).logits)
         self._keep([row.request_id for row in rows], [len(row.tokens) for row in rows])
         return logits
 
-    def _finish(self, rows: Seq[GrowingRow]) -> None:
+    def finish(self, rows: Seq[GrowingRow]) -> None:
         pass  # what is accepted changes no KV

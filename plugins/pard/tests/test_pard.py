@@ -181,8 +181,8 @@ def masks_too_deep(patch: pytest.MonkeyPatch) -> None:
 
 def one_mask_further(patch: pytest.MonkeyPatch) -> None:
     """The logits behind a mask are taken for the draft before."""
-    slots = PardDrafter._slots
-    patch.setattr(PardDrafter, "_slots", lambda self, rows: slots(self, rows).roll(1, 0))
+    slots = PardDrafter.slots
+    patch.setattr(PardDrafter, "slots", lambda self, rows: slots(self, rows).roll(1, 0))
 
 
 def kv_of_masks(patch: pytest.MonkeyPatch) -> None:
