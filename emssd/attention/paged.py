@@ -218,7 +218,7 @@ class PagedBackend(AttentionBackend):
         for request_id, before, after in kept.moves():
             sources += self._table.slots(request_id, before)
             targets += self._table.slots(request_id, after)
-        if sources:
+        if sources and self._pool.keys:  # a model without attention has none
             index = on_device([*sources, *targets], self._pool.keys[0].device)
             for pages in (*self._pool.keys, *self._pool.values):
                 self._kernels.move(pages, index[: len(sources)], index[len(sources) :])

@@ -11,7 +11,7 @@ from emssd.attention.memory import kv_bytes
 from emssd.attention.spread import SpreadBackend, free_for
 from emssd.decoding.options import Admission, Batching, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
-from emssd.errors import PluginError
+from emssd.errors import ConfigError, PluginError
 from emssd.faults import guarded
 from emssd.plugins.registry import Registry
 
@@ -72,6 +72,14 @@ class Caches:
             ConfigError: the user's limit is none.
         """
         limit = kv_bytes(self._limit(), self.target.device, lambda: free_for(self.target))
+        states = sum(spec.bytes_per_row * spec.max_batch_size for _, _, spec in self._made)
+        if limit is not None and states:
+            limit -= states
+            if limit <= 0:
+                raise ConfigError(
+                    f"kv_memory must hold the states of {self.target.max_batch_size} rows, which take "
+                    f"{states / 2**20:,.3g} MiB, and KV beside them; raise kv_memory, or lower batch_size"
+                )
         costs = []
         for owner, backend, spec in self._made:
             with guarded(owner, "bytes_per_token"):

@@ -38,7 +38,7 @@ class BorrowedTarget:
     @property
     def num_layers(self) -> int:
         """Decoder layers ``n``: hidden states have indices 0 to ``n``, and -1."""
-        return len(self._target.layers)
+        return self._target.num_layers
 
     @property
     def is_compiled(self) -> bool:

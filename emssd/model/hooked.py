@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from emssd.model.interface import (
     register,
     with_windows,
 )
+from emssd.model.mixing import install
 from emssd.model.replaced import lock_of
 from emssd.model.spread import is_spread, output_device
 from emssd.model.support import check_config, check_whole, resolve_max_model_len
@@ -45,9 +47,12 @@ class HookedModel:
         device: where the logits come out, and all else is that is not a layer's own.
         is_spread: whether Accelerate moves what the model computes from device to device.
         layers: shape and rules of each attention layer, once they are known.
+        bytes_per_row: what the states of a row take, once they are known.
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
+        keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`. `layers` then counts those
+            that attend, in the order in which they run.
         lock: held for a pass, by all that call this model through emssd.
 
     Raises:
@@ -64,6 +69,7 @@ class HookedModel:
         if shard is None:
             check_whole(model)
         register(model.config)
+        self.keeps_states = install(model)
         self.lock = lock_of(model)
         self.is_spread = is_spread(model)
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
@@ -72,14 +78,26 @@ class HookedModel:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
         self.layers: tuple[LayerSpec, ...] = ()
+        self.bytes_per_row = 0
         self.devices: tuple[torch.device, ...] = ()
         self.compiled: Any = None
         self.streams: Streams | None = None
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers; those of `layers`, and those that keep a state."""
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
     def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
         """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
         return KVCacheSpec(
-            self.layers, self.dtype, self.device, max_batch_size, self.max_model_len, devices=self.devices
+            self.layers,
+            self.dtype,
+            self.device,
+            max_batch_size,
+            self.max_model_len,
+            bytes_per_row=self.bytes_per_row,
+            devices=self.devices,
         )
 
     def run(
@@ -104,13 +122,14 @@ class HookedModel:
         keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
+        calls = count() if self.keeps_states else None  # layers beside others have numbers with gaps, or none
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
         in_loops = self.dtype is torch.float64  # for which PyTorch has no grouped matrix product
         with (
             self.lock,
             implementation(ATTENTION_NAME if masks is None else MASKED_NAME, experts_in_loops=in_loops),
-            keywords_known(keywords | {"emssd_numbers": self._numbers}),
+            keywords_known(keywords | {"emssd_numbers": self._numbers, "emssd_calls": calls}),
             taking,
             cut,
         ):

@@ -141,10 +141,12 @@ def _attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     emssd_attend: Attend | None = None,
+    emssd_visible: Visible | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
     """The registered attention function: ``query [b, heads, n, dim]`` in, ``[b, n, heads, dim]`` out."""
-    name, emssd_attend = type(module).__name__, emssd_attend or (_KEYWORDS.get() or {}).get("emssd_attend")
+    known = _KEYWORDS.get() or {}
+    name, emssd_attend = type(module).__name__, emssd_attend or known.get("emssd_attend")
     if emssd_attend is None:
         raise UnsupportedModelError(f"{name} does not pass keywords on to its attention function, so no KV cache")
     refused = sorted(key for key, given in features.items() if given is not None and key not in _HARMLESS)
@@ -160,10 +162,14 @@ def _attention(
         scale=float(scaling) if scaling is not None else key_dim**-0.5,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=None if s_aux is None else (_KEYWORDS.get() or {})["emssd_numbers"](s_aux),
+        sinks=None if s_aux is None else known["emssd_numbers"](s_aux),
     )
+    calls = known.get("emssd_calls")
+    layer = int(module.layer_idx) if calls is None else next(calls)  # type: ignore[arg-type]  # an integer then
+    if emssd_visible is not None:
+        known["emssd_masks"][layer] = emssd_visible
     out = emssd_attend(
-        int(module.layer_idx),  # type: ignore[arg-type]  # every attention module of Transformers has this integer
+        layer,
         spec,
         query.transpose(1, 2).reshape(batch * num_tokens, num_heads, key_dim),
         key.transpose(1, 2).reshape(batch * num_tokens, spec.num_kv_heads, key_dim),
@@ -178,17 +184,14 @@ def _masked_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    emssd_masks: dict[int, Visible] | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
     """`_attention`, which notes the mask function behind each layer's mask; a mask that we did not make is refused."""
     visible = getattr(attention_mask, "emssd_visible", None)
-    emssd_masks = emssd_masks if emssd_masks is not None else (_KEYWORDS.get() or {}).get("emssd_masks")
-    if visible is not None and emssd_masks is not None:
-        emssd_masks[int(module.layer_idx)] = visible  # type: ignore[arg-type]  # as above
+    features.pop("emssd_masks", None)
+    if visible is not None:
         attention_mask = None
-    return _attention(module, query, key, value, attention_mask, **features)
+    return _attention(module, query, key, value, attention_mask, emssd_visible=visible, **features)
 
 
 def _mask(

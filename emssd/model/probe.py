@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from emssd.attention import LayerSpec, additive_mask, masked_attention
+from emssd.attention import Kept, LayerSpec, additive_mask, masked_attention
 from emssd.errors import UnsupportedModelError
 from emssd.model.interface import Attend, implementation
+from emssd.model.states import Feed, StateCache
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -54,16 +55,67 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
             packed = rows.run_packed(target, attend)
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
             alone = rows.run_alone(model)
-    expected = model.config.get_text_config().num_hidden_layers
+    expected = len(layers) if target.keeps_states else model.config.get_text_config().num_hidden_layers
     if sorted(layers) != list(range(expected)):
         raise UnsupportedModelError(
             f"{name} sends {len(layers)} of its {expected} layers through the attention interface; "
             f"the others keep a state of their own, which cannot be rolled back"
         )
     _compare(target, packed, alone)
+    if target.keeps_states:
+        _probe_states(target)
     if aranges.num_calls:
         _refuse_counted_positions(target, rows)
     return tuple(layers[layer] for layer in range(expected))
+
+
+class _OneRow:
+    """The KV of one row, and its attention.
+
+    Attributes:
+        num_cached: tokens that stay.
+    """
+
+    def __init__(self) -> None:
+        self.num_cached = 0
+        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        old = self._cache.get(layer, (key[:0], value[:0]))
+        key, value = (torch.cat([past[: self.num_cached], new]) for past, new in zip(old, (key, value), strict=True))
+        self._cache[layer] = key, value
+        mask = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(self.num_cached)
+        if seen.sliding_window is not None:
+            mask = mask.triu(self.num_cached - seen.sliding_window + 1)
+        return masked_attention(query[None], key[None], value[None], additive_mask(mask[None], query.dtype), seen)[0]
+
+
+def _probe_states(target: HookedModel) -> None:
+    """Decode a row in steps of several sizes, with drafts that are rejected, and compare with one pass over its text.
+
+    That two sequences can be packed proves nothing about tokens that follow a state.
+
+    Raises:
+        UnsupportedModelError: the logits differ.
+    """
+    tokens = [(7 * place + 2) % target.vocab_size for place in range(13)]
+    states, row, logits = StateCache(), _OneRow(), list[torch.Tensor]()
+    with running(target):
+        for size, num_drafts in ((6, 0), (1, 3), (4, 2), (2, 0)):
+            new = tokens[row.num_cached : row.num_cached + size] + tokens[:num_drafts]
+            positions = torch.tensor([*range(row.num_cached, row.num_cached + len(new))], device=target.device)
+            every = torch.tensor([*range(len(new))], device=target.device)
+            feed = Feed(tuple(every.tolist()), row.num_cached + len(new), num_drafts)
+            with states.pass_of({"": feed}):
+                ids = torch.tensor([new], device=target.device)
+                logits.append(target.run(ids, positions[None], row.attend, every)[0, :size])
+            row.num_cached += size
+            states.commit(Kept(("",), (row.num_cached,)))
+        with implementation("eager", experts_in_loops=target.dtype is torch.float64):
+            alone = target.model(torch.tensor([tokens], device=target.device), use_cache=False).logits[0]
+    _compare(target, torch.cat(logits), alone)
 
 
 def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
@@ -137,7 +189,14 @@ class ProbeRows:
 
     def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""
-        logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
+        feeds = {
+            str(row): Feed(tuple((self.owner == row).nonzero().flatten().tolist()), len(tokens), 0)
+            for row, tokens in enumerate(self.rows)
+        }
+        states = StateCache()
+        with states.pass_of(feeds) if target.keeps_states else nullcontext():
+            logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
+        target.bytes_per_row = states.bytes_per_row
         return torch.cat([logits[self.owner == row] for row in range(2)])
 
     def run_alone(self, model: Any) -> torch.Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
 from emssd.metrics.timing import phase
+from emssd.model.states import StateCache
 from emssd.model.target import Computed, TargetModel
 
 __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner"]
@@ -128,6 +130,7 @@ class CausalLMRunner(ModelRunner):
     """
 
     _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
+    _peak = 0  # bytes of KV and states that rows held
     _takes_chains = True  # the whole model in this process, once a pass
 
     def __init__(self, model: TargetModel, backend: AttentionBackend) -> None:
@@ -136,6 +139,7 @@ class CausalLMRunner(ModelRunner):
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
         self._num_changes, self._layers = model.num_changes, model.layers
+        self._states = StateCache() if model.keeps_states else None
 
     def begin(self) -> None:
         before, self._num_changes = self._num_changes, self.model.begin()
@@ -154,7 +158,8 @@ class CausalLMRunner(ModelRunner):
             plan = self.backend.plan(packed)
         with phase("forward"):
             self._announce(packed)
-            logits, computed = self._compute(plan)
+            with nullcontext() if self._states is None else self._states.step(packed, plan.token_index):
+                logits, computed = self._compute(plan)
         hidden = {index: plan.packed(computed[index], packed.num_tokens) for index in self._hidden}
         return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens, hidden)
 
@@ -184,16 +189,21 @@ class CausalLMRunner(ModelRunner):
 
     def commit(self, kept: Kept) -> None:
         self.backend.commit(kept)
+        if self._states is not None:
+            self._states.commit(kept)
 
     def release(self, request_ids: Iterable[str]) -> None:
+        request_ids = [*request_ids]
         self.backend.release(request_ids)
+        if self._states is not None:
+            self._states.release(request_ids)
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self.backend.fits(kv_lens)
 
     @property
     def prefix_unit(self) -> int:
-        return self.backend.prefix_unit
+        return 0 if self._states is not None else self.backend.prefix_unit  # a state is that of one row's tokens
 
     def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
         return self.backend.adopt_prefix(request_id, tokens, num_cached)
@@ -206,4 +216,9 @@ class CausalLMRunner(ModelRunner):
 
     @property
     def usage(self) -> KVUsage:
-        return self.backend.kv_usage
+        usage = self.backend.kv_usage
+        if self._states is None:
+            return usage
+        held = usage.held + self._states.held
+        self._peak = max(self._peak, held)
+        return replace(usage, held=held, peak_held=self._peak)

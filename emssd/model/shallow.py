@@ -30,7 +30,7 @@ class ShallowRunner(CausalLMRunner):
 
     def __init__(self, model: TargetModel, backend: AttentionBackend, num_layers: int) -> None:
         super().__init__(model, backend)
-        assert 1 <= num_layers <= len(model.layers), f"{num_layers} of {len(model.layers)} layers"
+        assert 1 <= num_layers <= model.num_layers, f"{num_layers} of {model.num_layers} layers"
         model.prepare_hidden(()).check_cut()
         self.num_layers = num_layers
 

@@ -6,6 +6,7 @@ import sys
 from typing import Any, cast
 
 from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.model.mixing import keeps_states
 from emssd.model.spread import check_offloaded, is_spread
 
 __all__ = ["check_config", "check_whole", "resolve_max_model_len"]
@@ -52,6 +53,8 @@ def check_config(config: Any, model_class: type | None) -> None:
         model_class = cast("type", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     if getattr(text, "alibi", False) or name in {"bloom", "mpt"}:
         raise _refused(name, "it encodes positions with ALiBi biases, which reach no attention function")
+    if keeps_states(model_class):  # the probe tells whether nothing else mixes tokens
+        return
     layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     foreign = sorted(set(layer_types) - _SERVED_LAYER_TYPES)
     if foreign:

@@ -228,6 +228,8 @@ class TargetModel(HookedModel):
 
         only_kept, self._can_compile = self.may_compile == "auto" or change is not None, False
         try:
+            if self.keeps_states:
+                raise CompileError("some of its layers keep a state, which compiled programs do not know")
             compiled = CompiledForward(self, hidden, only_kept=only_kept)
         except CompileError as error:
             self._can_compile = change is None and isinstance(error, NotKeptError)

@@ -55,6 +55,7 @@ class Case:
 
 # The kinds that are compiled: each takes a minute or so, and is kept in the cache.
 _COMPILED = ("llama", "gemma2")
+_KEEP_STATES = ("qwen3_5_text", "kimi_linear", "jamba", "lfm2", "zamba2")
 
 
 def _exact(seed: str) -> World | None:
@@ -116,6 +117,15 @@ def _changing(rng: random.Random, world: World) -> History:
     )
 
 
+def _states(seed: str) -> World | None:
+    return draw_world(seed, kinds=_KEEP_STATES)
+
+
+def _anything(rng: random.Random, world: World) -> History:
+    sampled, sins, faults = (rng.random() < share for share in (0.2, 0.3, 0.4))
+    return draw_history(rng, world, sampled=sampled, sins=sins, faults=faults)
+
+
 def _in_threads(rng: random.Random, world: World) -> History:
     history = replace(draw_history(rng, world), policy="all", num_threads=rng.choice((2, 2, 3)))
     return replace(history, rounds=3, close_after=None)
@@ -126,14 +136,15 @@ def _no_world(seed: str) -> None:
 
 
 AREAS: dict[str, Area] = {
-    "histories": Area("random histories, float64", _exact, draw_history, 0.2),
+    "histories": Area("random histories, float64", _exact, draw_history, 0.15),
     "sampled": Area("tokens are drawn", _exact, lambda rng, world: draw_history(rng, world, sampled=True), 0.1),
-    "sins": Area("drafters that break the rules", _exact, lambda rng, world: draw_history(rng, world, sins=True), 0.12),
+    "sins": Area("drafters that break the rules", _exact, lambda rng, world: draw_history(rng, world, sins=True), 0.07),
     "faults": Area(
         "failures in the middle of a step", _exact, lambda rng, world: draw_history(rng, world, faults=True), 0.11
     ),
     "foul": Area("embeddings that are not finite", lambda seed: draw_world(seed, foul=True), draw_history, 0.09),
     "stops": Area("stop strings", lambda seed: draw_world(seed, spelt=True), draw_history, 0.08),
+    "states": Area("layers that keep a state", _states, _anything, 0.1),
     "rounded": Area("float32 and bfloat16", _rounded, _same_backend, 0.06),
     "compiled": Area("compiled, bits in bfloat16", _compiled, _fused, 0.08, num_histories=24),
     "changes": Area("the model changes between two runs", _exact, _changing, 0.05),

@@ -167,7 +167,9 @@ class _Run:
         if policy in POLICIES:
             policy = POLICIES[policy](history.seed, self.watch.faults)
         while True:
-            memory = None if room is None else str(room * target.kv_cache_spec(1).bytes_per_token())
+            spec = target.kv_cache_spec(history.batch_size)
+            states = spec.bytes_per_row * spec.max_batch_size
+            memory = None if room is None else str(room * spec.bytes_per_token() + states)
             options = EngineOptions(
                 batch_size=history.batch_size,
                 batching=Batching(history.batching),

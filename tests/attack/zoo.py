@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+
+from emssd.testing.models import HYBRIDS, WideFloats
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -93,7 +97,7 @@ def draw_model(
 
     Args:
         rng: of all that is random.
-        kind: key of `KINDS`.
+        kind: key of `KINDS` or `HYBRIDS`; the latter compute in float64 what they would compute in float32.
         vocab_size, max_model_len, dtype: as named.
         window: of its sliding layers; ``None`` draws one.
     """
@@ -105,8 +109,11 @@ def draw_model(
         "FULL": ["full_attention"] * num_layers,
         "HALF": [1, 0, 1][:num_layers],
     }
-    values = {name: drawn.get(value, value) if isinstance(value, str) else value for name, value in KINDS[kind].items()}
-    values |= {"n_layer" if "n_embd" in values else "num_hidden_layers": num_layers, "vocab_size": vocab_size}
+    given = KINDS[kind] if kind in KINDS else HYBRIDS[kind] | {"bos_token_id": None, "eos_token_id": None}
+    values = {name: drawn.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
+    if kind in KINDS:
+        values["n_layer" if "n_embd" in values else "num_hidden_layers"] = num_layers
+    values["vocab_size"] = vocab_size
     values["n_positions" if "n_embd" in values else "max_position_embeddings"] = max_model_len
     with torch.random.fork_rng():
         torch.manual_seed(rng.getrandbits(32))
@@ -121,4 +128,15 @@ def draw_model(
                 else:  # norms and biases, too, or those that are forgotten would not show
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.generation_config.eos_token_id = None
+    if kind in HYBRIDS:
+        model.forward = _in_float64(model.forward)
     return model.eval()
+
+
+def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        with WideFloats():
+            return forward(*args, **kwargs)
+
+    return wide

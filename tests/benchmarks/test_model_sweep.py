@@ -32,7 +32,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("qwen2_moe", "features", "served", ""),
         ("gemma4_text", "shared", "served", ""),
         ("got_ocr2", "default", "served", ""),  # hands logits_to_keep to its attention
-        ("lfm2", "default", "refused", "layers of type conv"),
+        ("lfm2", "default", "served", ""),
+        ("qwen3_5", "default", "served", ""),  # linear attention, in a model for images
         ("llama4_text", "full", "refused", "counts the tokens of a call|other logits when sequences are packed"),
         ("llama4_text", "one chunk", "served", ""),
         ("bloom", "default", "refused", "ALiBi"),

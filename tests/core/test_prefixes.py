@@ -246,6 +246,17 @@ def test_what_a_row_alone_knows_is_unknown_once_it_writes_there() -> None:
     assert table.adopt("b", [7, 8, 9]) == 0
 
 
+def test_a_page_that_two_rows_hold_stays_when_one_of_them_leaves() -> None:
+    table = PageTable(1, max_pages=3)
+    table.reserve("a", 2)
+    table.publish("a", [7, 8])
+    assert table.adopt("b", [7, 8, 9]) == 2
+    table.release(["a"])
+    table.forget()
+    table.reserve("c", 1)
+    assert not set(table.pages("b")) & set(table.pages("c"))
+
+
 def test_an_adopted_page_is_not_evicted_and_the_last_token_is_not_adopted() -> None:
     table = PageTable(1, max_pages=3)
     table.reserve("a", 3)

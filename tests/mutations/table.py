@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from . import drafters, engine, heads, memory, sampling
+from . import drafters, engine, heads, memory, sampling, states
 
 __all__ = ["FAULTS", "as_markdown", "function_of"]
 
-FAULTS = (*engine.FAULTS, *memory.FAULTS, *drafters.FAULTS, *heads.FAULTS, *sampling.FAULTS)
+FAULTS = (*engine.FAULTS, *memory.FAULTS, *drafters.FAULTS, *heads.FAULTS, *sampling.FAULTS, *states.FAULTS)
 
 
 def function_of(test: str) -> str:

@@ -98,6 +98,27 @@ void top_draws(const Logits& logits, const Places& places, double error, int64_t
 // The random bits [num, vocab_size] of each token's noise.
 void noise_bits(const Places& places, int64_t vocab_size, int64_t* bits);
 
+// A layer that keeps a state; the tensors of recurrence.h.
+struct Recurrence {
+  Type type;
+  const void *inputs, *query;
+  void* states;
+  const void* rates;  // null for none
+  void* out;
+  int64_t heads, keys, values, width, decay_keys, decay_values;
+  bool has_beta;
+};
+
+// Tokens of one row, from a state on.
+struct Path {
+  int64_t slot;
+  const int64_t *inputs, *outputs;
+  int64_t length, save, save_slot;
+};
+
+// Follows all paths; no two save to one slot, and none starts from a slot that another saves to.
+void recur(const Recurrence& layer, const Path* paths, int64_t num_paths);
+
 // A checksum of some bytes. Each word changes its lane in a one-to-one way, so a change of any one is seen.
 uint64_t checksum(const char* data, int64_t size);
 

@@ -5,6 +5,7 @@
 #include "checksums.h"
 #include "choice.h"
 #include "program.h"
+#include "recurrence.h"
 #include "step.h"
 
 namespace emssd {
@@ -31,6 +32,10 @@ TORCH_LIBRARY(emssd_native, library) {
   library.impl("noise_bits", c10::DispatchKey::CPU, TORCH_FN(noise_bits));
   library.def("checksums(Tensor[] tensors) -> Tensor");
   library.impl("checksums", c10::DispatchKey::CPU, TORCH_FN(checksums));
+  library.def(
+      "recur(Tensor inputs, Tensor query, Tensor(a!) states, Tensor? rates, Tensor tokens, Tensor paths, int decay_keys, "
+      "int decay_values) -> Tensor");
+  library.impl("recur", c10::DispatchKey::CPU, TORCH_FN(recur));
   library.def("new_module() -> Tensor", TORCH_FN(new_module));
   library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias, Tensor? scale) -> bool");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));

@@ -1,0 +1,294 @@
+"""Layers that keep a state: each token is that of the recurrence written out, whatever was drafted and batched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from emssd_ragged import RaggedConfig
+from transformers import PreTrainedModel
+
+from emssd import Engine
+from emssd.attention import Kept
+from emssd.decoding.scheduler import ContinuousScheduler, Scheduler
+from emssd.drafting import Drafter
+from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.model import states
+from emssd.model.mixing import _MIXER, Convolution, Mixer, Recurrence, keeps_states
+from emssd.model.states import Feed, StateCache
+from emssd.sampling import SamplingParams
+from emssd.testing.drafters import RandomDrafter, TreeDrafter
+from emssd.testing.models import HYBRIDS, WideFloats, tiny_model
+from emssd.testing.oracle import greedy_reference
+from tests.support.tiers import looped
+from tests.support.trees import DecoyDrafter
+
+VOCAB_SIZE, NEW_TOKENS = 13, 12
+PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9), (10, 6, 6, 7, 10, 6))
+EVERY_ARITHMETIC = pytest.mark.parametrize("arithmetic", ["C++", "PyTorch"], indirect=True)
+
+Text = list[int]  # of a token, all that it feeds is drawn from its number
+
+
+@cache
+def drawn(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed % 1000), dtype=torch.float64)
+
+
+class Layers:
+    """A model of one convolution and three recurrences, of tokens alone."""
+
+    channels, heads, keys, values = 5, 2, 3, 70  # more values than the kernel takes at a time
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.weight, self.bias = self.numbers(-1, self.channels, 4), self.numbers(-2, self.channels)
+        self.rates = -self.numbers(-3, self.keys, self.values).exp()
+
+    def numbers(self, seed: int, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed % 1000), dtype=torch.float64).to(
+            self.dtype
+        )
+
+    def fed(self, tokens: Text) -> tuple[Convolution, Recurrence, Recurrence, Recurrence]:
+        def each(kind: int, *shape: int) -> torch.Tensor:
+            return torch.stack([self.numbers(10 * token + kind, *shape) for token in tokens])
+
+        heads, keys, values = self.heads, self.keys, self.values
+        query, key, value = each(0, heads, keys), each(1, heads, keys), each(2, heads, values)
+        by_head, by_key = -each(3, heads, 1, 1).exp(), -each(4, heads, keys, 1).exp()
+        by_value, beta = each(5, heads, 1, values).exp(), each(6, heads).sigmoid()
+        return (
+            Convolution(each(7, self.channels), self.weight, self.bias),
+            Recurrence(query, key, value, by_head),
+            Recurrence(query, key, value, by_key, beta),
+            Recurrence(query, key, value, by_value, rates=self.rates),
+        )
+
+    def mixed(self, tokens: Text) -> torch.Tensor:
+        """``[n, numbers]`` of fed tokens, by the mixer of this pass."""
+        mixer: Mixer | None = _MIXER.get()
+        assert mixer is not None
+        first, *rest = self.fed(tokens)
+        return torch.cat([mixer.convolve(first), *(mixer.recur(each).flatten(1) for each in rest)], 1)
+
+    def expected(self, text: Text) -> torch.Tensor:
+        """The same of the last token of a text, written out."""
+        first, *rest = self.fed(text)
+        out = self.bias.clone()
+        for place, values in enumerate(first.values.flip(0)[:4]):
+            out += values * self.weight[:, 3 - place]
+        found = [out]
+        for each in rest:
+            state = torch.zeros(self.heads, self.keys, self.values, dtype=self.dtype)
+            for at in range(len(text)):
+                state *= (each.decay[at] * (1 if each.rates is None else each.rates)).exp()
+                value = each.value[at]
+                if each.beta is not None:
+                    value = (value - torch.einsum("hk,hkv->hv", each.key[at], state)) * each.beta[at][:, None]
+                state += torch.einsum("hk,hv->hkv", each.key[at], value)
+            found.append(torch.einsum("hk,hkv->hv", each.query[-1], state).flatten())
+        return torch.cat(found)
+
+
+class History:
+    """Rows that grow in a `StateCache` by drafts that are right or wrong, as chains and trees, in pieces and anew."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.random, self.layers, self.cache = random.Random(seed), Layers(dtype), StateCache(max_rows=1)
+        self.texts: dict[str, Text] = {}  # committed, with their last token, which was not fed yet
+        self.seen: list[tuple[Text, torch.Tensor]] = []  # texts that ended in some pass, and what it gave there
+
+    def step(self) -> None:
+        rng, feeds, fed = self.random, dict[str, Feed](), Text()
+        nodes: dict[str, list[Text]] = {}
+        for name in rng.sample("abc", rng.randint(1, 3)):
+            text = self.texts.setdefault(name, [rng.randrange(9) for _ in range(rng.randint(1, 6))])
+            known = self.num_fed.get(name, 0)
+            tree = self.tree()
+            new = text[known:] + [rng.randrange(9) for _ in tree]
+            ways = [text[: at + 1] for at in range(known, len(text))]
+            for node, parent in enumerate(tree):
+                before = text if parent < 0 else ways[len(text) - known + parent]
+                ways.append([*before, new[len(text) - known + node]])
+            places = range(len(fed), len(fed) + len(new))
+            chain = all(parent == node - 1 for node, parent in enumerate(tree))
+            feeds[name] = Feed(tuple(places), known + len(new), len(tree), () if chain else tuple(tree))
+            fed, nodes[name] = fed + new, ways
+        out = self.run(feeds, fed)
+        for name, feed in feeds.items():
+            self.seen += zip(nodes[name], out[list(feed.places)], strict=True)
+        if rng.random() < 0.1:
+            return  # a step that was not committed
+        for name, feed in feeds.items():
+            self.commit(name, feed, nodes[name])
+
+    def run(self, feeds: dict[str, Feed], fed: Text) -> torch.Tensor:
+        if self.random.random() < 0.1:
+            with suppress(ZeroDivisionError), self.cache.pass_of(feeds):
+                self.layers.mixed(fed)
+                raise ZeroDivisionError  # nothing of this pass may stay
+        with self.cache.pass_of(feeds):
+            return self.layers.mixed(fed)
+
+    def commit(self, name: str, feed: Feed, ways: list[Text]) -> None:
+        """Some way from the text to a node is right, and the token behind it."""
+        rng, text, num_nodes = self.random, self.texts[name], feed.num_drafts
+        first = feed.kv_len - num_nodes
+        node, path = rng.randint(-1, num_nodes - 1), list[int]()
+        while node >= 0:
+            path.insert(0, node)
+            node = feed.parent(first + node) - first
+        self.texts[name] = [*(text if not path else ways[len(ways) - num_nodes + path[-1]]), rng.randrange(9)]
+        moved = () if path == [*range(len(path))] else tuple(first + node for node in path)
+        self.cache.commit(Kept((name,), (first + len(path),), (moved,)))
+        self.num_fed[name] = first + len(path)
+        if rng.random() < 0.1:
+            self.cache.release([name])
+            del self.num_fed[name]
+
+    def tree(self) -> list[int]:
+        rng, size = self.random, self.random.choice((0, 0, 1, 4, 6))
+        return [*range(-1, size - 1)] if rng.random() < 0.4 else [rng.randint(-1, node - 1) for node in range(size)]
+
+    @property
+    def num_fed(self) -> dict[str, int]:
+        return self.__dict__.setdefault("_num_fed", {})
+
+
+@pytest.fixture
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "PyTorch":
+        monkeypatch.setattr(states, "why_unavailable", lambda: "as a test wants it")
+    return str(request.param)
+
+
+@EVERY_ARITHMETIC
+@looped("seed", range(3))
+def test_every_token_is_that_of_the_recurrence_written_out(seed: int, arithmetic: str) -> None:
+    history = History(seed, torch.float64)
+    for _ in range(12):
+        history.step()
+    for text, out in history.seen:
+        torch.testing.assert_close(out, history.layers.expected(text), rtol=1e-9, atol=1e-9)
+    assert len(history.seen) > 30
+    history.cache.release("abc")
+    assert history.cache.held == 0
+
+
+@EVERY_ARITHMETIC
+@looped("seed", range(3, 5))
+def test_the_bits_of_a_token_depend_on_its_text_alone(seed: int, arithmetic: str) -> None:
+    history = History(seed, torch.float32)
+    for _ in range(12):
+        history.step()
+    for text, out in history.seen:
+        with StateCache().pass_of({"": Feed(tuple(range(len(text))), len(text), 0)}):
+            assert torch.equal(history.layers.mixed(text)[-1], out)
+
+
+@cache
+def model_of(architecture: str) -> PreTrainedModel:
+    return tiny_model(architecture, vocab_size=VOCAB_SIZE, max_model_len=64)
+
+
+@cache
+def references(architecture: str) -> dict[tuple[int, ...], Seq[int]]:
+    with WideFloats():
+        return {prompt: greedy_reference(model_of(architecture), prompt, NEW_TOKENS + 1) for prompt in PROMPTS}
+
+
+def decoded(
+    architecture: str, drafter: Drafter | str, scheduler: Scheduler | None = None, **options: Any
+) -> tuple[dict[tuple[int, ...], Text], Engine]:
+    with WideFloats():
+        options = {"batch_size": 3, "budget": "fixed", "max_model_len": 64, "on_drafter_error": "fail"} | options
+        engine = Engine.from_model(model_of(architecture), drafter=drafter, **options)
+        engine.scheduler = scheduler or engine.scheduler
+        done = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
+    return {prompt: list(each.token_ids) for prompt, each in zip(PROMPTS, done, strict=True)}, engine
+
+
+def drafters(architecture: str) -> Iterator[Drafter]:
+    known = references(architecture)
+    yield RandomDrafter(VOCAB_SIZE, 5, known, seed=1)
+    yield DecoyDrafter(VOCAB_SIZE, known)
+    yield TreeDrafter(VOCAB_SIZE, 8, known, seed=2)
+
+
+@pytest.mark.costly("three runs of each architecture")
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_tokens_are_those_of_the_forward_pass(architecture: str) -> None:
+    expected = {prompt: list(tokens[:NEW_TOKENS]) for prompt, tokens in references(architecture).items()}
+    for drafter, backend in zip(drafters(architecture), ("ragged", "ragged", "padded"), strict=True):
+        pieces = {} if backend == "padded" else {"max_step_tokens": 9}
+        found, engine = decoded(architecture, drafter, backend=backend, **pieces)
+        assert found == expected
+        assert engine.report.num_accepted > NEW_TOKENS
+        assert engine.report.kv_usage.held == 0
+
+
+def test_rows_that_are_preempted_begin_again() -> None:
+    expected = {prompt: list(tokens[:NEW_TOKENS]) for prompt, tokens in references("qwen3_5_text").items()}
+    drafter = DecoyDrafter(VOCAB_SIZE, references("qwen3_5_text"), depth=1)
+    crowd = ContinuousScheduler(3, headroom=0)
+    found, engine = decoded("qwen3_5_text", drafter, crowd, kv_memory="44KiB", backend=RaggedConfig(page_size=4))
+    assert found == expected
+    assert engine.report.num_preempted > 0
+
+
+def test_states_count_as_memory() -> None:
+    with pytest.raises(ConfigError, match=r"states of 3 rows, which take .* MiB, and KV"):
+        decoded("qwen3_5_text", "none", kv_memory="20KiB")
+    _, engine = decoded("qwen3_5_text", "none")
+    assert engine.report.kv_usage.peak_held >= 3 * engine.target.bytes_per_row > 0
+
+
+def test_drafters_with_a_model_have_states_of_their_own() -> None:
+    expected = {prompt: list(tokens[:NEW_TOKENS]) for prompt, tokens in references("qwen3_5_text").items()}
+    found, engine = decoded("qwen3_5_text", "early_exit")
+    assert found == expected
+    assert engine.report.num_drafted > NEW_TOKENS
+
+
+def test_sampled_texts_do_not_depend_on_drafts() -> None:
+    texts = []
+    for drafter in ("none", TreeDrafter(VOCAB_SIZE, 8, references("mamba2"), seed=3)):
+        engine = Engine.from_model(model_of("mamba2"), drafter=drafter, budget="fixed", max_model_len=64, batch_size=3)
+        sampling = SamplingParams(temperature=0.8, seed=5, n=2)
+        texts.append([each.token_ids for each in engine.generate(PROMPTS, NEW_TOKENS, sampling=sampling)])
+    assert texts[0] == texts[1]
+
+
+def test_the_users_own_calls_are_as_before() -> None:
+    model, ids = model_of("jamba"), torch.tensor([PROMPTS[0]])
+    with torch.inference_mode():
+        before = model(ids, use_cache=False).logits
+        engine = Engine.from_model(model, drafter="none", max_model_len=64)
+        running = engine.stream(PROMPTS, 4)
+        next(running)
+        assert torch.equal(model(ids, use_cache=False).logits, before)
+        running.close()  # type: ignore[attr-defined]  # a generator
+
+
+def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = states._Mixer._room_for
+    monkeypatch.setattr(states._Mixer, "_room_for", lambda mixer, layer: kept(mixer, layer).zero_())
+    with pytest.raises(UnsupportedModelError, match="gives other logits"):
+        Engine.from_model(model_of("qwen3_5_text"), drafter="none")
+
+
+def test_it_is_not_compiled() -> None:
+    with pytest.warns(RuntimeWarning, match="some of its layers keep a state"):
+        Engine.from_model(model_of("lfm2"), drafter="none", compile=True)
+
+
+def test_a_class_without_such_functions_keeps_no_states() -> None:
+    assert keeps_states(type(model_of("lfm2")))
+    assert not keeps_states(type(tiny_model("llama")))

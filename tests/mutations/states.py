@@ -1,0 +1,88 @@
+"""Faults of layers that keep a state."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+__all__ = ["FAULTS"]
+
+STATES = "emssd/model/states.py"
+MIXING = "emssd/model/mixing.py"
+KERNEL = "emssd/native/cpp/recurrence.cpp"
+WRITTEN_OUT = "tests/models/test_states.py::test_every_token_is_that_of_the_recurrence_written_out"
+FORWARD = "tests/models/test_states.py::test_tokens_are_those_of_the_forward_pass"
+
+FAULTS = (
+    Fault(
+        "inputs of a rejected sibling stay in the place of the accepted node's",
+        "states",
+        STATES,
+        "for index in moved))",
+        "for index in range(num_fixed, kv_len)))",
+        (WRITTEN_OUT,),
+    ),
+    Fault(
+        "the last token of an adopted state is applied twice",
+        "states",
+        STATES,
+        "row = replace(row, at=self.ahead, flipped",
+        "row = replace(row, at=self.ahead - 1, flipped",
+        (WRITTEN_OUT,),
+    ),
+    Fault(
+        "a state is written where the committed one is",
+        "states",
+        STATES,
+        "save - base, slot + (not row.flipped)",
+        "save - base, slot + row.flipped",
+        (WRITTEN_OUT,),
+    ),
+    Fault(
+        "a row that was preempted goes on from its old state",
+        "states",
+        STATES,
+        "            self._rows.pop(name, None)\n",
+        "",
+        (WRITTEN_OUT, "tests/models/test_states.py::test_rows_that_are_preempted_begin_again"),
+    ),
+    Fault(
+        "a convolution sees the token before a node, and not its parent",
+        "states",
+        STATES,
+        "            parent = parents[index]\n",
+        "            parent = index - 1\n",
+        (WRITTEN_OUT,),
+    ),
+    Fault(
+        "a branch starts from its sibling",
+        "states",
+        STATES,
+        "while (parent := parents[indices[-1]]) >= base:",
+        "while (parent := indices[-1] - 1) >= base:",
+        (WRITTEN_OUT,),
+    ),
+    Fault(
+        "the delta rule reads a state before it decays, in C++",
+        "states",
+        KERNEL,
+        "        row[v] *= scales[v];\n        sums[v] += weight * row[v];\n",
+        "        sums[v] += weight * row[v];\n        row[v] *= scales[v];\n",
+        (WRITTEN_OUT,),
+    ),
+    Fault(
+        "keys are not normed",
+        "states",
+        MIXING,
+        'if of["use_qk_l2norm_in_kernel"]:',
+        'if of["use_qk_l2norm_in_kernel"] is None:',
+        (FORWARD,),
+    ),
+    Fault(
+        "the limits of a time step are ignored",
+        "states",
+        MIXING,
+        '.clamp(*of["dt_limit"])',
+        "",
+        (FORWARD,),
+    ),
+)
