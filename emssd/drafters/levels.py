@@ -37,8 +37,8 @@ class GrowingRow:
 
     Attributes:
         tokens: ``[n]``.
-        node: where the target chooses the token behind the newest one.
-        tree: that grows behind the newest token.
+        node: where the target chooses the token after the newest one.
+        tree: that grows after the newest token.
         num_cached: tokens that the drafter's KV cache holds.
     """
 
@@ -53,15 +53,15 @@ Level = list[tuple[GrowingRow, list[Expansion]]]
 """What is expanded in one pass: nodes of each row. All nodes of a row are equally deep."""
 
 Choices = tuple[list[list[int]], list[list[float]]]
-"""For each node the likeliest tokens behind it, the likeliest first, and the logarithms of how likely they are."""
+"""For each node the likeliest tokens after it, the likeliest first, and the logarithms of how likely they are."""
 
 
 class LevelDrafter(Drafter):
     """Drafts token trees, or chains, of all rows level by level.
 
-    A subclass says which rows can be drafted for (`tree_of`), and computes logits: behind the newest tokens
-    (`catch_up`), and behind the nodes of a level (`compute`). On a GPU the host waits once a level, for the likeliest
-    tokens behind each node; twice in a batch of greedy and sampled rows.
+    A subclass says which rows can be drafted for (`tree_of`), and computes logits: after the newest tokens
+    (`catch_up`), and after the nodes of a level (`compute`). On a GPU the host waits once a level, for the likeliest
+    tokens after each node; twice in a batch of greedy and sampled rows.
 
     Args:
         shape: of the trees; one child for each node makes chains.
@@ -101,11 +101,11 @@ class LevelDrafter(Drafter):
 
     @abstractmethod
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
-        """Compute what is not cached. Returns the logits ``[r, draft_vocab_size]`` behind the newest token of each."""
+        """Compute what is not cached. Returns the logits ``[r, draft_vocab_size]`` after the newest token of each."""
 
     @abstractmethod
     def compute(self, level: Level) -> torch.Tensor:
-        """Compute the nodes of a level. Returns the logits ``[n, draft_vocab_size]`` behind each."""
+        """Compute the nodes of a level. Returns the logits ``[n, draft_vocab_size]`` after each."""
 
     def finish(self, rows: Seq[GrowingRow]) -> None:
         """The trees of these rows are done."""
@@ -119,7 +119,7 @@ class LevelDrafter(Drafter):
         return 0
 
     def node_of(self, row: Sequence) -> Node:
-        """Where the target chooses the token behind the newest one of `row`."""
+        """Where the target chooses the token after the newest one of `row`."""
         return first_node(row)
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
@@ -156,12 +156,12 @@ class LevelDrafter(Drafter):
             row.tree.add_level(children)
 
     def choices(self, level: Level, logits: torch.Tensor) -> Choices:
-        """The tokens behind each node of a level that the target most likely chooses, from the logits there."""
+        """The tokens after each node of a level that the target most likely chooses, from the logits there."""
         greedy = all(row.node.params.is_greedy for row, _ in level)
         return self._likeliest(logits, None if greedy else self._nodes(level))
 
     def _nodes(self, level: Level) -> list[Node]:
-        """Where the target chooses the tokens behind the nodes of a level."""
+        """Where the target chooses the tokens after the nodes of a level."""
         nodes = list[Node]()
         for row, expansions in level:
             first, depth, tree = row.node, row.tree.num_levels, row.tree

@@ -28,8 +28,8 @@ __all__ = ["PairedDrafter"]
 class PairedDrafter(StatesDrafter):
     """Drafts with a head that reads pairs, see `PairedHead`, and has a KV cache of its own.
 
-    A row of `n` tokens has ``n - 1`` pairs, and the output behind the last is for the first drafted token. A node of
-    the tree is paired with the head's own output behind its parent. When a draft is done, the KV of its nodes is
+    A row of `n` tokens has ``n - 1`` pairs, and the output after the last is for the first drafted token. A node of
+    the tree is paired with the head's own output after its parent. When a draft is done, the KV of its nodes is
     dropped: the next draft computes those that were accepted from the target's hidden states.
 
     Args:
@@ -96,7 +96,7 @@ class PairedDrafter(StatesDrafter):
         return packed, self._inputs(packed.input_ids, torch.cat(features))
 
     def compute(self, level: Level) -> torch.Tensor:
-        """Compute the nodes of a level, each beside the output behind its parent."""
+        """Compute the nodes of a level, each beside the output after its parent."""
         nodes = list(nodes_of(level))
         parents = [self._places[row.request_id, row.tree.parents[node]] for row, node in nodes]
         packed = pack_level(level)
@@ -107,7 +107,7 @@ class PairedDrafter(StatesDrafter):
         return logits
 
     def _run(self, packed: PackedInputs, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute a step, and keep its outputs for the next level. Returns the logits behind its ``logit_rows``."""
+        """Compute a step, and keep its outputs for the next level. Returns the logits after its ``logit_rows``."""
         self._hidden, logits = self._runner.run_to_logits(
             packed, inputs, lambda hidden: self._head.logits(hidden, self._target.project)
         )

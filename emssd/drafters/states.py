@@ -38,7 +38,7 @@ class KnownStates:
 
     @property
     def stop(self) -> int:
-        """The position behind the last state."""
+        """The position after the last state."""
         return self.start + sum(map(len, self.pieces))
 
     def add(self, start: int, states: torch.Tensor) -> None:

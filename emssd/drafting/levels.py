@@ -33,12 +33,12 @@ class GrowingTree:
     Attributes:
         token_ids, parents: of each node.
         ranks: of each node, which of its parent's likeliest tokens it is, counted from 0.
-        log_probs: of each node, how likely the target chooses it behind its parent, as the drafter sees it.
+        log_probs: of each node, how likely the target chooses it after its parent, as the drafter sees it.
         scores: the sum of these from the newest token to each node. It never rises from a parent to its child.
         num_levels: that have been created.
         cached, cached_parents: the nodes in the cache, in its order; the parent of each as an index among them.
         places: where each cached node is among them; -1 for node -1.
-        choices: the likeliest tokens behind each node that was expanded.
+        choices: the likeliest tokens after each node that was expanded.
     """
 
     num_tokens: int
@@ -64,7 +64,7 @@ class GrowingTree:
         return range(self._level_start, len(self.token_ids))
 
     def path(self, node: int) -> list[int]:
-        """The tokens behind the newest one up to `node`."""
+        """The tokens after the newest one up to `node`."""
         return self._upwards(node, self.token_ids)
 
     def way(self, node: int) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class GrowingTree:
         return [node for _, node in self._best[: self.num_nodes - 1] if node >= self._level_start]
 
     def cache(self, nodes: Iterable[int]) -> None:
-        """The cache holds these nodes, too, behind those before. Parents come first."""
+        """The cache holds these nodes, too, after those before. Parents come first."""
         for node in nodes:
             self.cached_parents.append(self.places[self.parents[node]])
             self.places[node] = len(self.cached)

@@ -41,7 +41,7 @@ class Shape(ABC):
         """The most nodes that are expanded, besides -1, in a tree of at most `num_nodes` nodes and `depth` levels."""
 
     def learn(self, ranks: Seq[int | None]) -> None:
-        """The target's choice behind the newest token of a row, then behind each accepted node that was expanded.
+        """The target's choice after the newest token of a row, then after each accepted node that was expanded.
 
         Each is the rank among the draft model's most probable tokens there, ``None`` if it was not among `width`.
         """
@@ -63,7 +63,7 @@ class DynamicShape(Shape):
         depth: the most levels.
         top_k: nodes of a level that are expanded, and children of each.
         temperature: below 1, as the target takes its first choice more often than the draft model's probability says.
-        min_confidence: a node that is less probable behind its parent gets no children.
+        min_confidence: a node that is less probable after its parent gets no children.
 
     Attributes:
         least: the logarithm of that probability.

@@ -38,7 +38,7 @@ class Head(nn.Module, ABC):
         """Hidden states ``[b, n, hidden_size]`` of ``inputs [b, n, input_size]`` at ``position_ids [b, n]``."""
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Logits ``[n, draft_vocab_size]`` behind hidden states ``[n, hidden_size]`` that `forward` gave.
+        """Logits ``[n, draft_vocab_size]`` after hidden states ``[n, hidden_size]`` that `forward` gave.
 
         ``None`` where they need the target's vocabulary projection.
         """
@@ -56,7 +56,7 @@ class LayerHead(Head):
     Args:
         config: sizes and rules of the layer.
         names: of the module's tensors that the checkpoint has.
-        mlp: whether the layer has an MLP behind its attention.
+        mlp: whether the layer has an MLP after its attention.
     """
 
     def __init__(self, config: DecoderConfig, names: Container[str], *, mlp: bool = True) -> None:

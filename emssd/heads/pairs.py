@@ -64,7 +64,7 @@ class PairedHead(Head):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, draft_vocab_size]`` behind pairs of which `forward` gave ``hidden [n, hidden_size]``."""
+        """Logits ``[n, draft_vocab_size]`` after pairs of which `forward` gave ``hidden [n, hidden_size]``."""
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of columns of `logits`, of any shape."""

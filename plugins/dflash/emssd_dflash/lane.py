@@ -17,13 +17,13 @@ from itertools import accumulate
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, PackedInputs, StepPlan
+from emssd.attention import AttentionBackend, Kept, StepPlan
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
 from emssd.drafters import Lane
 from emssd.drafters.lanes import fed
 from emssd.metrics.timing import phase
-from emssd_dflash.head import BlockHead
+from emssd_dflash.head import BlockAttend, BlockHead
 
 __all__ = ["BlockLane", "BlockRow"]
 
@@ -80,10 +80,9 @@ class BlockLane(Lane):
             packed = pack_nodes(names, ids, lengths, [start + self.num_slots for start in starts])
             plan = self._backend.plan(packed)
         with phase("forward"):
-            places = self._places(rows, lengths, embeds.device)
-            step = _Step(self._backend, plan, packed, self.head.variant.causal, *places)
+            attend = self._attend(plan, packed.num_tokens, *self._places(rows, lengths, embeds.device))
             features = torch.cat([row.features for row in rows])
-            hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), step.attend)
+            hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), attend)
         self.commit(Kept(tuple(names), tuple(starts)))
         return hidden
 
@@ -105,40 +104,25 @@ class BlockLane(Lane):
         queries = [place + self._size for place in blocks] if self._doubled else blocks
         return on_device(features + blocks, device), on_device(blocks, device), on_device(queries, device)
 
+    def _attend(
+        self, plan: StepPlan, num_tokens: int, all_keys: torch.Tensor, blocks: torch.Tensor, seconds: torch.Tensor
+    ) -> BlockAttend:
+        """Attention of a step whose tokens at `all_keys`, `blocks` and `seconds` are those that `_places` gives."""
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step of the backend.
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            (num_heads, dim), num_kv_heads = query.shape[1:], key.shape[1]
+            doubled = not self.head.variant.causal[layer]
+            places, wide = (seconds, dim + 1) if doubled else (blocks, dim)
+            queries = query.new_zeros(num_tokens, num_heads, wide)
+            keys, values = key.new_zeros(num_tokens, num_kv_heads, wide), value.new_zeros(num_tokens, num_kv_heads, dim)
+            if doubled:
+                queries[..., dim] = _HIDDEN
+                keys[..., dim] = -_HIDDEN * dim**0.5  # what queries and keys give is divided by this root
+                keys[all_keys, :, dim] = 0
+            queries[places, :, :dim] = query
+            keys[all_keys, :, :dim] = key
+            values[all_keys] = value
+            out = self._backend.forward(plan, layer, *(fed(plan, each) for each in (queries, keys, values)))
+            return plan.packed(out, num_tokens)[places]
 
-    Attributes:
-        causal: ``[num_layers]`` whether a token of a block sees those before it alone.
-        keys: ``[c + m]`` which of its tokens have the keys and values of features and blocks.
-        blocks: ``[m]`` those of blocks, which have their queries in causal layers.
-        seconds: ``[m]`` which have the queries of blocks in other layers.
-    """
-
-    backend: AttentionBackend
-    plan: StepPlan
-    packed: PackedInputs
-    causal: Seq[bool]
-    keys: torch.Tensor
-    blocks: torch.Tensor
-    seconds: torch.Tensor
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """As `BlockAttend` says."""
-        num_tokens, (num_heads, dim), num_kv_heads = self.packed.num_tokens, query.shape[1:], key.shape[1]
-        doubled = not self.causal[layer]
-        places = self.seconds if doubled else self.blocks
-        wide = dim + (1 if doubled else 0)
-        queries = query.new_zeros(num_tokens, num_heads, wide)
-        keys, values = key.new_zeros(num_tokens, num_kv_heads, wide), value.new_zeros(num_tokens, num_kv_heads, dim)
-        if doubled:
-            queries[..., dim] = _HIDDEN
-            keys[..., dim] = -_HIDDEN * dim**0.5  # what queries and keys give is divided by this root
-            keys[self.keys, :, dim] = 0
-        queries[places, :, :dim] = query
-        keys[self.keys, :, :dim] = key
-        values[self.keys] = value
-        out = self.backend.forward(self.plan, layer, *(fed(self.plan, each) for each in (queries, keys, values)))
-        return self.plan.packed(out, num_tokens)[places]
+        return attend

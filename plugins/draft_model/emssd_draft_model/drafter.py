@@ -84,7 +84,7 @@ class DraftModelDrafter(ModelDrafter):
             self._num_drafted.pop(request_id, None)
 
     def _chains(self, rows: list[GrowingRow], wanted: list[int]) -> torch.Tensor:
-        """``[r, k]`` drafted tokens; anything stands behind what a row wants."""
+        """``[r, k]`` drafted tokens; anything stands after what a row wants."""
         if all(row.node.params.is_greedy for row in rows):
             packed = pack(rows, Draft.empty(len(rows)))
             if (tokens := self._runner.run_chain(packed, wanted, self._vocab_size)) is not None:
@@ -96,7 +96,7 @@ class DraftModelDrafter(ModelDrafter):
         return torch.stack(columns, dim=1)
 
     def _next(self, rows: list[GrowingRow], wanted: list[int], columns: list[torch.Tensor]) -> torch.Tensor:
-        """One token behind `columns`, for the rows that want more. Returns ``[r]``; other rows hold their old."""
+        """One token after `columns`, for the rows that want more. Returns ``[r]``; other rows hold their old."""
         tokens, active = columns[-1], [i for i, limit in enumerate(wanted) if limit > len(columns)]
         if len(active) == len(rows):
             return self._chosen_behind(rows, columns)
@@ -105,7 +105,7 @@ class DraftModelDrafter(ModelDrafter):
         return tokens.index_copy(0, index, chosen)
 
     def _chosen_behind(self, rows: list[GrowingRow], columns: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the newest of the drafted ``columns [depth, r]``. Returns ``[r]``, what is chosen behind them."""
+        """Compute the newest of the drafted ``columns [depth, r]``. Returns ``[r]``, what is chosen after them."""
         depth, nodes = len(columns), [row.node for row in rows]
         paths: list[list[int]] = [[]] * len(rows)
         if any(node.params.reads_prefix for node in nodes):

@@ -25,7 +25,7 @@ class PardDrafter(SlotDrafter, ModelDrafter):
     """Drafts chains with one pass for all of their tokens.
 
     A row that may draft ``k`` tokens computes what the draft model has not cached, and then ``k - 1`` masks, with
-    causal attention. The logits behind its newest token are for the first draft, those behind mask ``j`` for draft
+    causal attention. The logits after its newest token are for the first draft, those after mask ``j`` for draft
     ``j + 1``. So each token is chosen from its own position's distribution, whatever was drafted before it, and with
     the noise of that position. The KV of masks is dropped at once: the next pass computes the tokens that came there.
 
