@@ -62,7 +62,7 @@ class HeadFiles:
         path: str,
         target: TargetSizes,
         *formats: Format,
-        new_name: Callable[[str], str | None] = lambda name: name,
+        new_name: Callable[[str], str | None] | None = None,
     ) -> HeadFiles:
         """Read them.
 
@@ -70,14 +70,14 @@ class HeadFiles:
             path: folder, file of weights or hub id.
             target: that the head is to draft for.
             formats: of which the head is one.
-            new_name: as `rename` takes it.
+            new_name: as `rename` takes it; ``None`` keeps the names of the files.
 
         Raises:
             ConfigError: they cannot be read, or hold something else.
         """
         checkpoint = read_checkpoint(path)
         expect(checkpoint, *formats)
-        return cls(checkpoint, target, rename(checkpoint, new_name))
+        return cls(checkpoint, target, rename(checkpoint, new_name or str))
 
     @property
     def config(self) -> Mapping[str, Any]:
