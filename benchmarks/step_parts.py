@@ -85,7 +85,7 @@ class Steps:
 
     def step(self, draft: Draft) -> torch.Tensor:
         """One step, in which each row keeps a drafted token if there is one. Returns the logits."""
-        logits = self.runner.run(pack(self.batch.sequences, draft)).logits
+        logits = self.runner.run(pack(self.batch.rows, draft)).logits
         verify(greedy_tokens(logits), draft)
         kept = self.context + (2 if len(draft.token_ids) else 0)
         moved = ((self.context + 2,),) * len(self.prompts) if draft.parents is not None else ()

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
-from emssd import attention, data, drafting, model, plugins, sequences
+from emssd import attention, data, drafters, drafting, model, plugins, sequences
 from emssd.cli import docstrings
 
 __all__ = ["CLASSES", "MODULES", "page", "public"]
@@ -18,6 +18,7 @@ MODULES = (
     "emssd",
     "emssd.plugins",
     "emssd.drafting",
+    "emssd.drafters",
     "emssd.attention",
     "emssd.sequences",
     "emssd.model",
@@ -39,6 +40,17 @@ CLASSES: dict[str, list[type]] = {
         attention.KVUsage,
         attention.PagedBackend,
         attention.PagedKernels,
+    ],
+    "Drafting with models and heads": [
+        drafters.LevelDrafter,
+        drafters.ModelDrafter,
+        drafters.StatesDrafter,
+        drafters.SlotDrafter,
+        drafters.PairedDrafter,
+        drafters.PairedHead,
+        drafters.HeadFiles,
+        drafters.Loaded,
+        drafters.Lent,
     ],
     "Models": [model.ModelRunner, model.ModelOutput, model.BorrowedTarget],
     "Budgets": [

@@ -1,19 +1,63 @@
-"""Drafters that plugins build on: a causal model with a KV cache of its own drafts for the whole batch."""
+"""Drafters that plugins build on: a model, or a trained head, drafts chains or token trees for the whole batch.
 
-from emssd.drafters.base import CachedRow, ModelDrafter
-from emssd.drafters.loading import load_draft_model
-from emssd.drafters.parallel import Chain, joined_chains, parallel_chains
-from emssd.drafters.shallow import shallow_runner
-from emssd.drafters.trees import Level, TreeDrafter
+A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with `HeadFiles`, and returns a
+`PairedDrafter`. Other drafters are subclasses of `ModelDrafter`, `StatesDrafter` or `SlotDrafter`.
+"""
+
+from emssd.drafters.lanes import HeadLane, Lane
+from emssd.drafters.levels import GrowingRow, LevelDrafter, SlotDrafter, nodes_of
+from emssd.drafters.loading import load_draft_model, shallow_runner
+from emssd.drafters.models import ModelDrafter
+from emssd.drafters.paired import PairedDrafter
+from emssd.drafters.states import StatesDrafter
+from emssd.drafting.levels import GrowingTree
+from emssd.drafting.shapes import DynamicShape, Shape
+from emssd.heads import (
+    Checkpoint,
+    DecoderConfig,
+    Format,
+    Head,
+    HeadFiles,
+    HeadLayer,
+    HeadNorm,
+    Loaded,
+    Rotary,
+    TargetSizes,
+)
+from emssd.heads.lent import Lent
+from emssd.heads.options import TreeKind, TreeOptions, shape_of
+from emssd.heads.pairs import PairedHead
+from emssd.sampling.choice import Node
 
 __all__ = [
-    "CachedRow",
-    "Chain",
-    "Level",
+    "Checkpoint",
+    "DecoderConfig",
+    "DynamicShape",
+    "Format",
+    "GrowingRow",
+    "GrowingTree",
+    "Head",
+    "HeadFiles",
+    "HeadLane",
+    "HeadLayer",
+    "HeadNorm",
+    "Lane",
+    "Lent",
+    "LevelDrafter",
+    "Loaded",
     "ModelDrafter",
-    "TreeDrafter",
-    "joined_chains",
+    "Node",
+    "PairedDrafter",
+    "PairedHead",
+    "Rotary",
+    "Shape",
+    "SlotDrafter",
+    "StatesDrafter",
+    "TargetSizes",
+    "TreeKind",
+    "TreeOptions",
     "load_draft_model",
-    "parallel_chains",
+    "nodes_of",
     "shallow_runner",
+    "shape_of",
 ]

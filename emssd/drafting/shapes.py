@@ -8,15 +8,12 @@ from collections.abc import Sequence as Seq
 from enum import Enum
 from typing import TypeVar
 
-from emssd.drafting.levels import GrowingTree
+from emssd.drafting.levels import Expansion, GrowingTree
 from emssd.errors import ConfigError, did_you_mean
 
 __all__ = ["DynamicShape", "Expansion", "Shape", "check_at_least_one", "chosen"]
 
 Chosen = TypeVar("Chosen", bound=Enum)
-
-Expansion = tuple[int, Seq[int]]
-"""A node to expand, and which of its likeliest tokens become its children, counted from 0."""
 
 
 class Shape(ABC):
@@ -44,7 +41,7 @@ class Shape(ABC):
         """The most nodes that are expanded, besides -1, in a tree of at most `num_nodes` nodes and `depth` levels."""
 
     def learn(self, ranks: Seq[int | None]) -> None:
-        """The target's choice behind the newest token of a row, then behind each accepted node that was expanded.
+        """The target's choice after the newest token of a row, then after each accepted node that was expanded.
 
         Each is the rank among the draft model's most probable tokens there, ``None`` if it was not among `width`.
         """
@@ -66,7 +63,7 @@ class DynamicShape(Shape):
         depth: the most levels.
         top_k: nodes of a level that are expanded, and children of each.
         temperature: below 1, as the target takes its first choice more often than the draft model's probability says.
-        min_confidence: a node that is less probable behind its parent gets no children.
+        min_confidence: a node that is less probable after its parent gets no children.
 
     Attributes:
         least: the logarithm of that probability.

@@ -1,11 +1,11 @@
-"""Trained heads: their published files, their decoder layers, a runner with a KV cache, and what drafts with them."""
+"""Trained heads: their published files, and their decoder layers."""
 
 from emssd.heads.config import DecoderConfig
 from emssd.heads.files import Checkpoint, read_checkpoint
 from emssd.heads.formats import Format, detect, expect
+from emssd.heads.head import Head, LayerHead
 from emssd.heads.layers import Attend, HeadLayer, HeadNorm, Rotary
-from emssd.heads.runner import Head, HeadRunner
-from emssd.heads.states import KnownStates
+from emssd.heads.loading import HeadFiles, Loaded
 from emssd.heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd.heads.trees import StaticTree, Way, read_trees
 from emssd.heads.weights import drop_copies, fill, made_empty, rename
@@ -18,10 +18,11 @@ __all__ = [
     "Embed",
     "Format",
     "Head",
+    "HeadFiles",
     "HeadLayer",
     "HeadNorm",
-    "HeadRunner",
-    "KnownStates",
+    "LayerHead",
+    "Loaded",
     "Project",
     "Rotary",
     "StaticTree",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,18 +12,18 @@ import torch
 from torch import nn
 
 from emssd.attention import additive_mask, masked_attention
-from emssd.errors import CompileError, EmssdError
-from emssd.model import program, tracing
+from emssd.errors import CompileError
+from emssd.heads.layers import Attend
+from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint_of
 from emssd.model.int8 import round_drafter
-from emssd.model.program import Attend, Chain, Program, declare_operators
-from emssd.model.proven import difference, proven
-from emssd.native import CacheError, Entry, NativeError
+from emssd.model.program import Chain
+from emssd.model.proven import ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
     from emssd.attention import StepPlan
     from emssd.attention.native import NativeStep
-    from emssd.heads.runner import Head
+    from emssd.heads.head import Head
 
 __all__ = ["CompiledHead", "compiled_head"]
 
@@ -45,58 +46,51 @@ def compiled_head(head: Head) -> CompiledHead | None:
         return None
 
 
-class CompiledHead:
+class CompiledHead(ProvenProgram):
     """The compiled forward pass of one head on a CPU, with its logits if it needs nothing of the target for them.
 
-    Its weights must stay as they are.
-
     Args:
-        head: with its weights.
+        head: with its weights, which must stay as they are.
 
     Raises:
-        CompileError: no C++ compiler, a cache that others can write, or a head that cannot be traced.
+        CompileError: as of `ProvenProgram`, or another device.
     """
+
+    kind = "heads"
 
     def __init__(self, head: Head) -> None:
         weight = next(head.parameters())
         if weight.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the head is on {weight.device}")
-        example = (
+        self._head, self._dtype = head, weight.dtype
+        self._example = (
             torch.linspace(-1, 1, _SHORT * head.input_size).view(1, _SHORT, -1).to(weight.dtype),
             torch.arange(_SHORT).unsqueeze(0),
         )
-        traced = _Traced(head)
-        own_linears = tracing.has_kernel(weight.dtype)
+        super().__init__(head)
 
-        def write(folder: Path) -> None:
-            logger.info("compiling the drafter's %s, once; this takes some 15 s …", type(head).__name__)
-            kept = torch.arange(_SHORT - 1)
-            tracing.compile_module(traced, (*example, kept, torch.tensor(0)), folder, own_linears=own_linears)
+    def expected(self) -> tuple[str, Seq[torch.Tensor]]:
+        traced = _Traced(self._head)
+        return fingerprint_of(
+            self._head,
+            lambda: traced.outputs(*self._example, torch.arange(_SHORT), self._causal),
+            sources(__file__),
+        )
 
-        def eagerly() -> tuple[torch.Tensor, ...]:
-            return traced.outputs(*example, torch.arange(_SHORT), lambda layer, *qkv: _causal(head, layer, *qkv))
+    def compile(self, folder: Path) -> None:
+        logger.info("compiling the drafter's %s, once; this takes some 15 s …", type(self._head).__name__)
+        inputs = (*self._example, torch.arange(_SHORT - 1), torch.tensor(0))
+        tracing.compile_module(_Traced(self._head), inputs, folder, own_linears=tracing.has_kernel(self._dtype))
 
-        def take(found: Entry) -> str | None:
-            vars(self).pop("_program", None)  # its weights go before there are others
-            self._program = Program(found, head)
-            got = self(*example, lambda layer, *qkv: _causal(head, layer, *qkv), torch.arange(_SHORT))
-            self._has_logits = len(got) > 1
-            far = [difference(*pair) for pair in zip(got, right, strict=True)]
-            is_right = all(each <= _WRONG.get(weight.dtype, 0.2) for each in far)
-            return None if is_right else f"its outputs differ by {far} standard deviations"
+    def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
+        got = self(*self._example, self._causal, torch.arange(_SHORT))
+        self._has_logits = len(got) > 1
+        return [("outputs", value, _WRONG.get(self._dtype, 0.2)) for value in got]
 
-        try:
-            declare_operators()
-            sources = [Path(file).read_text() for file in (__file__, program.__file__, tracing.__file__)]
-            key, right = fingerprint_of(head, eagerly, sources)
-            proven("heads", key, write, take)
-        except (NativeError, CacheError) as error:
-            raise CompileError(str(error)) from error
-        except EmssdError:
-            raise
-        except Exception as error:  # a head's own code may raise anything
-            reason = f"{type(error).__name__}: {tracing.first_line(error)}"
-            raise CompileError(f"{type(head).__name__} cannot be compiled: {reason}") from error
+    def _causal(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of one short sequence."""
+        bias = additive_mask(torch.ones(1, len(query), len(query), dtype=torch.bool).tril(), query.dtype)
+        return masked_attention(query[None], key[None], value[None], bias, self._head.specs[layer])[0].contiguous()
 
     def __call__(
         self,
@@ -117,13 +111,8 @@ class CompiledHead:
             Hidden states ``[b * m, hidden_size]``, and logits ``[b * m, draft_vocab_size]`` if the head has its own.
         """
         batch, num_tokens, _ = inputs.shape
-        if batch > 1:  # the program takes one row of tokens, and only `attend` knows where rows begin
-            starts = torch.arange(0, batch * num_tokens, num_tokens).unsqueeze(1)
-            inputs, position_ids, kept = (
-                inputs.view(1, -1, inputs.shape[-1]),
-                position_ids.view(1, -1),
-                (starts + kept).flatten(),
-            )
+        kept = in_one_row(kept, batch, num_tokens)
+        inputs, position_ids = inputs.view(1, -1, inputs.shape[-1]), position_ids.view(1, -1)
         return tuple(self._program([inputs, position_ids, kept], attend, batch * num_tokens, step))
 
     def run_chain(
@@ -158,9 +147,3 @@ class _Traced(nn.Module):
         hidden = self.model(inputs, position_ids, attend)[0, kept]
         logits = self.model.own_logits(hidden)
         return (hidden,) if logits is None else (hidden, logits)
-
-
-def _causal(head: Head, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention of one short sequence."""
-    bias = additive_mask(torch.ones(1, len(query), len(query), dtype=torch.bool).tril(), query.dtype)
-    return masked_attention(query[None], key[None], value[None], bias, head.specs[layer])[0].contiguous()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from emssd.attention import LayerSpec
 from emssd.heads.config import DecoderConfig
+from emssd.model.program import Attend
 
 __all__ = ["Angles", "Attend", "HeadAttention", "HeadLayer", "HeadNorm", "Rotary", "rotated"]
-
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a layer's index, queries ``[t, num_heads, head_dim]``, and keys and values ``[t, num_kv_heads, head_dim]``, what
-attention gives, ``[t, num_heads, head_dim]``; tokens are in the order of the input."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, each ``[b, n, 1, head_dim]``."""
@@ -37,8 +35,7 @@ class HeadNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[…, size]`` to ``[…, size]``."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return self.weight * normed.to(x.dtype)
+        return self.weight * F.rms_norm(wide, self.weight.shape, None, self._eps).to(x.dtype)
 
 
 class Rotary(nn.Module):
@@ -86,6 +83,7 @@ class HeadLayer(nn.Module):
         names: the module's names for all tensors of the checkpoint, as in ``layers.0.self_attn.q_proj.bias``.
         input_size: what queries, keys and values are made of, if that is no hidden state.
         normed: whether it norms its input itself.
+        mlp: whether there is an MLP behind its attention.
     """
 
     def __init__(
@@ -96,12 +94,15 @@ class HeadLayer(nn.Module):
         *,
         input_size: int | None = None,
         normed: bool = True,
+        mlp: bool = True,
     ) -> None:
         super().__init__()
         prefix, hidden_size, eps = f"layers.{index}.", config.hidden_size, config.rms_norm_eps
         self.self_attn = HeadAttention(config, index, names, prefix, input_size or hidden_size)
-        self.mlp = _MLP(config, names, prefix)
-        self.post_attention_layernorm = HeadNorm(hidden_size, eps)
+        self._has_mlp = mlp
+        if mlp:
+            self.mlp = _MLP(config, names, prefix)
+            self.post_attention_layernorm = HeadNorm(hidden_size, eps)
         if normed:
             self.input_layernorm = HeadNorm(hidden_size, eps)
 
@@ -122,7 +123,9 @@ class HeadLayer(nn.Module):
         if attended is None:
             attended = self.input_layernorm(hidden)
         hidden = hidden + self.self_attn(attended, angles, attend)
-        return cast("torch.Tensor", hidden + self.mlp(self.post_attention_layernorm(hidden)))
+        if self._has_mlp:
+            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden
 
     @property
     def spec(self) -> LayerSpec:

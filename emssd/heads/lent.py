@@ -44,5 +44,5 @@ class Lent:
             raise ConfigError(
                 f"drafter={drafter} reads hidden states of the target, and there is no model to take them of"
             )
-        sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers)
+        sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers, target.dtype, target.device)
         return cls(target, sizes, spec, make_cache, target.is_compiled)

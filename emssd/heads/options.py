@@ -1,17 +1,18 @@
-"""What drafters with trained heads can be told: `TreeOptions` those with EAGLE heads, `TreeKind` all of them."""
+"""Options of drafters with trained heads, and the shapes of trees that these ask for."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 from emssd.drafting.shapes import DynamicShape, Shape, check_at_least_one, chosen
 from emssd.errors import ConfigError, did_you_mean
-from emssd.heads.published import PublishedShape
-from emssd.heads.trees import StaticTree, read_trees
+from emssd.heads.trees import PublishedShape, StaticTree, read_trees
 
 __all__ = ["TreeKind", "TreeOptions", "head_path", "shape_of", "static_tree"]
 
@@ -62,19 +63,35 @@ def head_path(path: str | None, drafter: str) -> str:
     return path
 
 
-def shape_of(options: TreeOptions) -> Shape:
+class Options(Protocol):
+    """Options of trees for `shape_of`, see `TreeOptions`. A depth of ``None`` is one level for each head."""
+
+    tree: TreeKind
+    num_nodes: int
+    static_tree: str
+
+    @property
+    def depth(self) -> int | None: ...
+
+
+def shape_of(options: Options, package: str, num_heads: int | None = None, *, top_k: int) -> Shape:
     """The shape that `options` ask for: a chain is a tree of one child for each node.
+
+    Args:
+        options: all are checked, also those that the kind of tree does not need.
+        package: where the static trees are.
+        num_heads: that draft a level each; ``None`` if one head drafts all levels.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
 
     Raises:
         ConfigError: an option cannot work.
     """
-    kind = chosen(TreeKind, "tree", options.tree)
+    check_at_least_one(num_nodes=options.num_nodes, depth=1 if options.depth is None else options.depth, top_k=top_k)
+    kind, static = chosen(TreeKind, "tree", options.tree), static_tree(options.static_tree, read_trees(package))
+    depth = min(each for each in (options.depth, num_heads, sys.maxsize) if each is not None)
     if kind is TreeKind.static:
-        return PublishedShape(static_tree(options.static_tree, read_trees("emssd.heads", "eagle_trees.json")))
-    if kind is TreeKind.chain:
-        check_at_least_one(depth=options.depth)
-        return DynamicShape(options.depth, options.depth, 1)
-    return DynamicShape(options.num_nodes, options.depth, options.top_k)
+        return PublishedShape(static if num_heads is None else static.shallow(depth))
+    return DynamicShape(depth, depth, 1) if kind is TreeKind.chain else DynamicShape(options.num_nodes, depth, top_k)
 
 
 def static_tree(name: str, known: Mapping[str, StaticTree]) -> StaticTree:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from emssd.attention import LayerSpec
+from emssd.heads.head import Head
 from emssd.heads.layers import HeadLayer
-from emssd.heads.runner import Head
 from emssd.heads.target import Embed, Project
 
 __all__ = ["PairedHead"]
@@ -64,7 +64,7 @@ class PairedHead(Head):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, draft_vocab_size]`` behind pairs of which `forward` gave ``hidden [n, hidden_size]``."""
+        """Logits ``[n, draft_vocab_size]`` after pairs of which `forward` gave ``hidden [n, hidden_size]``."""
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """The target's ids of columns of `logits`, of any shape."""

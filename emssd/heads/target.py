@@ -9,6 +9,8 @@ import torch
 
 __all__ = ["LAST_NORMED", "Embed", "Project", "TargetSizes"]
 
+_CPU = torch.device("cpu")
+
 LAST_NORMED = -1
 """Among numbers of hidden states: the last one, behind the final norm. Number k is the residual stream before layer k,
 counted from 0, and the number of layers is the stream behind the last layer, before the norm."""
@@ -28,8 +30,11 @@ class TargetSizes:
         vocab_size: token ids are below it.
         hidden_size: of its hidden states.
         num_layers: decoder layers.
+        dtype, device: of the head's weights.
     """
 
     vocab_size: int
     hidden_size: int
     num_layers: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = _CPU

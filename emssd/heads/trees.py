@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from emssd.attention.trees import depths
+from emssd.drafting.levels import GrowingTree
+from emssd.drafting.shapes import Expansion, Shape
 
-__all__ = ["StaticTree", "Way", "read_trees"]
+__all__ = ["PublishedShape", "StaticTree", "Way", "read_trees"]
 
 Way = tuple[int, ...]
 """How a node is reached: at each level, which choice of its parent is taken, counted from 0."""
@@ -72,3 +74,24 @@ def read_trees(package: str, name: str = "trees.json") -> Mapping[str, StaticTre
     """The trees that lie as data in a plugin's package, by name."""
     paths = json.loads((files(package) / name).read_text(encoding="utf-8"))
     return {tree: StaticTree.of_paths(each) for tree, each in paths.items()}
+
+
+class PublishedShape(Shape):
+    """A tree of the same ranks in every step (Li et al. 2024, EAGLE, arXiv 2401.15077).
+
+    Where fewer nodes may be drafted, the most probable are.
+
+    Args:
+        tree: at least one node.
+    """
+
+    def __init__(self, tree: StaticTree) -> None:
+        self._ranks = tree.children()
+        self.num_nodes, self.depth, self.width = len(tree.parents), max(tree.depths), 1 + max(tree.ranks)
+
+    def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
+        return [(node, ranks) for node in frontier if (ranks := self._ranks.get(tree.way(node)))]
+
+    def most_cached(self, num_nodes: int, depth: int) -> int:
+        levels = [len(way) for way in self._ranks]
+        return sum(min(levels.count(level), num_nodes - 1) for level in range(1, depth))

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from emssd.errors import CompileError, EmssdError
-from emssd.model import program, tracing
+from emssd.errors import CompileError
+from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
-from emssd.model.program import Chain, Program, declare_operators
-from emssd.model.proven import difference, proven
-from emssd.native import CacheError, Entry, NativeError, is_kept
+from emssd.model.program import Chain
+from emssd.model.proven import NotKeptError, ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
     from emssd.attention import StepPlan
@@ -30,11 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["CompileError", "CompiledForward", "NotKeptError"]
 
 
-class NotKeptError(CompileError):
-    """No earlier run has left a program of this model."""
-
-
-class CompiledForward:
+class CompiledForward(ProvenProgram):
     """The compiled forward pass of one model.
 
     Args:
@@ -43,36 +38,31 @@ class CompiledForward:
         hidden: indices of the hidden states that the program gives beside logits, see `emssd.model.streams.Streams`.
         only_kept: take a program that an earlier run has left, and compile nothing.
 
-    Attributes:
-        folder: where the program is kept.
-        is_new: whether it was compiled just now.
-
     Raises:
-        NotKeptError: there is none, and `only_kept`.
-        CompileError: another device, no C++ compiler, a cache that others can write, a model that cannot be traced or
-            that a later run could not recognise, or a program that computes something else.
+        CompileError: as of `ProvenProgram`, or another device, or attention sinks.
     """
 
+    kind = "models"
+
     def __init__(self, target: HookedModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
-        self.hidden = hidden
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         if any(layer.sinks is not None for layer in target.layers):
             raise CompileError(f"{type(target.model).__name__} has attention sinks, which no program is made with")
-        try:
-            key, right = _fingerprint(target, hidden)
-            if only_kept and not is_kept("models", key):  # before kernels are built that may not be needed
-                raise NotKeptError("no program of it is kept")
-            declare_operators()
-            self._layers = target.layers
-            self._open(target, key, right, only_kept=only_kept)
-        except (NativeError, CacheError) as error:
-            raise CompileError(str(error)) from error
-        except EmssdError:
-            raise
-        except Exception as error:  # a model's own code may raise anything
-            reason = f"{type(error).__name__}: {tracing.first_line(error)}"
-            raise CompileError(f"{type(target.model).__name__} cannot be compiled: {reason}") from error
+        self._target, self._layers, self.hidden = target, target.layers, hidden
+        super().__init__(target.model, only_kept=only_kept)
+        del self._target  # which holds this
+
+    def expected(self) -> tuple[str, Seq[torch.Tensor]]:
+        return fingerprint(self._target, sources(__file__), self.hidden)
+
+    def compile(self, folder: Path) -> None:
+        tracing.compile_program(self._target, folder, self.hidden)
+
+    def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
+        names, most = ["logits", *(f"hidden states {k}" for k in self.hidden)], PROBE_TOLERANCE[self._target.dtype]
+        values = short_pass(self._target, self, self.hidden)
+        return [(name, value, most) for name, value in zip(names, values, strict=True)]
 
     def __call__(
         self,
@@ -89,9 +79,7 @@ class CompiledForward:
         `step` is what `attend` does, where C++ code can do it.
         """
         batch, num_tokens = input_ids.shape
-        if batch > 1:  # the program takes one row of tokens, and only `attend` knows where rows begin
-            starts = torch.arange(0, batch * num_tokens, num_tokens).unsqueeze(1)
-            logits_to_keep = (starts + logits_to_keep).flatten()
+        logits_to_keep = in_one_row(logits_to_keep, batch, num_tokens)
         num_logits, layers = logits_to_keep.numel(), self._layers
         inputs = [input_ids.view(1, -1), position_ids.view(1, -1), logits_to_keep]
         if self._program.few_sizes:
@@ -112,33 +100,6 @@ class CompiledForward:
             return None
         inputs = [plan.input_ids, plan.position_ids, plan.logits_to_keep]
         return self._program.run_chain(inputs, step, Chain([*lengths], vocab_size))[0]
-
-    def _open(self, target: HookedModel, key: str, right: list[torch.Tensor], *, only_kept: bool) -> None:
-        """Load the program of that key, once more compiled if what is there is not the model's."""
-
-        def write(folder: Path) -> None:
-            if only_kept:
-                raise NotKeptError("the program of it that is kept is damaged")
-            tracing.compile_program(target, folder, self.hidden)
-
-        found = proven("models", key, write, lambda found: self._why_wrong(target, found, right))
-        self.folder, self.is_new = found.folder, found.new
-
-    def _why_wrong(self, target: HookedModel, found: Entry, right: list[torch.Tensor]) -> str | None:
-        """Load what was found, and compare its logits and hidden states with the model's, `right`."""
-        vars(self).pop("_program", None)  # its weights go before there are others
-        self._program = Program(found, target.model)
-        pairs = zip(short_pass(target, self, self.hidden), right, strict=True)
-        for name, pair in zip(["logits", *(f"hidden states {k}" for k in self.hidden)], pairs, strict=True):
-            if not (far := difference(*pair)) <= PROBE_TOLERANCE[target.dtype]:
-                return f"its {name} differ by {far:.3g} standard deviations"
-        return None
-
-
-def _fingerprint(target: HookedModel, hidden: tuple[int, ...]) -> tuple[str, list[torch.Tensor]]:
-    return fingerprint(
-        target, [Path(file).read_text() for file in (__file__, program.__file__, tracing.__file__)], hidden
-    )
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,10 @@ import pytest
 from emssd_draft_model.drafter import DraftModelDrafter
 
 from emssd.decoding.engine import Engine
+from emssd.drafters import PairedDrafter
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import PluginError
-from emssd.heads.paired import PairedDrafter
 from emssd.sampling import SamplingParams
 from emssd.simulate.recording import StepLog
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
@@ -108,7 +108,7 @@ def test_a_policy_that_does_not_mind_is_not_asked(policy: BudgetPolicy, monkeypa
     """So a drafter may draft a chain in one call, as before; and again after another policy had ended drafts."""
     at_once = list[bool]()
     monkeypatch.setattr(DraftModelDrafter, "_chains", tells(DraftModelDrafter._chains, at_once))
-    monkeypatch.setattr(PairedDrafter, "_grow_chains", tells(PairedDrafter._grow_chains, at_once))
+    monkeypatch.setattr(PairedDrafter, "grow_chains", tells(PairedDrafter.grow_chains, at_once))
     for engine in (with_draft_model("chain", EndsByTurns()), make_engine("eagle3", {"tree": "chain"})):
         engine.drafting.policy = policy
         drafter: Any = engine.drafting.drafters[0].drafter

@@ -17,12 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import emssd.heads.paired
+import emssd.drafters.paired
 from emssd.attention import PackedInputs
 from emssd.decoding.packing import pack_nodes
+from emssd.drafters import PairedDrafter
+from emssd.drafters.states import KnownStates
 from emssd.drafting import BudgetPolicy, BudgetStep
-from emssd.heads import KnownStates
-from emssd.heads.paired import PairedDrafter
 from emssd.sequences import Request
 from emssd.testing.oracle import greedy_reference
 from tests.support.fed_heads import KINDS
@@ -101,8 +101,8 @@ class Seldom(BudgetPolicy):
 @pytest.mark.parametrize(("num_arrived", "num_waiting"), [(1024, 256), (9, 4)], ids=str)
 def test_rows_that_seldom_draft(num_arrived: int, num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the target computed in the meantime is laid aside, or made features of where it becomes too much."""
-    monkeypatch.setattr(emssd.heads.paired, "_MOST_ARRIVED", num_arrived)
-    monkeypatch.setattr(emssd.heads.paired, "_MOST_WAITING", num_waiting)
+    monkeypatch.setattr(emssd.drafters.states, "_MOST_ARRIVED", num_arrived)
+    monkeypatch.setattr(emssd.drafters.states, "_MOST_WAITING", num_waiting)
     engine = make_engine("eagle3", SHAPES["chain"], adapted=sure)
     engine.drafting.policy = Seldom()
     done = decode(engine)
@@ -126,12 +126,12 @@ def test_rows_that_are_preempted_begin_anew(head: str) -> None:
 
 
 def other_embeddings(patch: pytest.MonkeyPatch) -> None:
-    run = PairedDrafter._run
+    inputs = PairedDrafter._inputs
 
-    def shifted(self: Any, packed: PackedInputs, features: torch.Tensor) -> torch.Tensor:
-        return run(self, replace(packed, input_ids=packed.input_ids.roll(1)), features)
+    def shifted(self: Any, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return inputs(self, token_ids.roll(1), features)
 
-    patch.setattr(PairedDrafter, "_run", shifted)
+    patch.setattr(PairedDrafter, "_inputs", shifted)
 
 
 def embeddings_of_the_feature(patch: pytest.MonkeyPatch) -> None:
@@ -158,21 +158,22 @@ def earlier_features(patch: pytest.MonkeyPatch) -> None:
 
 def no_feedback(patch: pytest.MonkeyPatch) -> None:
     """Each level gets the outputs of another node than its parent."""
-    compute = PairedDrafter._compute
+    compute = PairedDrafter.compute
 
-    def shifted(self: Any, level: Any, before: Any, outputs: torch.Tensor) -> torch.Tensor:
-        return compute(self, level, before, outputs.roll(1, 0))
+    def shifted(self: Any, level: Any) -> torch.Tensor:
+        self._hidden = self._hidden.roll(1, 0)
+        return compute(self, level)
 
-    patch.setattr(PairedDrafter, "_compute", shifted)
+    patch.setattr(PairedDrafter, "compute", shifted)
 
 
 def positions_of_trees(by: int) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         def shifted(names: Any, ids: Any, lengths: Any, kv_lens: Any, trees: Any = None) -> PackedInputs:
             packed = pack_nodes(names, ids, lengths, kv_lens, trees)
-            return packed if trees is None else replace(packed, position_ids=packed.position_ids + by)
+            return replace(packed, position_ids=packed.position_ids + by)
 
-        patch.setattr(emssd.heads.paired, "pack_nodes", shifted)
+        patch.setattr(emssd.drafters.levels, "pack_nodes", shifted)
 
     return plant
 
@@ -184,7 +185,7 @@ def positions_of_pairs(patch: pytest.MonkeyPatch) -> None:
         packed = pack_nodes(names, ids, lengths, kv_lens, trees)
         return packed if trees is not None else replace(packed, position_ids=packed.position_ids + 1)
 
-    patch.setattr(emssd.heads.paired, "pack_nodes", shifted)
+    patch.setattr(emssd.drafters.paired, "pack_nodes", shifted)
 
 
 def kv_of_rejected_nodes(patch: pytest.MonkeyPatch) -> None:

@@ -55,12 +55,12 @@ def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Pa
     file = tmp_path / "tree.json"
     file.write_text(held)
     with pytest.raises(ConfigError) as raised:
-        shape_of(TreeOptions(tree=TreeKind.static, static_tree=str(file)))
+        shape_of(TreeOptions(tree=TreeKind.static, static_tree=str(file)), "emssd.heads", top_k=4)
     assert words in str(raised.value)
 
 
 def test_the_authors_tree_comes_along() -> None:
-    shape = shape_of(TreeOptions(tree=TreeKind.static))
+    shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd.heads", top_k=4)
     assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from emssd.drafters import PairedDrafter
 from emssd.drafting import Draft, DrafterContext
-from emssd.heads.paired import PairedDrafter
 from emssd.sequences import Batch, Request
 from tests.support.heads import Weights, dense_layer, dense_rms
 from tests.support.paired import PROMPTS, Load, make_engine, target
@@ -21,7 +21,7 @@ from tests.support.random_heads import DRAFTED, random_head
 from tests.support.tiers import looped
 
 NUM_NEW, EPS = 12, 1e-6
-PATHS = json.loads(files("emssd.heads").joinpath("eagle_trees.json").read_text())["mc_sim_7b_63"]
+PATHS = json.loads(files("emssd.heads").joinpath("trees.json").read_text())["mc_sim_7b_63"]
 MTP, TARGET_EPS = "model.layers.3.", 1e-12  # the layer is one more of the target's
 Path = tuple[int, ...]
 

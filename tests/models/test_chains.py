@@ -18,9 +18,9 @@ from emssd.attention import PagedBackend
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters import PairedDrafter
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter
 from emssd.heads.compiled import CompiledHead
-from emssd.heads.paired import PairedDrafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.program import Chain, Program
 from emssd.native import cache_dir
@@ -151,7 +151,7 @@ def test_a_head_with_uneven_budgets(least: float, monkeypatch: pytest.MonkeyPatc
     def unsure(load: paired.Load) -> paired.Load:
         def loaded(config: Any, context: Any) -> PairedDrafter:
             drafter = with_program(load)(config, context)
-            shape: Any = drafter._shape
+            shape: Any = drafter.shape
             shape.temperature, shape.least = 3.0, math.log(least) if least else -math.inf
             drafts[:] = []
             record(drafter, drafts)
@@ -167,7 +167,7 @@ def test_a_head_with_uneven_budgets(least: float, monkeypatch: pytest.MonkeyPatc
         return [*drafts]
 
     at_once = run()
-    monkeypatch.setattr(PairedDrafter, "_grow_chains", lambda *_: False)
+    monkeypatch.setattr(PairedDrafter, "grow_chains", lambda *_: False)
     assert run() == at_once
     assert max(indptr[-1] for indptr, *_ in at_once) > 6
     cut = sum(least > min(sure) for _, _, sure in at_once if sure)

@@ -27,7 +27,7 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters import TreeDrafter
+from emssd.drafters import ModelDrafter
 from emssd.drafting import Drafter
 from emssd.drafting.shapes import DynamicShape
 from emssd.errors import ConfigError
@@ -226,7 +226,7 @@ def test_first_layers_run_as_they_are_beside_the_program(targets: dict[str, Targ
     cache = make_backend(target.kv_cache_spec(len(PROMPTS)), "ragged", Registry())
     runner = BorrowedTarget(target).first_layers(len(target.layers), cache)
     runner.take_hidden((1,))
-    drafter = TreeDrafter(runner, VOCAB_SIZE, DynamicShape(4, 4, 1))
+    drafter = ModelDrafter(runner, VOCAB_SIZE, DynamicShape(4, 4, 1))
     options = EngineOptions(batch_size=len(PROMPTS), on_drafter_error=OnDrafterError.fail)
     engine = Engine.assemble(target, None, drafter=drafter, backend="ragged", budget="fixed", options=options, eos=())
     for generation, prompt in zip(engine.generate(PROMPTS, 12), PROMPTS, strict=True):

@@ -13,7 +13,7 @@ LOOKAHEAD = "plugins/lookahead/emssd_lookahead/"
 RECYCLING = "plugins/token_recycling/emssd_token_recycling/drafter.py"
 UNION = "plugins/union/emssd_union/"
 DRAFT_MODEL = "plugins/draft_model/emssd_draft_model/"
-TREES = "emssd/drafters/trees.py"
+MODELS = "emssd/drafters/models.py"
 ADAPTIVE = "plugins/adaptive/emssd_adaptive/"
 
 FAULTS = (
@@ -165,7 +165,7 @@ FAULTS = (
     Fault(
         "the KV of a rejected sibling is kept for the accepted node",
         "draft_model",
-        TREES,
+        MODELS,
         "moved = kept != list(range(len(kept)))",
         "moved = False",
         (
@@ -176,16 +176,16 @@ FAULTS = (
         "a level is computed with the parents of all nodes, also those that are not cached",
         "draft_model",
         "emssd/drafting/levels.py",
-        "places = {node: place for place, node in enumerate(self.cached)} | {-1: -1}",
-        "places = {node: node for place, node in enumerate(self.cached)} | {-1: -1}",
+        "self.cached_parents.append(self.places[self.parents[node]])",
+        "self.cached_parents.append(self.parents[node])",
         ("plugins/draft_model/tests/test_trees.py::test_dynamic_is_the_tree_of_eagle_2",),
     ),
     Fault(
         "a node is as likely as its own choice, whatever its way",
         "draft_model",
         "emssd/drafting/levels.py",
-        "self.scores.append(score + log_probs[rank])",
-        "self.scores.append(log_probs[rank])",
+        "tuple(before[parent] + log_prob for",
+        "tuple(log_prob for",
         ("plugins/draft_model/tests/test_trees.py::test_dynamic_is_the_tree_of_eagle_2",),
     ),
     Fault(
@@ -248,16 +248,16 @@ FAULTS = (
         "the KV of a mask is kept for the token that came there",
         "pard",
         "plugins/pard/emssd_pard/drafter.py",
-        "self._keep({row.request_id: len(row.tokens) for row in rows})",
-        "self._keep({row.request_id: len(row.tokens) + (length > 1) for row, length in zip(rows, lengths)})",
+        "[len(row.tokens) for row in rows])",
+        "[len(row.tokens) + (row.tree.depth > 1) for row in rows])",
         ("plugins/pard/tests/test_pard.py::test_after_any_acceptance_it_drafts_what_one_pass_over_everything_gives",),
     ),
     Fault(
         "a row computes one mask too few",
         "pard",
         "plugins/pard/emssd_pard/drafter.py",
-        "[self._mask] * (length - 1) for length in lengths)",
-        "[self._mask] * (length - 2) + [0] * (length > 1) for length in lengths)",
+        "[self._mask] * (row.tree.depth - 1) for row in rows)",
+        "[self._mask] * (row.tree.depth - 2) + [0] * (row.tree.depth > 1) for row in rows)",
         ("plugins/pard/tests/test_pard.py::test_after_any_acceptance_it_drafts_what_one_pass_over_everything_gives",),
     ),
     Fault(
@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "the first layers run with the KV cache of the whole model's last",
         "early_exit",
-        "emssd/drafters/shallow.py",
+        "emssd/drafters/loading.py",
         "layers=spec.layers[:num_layers], trees",
         "layers=spec.layers[-num_layers:], trees",
         ("plugins/early_exit/tests/test_early_exit.py::test_it_drafts_what_the_first_layers_say_without_a_cache",),

@@ -6,7 +6,8 @@ from .fault import Fault
 
 __all__ = ["FAULTS"]
 
-PAIRED = "emssd/heads/paired.py"
+PAIRED = "emssd/drafters/paired.py"
+LEVELS = "emssd/drafters/levels.py"
 EAGLE3 = "plugins/eagle3/emssd_eagle3/"
 MEDUSA = "plugins/medusa/emssd_medusa/drafter.py"
 HYDRA = "plugins/hydra/emssd_hydra/"
@@ -25,15 +26,15 @@ FAULTS = (
         "a node is paired with what the head said of another",
         "eagle",
         PAIRED,
-        "for place, (row, node) in enumerate(nodes_of(before))}",
-        "for place, (row, node) in enumerate(nodes_of(before))} | {(row.request_id, -1): 0 for row, _ in before}",
+        "on_device(parents, self._hidden.device)",
+        "on_device(parents[::-1], self._hidden.device)",
         ("tests/heads/test_paired_trees.py::test_trees_are_those_of_the_papers",),
     ),
     Fault(
         "hidden states of a row that is gone are kept",
         "eagle",
-        PAIRED,
-        "            self._pairs.pop(request_id, None)\n",
+        "emssd/drafters/states.py",
+        "            self._states.pop(request_id, None)\n",
         "",
         (
             "tests/heads/test_paired.py::test_later_rows_of_the_same_names_have_nothing_of_earlier_ones",
@@ -59,41 +60,41 @@ FAULTS = (
     Fault(
         "columns of a head's own vocabulary are taken for the target's ids",
         "eagle3",
-        "emssd/heads/choices.py",
-        "target_ids[torch.tensor(columns, device=target_ids.device)].tolist()",
-        "columns",
+        LEVELS,
+        "columns = [[ids[column] for column in row] for row in columns]",
+        "pass",
         ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_of_some_tokens_only",),
     ),
     Fault(
         "a level drafts from the mask of the level before",
         "eagle3",
-        EAGLE3 + "parallel.py",
-        "(row.request_id, len(row.tree.way(node)))",
-        "(row.request_id, len(row.tree.way(node)) - 1)",
+        LEVELS,
+        "self._starts[row.request_id] + row.tree.num_levels",
+        "self._starts[row.request_id] + max(0, row.tree.num_levels - 1)",
         ("tests/heads/test_paired_trees.py::test_trees_are_those_of_the_papers",),
     ),
     Fault(
         "a head's guesses are taken for those of the first row",
         "medusa",
         MEDUSA,
-        "places = [len(path) * num_rows + row.place for row, path in asked]",
-        "places = [len(path) * num_rows for row, path in asked]",
+        "logits[: row.tree.depth, place]",
+        "logits[: row.tree.depth, 0]",
         ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_that_are_always_right_are_always_accepted",),
     ),
     Fault(
         "the choice at a level is that of the head before",
         "medusa",
-        MEDUSA,
-        "nodes = [behind(row.node, len(path), path) for row, path in asked]\n        tokens",
-        "nodes = [behind(row.node, max(0, len(path) - 1), path[1:]) for row, path in asked]\n        tokens",
+        LEVELS,
+        "nodes = [behind(row.node, depth) for row in rows",
+        "nodes = [behind(row.node, max(0, depth - 1)) for row in rows",
         ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_that_are_always_right_are_always_accepted",),
     ),
     Fault(
         "the tokens on the way to a node stand before the newest one",
         "hydra",
         HYDRA + "drafter.py",
-        "torch.tensor([[row.newest, *path] for row, path in paths])",
-        "torch.tensor([[*path, row.newest] for row, path in paths])",
+        "[row.tokens[-1], *row.tree.path(node)]",
+        "[*row.tree.path(node), row.tokens[-1]]",
         ("plugins/hydra/tests/test_hydra_drafter.py::test_drafts_are_those_of_the_formulas",),
     ),
     Fault(
@@ -115,7 +116,7 @@ FAULTS = (
     Fault(
         "a block stands a position too far",
         "dflash",
-        DFLASH + "runner.py",
+        DFLASH + "lane.py",
         "for place in range(row.start, row.start + self._size)]",
         "for place in range(row.start + 1, row.start + 1 + self._size)]",
         ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",),
@@ -123,7 +124,7 @@ FAULTS = (
     Fault(
         "a token of a block sees those before it alone",
         "dflash",
-        DFLASH + "runner.py",
+        DFLASH + "lane.py",
         "queries = [place + self._size for place in blocks] if self._doubled else blocks",
         "queries = blocks",
         ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",),

@@ -308,9 +308,9 @@ FAULTS = (
     Fault(
         "a program of several rows gives the logits of the first",
         "compiled programs",
-        "emssd/model/compiled.py",
-        "logits_to_keep = (starts + logits_to_keep).flatten()",
-        "logits_to_keep = (0 * starts + logits_to_keep).flatten()",
+        "emssd/model/proven.py",
+        "(starts + kept).flatten()",
+        "(0 * starts + kept).flatten()",
         ("tests/models/test_compiled.py::test_tokens_are_those_of_greedy_decoding",),
     ),
     Fault(

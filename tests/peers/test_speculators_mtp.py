@@ -16,9 +16,9 @@ from emssd_mtp.head import MtpHead
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from emssd.drafters import PairedDrafter
 from emssd.drafting import DrafterContext
 from emssd.heads.options import TreeKind
-from emssd.heads.paired import PairedDrafter
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from tests.support.heads import layer_weights, random_weights
@@ -69,12 +69,12 @@ def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 def test_it_drafts_what_their_model_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their later passes read what theirs gave for each place of a text, and see no pair of the first. So does ours."""
     ours = list[tuple[tuple[int, ...], torch.Tensor]]()
-    catch_up, heads = PairedDrafter._catch_up, list[MtpHead]()
+    catch_up, heads = PairedDrafter.catch_up, list[MtpHead]()
 
     def noted(self: PairedDrafter, rows: Any) -> Any:
-        hidden, logits = catch_up(self, rows)
+        logits = catch_up(self, rows)
         ours.extend(zip((tuple(row.tokens) for row in rows), logits, strict=True))
-        return hidden, logits
+        return logits
 
     def load(context: DrafterContext) -> PairedDrafter:
         drafter = load_drafter(MtpConfig(path=str(tmp_path), tree=TreeKind.chain, depth=NUM_STEPS), context)
@@ -82,7 +82,7 @@ def test_it_drafts_what_their_model_computes(tmp_path: Path, monkeypatch: pytest
         heads.append(drafter._head)
         return drafter
 
-    monkeypatch.setattr(PairedDrafter, "_catch_up", noted)
+    monkeypatch.setattr(PairedDrafter, "catch_up", noted)
     with all_double():
         target = checkpoint(tmp_path)
         texts = decode(target, load, num_new=12)

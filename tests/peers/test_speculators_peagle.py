@@ -105,14 +105,15 @@ def test_a_head_of_theirs_drafts_what_their_class_computes(
     target.model.save_pretrained(verifier)
     save_theirs(folder, verifier, kind, layers, flags)
     ours = list[tuple[tuple[int, ...], torch.Tensor]]()
-    catch_up = ParallelDrafter._catch_up
+    slots = ParallelDrafter.slots
 
-    def noted(self: ParallelDrafter, rows: Any) -> Any:
-        outputs = catch_up(self, rows)
-        ours.extend((tuple(row.tokens), self._slots[row.request_id][1]) for row in rows)
-        return outputs
+    def noted(self: ParallelDrafter, rows: Any) -> torch.Tensor:
+        logits = slots(self, rows)
+        pairs = zip(rows, logits.split([row.tree.depth for row in rows]), strict=True)
+        ours.extend((tuple(row.tokens), own) for row, own in pairs)
+        return logits
 
-    monkeypatch.setattr(ParallelDrafter, "_catch_up", noted)
+    monkeypatch.setattr(ParallelDrafter, "slots", noted)
 
     def load(context: DrafterContext) -> ParallelDrafter:
         drafter = load_drafter(Eagle3Config(path=str(folder), tree=TreeKind.chain, depth=DEPTH), context)

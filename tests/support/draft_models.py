@@ -10,7 +10,7 @@ from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sampled import SampledDrafter, SampledShape
 from emssd_draft_model.shapes import shape_of
 
-from emssd.drafters import ModelDrafter, TreeDrafter
+from emssd.drafters import ModelDrafter
 from emssd.drafting.shapes import Shape
 from emssd.model import CausalLMRunner, TargetModel
 from tests.support.trees import TREE_BACKENDS
@@ -33,7 +33,7 @@ def draft_model_drafter(
     vocab_size: int,
     *,
     of_chains: type[DraftModelDrafter] = DraftModelDrafter,
-    of_trees: type[TreeDrafter] = TreeDrafter,
+    of_trees: type[ModelDrafter] = ModelDrafter,
 ) -> ModelDrafter:
     """A drafter whose draft model is `model`; its trees have the options of their kind, or a shape that is given."""
     backend = TREE_BACKENDS["paged-page-4"]()

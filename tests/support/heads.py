@@ -16,8 +16,9 @@ from emssd.attention import Kept, KVCacheSpec
 from emssd.attention.trees import Parents, depths, path
 from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack, pack_nodes
+from emssd.drafters import HeadLane
 from emssd.drafting import Draft
-from emssd.heads import Head, HeadRunner
+from emssd.heads import Head
 from emssd.plugins.registry import Registry
 
 __all__ = ["CPU", "Weights", "dense_layer", "dense_rms", "layer_weights", "random_weights", "run_ragged", "write_head"]
@@ -143,7 +144,7 @@ def run_ragged(
         given once more behind the committed way.
     """
     spec = KVCacheSpec((), torch.float64, CPU, len(rows), 64, continuous=backend == "ragged", trees=True)
-    runner = HeadRunner(head, make_backend(head.kv_cache_spec(spec), backend, Registry()), compile=compile)
+    runner = HeadLane(head, make_backend(head.kv_cache_spec(spec), backend, Registry()), compile=compile)
     names = [f"row {i}" for i in range(len(rows))]
 
     def step(starts: Seq[int], inputs: Seq[torch.Tensor]) -> torch.Tensor:
@@ -169,7 +170,7 @@ def run_ragged(
 
 
 def _grow(
-    runner: HeadRunner, names: Seq[str], rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
+    runner: HeadLane, names: Seq[str], rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
 ) -> list[torch.Tensor]:
     """The outputs of each row's tree; all rows level by level, and nodes are in the order of their levels."""
     found: list[list[torch.Tensor]] = [[] for _ in rows]

@@ -19,8 +19,8 @@ from emssd_mtp import MtpConfig
 from emssd_mtp.drafter import load_drafter as load_mtp
 
 from emssd.decoding.engine import Engine
+from emssd.drafters import PairedDrafter
 from emssd.drafting import DrafterContext
-from emssd.heads.paired import PairedDrafter
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation
@@ -84,7 +84,7 @@ def sure(load: Load) -> Load:
 
     def loaded(config: Any, context: DrafterContext) -> PairedDrafter:
         drafter = load(config, context)
-        drafter._shape.temperature = 0.01
+        drafter.shape.temperature = 0.01
         return drafter
 
     return loaded

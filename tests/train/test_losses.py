@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import emssd_pard.drafter
 import pytest
 import torch
 from emssd_medusa import MedusaConfig
@@ -151,13 +150,14 @@ def test_a_pard_model_is_trained_on_what_it_drafts_with(architecture: str, monke
         CausalLMRunner(draft, make_backend(spec, "ragged", Registry())), model.vocab_size, mask, DEPTH
     )
     with monkeypatch.context() as patch:
-        chains = emssd_pard.drafter.parallel_chains
+        slots = PardDrafter.slots
 
-        def noted(firsts: Any, lengths: Any, logits: torch.Tensor) -> Any:
-            given[:] = logits.split(lengths)
-            return chains(firsts, lengths, logits)
+        def noted(self: PardDrafter, rows: Any) -> torch.Tensor:
+            logits = slots(self, rows)
+            given[:] = logits.split([row.tree.depth for row in rows])
+            return logits
 
-        patch.setattr(emssd_pard.drafter, "parallel_chains", noted)
+        patch.setattr(PardDrafter, "slots", noted)
         drafts = watch(patch, PardDrafter, lambda lengths: [[*logits] for logits in given[: len(lengths)]])
         decode(model, drafter)
     teacher = Teacher(model, ())
@@ -175,12 +175,10 @@ def batch(model: TargetModel, prompts: list[list[int]]) -> dict[str, torch.Tenso
 
 def losses_of_perfect_heads(folder: Path, shift: int = 0, layer: int = LAST_NORMED) -> torch.Tensor:
     model = TargetModel(lagging_target())
-    loaded = load_medusa(
-        write_perfect_medusa(folder), TargetSizes(VOCAB, SIZE, 1), dtype=torch.float64, device=model.device
-    )
-    loaded.heads.heads = nn.ModuleList([*loaded.heads.heads[shift:], *loaded.heads.heads[:shift]])
-    assert len(loaded.heads.heads) == NUM_HEADS
-    given = MedusaLoss(loaded.heads, Teacher(model, (layer,)))(**batch(model, LONG_PROMPTS))
+    loaded = load_medusa(write_perfect_medusa(folder), TargetSizes(VOCAB, SIZE, 1, torch.float64))
+    loaded.head.heads = nn.ModuleList([*loaded.head.heads[shift:], *loaded.head.heads[:shift]])
+    assert len(loaded.head.heads) == NUM_HEADS
+    given = MedusaLoss(loaded.head, Teacher(model, (layer,)))(**batch(model, LONG_PROMPTS))
     return given["losses"]
 
 

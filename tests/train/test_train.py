@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from emssd_eagle3.loading import load_eagle3
 from emssd_medusa import MedusaConfig
 from emssd_medusa.loading import load_medusa
@@ -82,9 +81,9 @@ def content(folder: Path) -> list[bytes]:
 def test_the_head_loads_without_a_warning(trained: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loaded = load_eagle3(str(trained), TargetSizes(2048, 192, 6), dtype=torch.float32, device=torch.device("cpu"))
-    assert loaded.layers.layers == (1, 3, 6)
-    assert loaded.layers.other is None
+        loaded = load_eagle3(str(trained), TargetSizes(2048, 192, 6))
+    assert loaded.layers == (1, 3, 6)
+    assert loaded.other_layers is None
     assert loaded.head.target_ids is not None
     assert len(loaded.head.target_ids) == 50
     config = json.loads((trained / "config.json").read_text())
@@ -120,10 +119,10 @@ def test_files_of_other_kinds(trained_by: Callable[[str], Path]) -> None:
         "num_hidden_layers": 1,
         "truncated_vocab_size": 50,
     }
-    sizes, cpu = TargetSizes(2048, 192, 6), torch.device("cpu")
-    loaded = load_medusa(str(trained_by("medusa")), sizes, dtype=torch.float32, device=cpu)
-    assert loaded.heads.target_ids is not None
-    assert len(loaded.heads.target_ids) == 50
+    sizes = TargetSizes(2048, 192, 6)
+    loaded = load_medusa(str(trained_by("medusa")), sizes)
+    assert loaded.head.target_ids is not None
+    assert len(loaded.head.target_ids) == 50
     model, tokenizer = load_model(str(trained_by("pard")))
     assert (model.vocab_size, model.model.config.pard_token, len(tokenizer)) == (2049, 2048, 2048)
 

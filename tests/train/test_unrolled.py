@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters import PairedDrafter
 from emssd.heads import TargetSizes
 from emssd.heads.options import TreeKind
-from emssd.heads.paired import PairedDrafter
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -126,8 +126,8 @@ def test_each_pass_gives_the_logits_that_drafting_gives(
 def perfect(tmp_path: Path, layers: tuple[int, ...] = LAYERS) -> tuple[UnrolledLoss, dict[str, torch.Tensor]]:
     """The loss of a head that its target always agrees with, and a batch of texts."""
     model = TargetModel(perfect_target())
-    sizes = TargetSizes(VOCAB, SIZE, 3)
-    head = load_eagle3(write_perfect_eagle3(tmp_path), sizes, dtype=torch.float64, device=model.device).head
+    sizes = TargetSizes(VOCAB, SIZE, 3, torch.float64)
+    head = load_eagle3(write_perfect_eagle3(tmp_path), sizes).head
     prompts = [[1, 3, 4, 6], [6], [7, 8, 0]]
     rows = [torch.tensor(prompt + greedy_reference(model.model, prompt, 14)) for prompt in prompts]
     batch = {

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.heads import DecoderConfig, Embed, HeadLayer, HeadNorm, Project, Rotary, TargetSizes
+from emssd.drafters import DecoderConfig, HeadLayer, HeadNorm, Rotary, TargetSizes
+from emssd.heads import Embed, Project
 from emssd.heads.layers import Angles, rotated
 from emssd_dflash.variant import Variant
 
@@ -84,7 +85,7 @@ class BlockHead(nn.Module):
             self.confidence_head = _Confidence(size + (rank if variant.confidence_reads_markov else 0))
 
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
-        """The KV cache that the head needs beside that of the target; see `emssd_dflash.runner`."""
+        """The KV cache that the head needs beside that of the target; see `emssd_dflash.lane`."""
         own = [cast("HeadLayer", layer).spec for layer in self.layers]
         specs = tuple(self._spec(*pair) for pair in zip(own, self.variant.causal, strict=True))
         longest = target.max_model_len + 2 * self.variant.block_size

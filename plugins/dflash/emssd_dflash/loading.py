@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-from emssd.heads import Checkpoint, Format, TargetSizes, drop_copies, expect, fill, made_empty, read_checkpoint, rename
-from emssd.model import BorrowedTarget
+from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
+from emssd.heads import Checkpoint, drop_copies
 from emssd_dflash.head import BlockHead
 from emssd_dflash.variant import Variant, variant_of
 
-__all__ = ["LoadedBlockHead", "load_dflash"]
+__all__ = ["load_dflash"]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedBlockHead:
-    """A head, and how it is to be used.
-
-    Attributes:
-        head: with its weights.
-        described: what was found, a line each.
-    """
-
-    head: BlockHead
-    described: tuple[str, ...]
-
-
-def load_dflash(path: str, target: BorrowedTarget, vocab_size: int) -> LoadedBlockHead:
-    """Load a head. Tables of embeddings and logits that are copies of the target's are not loaded again.
-
-    Args:
-        path: folder, file of weights or hub id.
-        target: that it is to draft for.
-        vocab_size: the target's.
+def load_dflash(path: str, target: TargetSizes, model: Any) -> Loaded[BlockHead]:
+    """Load a head. Tables of embeddings and logits that are copies of those of the target, `model`, are not kept.
 
     Raises:
         ConfigError: it is no DFlash or DSpark drafter, or none for this target, or not whole.
         OutOfMemoryError: the device has no room for it.
     """
-    checkpoint = read_checkpoint(path)
-    expect(checkpoint, Format.dflash)
-    names = rename(checkpoint, lambda name: name.removeprefix("model."))
-    drop_copies(names, checkpoint, target.model)
-    sizes = TargetSizes(vocab_size, target.hidden_size, target.num_layers)
-    variant = variant_of(checkpoint, names, sizes)
-    head = made_empty(lambda: BlockHead(variant, names, sizes))
-    fill(head, checkpoint, names, dtype=target.dtype, device=target.device)
-    return LoadedBlockHead(head, _described(checkpoint, variant))
+    files = HeadFiles.read(path, target, Format.dflash, new_name=lambda name: name.removeprefix("model."))
+    drop_copies(files.names, files.checkpoint, model)
+    variant = variant_of(files.checkpoint, files.names, target)
+    head = files.filled(lambda: BlockHead(variant, files.names, target))
+    return Loaded(head, variant.layers, _described(files.checkpoint, variant))
 
 
 def _sees(variant: Variant) -> str:

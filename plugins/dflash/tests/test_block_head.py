@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import emssd_dflash.runner
+import emssd_dflash.lane
 import pytest
 import torch
 from emssd_dflash import DFlashConfig
@@ -233,11 +233,11 @@ def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: 
     for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, NUM_NEW, ignore_eos=True), strict=True):
         assert done.token_ids == tuple(greedy_reference(target().model, prompt, NUM_NEW))
     assert max(counts) == 3
-    assert drafter._runner.usage.held == 0
+    assert drafter._runner._backend.kv_usage.held == 0
 
 
 def test_a_block_that_sees_its_second_self_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emssd_dflash.runner, "_HIDDEN", 0.0)
+    monkeypatch.setattr(emssd_dflash.lane, "_HIDDEN", 0.0)
     with pytest.raises(PluginError, match="failed in propose: AssertionError"):
         test_every_draft_is_that_of_a_dense_pass("plain", "ragged", tmp_path)
 

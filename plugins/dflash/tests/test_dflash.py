@@ -12,20 +12,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import emssd_dflash.drafter
 import pytest
 import torch
 from emssd_dflash import DFlashConfig
 from emssd_dflash.drafter import DFlashDrafter
-from emssd_dflash.features import KnownFeatures
-from emssd_dflash.runner import BlockRunner
+from emssd_dflash.lane import BlockLane
 from emssd_ragged import Kernels, RaggedConfig
 
-import emssd.drafters.parallel
 from emssd.attention import PackedInputs
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters.states import KnownStates
 from emssd.drafting import DrafterContext, HiddenStates, Outcome
 from emssd.model import BorrowedTarget, TargetModel
 from emssd.plugins.registry import Registry
@@ -172,14 +170,14 @@ def test_a_step_that_failed_is_drafted_for_again(monkeypatch: pytest.MonkeyPatch
 
 def earlier_features(patch: pytest.MonkeyPatch) -> None:
     """The feature of token i - 1 in the place of that of token i."""
-    add, latest = KnownFeatures.add, dict[int, torch.Tensor]()
+    add, latest = KnownStates.add, dict[int, torch.Tensor]()
 
-    def shifted(self: KnownFeatures, start: int, features: torch.Tensor) -> None:
+    def shifted(self: KnownStates, start: int, features: torch.Tensor) -> None:
         before = latest[id(self)] if start else features[:1]
         latest[id(self)] = features[-1:]
         add(self, start, torch.cat([before, features])[:-1])
 
-    patch.setattr(KnownFeatures, "add", shifted)
+    patch.setattr(KnownStates, "add", shifted)
 
 
 def other_layers(patch: pytest.MonkeyPatch) -> None:
@@ -194,36 +192,36 @@ def other_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_too_deep(patch: pytest.MonkeyPatch) -> None:
-    positions = BlockRunner._positions
+    positions = BlockLane._positions
 
     def shifted(self: Any, rows: Any, device: Any) -> torch.Tensor:
         found = positions(self, rows, device)
         found[sum(len(row.features) for row in rows) :] += 1
         return found
 
-    patch.setattr(BlockRunner, "_positions", shifted)
+    patch.setattr(BlockLane, "_positions", shifted)
 
 
 def kv_of_masks(patch: pytest.MonkeyPatch) -> None:
     """That of a block's first tokens stays in the cache as that of the features of the tokens that came there."""
-    compute, add = DFlashDrafter._compute, KnownFeatures.add
+    blocks, add = DFlashDrafter._blocks, KnownStates.add
 
     def keep(self: Any, rows: Any) -> Any:
         patch.setattr(self._runner._backend, "commit", lambda kept: None)
-        return compute(self, rows)
+        return blocks(self, rows)
 
-    def added(self: KnownFeatures, start: int, features: torch.Tensor) -> None:
+    def added(self: KnownStates, start: int, features: torch.Tensor) -> None:
         add(self, start, features)
         if start:
-            self.pieces, self.num_cached = [features[-1:]], self.stop - 1
+            self.used(self.stop - 1)
 
-    patch.setattr(DFlashDrafter, "_compute", keep)
-    patch.setattr(KnownFeatures, "add", added)
+    patch.setattr(DFlashDrafter, "_blocks", keep)
+    patch.setattr(KnownStates, "add", added)
 
 
 def the_slot_before(patch: pytest.MonkeyPatch) -> None:
-    chains = emssd.drafters.parallel.parallel_chains
-    patch.setattr(emssd_dflash.drafter, "parallel_chains", lambda a, b, logits: chains(a, b, logits.roll(1, 0)))
+    slots = DFlashDrafter.slots
+    patch.setattr(DFlashDrafter, "slots", lambda self, rows: slots(self, rows).roll(1, 0))
 
 
 def no_newest_token(patch: pytest.MonkeyPatch) -> None:
@@ -231,7 +229,8 @@ def no_newest_token(patch: pytest.MonkeyPatch) -> None:
     begin = DFlashDrafter._begin
 
     def planted(self: Any, batch: Any, budget: Any) -> Any:
-        return [replace(row, newest=(row.newest + 1) % 9) for row in begin(self, batch, budget)]
+        rows = begin(self, batch, budget)
+        return [replace(row, tokens=[*row.tokens[:-1], (row.tokens[-1] + 1) % 9]) for row in rows]
 
     patch.setattr(DFlashDrafter, "_begin", planted)
 
@@ -264,26 +263,3 @@ def test_a_head_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
     done = decode(make_engine())
     assert not is_full(done)
     assert all(each.num_drafted for each in done)
-
-
-def kept_of(*states: int) -> torch.Tensor:
-    return torch.tensor([[float(state)] for state in states])
-
-
-def test_features_are_kept_until_they_are_computed() -> None:
-    known = KnownFeatures()
-    assert not known.covers(0)
-    known.add(0, kept_of(0, 1))
-    known.add(2, kept_of(2))
-    assert known.covers(3)
-    assert not known.covers(4)
-    assert known.new(2).flatten().tolist() == [0, 1]
-    assert known.new(3).flatten().tolist() == [0, 1, 2]  # it failed, and is tried again
-    known.computed(3)
-    assert not known.covers(2)
-    assert known.covers(3)
-    assert known.new(3).flatten().tolist() == []
-    known.add(3, kept_of(3, 4))
-    assert known.new(5).flatten().tolist() == [3, 4]
-    with pytest.raises(AssertionError, match="from position 4 on, and those before end at 5"):
-        known.add(4, kept_of(4))

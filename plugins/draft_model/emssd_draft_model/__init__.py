@@ -70,7 +70,7 @@ class DraftModelConfig:
 
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import TreeDrafter, load_draft_model
+    from emssd.drafters import ModelDrafter, load_draft_model
     from emssd_draft_model.drafter import DraftModelDrafter
     from emssd_draft_model.sampled import SampledDrafter, SampledShape
     from emssd_draft_model.shapes import shape_of
@@ -81,7 +81,7 @@ def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
     runner = load_draft_model(config.path, context, trees=shape.width > 1)
     if isinstance(shape, SampledShape):
         return SampledDrafter(runner, context.vocab_size, shape)
-    return TreeDrafter(runner, context.vocab_size, shape)
+    return ModelDrafter(runner, context.vocab_size, shape)
 
 
 @hookimpl

@@ -13,9 +13,8 @@ import torch
 
 from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters import CachedRow, TreeDrafter, load_draft_model
+from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter, load_draft_model
 from emssd.drafting import Draft, DrafterContext, Outcome
-from emssd.drafting.shapes import DynamicShape
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, choose, greedy_tokens
@@ -26,7 +25,7 @@ from emssd_draft_model import DraftModelConfig
 __all__ = ["DraftModelDrafter"]
 
 
-class DraftModelDrafter(TreeDrafter):
+class DraftModelDrafter(ModelDrafter):
     """Drafts chains: at each node the token that the draft model would choose if it were the target.
 
     The drafted ids stay on the device, so that the host waits for none of the passes, unless a row has penalties, which
@@ -55,28 +54,28 @@ class DraftModelDrafter(TreeDrafter):
         return cls(load_draft_model(config.path, context), context.vocab_size, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        self._num_drafted = {}
         if self._goes_on is not None:
-            self._num_drafted = {}
             return super().propose(batch, budget)
-        limits = self._limits(batch, budget)
-        rows = [self._row(row) for row, limit in zip(batch, limits, strict=True) if limit > 0]
+        rows = self._begin(batch, budget)
         if not rows:
             return Draft.empty(len(batch))
-        wanted = [limit for limit in limits if limit > 0]
-        self._num_drafted = {row.request_id: limit for row, limit in zip(rows, wanted, strict=True)}
-        return _ragged(limits, self._chains(rows, wanted))
+        wanted = [row.tree.depth for row in rows]
+        self._num_drafted = {row.request_id: length for row, length in zip(rows, wanted, strict=True)}
+        return _ragged([self._num_drafted.get(row.request_id, 0) for row in batch], self._chains(rows, wanted))
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of accepted tokens, drop the rest: every row rolls back by its own number."""
         if self._goes_on is not None:
             super().observe(outcome)
             return
-        kv_lens = {}
+        names, kv_lens = list[str](), list[int]()
         for row, accepted in zip(outcome.batch, outcome.accepted, strict=True):
             if length := self._num_drafted.pop(row.request_id, 0):
                 # Before the step the draft model had cached all tokens and then all of its draft but the last.
-                kv_lens[row.request_id] = self._num_cached[row.request_id] + min(len(accepted), length - 1)
-        self._keep(kv_lens)
+                names.append(row.request_id)
+                kv_lens.append(self._cache.held[row.request_id] + min(len(accepted), length - 1))
+        self._keep(names, kv_lens)
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
@@ -84,20 +83,20 @@ class DraftModelDrafter(TreeDrafter):
         for request_id in request_ids:
             self._num_drafted.pop(request_id, None)
 
-    def _chains(self, rows: list[CachedRow], wanted: list[int]) -> torch.Tensor:
-        """``[r, k]`` drafted tokens; anything stands behind what a row wants."""
+    def _chains(self, rows: list[GrowingRow], wanted: list[int]) -> torch.Tensor:
+        """``[r, k]`` drafted tokens; anything stands after what a row wants."""
         if all(row.node.params.is_greedy for row in rows):
             packed = pack(rows, Draft.empty(len(rows)))
             if (tokens := self._runner.run_chain(packed, wanted, self._vocab_size)) is not None:
-                self._cached_all(rows)
+                self._have_cached(rows)
                 return tokens
-        columns = [_chosen(self._catch_up(rows), [row.node for row in rows])]
+        columns = [_chosen(self.catch_up(rows), [row.node for row in rows])]
         while len(columns) < max(wanted):
             columns.append(self._next(rows, wanted, columns))
         return torch.stack(columns, dim=1)
 
-    def _next(self, rows: list[CachedRow], wanted: list[int], columns: list[torch.Tensor]) -> torch.Tensor:
-        """One token behind `columns`, for the rows that want more. Returns ``[r]``; other rows hold their old."""
+    def _next(self, rows: list[GrowingRow], wanted: list[int], columns: list[torch.Tensor]) -> torch.Tensor:
+        """One token after `columns`, for the rows that want more. Returns ``[r]``; other rows hold their old."""
         tokens, active = columns[-1], [i for i, limit in enumerate(wanted) if limit > len(columns)]
         if len(active) == len(rows):
             return self._chosen_behind(rows, columns)
@@ -105,8 +104,8 @@ class DraftModelDrafter(TreeDrafter):
         chosen = self._chosen_behind([rows[i] for i in active], [column[index] for column in columns])
         return tokens.index_copy(0, index, chosen)
 
-    def _chosen_behind(self, rows: list[CachedRow], columns: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the newest of the drafted ``columns [depth, r]``. Returns ``[r]``, what is chosen behind them."""
+    def _chosen_behind(self, rows: list[GrowingRow], columns: list[torch.Tensor]) -> torch.Tensor:
+        """Compute the newest of the drafted ``columns [depth, r]``. Returns ``[r]``, what is chosen after them."""
         depth, nodes = len(columns), [row.node for row in rows]
         paths: list[list[int]] = [[]] * len(rows)
         if any(node.params.reads_prefix for node in nodes):
@@ -114,7 +113,7 @@ class DraftModelDrafter(TreeDrafter):
             paths = [drafted[start : start + depth] for start in range(0, len(drafted), depth)]
         kv_lens = [len(row.tokens) + depth for row in rows]
         packed = pack_nodes([row.request_id for row in rows], columns[-1], [1] * len(rows), kv_lens)
-        logits = self._known(self._runner.run(packed).logits)
+        logits = self._columns(self._runner.run(packed).logits)
         return _chosen(logits, [behind(node, depth, path) for node, path in zip(nodes, paths, strict=True)])
 
 

@@ -16,14 +16,13 @@ import torch
 
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import drawn_nodes
-from emssd.drafters import Level, TreeDrafter
+from emssd.drafters import GrowingTree, ModelDrafter, Shape
+from emssd.drafters.levels import Level
 from emssd.drafting import Draft
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import Expansion, Shape
+from emssd.drafting.shapes import Expansion
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, scores_of
-from emssd.sampling.draws import behind
 from emssd.sampling.residual import Beam, SampledTree, extend_beam
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import exponentials, stream_key
@@ -93,7 +92,7 @@ class BeamShape(SampledShape):
         drawn.beam = extend_beam(drawn.tree, first, list(q), self.width, noise)
 
 
-class SampledDrafter(TreeDrafter):
+class SampledDrafter(ModelDrafter):
     """Draws trees, and tells the distributions that they were drawn from, for rows with `residual` sampling.
 
     What it draws is a function of the row's seed, its id, its tokens, and the most nodes that it may have. Other rows
@@ -130,18 +129,13 @@ class SampledDrafter(TreeDrafter):
         return tuple(self._drawn[row.request_id].tree.draft[: 1 + length])
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
-        nodes = [
-            behind(row.node, len(path := tree.path(node)), path)
-            for row, tree, expansions in level
-            for node, _ in expansions
-        ]
-        q, place = self._distributions(logits, nodes), 0
-        for row, tree, expansions in level:
+        q, place = self._distributions(logits, self._nodes(level)), 0
+        for row, expansions in level:
             stop = place + len(expansions)
             drawn = self._drawn.setdefault(row.request_id, _Drawn())
             noise = self._noise(row.node, [node for node, _ in expansions], q)
             self.shape.draw(drawn, expansions, q[place:stop], noise)
-            _take_over(tree, drawn.tree)
+            _take_over(row.tree, drawn.tree)
             place = stop
 
     def _noise(self, origin: Node, nodes: Seq[int], q: torch.Tensor) -> torch.Tensor:
@@ -167,11 +161,9 @@ class SampledDrafter(TreeDrafter):
 
 def _take_over(tree: GrowingTree, drawn: SampledTree) -> None:
     """Give `tree` the level that was drawn. All nodes are scored alike, so that they stay in their order."""
-    tree.level = []
-    for node in range(len(tree.token_ids), len(drawn.token_ids)):
-        parent = drawn.parents[node]
-        siblings = [*tree.choices.get(parent, ()), drawn.token_ids[node]]
-        tree.grow(parent, [len(siblings) - 1], siblings, [0.0] * len(siblings))
+    first = len(tree.token_ids)
+    edges = zip(drawn.parents[first:], drawn.token_ids[first:], strict=True)
+    tree.add_level([(parent, 0, token, 0.0) for parent, token in edges])
 
 
 def _is_full(tree: GrowingTree) -> bool:

@@ -15,8 +15,8 @@ from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from pathlib import Path
 
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import Expansion, Shape
+from emssd.drafters import GrowingTree, Shape
+from emssd.drafting.shapes import Expansion
 from emssd.errors import ConfigError
 
 __all__ = ["MeasuredAcceptance", "SequoiaShape", "best_tree", "read_acceptance"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 from operator import mul
 
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Expansion, Shape, check_at_least_one, chosen
+from emssd.drafters import DynamicShape, GrowingTree, Shape
+from emssd.drafting.shapes import Expansion, check_at_least_one, chosen
 from emssd.errors import ConfigError
 from emssd_draft_model import DraftModelConfig, TreeKind
 
@@ -32,7 +32,7 @@ class StaticShape(Shape):
         self.num_nodes, self.depth, self.width = sum(self._levels), len(self._levels), max(self._expansion)
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
-        return [(node, range(self._expansion[len(tree.way(node))])) for node in frontier]
+        return [(node, range(self._expansion[tree.num_levels])) for node in frontier]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return sum(min(size, num_nodes) for size in self._levels[: max(0, depth - 1)])

@@ -110,7 +110,7 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str
         running = [row for row in running if row not in gone]
     with torch.inference_mode():
         drafter.release([row.request_id for row in running])
-    assert drafter._num_cached == {}
+    assert drafter._cache.held == {}
     assert drafter._runner.usage.held == 0
 
 

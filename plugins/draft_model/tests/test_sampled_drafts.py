@@ -21,7 +21,7 @@ from emssd_union.drafter import UnionDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafters import ModelDrafter, TreeDrafter
+from emssd.drafters import ModelDrafter
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.shapes import DynamicShape, Shape
@@ -186,7 +186,7 @@ def test_with_anything_else_it_is_wrong_at_times(kind: str, change: Any, tree: s
             return change(super().node_of(row), row)  # type: ignore[no-any-return]
 
     chains: Any = type("ChangedChains", (Changed, DraftModelDrafter), {})
-    trees: Any = type("ChangedTrees", (Changed, TreeDrafter), {})
+    trees: Any = type("ChangedTrees", (Changed, ModelDrafter), {})
     shape = StaticShape([2, 1, 2])
     ranks, chosen = watched(shape), "chain" if tree == "chain" else shape
     engine = make_engine(draft_model_drafter(target(), chosen, VOCAB, of_chains=chains, of_trees=trees))
@@ -203,7 +203,7 @@ def test_merged_with_others_or_behind_them_it_is_right_too(tree: str) -> None:
     asked = requests_of([KINDS["warm"], KINDS["top-p"], None], 20)
     for together in (True, False):
         drafter = draft_model_drafter(target(), StaticShape([2, 1, 2]) if tree == "static" else tree, VOCAB)
-        ranks = watched(drafter.shape) if isinstance(drafter, TreeDrafter) else list[int | None]()
+        ranks = watched(drafter.shape) if isinstance(drafter, ModelDrafter) else list[int | None]()
         llma = LLMADrafter(LLMAConfig())
         pair = [CheckedDrafter(each, None, VOCAB, on_error="fail") for each in (llma, drafter)]
         engine = make_engine(UnionDrafter(pair) if together else [llma, drafter])

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from emssd.attention import AttentionBackend, PackedInputs, PagedBackend, StepPlan
 from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
-from emssd.drafters import TreeDrafter
+from emssd.drafters import ModelDrafter
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.checked import check_draft
 from emssd.drafting.shapes import DynamicShape, Shape
@@ -68,9 +68,9 @@ def backend_for(model: TargetModel, page_size: int = 4, max_tokens: int | None =
     return backend
 
 
-def make_drafter(shape: Shape, model: TargetModel | None = None, max_tokens: int | None = None) -> TreeDrafter:
+def make_drafter(shape: Shape, model: TargetModel | None = None, max_tokens: int | None = None) -> ModelDrafter:
     model = model or draft_model()
-    return TreeDrafter(CausalLMRunner(model, backend_for(model, max_tokens=max_tokens)), VOCAB_SIZE, shape)
+    return ModelDrafter(CausalLMRunner(model, backend_for(model, max_tokens=max_tokens)), VOCAB_SIZE, shape)
 
 
 def sequence(tokens: list[int], name: str = "a", max_new_tokens: int = 40) -> Row:
@@ -217,7 +217,7 @@ def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str
     assert max((max(packed.kv_lens) for packed in computed), default=0) <= 16
 
 
-def watch(drafter: TreeDrafter) -> list[PackedInputs]:
+def watch(drafter: ModelDrafter) -> list[PackedInputs]:
     """Everything that the draft model computes from now on."""
     backend: Any = drafter._runner
     backend, seen = backend.backend, []
@@ -370,7 +370,7 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, d
             drafter.release([row.request_id])
             running.remove(row)
     drafter.release([row.request_id for row in running])
-    assert drafter._num_cached == {}
+    assert drafter._cache.held == {}
     assert drafter._trees == {}
     assert drafter._runner.usage.held == 0
 
@@ -424,7 +424,7 @@ def test_tokens_are_those_of_greedy_decoding(kind: str, limit: int, eos: frozens
     assert limit < 20 or eos or 0 < engine.report.num_accepted < engine.report.num_drafted
 
 
-class AsFresh(TreeDrafter):
+class AsFresh(ModelDrafter):
     """A drafter that compares each of its drafts with that of a drafter without a past."""
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:

@@ -1,20 +1,15 @@
-"""Builds the drafter: the head, the target's last hidden state, and a shape of its trees."""
+"""Loads EAGLE-1 and EAGLE-2 heads as their authors publish them, and builds the drafter."""
 
 from __future__ import annotations
 
-import logging
-
+from emssd.drafters import DecoderConfig, Format, HeadFiles, Lent, Loaded, PairedDrafter, TargetSizes, shape_of
 from emssd.drafting import DrafterContext
 from emssd.heads import LAST_NORMED
-from emssd.heads.lent import Lent
-from emssd.heads.options import head_path, shape_of
-from emssd.heads.paired import PairedDrafter
+from emssd.heads.options import head_path
 from emssd_eagle import EagleConfig
-from emssd_eagle.loading import load_eagle
+from emssd_eagle.head import EagleHead
 
-__all__ = ["load_drafter"]
-
-logger = logging.getLogger("emssd")
+__all__ = ["load_drafter", "load_eagle"]
 
 
 def load_drafter(config: EagleConfig, context: DrafterContext) -> PairedDrafter:
@@ -24,8 +19,32 @@ def load_drafter(config: EagleConfig, context: DrafterContext) -> PairedDrafter:
         ConfigError: an option cannot work, or there is no such head for this target.
         OutOfMemoryError: the target's device has no room for it.
     """
-    shape, path, lent = shape_of(config), head_path(config.path, "eagle"), Lent.by(context, "eagle")
-    loaded = load_eagle(path, lent.sizes, dtype=lent.target.dtype, device=lent.target.device)
-    for line in loaded.described:
-        logger.info("drafter=eagle: %s", line)
-    return PairedDrafter(loaded.head, (LAST_NORMED,), shape, lent)
+    shape = shape_of(config, "emssd.heads", top_k=config.top_k)
+    path, lent = head_path(config.path, "eagle"), Lent.by(context, "eagle")
+    loaded = load_eagle(path, lent.sizes)
+    loaded.log("eagle")
+    return PairedDrafter(loaded.head, loaded.layers, shape, lent)
+
+
+def load_eagle(path: str, target: TargetSizes) -> Loaded[EagleHead]:
+    """Load a head. Whether `fc` has a bias, the file says: configs of heads with and without one leave it out.
+
+    Raises:
+        ConfigError: it is no such head, or none for this target, or not whole.
+        OutOfMemoryError: the device has no room for it.
+    """
+    files = HeadFiles.read(path, target, Format.eagle)
+    names, config, decoder = files.names, files.config, DecoderConfig.read(files.config, path)
+    files.check_sizes(decoder.hidden_size, config.get("vocab_size"))
+    if config.get("bias") and "fc.bias" not in names:
+        raise files.cannot("its config.json says that fc has a bias, and fc.bias is missing")
+    head = files.filled(lambda: EagleHead(decoder, names, target.vocab_size))
+    described = (
+        f"EAGLE-1 or EAGLE-2 head, read from {files.checkpoint.source.name}",
+        "reads the target's last hidden state, behind its final norm",
+        f"fc has {'a' if head.fc.bias is not None else 'no'} bias",
+        decoder.described,
+        f"embeddings {'its own' if head.embed_tokens is not None else 'the target’s'}, vocabulary projection the "
+        f"target's",
+    )
+    return Loaded(head, (LAST_NORMED,), described)

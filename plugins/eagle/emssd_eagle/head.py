@@ -11,9 +11,9 @@ from collections.abc import Container
 import torch
 from torch import nn
 
-from emssd.heads import DecoderConfig, HeadLayer, Project, Rotary
+from emssd.drafters import DecoderConfig, HeadLayer, PairedHead, Rotary
+from emssd.heads import Project
 from emssd.heads.layers import Attend
-from emssd.heads.pairs import PairedHead
 
 __all__ = ["EagleHead"]
 

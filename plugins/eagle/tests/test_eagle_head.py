@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emssd_eagle.loading import LoadedEagle, load_eagle
+from emssd_eagle.drafter import load_eagle
+from emssd_eagle.head import EagleHead
 
 from emssd.errors import ConfigError
-from emssd.heads import TargetSizes
+from emssd.heads import Loaded, TargetSizes
 from tests.support.heads import (
-    CPU,
     Weights,
     dense_layer,
     dense_rms,
@@ -47,8 +48,8 @@ def head_weights(config: dict[str, Any] = CONFIG) -> Weights:
     return random_weights(shapes)
 
 
-def load(path: str, target: TargetSizes = TARGET) -> LoadedEagle:
-    return load_eagle(path, target, dtype=torch.float64, device=CPU)
+def load(path: str, target: TargetSizes = TARGET) -> Loaded[EagleHead]:
+    return load_eagle(path, replace(target, dtype=torch.float64))
 
 
 def dense_outputs(w: Weights, inputs: torch.Tensor, config: dict[str, Any] = CONFIG) -> torch.Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from emssd.drafters import TreeOptions
 from emssd.drafting import Drafter, DrafterContext
-from emssd.heads.options import TreeOptions
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["Eagle3Config", "LayerIds", "emssd_drafters"]

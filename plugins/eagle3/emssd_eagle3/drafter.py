@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
+from emssd.drafters import Lent, PairedDrafter, shape_of
 from emssd.drafting import DrafterContext
 from emssd.drafting.shapes import chosen
-from emssd.heads.lent import Lent
-from emssd.heads.options import head_path, shape_of
-from emssd.heads.paired import PairedDrafter
+from emssd.heads.options import head_path
 from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_eagle3.loading import load_eagle3
 from emssd_eagle3.measuring import MeasuringDrafter
 from emssd_eagle3.parallel import MeasuringParallelDrafter, ParallelDrafter
 
 __all__ = ["load_drafter"]
-
-logger = logging.getLogger("emssd")
 
 
 def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter:
@@ -26,17 +21,17 @@ def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter
         ConfigError: an option cannot work, or there is no such head for this target.
         OutOfMemoryError: the target's device has no room for it.
     """
-    shape, layer_ids = shape_of(config), chosen(LayerIds, "layer_ids", config.layer_ids)
+    shape = shape_of(config, "emssd.heads", top_k=config.top_k)
+    layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)
     path, lent = head_path(config.path, "eagle3"), Lent.by(context, "eagle3")
-    loaded = load_eagle3(path, lent.sizes, dtype=lent.target.dtype, device=lent.target.device, layer_ids=layer_ids)
-    for line in loaded.described:
-        logger.info("drafter=eagle3: %s", line)
-    head, layers, is_parallel = loaded.head, loaded.layers, loaded.head.mask_token_id is not None
-    if layers.other is None:
-        drafter = (ParallelDrafter if is_parallel else PairedDrafter)(head, layers.layers, shape, lent)
+    loaded = load_eagle3(path, lent.sizes, layer_ids)
+    loaded.log("eagle3")
+    head, is_parallel = loaded.head, loaded.head.mask_token_id is not None
+    if loaded.other_layers is None:
+        drafter = (ParallelDrafter if is_parallel else PairedDrafter)(head, loaded.layers, shape, lent)
     else:
         unsure = MeasuringParallelDrafter if is_parallel else MeasuringDrafter
-        drafter = unsure(head, (layers.layers, layers.other), shape, lent)
+        drafter = unsure(head, (loaded.layers, loaded.other_layers), shape, lent)
     if lent.compile:
         head.keep_bytes()
     return drafter

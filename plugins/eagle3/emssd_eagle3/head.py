@@ -12,10 +12,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from emssd.heads import DecoderConfig, HeadLayer, HeadNorm, Project, Rotary, TargetSizes
+from emssd.drafters import DecoderConfig, HeadLayer, HeadNorm, PairedHead, Rotary, TargetSizes
+from emssd.heads import Project
 from emssd.heads.as_bytes import keep_bytes
 from emssd.heads.layers import Angles, Attend
-from emssd.heads.pairs import PairedHead
 from emssd_eagle3.variant import Variant
 
 __all__ = ["Eagle3Head"]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.heads import LAST_NORMED, Checkpoint, Format, TargetSizes, expect, fill, made_empty, read_checkpoint, rename
-from emssd.heads.files import cannot_load, reading_config
+from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
+from emssd.heads import LAST_NORMED, Checkpoint
+from emssd.heads.files import reading_config
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers
 from emssd_eagle3.variant import Variant, variant_of
@@ -20,43 +21,30 @@ _LATER_NORM = re.compile(r"(layers\.[1-9]\d*\.)hidden_norm\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedEagle3:
+class LoadedEagle3(Loaded[Eagle3Head]):
     """A head, and how it is to be used.
 
     Attributes:
-        head: with its weights.
-        layers: the target's hidden states that it reads.
-        described: the conventions that were chosen, a line each.
+        other_layers: the hidden states of the other reading, see `AuxLayers.other`.
     """
 
-    head: Eagle3Head
-    layers: AuxLayers
-    described: tuple[str, ...]
+    other_layers: tuple[int, ...] | None
 
 
-def load_eagle3(
-    path: str,
-    target: TargetSizes,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    layer_ids: LayerIds = LayerIds.auto,
-) -> LoadedEagle3:
+def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.auto) -> LoadedEagle3:
     """Load a head.
 
     Args:
         path: folder, file of weights or hub id.
         target: that it is to draft for.
-        dtype, device: of the weights.
         layer_ids: what the numbers of layers in its config mean.
 
     Raises:
         ConfigError: it is no EAGLE-3 head, or none for this target, or not whole.
         OutOfMemoryError: the device has no room for it.
     """
-    checkpoint = read_checkpoint(path)
-    expect(checkpoint, Format.eagle3, Format.peagle)
-    names = rename(checkpoint, _new_name)
+    files = HeadFiles.read(path, target, Format.eagle3, Format.peagle, new_name=_new_name)
+    checkpoint, names = files.checkpoint, files.names
     if tied := _tied_head(checkpoint, names):
         names["lm_head.weight"] = tied
     with reading_config(path):
@@ -71,11 +59,10 @@ def load_eagle3(
     )
     unused = ("d2t", "t2d") if variant.num_features else ("d2t", "t2d", "fc.weight", "fc.bias")
     placed = {new: name for new, name in names.items() if new not in unused}
-    head = made_empty(lambda: Eagle3Head(variant, names, target))
-    fill(head, checkpoint, placed, dtype=dtype, device=device)
+    head = files.filled(lambda: Eagle3Head(variant, names, target), placed)
     if "d2t" in names:
-        head.target_ids = _target_ids(checkpoint, variant, target).to(device)
-    return LoadedEagle3(head, layers, _described(checkpoint, variant, layers, head))
+        head.target_ids = _target_ids(files, variant.draft_vocab_size)
+    return LoadedEagle3(head, layers.layers, _described(checkpoint, variant, layers, head), layers.other)
 
 
 def _new_name(name: str) -> str:
@@ -94,25 +81,19 @@ def _tied_head(checkpoint: Checkpoint, names: dict[str, str]) -> str | None:
     return names.get("embed_tokens.weight") if is_tied and "d2t" not in names else None
 
 
-def _target_ids(checkpoint: Checkpoint, variant: Variant, target: TargetSizes) -> torch.Tensor:
+def _target_ids(files: HeadFiles, num_tokens: int) -> torch.Tensor:
     """``[draft_vocab_size]`` the target's ids; `d2t` holds what is to be added to each draft id."""
-    offsets = checkpoint.tensors["d2t"]
-    if tuple(offsets.shape) != (variant.draft_vocab_size,):
-        raise cannot_load(
-            checkpoint.path, f"its d2t has {offsets.numel()} entries, and it drafts {variant.draft_vocab_size} tokens"
-        )
+    offsets, draftable = files.checkpoint.tensors["d2t"], files.checkpoint.tensors.get("t2d")
+    if tuple(offsets.shape) != (num_tokens,):
+        raise files.cannot(f"its d2t has {offsets.numel()} entries, and it drafts {num_tokens} tokens")
     ids = torch.arange(len(offsets)) + offsets.long()
-    if not ((ids >= 0) & (ids < target.vocab_size)).all() or len(set(ids.tolist())) < len(ids):
-        raise cannot_load(
-            checkpoint.path, f"its d2t gives no {len(ids)} different tokens of the target's {target.vocab_size}"
-        )
-    draftable = checkpoint.tensors.get("t2d")
+    found = files.target_ids("d2t", ids)
     if draftable is not None:
-        known = torch.zeros(target.vocab_size, dtype=torch.bool)
+        known = torch.zeros(files.target.vocab_size, dtype=torch.bool)
         known[ids] = True
         if not torch.equal(draftable.bool(), known):
-            raise cannot_load(checkpoint.path, "its d2t and t2d name different tokens")
-    return ids
+            raise files.cannot("its d2t and t2d name different tokens")
+    return found
 
 
 def _described(checkpoint: Checkpoint, variant: Variant, layers: AuxLayers, head: Eagle3Head) -> tuple[str, ...]:

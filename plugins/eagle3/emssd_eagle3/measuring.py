@@ -8,12 +8,8 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.decoding.packing import pack_nodes
+from emssd.drafters import Lent, PairedDrafter, PairedHead, Shape
 from emssd.drafting import Draft
-from emssd.drafting.levels import with_room
-from emssd.drafting.shapes import Shape
-from emssd.heads.lent import Lent
-from emssd.heads.paired import PairedDrafter
-from emssd.heads.pairs import PairedHead
 from emssd.sequences import Batch
 
 __all__ = ["ENOUGH", "MeasuringDrafter"]
@@ -65,7 +61,7 @@ class MeasuringDrafter(PairedDrafter):
             self._choose(texts)
         return super().propose(batch, budget)
 
-    def _features(self, hidden: torch.Tensor) -> torch.Tensor:
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:
         """The features ``[n, hidden]`` of tokens; until a reading is chosen, of both: ``[n, 2, hidden]``."""
         states = dict(zip(self.hidden_layers, hidden.chunk(len(self.hidden_layers), dim=-1), strict=True))
 
@@ -78,7 +74,7 @@ class MeasuringDrafter(PairedDrafter):
         """The rows of which a pair and the token that it foresees are known."""
         texts = list[_Text]()
         for row in batch:
-            if (pairs := self._pairs.get(row.request_id)) is not None:
+            if (pairs := self._states.get(row.request_id)) is not None:
                 num_pairs = min(pairs.stop, len(row.tokens) - 2, self._max_len)
                 if num_pairs > 0:
                     texts.append((row.request_id, row.tokens, pairs.new(num_pairs)))
@@ -88,12 +84,12 @@ class MeasuringDrafter(PairedDrafter):
         """Keep the better reading, for the pairs that are known and for those to come."""
         share = max(1, _MOST // max(1, len(texts)))
         texts = [(name, tokens[: share + 2], features[:share]) for name, tokens, features in texts]
-        room = with_room(self._runner.fits, {}, [(name, len(features)) for name, _, features in texts])
+        room = self._runner.with_room([(name, len(features)) for name, _, features in texts])
         texts = [text for text, fits in zip(texts, room, strict=True) if fits]
         foreseen = [self._num_foreseen(texts, place) if texts else 0 for place in range(2)]
         place = int(foreseen[1] > foreseen[0])
         self._chosen = self._readings[place]
-        for pairs in self._pairs.values():
+        for pairs in self._states.values():
             pairs.pieces = [features[:, place] for features in pairs.pieces]
         logger.info(
             "drafter=eagle3: of %d tokens, the head foresees %d with the hidden states %s, and %d with %s; it drafts "
@@ -115,7 +111,8 @@ class MeasuringDrafter(PairedDrafter):
             starts += tokens[1 : 1 + length]
             ends += tokens[2 : 2 + length]
         packed = pack_nodes(names, torch.tensor(starts), lengths, lengths)
-        _, logits = self._run(packed, torch.cat([features[:, place] for *_, features in texts]))
+        features = torch.cat([features[:, place] for *_, features in texts])
+        logits = self._run(packed, self._inputs(packed.input_ids, features))
         self._runner.release(names)
         found = self._head.to_target(logits.argmax(dim=-1))
         return int((found == torch.tensor(ends, device=found.device)).sum())

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emssd.heads import Checkpoint, DecoderConfig, TargetSizes
+from emssd.drafters import DecoderConfig, TargetSizes
+from emssd.heads import Checkpoint
 from emssd.heads.files import cannot_load
 
 __all__ = ["Variant", "variant_of"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ import torch
 from emssd_eagle3.loading import LoadedEagle3, load_eagle3
 
 from emssd.errors import CompileError
-from emssd.heads import LAST_NORMED, TargetSizes, compiled
+from emssd.heads import LAST_NORMED, TargetSizes
 from emssd.heads.compiled import CompiledHead
 from emssd.model import proven, tracing
 from emssd.model.program import Program
 from emssd.native import Entry, NativeError
 from tests.support.heads import (
-    CPU,
     Weights,
     dense_layer,
     dense_rms,
@@ -68,7 +68,7 @@ def head_weights(
 
 
 def load(path: str, target: TargetSizes = TARGET, **options: Any) -> LoadedEagle3:
-    return load_eagle3(path, target, dtype=torch.float64, device=CPU, **options)
+    return load_eagle3(path, replace(target, dtype=torch.float64), **options)
 
 
 def dense_outputs(
@@ -162,7 +162,7 @@ def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: t
     assert_same(last, wanted[-1])
     assert_same(loaded.head.logits(wanted, pytest.fail), dense_logits(weights, wanted))
     assert loaded.head.to_target(torch.arange(VD)).tolist() == DRAFTED
-    assert loaded.layers.layers == (2, L // 2, L - 3)
+    assert loaded.layers == (2, L // 2, L - 3)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_what_the_file_lacks_is_the_targets(tmp_path: Path) -> None:
 def test_a_head_of_the_last_hidden_state_needs_no_fc(tmp_path: Path) -> None:
     config = CONFIG | {"eagle_config": {"use_aux_hidden_state": False}}
     loaded = load(write_head(tmp_path, config, head_weights()))
-    assert loaded.layers.layers == (LAST_NORMED,)
+    assert loaded.layers == (LAST_NORMED,)
     assert torch.equal(loaded.head.features(numbers(3, H)), numbers(3, H))
 
 
@@ -373,7 +373,7 @@ def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: py
     def none() -> None:
         raise NativeError("no C++ compiler", "no compiler")
 
-    monkeypatch.setattr(compiled, "declare_operators", none)
+    monkeypatch.setattr(proven, "declare_operators", none)
     head, rows = load(write_head(tmp_path, CONFIG, head_weights())).head, drawn_rows()
     with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
         outputs = run_ragged(head, rows, compile=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from emssd_eagle3.loading import load_eagle3
 
 from emssd.errors import ConfigError
 from emssd.heads import TargetSizes
-from tests.support.heads import CPU, Weights, layer_weights, random_weights, write_head
+from tests.support.heads import Weights, layer_weights, random_weights, write_head
 from tests.support.tiers import looped
 
 H, V, VD = 16, 40, 12
@@ -44,7 +45,7 @@ def head_weights() -> Weights:
 
 
 def load(path: str, target: TargetSizes = TARGET) -> Any:
-    return load_eagle3(path, target, dtype=torch.float64, device=CPU)
+    return load_eagle3(path, replace(target, dtype=torch.float64))
 
 
 def test_the_head_that_the_others_are_made_of_is_taken(tmp_path: Path) -> None:

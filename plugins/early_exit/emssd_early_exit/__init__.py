@@ -48,15 +48,15 @@ class EarlyExitConfig:
 
 
 def _build(config: EarlyExitConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import TreeDrafter, shallow_runner
-    from emssd.drafting.shapes import DynamicShape, check_at_least_one, chosen
+    from emssd.drafters import DynamicShape, ModelDrafter, shallow_runner
+    from emssd.drafting.shapes import check_at_least_one, chosen
 
     check_at_least_one(depth=config.depth)
     is_chain = chosen(TreeKind, "tree", config.tree) is TreeKind.chain
     num_nodes, top_k = (config.depth, 1) if is_chain else (config.num_nodes, config.top_k)
     shape = DynamicShape(num_nodes, config.depth, top_k, min_confidence=config.min_confidence)
     runner = shallow_runner(context, config.num_layers, trees=shape.width > 1)
-    return TreeDrafter(runner, context.vocab_size, shape)
+    return ModelDrafter(runner, context.vocab_size, shape)
 
 
 @hookimpl

@@ -16,9 +16,9 @@ import pytest
 import torch
 from emssd_early_exit import EarlyExitConfig
 
-import emssd.drafters.trees
+import emssd.drafters.levels
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters import CachedRow, ModelDrafter, TreeDrafter, shallow_runner
+from emssd.drafters import GrowingRow, ModelDrafter, shallow_runner
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
@@ -38,7 +38,7 @@ def drafter(*, sure: bool = True, **options: Any) -> Build:
 
     def build(context: DrafterContext) -> Drafter:
         (spec,) = emssd_early_exit.emssd_drafters()
-        made: TreeDrafter = spec.build(EarlyExitConfig(**({"num_layers": 3, "depth": DEPTH} | options)), context)
+        made: ModelDrafter = spec.build(EarlyExitConfig(**({"num_layers": 3, "depth": DEPTH} | options)), context)
         if sure:
             made.shape.temperature = 0.01
         return made
@@ -92,22 +92,22 @@ def positions_of_nodes(patch: pytest.MonkeyPatch) -> None:
         packed = pack_nodes(*arguments)
         return replace(packed, position_ids=packed.position_ids + 1)
 
-    patch.setattr(emssd.drafters.trees, "pack_nodes", shifted)
+    patch.setattr(emssd.drafters.levels, "pack_nodes", shifted)
 
 
 def logits_of_other_rows(patch: pytest.MonkeyPatch) -> None:
-    catch_up = ModelDrafter._catch_up
+    catch_up = ModelDrafter.catch_up
 
-    def rolled(self: Any, rows: list[CachedRow]) -> torch.Tensor:
+    def rolled(self: Any, rows: list[GrowingRow]) -> torch.Tensor:
         return catch_up(self, rows).roll(1, 0)
 
-    patch.setattr(ModelDrafter, "_catch_up", rolled)
+    patch.setattr(ModelDrafter, "catch_up", rolled)
 
 
 def kv_that_is_not_moved(patch: pytest.MonkeyPatch) -> None:
     """The tree's first nodes stay in the cache in the place of the accepted way."""
     keep = ModelDrafter._keep
-    patch.setattr(ModelDrafter, "_keep", lambda self, kv_lens, sources=None: keep(self, kv_lens))
+    patch.setattr(ModelDrafter, "_keep", lambda self, names, kv_lens, sources=(): keep(self, names, kv_lens))
 
 
 FAULTS = {
@@ -150,7 +150,7 @@ def test_it_drafts_what_the_first_layers_say_without_a_cache(architecture: str) 
     """In every step of a run in which some of it is accepted and some is not."""
     model, drafts = model_of(architecture), list[tuple[list[int], list[int]]]()
 
-    class Noted(TreeDrafter):
+    class Noted(ModelDrafter):
         def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
             draft = super().propose(batch, budget)
             rows = draft.token_ids.split(draft.lengths)

@@ -1,4 +1,4 @@
-"""`HydraHeads`: heads that also read the tokens drafted before theirs; `HydraPrefix`, what Hydra++ has before them.
+"""`HydraHeads`: heads that also read the tokens drafted before theirs.
 
 Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding", arXiv 2402.05109.
 """
@@ -12,11 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from emssd.attention import LayerSpec
-from emssd.heads import DecoderConfig, Head, HeadLayer, HeadNorm, Rotary
-from emssd.heads.layers import Attend
-
-__all__ = ["HydraHeads", "HydraPrefix"]
+__all__ = ["HydraHeads"]
 
 
 class HydraHeads(nn.Module):
@@ -51,7 +47,7 @@ class HydraHeads(nn.Module):
 
         Args:
             hidden: ``[n, hidden_size]``, of the token that the root was chosen from: the target's hidden state, or what
-                `HydraPrefix` made of it.
+                the prefix layer of Hydra++ made of it.
             embeds: ``[n, h + 1, hidden_size]`` the target's embeddings of the tokens from the root to the node. Head
                 `h` gives the logits, so that 0 is asked for the children of the root.
         """
@@ -72,27 +68,3 @@ class _Residual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", self.res_connection(x) + F.silu(self.linear(x)))
-
-
-class HydraPrefix(Head):
-    """A decoder layer over the target's hidden states. Each stands at its token's own position, without shift.
-
-    Args:
-        config: the target's, and one layer.
-        names: of the module's tensors that the checkpoint has.
-    """
-
-    def __init__(self, config: DecoderConfig, names: Container[str]) -> None:
-        super().__init__()
-        self.input_size, self.max_len = config.hidden_size, config.max_len
-        self.rotary = Rotary(config)
-        self.layers = nn.ModuleList([HeadLayer(config, 0, names)])
-        self.norm = HeadNorm(config.hidden_size, config.rms_norm_eps)
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return (cast("HeadLayer", self.layers[0]).spec,)
-
-    def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        angles = self.rotary(position_ids, inputs.dtype)
-        return cast("torch.Tensor", self.norm(self.layers[0](inputs, angles, attend)))

@@ -7,22 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from emssd.heads import (
-    LAST_NORMED,
-    Checkpoint,
-    DecoderConfig,
-    Format,
-    TargetSizes,
-    expect,
-    fill,
-    made_empty,
-    read_checkpoint,
-)
-from emssd.heads.files import cannot_load
-from emssd.heads.weights import rename
-from emssd_hydra.heads import HydraHeads, HydraPrefix
+from emssd.drafters import DecoderConfig, Format, HeadFiles, Loaded, TargetSizes
+from emssd.heads import LAST_NORMED, Checkpoint, LayerHead, rename
+from emssd_hydra.heads import HydraHeads
 
 __all__ = ["LoadedHydra", "load_hydra"]
 
@@ -32,80 +19,62 @@ _PREFIX = "prefix_embeding_layer."  # as the authors write it
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedHydra:
+class LoadedHydra(Loaded[HydraHeads]):
     """Heads, and how they are to be used.
 
     Attributes:
-        heads: with their weights.
         prefix: what the hidden states go through first; ``None`` if the heads read them as they are.
-        layer: the target's hidden state that is read, see `emssd.heads.LAST_NORMED`.
-        described: the conventions that were chosen, a line each.
     """
 
-    heads: HydraHeads
-    prefix: HydraPrefix | None
-    layer: int
-    described: tuple[str, ...]
+    prefix: LayerHead | None
 
 
-def load_hydra(
-    path: str,
-    target: TargetSizes,
-    target_config: Mapping[str, Any],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LoadedHydra:
+def load_hydra(path: str, target: TargetSizes, target_config: Mapping[str, Any]) -> LoadedHydra:
     """Load heads.
 
     Args:
         path: folder, file of weights or hub id.
         target: that they are to draft for.
         target_config: values of the target's config. A prefix layer has the sizes of the target's layers.
-        dtype, device: of the weights.
 
     Raises:
         ConfigError: these are no Hydra heads, or none for this target, or of another architecture, or not whole.
         OutOfMemoryError: the device has no room for them.
     """
-    checkpoint = read_checkpoint(path)
-    expect(checkpoint, Format.hydra)
-    config = checkpoint.config
-    layer = _layer(checkpoint, target)
-    names = _names(checkpoint)
-    num_heads, num_layers = _counted(path, names)
+    files = HeadFiles.read(path, target, Format.hydra)
+    layer = _layer(files)
+    names = _names(files.checkpoint)
     own = {new: name for new, name in names.items() if not new.startswith(_PREFIX)}
-    heads = made_empty(lambda: HydraHeads(num_heads, num_layers, target.hidden_size, target.vocab_size, own))
-    fill(heads, checkpoint, own, dtype=dtype, device=device)
+    num_heads, num_layers = _counted(files, own)
+    heads = files.filled(lambda: HydraHeads(num_heads, num_layers, target.hidden_size, target.vocab_size, own), own)
     prefix, rotary = None, list[str]()
-    if config.get("hydra_head_arch") == "prefix-mlp" or len(own) < len(names):
+    if files.config.get("hydra_head_arch") == "prefix-mlp" or len(own) < len(names):
         decoder = DecoderConfig.read({**target_config, "num_hidden_layers": 1}, path)
         rest = {new.removeprefix(_PREFIX): name for new, name in names.items() if new.startswith(_PREFIX)}
-        prefix = made_empty(lambda: HydraPrefix(decoder, rest))
-        fill(prefix, checkpoint, rest, dtype=dtype, device=device)
+        prefix = files.filled(lambda: LayerHead(decoder, rest), rest)
         rotary.append(f"rotary base {decoder.rope['rope_theta']:g}, the target's")
     states = "last hidden state, behind its final norm" if layer < 0 else f"residual stream before layer {layer}"
     described = (
         f"{num_heads} Hydra heads of {num_layers} layers{' behind a prefix layer' if prefix is not None else ''}, "
-        f"read from {checkpoint.source.name}",
+        f"read from {files.checkpoint.source.name}",
         f"reads the target's {states}",
         *rotary,
     )
-    return LoadedHydra(heads, prefix, layer, described)
+    return LoadedHydra(heads, (layer,), described, prefix)
 
 
-def _layer(checkpoint: Checkpoint, target: TargetSizes) -> int:
+def _layer(files: HeadFiles) -> int:
     """Which hidden state is read."""
-    config, path = checkpoint.config, checkpoint.path
+    config, num_layers = files.config, files.target.num_layers
     kind = config.get("hydra_head_arch", "mlp")
     if kind not in ("mlp", "prefix-mlp"):
-        raise cannot_load(path, f"its heads are of the architecture {kind!r}; supported are mlp and prefix-mlp")
+        raise files.cannot(f"its heads are of the architecture {kind!r}; supported are mlp and prefix-mlp")
     if config.get("grounded_heads") is False:
-        raise cannot_load(path, "its heads do not read drafted tokens (grounded_heads is false), which Medusa's do too")
+        raise files.cannot("its heads do not read drafted tokens (grounded_heads is false), which Medusa's do too")
     offset = config.get("hidden_state_offset") or 0
-    if not isinstance(offset, int) or not 0 <= offset <= target.num_layers:
-        raise cannot_load(path, f"its hidden_state_offset is {offset!r}, and the target has {target.num_layers} layers")
-    return target.num_layers - offset if offset else LAST_NORMED
+    if not isinstance(offset, int) or not 0 <= offset <= num_layers:
+        raise files.cannot(f"its hidden_state_offset is {offset!r}, and the target has {num_layers} layers")
+    return num_layers - offset if offset else LAST_NORMED
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -126,9 +95,9 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
     return rename(checkpoint, new_name)
 
 
-def _counted(path: str, names: Mapping[str, str]) -> tuple[int, int]:
+def _counted(files: HeadFiles, names: Mapping[str, str]) -> tuple[int, int]:
     """How many heads there are, and how many layers each has."""
     layers = [name.split(".")[1:3] for name in names if name.startswith("mlp.")]
     if not layers:
-        raise cannot_load(path, "none of its weights is a layer of a head")
+        raise files.cannot("none of its weights is a layer of a head")
     return 1 + max(int(head) for head, _ in layers), 1 + max(int(layer) for _, layer in layers)

@@ -27,9 +27,10 @@ from emssd.attention import PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.packing import pack_nodes
+from emssd.drafters.states import KnownStates
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.heads import KnownStates, read_trees
+from emssd.heads import read_trees
 from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request
@@ -58,7 +59,7 @@ def heads_path(arch: str = "prefix-mlp") -> str:
 def trial() -> Trial:
     def load(options: Mapping[str, Any], context: Any) -> HydraDrafter:
         drafter = HydraDrafter.load(HydraConfig(**({"path": heads_path()} | dict(options))), context)
-        drafter._shape.temperature = 0.01  # its trees have the likeliest token of every level, whatever else
+        drafter.shape.temperature = 0.01  # its trees have the likeliest token of every level, whatever else
         return drafter
 
     return Trial(TargetModel(perfect_target(144)), NUM_HEADS, load)
@@ -121,17 +122,17 @@ def paths_turned_around(patch: pytest.MonkeyPatch) -> None:
 
 def embeddings_of_the_state(patch: pytest.MonkeyPatch) -> None:
     """The token that the hidden state is of in the place of the newest one."""
-    row = HydraDrafter._row
+    begin = HydraDrafter._begin
 
-    def before(self: Any, place: int, sequence: Any, limit: int) -> Any:
-        return replace(row(self, place, sequence, limit), newest=sequence.tokens[-2])
+    def before(self: Any, batch: Any, budget: Any) -> Any:
+        return [replace(row, tokens=row.tokens[:-1]) for row in begin(self, batch, budget)]
 
-    patch.setattr(HydraDrafter, "_row", before)
+    patch.setattr(HydraDrafter, "_begin", before)
 
 
 def states_of_other_rows(patch: pytest.MonkeyPatch) -> None:
-    hidden = HydraDrafter._hidden
-    patch.setattr(HydraDrafter, "_hidden", lambda self, rows: hidden(self, rows).roll(1, 0))
+    read = HydraDrafter._read
+    patch.setattr(HydraDrafter, "_read", lambda self, rows: read(self, rows).roll(1, 0))
 
 
 def positions_of_new_states(patch: pytest.MonkeyPatch) -> None:
@@ -295,7 +296,7 @@ def test_drafts_are_those_of_the_formulas(shape: str, arch: str, monkeypatch: py
 
     def compared(self: HydraDrafter, batch: Batch, budget: Seq[int]) -> Draft:
         nonlocal num_compared
-        self._shape.temperature = 1.0
+        self.shape.temperature = 1.0
         budget = [min(limit, (70, 2, 9)[num_compared % 3]) for limit in budget]
         draft = propose(self, batch, budget)
         for at, (row, limit) in enumerate(zip(batch, budget, strict=True)):

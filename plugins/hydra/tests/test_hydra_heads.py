@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from emssd_hydra.loading import LoadedHydra, load_hydra
 from emssd.errors import ConfigError
 from emssd.heads import LAST_NORMED, TargetSizes, read_trees
 from tests.support.heads import (
-    CPU,
     Weights,
     dense_layer,
     dense_rms,
@@ -86,7 +86,7 @@ def dense_logits(
 
 
 def load(path: str) -> LoadedHydra:
-    return load_hydra(path, TARGET, TARGET_CONFIG, dtype=torch.float64, device=CPU)
+    return load_hydra(path, replace(TARGET, dtype=torch.float64), TARGET_CONFIG)
 
 
 def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_each_head_reads_the_tokens_before_its_own(num_layers: int, dropout: boo
     for head in range(HEADS):
         hidden, embeds = numbers(3, H), numbers(3, head + 1, H, seed=2)
         wanted = dense_logits(weights, head, hidden, embeds, num_layers, dropout=dropout)
-        torch.testing.assert_close(loaded.heads(hidden, embeds), wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(loaded.head(hidden, embeds), wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
@@ -125,9 +125,9 @@ def test_the_prefix_layer_runs_in_batches(backend: str, tmp_path: Path) -> None:
 
 def test_an_offset_counts_layers_from_the_end(tmp_path: Path) -> None:
     weights = head_weights()
-    assert load(write_head(tmp_path / "0", CONFIG, weights, "hydra_lm_head.pt")).layer == LAST_NORMED
+    assert load(write_head(tmp_path / "0", CONFIG, weights, "hydra_lm_head.pt")).layers == (LAST_NORMED,)
     path = write_head(tmp_path / "2", CONFIG | {"hidden_state_offset": 2}, weights, "hydra_lm_head.pt")
-    assert load(path).layer == LAYERS - 2
+    assert load(path).layers == (LAYERS - 2,)
     assert "residual stream before layer 7" in load(path).described[1]
 
 

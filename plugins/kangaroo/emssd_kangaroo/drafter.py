@@ -1,22 +1,27 @@
-"""Puts the drafter of `drafter=kangaroo` together: chains that end early where the adapter is not sure."""
+"""Loads Kangaroo adapters, and builds the drafter: chains that end early where the adapter is not sure."""
 
 from __future__ import annotations
 
-import logging
-
-from emssd.drafters import TreeDrafter, shallow_runner
+from emssd.drafters import (
+    DecoderConfig,
+    DynamicShape,
+    Format,
+    HeadFiles,
+    HeadLane,
+    Lent,
+    Loaded,
+    ModelDrafter,
+    TargetSizes,
+    shallow_runner,
+)
 from emssd.drafting import Drafter, DrafterContext
-from emssd.drafting.shapes import DynamicShape, check_at_least_one
+from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
-from emssd.heads import HeadRunner
-from emssd.heads.lent import Lent
+from emssd.heads import LayerHead
 from emssd_kangaroo import KangarooConfig
-from emssd_kangaroo.loading import load_adapter
 from emssd_kangaroo.runner import KangarooRunner
 
-__all__ = ["build"]
-
-logger = logging.getLogger("emssd")
+__all__ = ["build", "load_adapter"]
 
 
 def build(config: KangarooConfig, context: DrafterContext) -> Drafter:
@@ -33,11 +38,28 @@ def build(config: KangarooConfig, context: DrafterContext) -> Drafter:
     if config.path is None:
         raise ConfigError("drafter=kangaroo drafts with a trained adapter: give drafter.path=FOLDER, or a hub id")
     lent, shallow = Lent.by(context, "kangaroo"), shallow_runner(context, config.num_layers)
-    loaded = load_adapter(config.path, lent.sizes, dtype=lent.target.dtype, device=lent.target.device)
-    layers = f"reads the residual stream behind {config.num_layers} layers, as drafter.num_layers says and no file does"
-    for line in (*loaded.described, layers):
-        logger.info("drafter=kangaroo: %s", line)
-    own = loaded.adapter.kv_cache_spec(lent.spec)
-    adapter = HeadRunner(loaded.adapter, lent.make_cache(own), compile=lent.compile)
-    runner = KangarooRunner(shallow, config.num_layers, adapter, own.max_model_len, lent.target)
-    return TreeDrafter(runner, context.vocab_size, shape)
+    loaded = load_adapter(config.path, lent.sizes, config.num_layers)
+    loaded.log("kangaroo")
+    spec = loaded.head.kv_cache_spec(lent.spec)
+    adapter = HeadLane(loaded.head, lent.make_cache(spec), compile=lent.compile)
+    runner = KangarooRunner(shallow, config.num_layers, adapter, spec.max_model_len, lent.target)
+    return ModelDrafter(runner, context.vocab_size, shape)
+
+
+def load_adapter(path: str, target: TargetSizes, num_layers: int) -> Loaded[LayerHead]:
+    """Load an adapter: an attention layer without MLP that reads the residual stream behind `num_layers` of the target.
+
+    Raises:
+        ConfigError: it is no Kangaroo adapter, or none for this target, or not whole.
+        OutOfMemoryError: the device has no room for it.
+    """
+    files = HeadFiles.read(path, target, Format.kangaroo, new_name=lambda name: name.removeprefix("model."))
+    decoder = DecoderConfig.read(files.config, path)
+    files.check_sizes(decoder.hidden_size, files.config.get("vocab_size"))
+    adapter = files.filled(lambda: LayerHead(decoder, files.names, mlp=False))
+    described = (
+        f"Kangaroo adapter, read from {files.checkpoint.source.name}",
+        decoder.described,
+        f"reads the residual stream behind {num_layers} layers, as drafter.num_layers says and no file does",
+    )
+    return Loaded(adapter, (num_layers,), described)

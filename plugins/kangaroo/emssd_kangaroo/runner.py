@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from emssd.attention import Kept, KVUsage, PackedInputs
-from emssd.heads import HeadRunner
+from emssd.attention import KVUsage, PackedInputs
+from emssd.drafters import HeadLane, Lane
 from emssd.model import BorrowedTarget, ModelOutput, ModelRunner
 
 __all__ = ["KangarooRunner"]
 
 
-class KangarooRunner(ModelRunner):
+class KangarooRunner(Lane, ModelRunner):
     """A draft model of two parts, each with a KV cache of its own.
 
     Args:
@@ -24,8 +23,9 @@ class KangarooRunner(ModelRunner):
     """
 
     def __init__(
-        self, shallow: ModelRunner, num_layers: int, adapter: HeadRunner, max_len: int, target: BorrowedTarget
+        self, shallow: ModelRunner, num_layers: int, adapter: HeadLane, max_len: int, target: BorrowedTarget
     ) -> None:
+        super().__init__(shallow, adapter)
         self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype
         self.max_model_len = min(shallow.max_model_len, max_len)
         self._shallow, self._num_layers, self._adapter, self._target = shallow, num_layers, adapter, target
@@ -36,22 +36,7 @@ class KangarooRunner(ModelRunner):
         adapted = self._adapter.run(packed, output.hidden[self._num_layers])
         return ModelOutput(self._target.project(adapted), output.num_padding)
 
-    def commit(self, kept: Kept) -> None:
-        self._shallow.commit(kept)
-        self._adapter.commit(kept)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        request_ids = list(request_ids)
-        self._shallow.release(request_ids)
-        self._adapter.release(request_ids)
-
-    def fits(self, kv_lens: Mapping[str, int]) -> bool:
-        return self._shallow.fits(kv_lens) and self._adapter.fits(kv_lens)
-
     @property
     def usage(self) -> KVUsage:
         parts = self._shallow.usage, self._adapter.usage
-        held, peak_held, peak_pool = (
-            sum(getattr(part, name) for part in parts) for name in ("held", "peak_held", "peak_pool")
-        )
-        return KVUsage(held, peak_held, peak_pool)
+        return KVUsage(*(sum(getattr(part, name) for part in parts) for name in ("held", "peak_held", "peak_pool")))

@@ -19,9 +19,9 @@ import torch
 from emssd_kangaroo import KangarooConfig
 from emssd_kangaroo.runner import KangarooRunner
 
-import emssd.drafters.trees
+import emssd.drafters.levels
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters import TreeDrafter
+from emssd.drafters import ModelDrafter
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
@@ -73,7 +73,7 @@ def drafter(*, sure: bool = True, **options: Any) -> Build:
     def build(context: DrafterContext) -> Drafter:
         (spec,) = emssd_kangaroo.emssd_drafters()
         usual = {"path": perfect_path(), "num_layers": EXIT, "num_speculative_tokens": LENGTH, "min_confidence": 0.0}
-        made: TreeDrafter = spec.build(KangarooConfig(**(usual | options)), context)
+        made: ModelDrafter = spec.build(KangarooConfig(**(usual | options)), context)
         if sure:
             made.shape.temperature = 0.01
         return made
@@ -150,7 +150,7 @@ def positions_of_nodes(patch: pytest.MonkeyPatch) -> None:
         packed = pack_nodes(*arguments)
         return replace(packed, position_ids=packed.position_ids + 1)
 
-    patch.setattr(emssd.drafters.trees, "pack_nodes", shifted)
+    patch.setattr(emssd.drafters.levels, "pack_nodes", shifted)
 
 
 def positions_of_the_adapter(patch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_it_drafts_what_the_formulas_say_without_a_cache(architecture: str) -> N
     model = TargetModel(tiny_model(architecture, vocab_size=13, max_model_len=64))
     weights, drafts = random_weights(SHAPES), list[tuple[list[int], list[int]]]()
 
-    class Noted(TreeDrafter):
+    class Noted(ModelDrafter):
         def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
             draft = super().propose(batch, budget)
             rows = draft.token_ids.split(draft.lengths)
@@ -290,7 +290,7 @@ FILES: dict[str, tuple[Change, str]] = {
     ),
     "another hidden size": (
         lambda config, weights: config.update({"hidden_size": 32}),
-        f"it has a hidden size of 32, and the target {SIZE}",
+        f"it has a hidden size of 32, and the target's is {SIZE}",
     ),
     "another vocabulary": (
         lambda config, weights: config.update({"vocab_size": 32000}),

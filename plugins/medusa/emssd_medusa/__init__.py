@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emssd.drafters import TreeKind
 from emssd.drafting import Drafter, DrafterContext
-from emssd.heads.options import TreeKind
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["MedusaConfig", "emssd_drafters"]

@@ -51,10 +51,6 @@ class MedusaHeads(nn.Module):
         """
         return torch.stack([head(hidden) for head in self.heads[:num_heads]])
 
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of columns of logits, of any shape."""
-        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
-
 
 class _Residual(nn.Module):
     def __init__(self, size: int, bias: bool) -> None:

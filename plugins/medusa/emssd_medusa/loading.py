@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-import torch
-
-from emssd.heads import Checkpoint, Format, TargetSizes, expect, fill, made_empty, read_checkpoint, rename
-from emssd.heads.files import cannot_load
+from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
+from emssd.heads import LAST_NORMED, Checkpoint, rename
 from emssd_medusa.heads import MedusaHeads
 
-__all__ = ["LoadedMedusa", "load_medusa"]
+__all__ = ["load_medusa"]
 
 _PREFIX = re.compile(r"medusa_heads?\.")
 _LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
@@ -20,44 +17,25 @@ _PROJECTION = re.compile(r"lm_heads\.(\d+)\.weight$")
 _HEAD = re.compile(r"heads\.(\d+)\.(\d+)\.(linear\.)?weight$")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedMedusa:
-    """Heads, and how they are to be used.
-
-    Attributes:
-        heads: with their weights. They read the target's last hidden state, behind the final norm.
-        described: the conventions that were chosen, a line each.
-    """
-
-    heads: MedusaHeads
-    described: tuple[str, ...]
-
-
-def load_medusa(path: str, target: TargetSizes, *, dtype: torch.dtype, device: torch.device) -> LoadedMedusa:
+def load_medusa(path: str, target: TargetSizes) -> Loaded[MedusaHeads]:
     """Load heads. How many there are, the file says: published configs say 2 of files with 5.
-
-    Args:
-        path: folder, file of weights or hub id.
-        target: that they are to draft for.
-        dtype, device: of the weights.
 
     Raises:
         ConfigError: these are no Medusa heads, or none for this target, or not whole.
         OutOfMemoryError: the device has no room for them.
     """
-    checkpoint = read_checkpoint(path)
-    expect(checkpoint, Format.medusa)
-    if checkpoint.config.get("original_lm_head"):
-        raise cannot_load(path, "its heads share one vocabulary projection (original_lm_head), which is not supported")
-    names = _names(checkpoint)
-    num_heads, num_layers = _counted(path, names)
-    token_map = names.pop("token_map", None)
-    num_tokens = target.vocab_size if token_map is None else len(checkpoint.tensors[token_map])
-    heads = made_empty(lambda: MedusaHeads(num_heads, num_layers, target.hidden_size, num_tokens, names))
-    fill(heads, checkpoint, names, dtype=dtype, device=device)
-    if token_map is not None:
-        heads.target_ids = _target_ids(checkpoint, checkpoint.tensors[token_map], target).to(device)
-    return LoadedMedusa(heads, _described(checkpoint, heads, num_layers))
+    files = HeadFiles.read(path, target, Format.medusa)
+    if files.config.get("original_lm_head"):
+        raise files.cannot("its heads share one vocabulary projection (original_lm_head), which is not supported")
+    names = files.names = _names(files.checkpoint)
+    num_heads, num_layers = _counted(files)
+    ids, num_tokens = None, target.vocab_size
+    if (token_map := names.pop("token_map", None)) is not None:
+        ids = files.target_ids("token_map", files.checkpoint.tensors[token_map].long())
+        num_tokens = len(ids)
+    heads = files.filled(lambda: MedusaHeads(num_heads, num_layers, target.hidden_size, num_tokens, names))
+    heads.target_ids = ids
+    return Loaded(heads, (LAST_NORMED,), _described(files.checkpoint, heads, num_layers))
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -90,21 +68,12 @@ def _places(names: Iterable[str], *, linear: bool) -> set[tuple[int, int]]:
     return {(int(each[1]), int(each[2])) for each in found if each and bool(each[3]) is linear}
 
 
-def _counted(path: str, names: Iterable[str]) -> tuple[int, int]:
+def _counted(files: HeadFiles) -> tuple[int, int]:
     """How many heads there are, and how many layers each has before its projection."""
-    projections = _places(names, linear=False)
+    projections = _places(files.names, linear=False)
     if not projections:
-        raise cannot_load(path, "none of its weights is the vocabulary projection of a head")
+        raise files.cannot("none of its weights is the vocabulary projection of a head")
     return 1 + max(head for head, _ in projections), max(layer for _, layer in projections)
-
-
-def _target_ids(checkpoint: Checkpoint, token_map: torch.Tensor, target: TargetSizes) -> torch.Tensor:
-    ids = token_map.long()
-    if ids.ndim != 1 or not ((ids >= 0) & (ids < target.vocab_size)).all() or len(set(ids.tolist())) < len(ids):
-        raise cannot_load(
-            checkpoint.path, f"its token_map names no different tokens of the target's {target.vocab_size}"
-        )
-    return ids
 
 
 def _described(checkpoint: Checkpoint, heads: MedusaHeads, num_layers: int) -> tuple[str, ...]:

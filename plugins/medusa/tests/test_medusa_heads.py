@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emssd_medusa.loading import LoadedMedusa, load_medusa
+from emssd_medusa.heads import MedusaHeads
+from emssd_medusa.loading import load_medusa
 
 from emssd.errors import ConfigError
-from emssd.heads import TargetSizes, read_trees
-from tests.support.heads import CPU, Weights, random_weights, write_head
+from emssd.heads import Loaded, TargetSizes, read_trees
+from tests.support.heads import Weights, random_weights, write_head
 
 H, V, HEADS = 16, 40, 5
 TARGET = TargetSizes(V, H, 9)
@@ -36,19 +38,19 @@ def dense_logits(w: Weights, head: int, x: torch.Tensor, num_layers: int = 1) ->
     return x @ w[f"{head}.{num_layers}.weight"].double().T
 
 
-def load(path: str) -> LoadedMedusa:
-    return load_medusa(path, TARGET, dtype=torch.float64, device=CPU)
+def load(path: str) -> Loaded[MedusaHeads]:
+    return load_medusa(path, replace(TARGET, dtype=torch.float64))
 
 
 def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def assert_same(loaded: LoadedMedusa, weights: Weights, num_layers: int = 1) -> None:
+def assert_same(loaded: Loaded[MedusaHeads], weights: Weights, num_layers: int = 1) -> None:
     x = numbers(3, H)
     wanted = torch.stack([dense_logits(weights, head, x, num_layers) for head in range(HEADS)])
-    torch.testing.assert_close(loaded.heads(x), wanted, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(loaded.heads(x, 2), wanted[:2], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(loaded.head(x), wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(loaded.head(x, 2), wanted[:2], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -76,9 +78,10 @@ def test_names_of_vllm_and_fewer_tokens(prefix: str, tmp_path: Path) -> None:
         other[f"{prefix}lm_heads.{h}.weight"] = weights[f"{h}.1.weight"]
     loaded = load(write_head(tmp_path, {"num_heads": HEADS, "truncated_vocab_size": 7}, other))
     assert_same(loaded, weights)
-    assert loaded.heads.to_target(torch.tensor([[0, 6]])).tolist() == [[0, 30]]
+    assert loaded.head.target_ids is not None
+    assert loaded.head.target_ids.tolist() == [0, 5, 10, 15, 20, 25, 30]
     other[f"{prefix}token_map"] = torch.arange(7) * 7
-    with pytest.raises(ConfigError, match="its token_map names no different tokens"):
+    with pytest.raises(ConfigError, match="its token_map gives no 7 different tokens"):
         load(write_head(tmp_path, {}, other))
 
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
+from emssd.drafters import Lent, PairedDrafter, shape_of
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
-from emssd.heads import LAST_NORMED
-from emssd.heads.lent import Lent
-from emssd.heads.options import shape_of
-from emssd.heads.paired import PairedDrafter
 from emssd_mtp import MtpConfig
 from emssd_mtp.loading import load_mtp
 
 __all__ = ["load_drafter"]
-
-logger = logging.getLogger("emssd")
 
 
 def load_drafter(config: MtpConfig, context: DrafterContext) -> PairedDrafter:
@@ -25,7 +18,7 @@ def load_drafter(config: MtpConfig, context: DrafterContext) -> PairedDrafter:
         ConfigError: an option cannot work, or there is no such layer for this target.
         OutOfMemoryError: the target's device has no room for it.
     """
-    shape, lent = shape_of(config), Lent.by(context, "mtp")
+    shape, lent = shape_of(config, "emssd.heads", top_k=config.top_k), Lent.by(context, "mtp")
     path = config.path or lent.target.model.name_or_path
     if not path:
         raise ConfigError(
@@ -33,6 +26,5 @@ def load_drafter(config: MtpConfig, context: DrafterContext) -> PairedDrafter:
             "drafter.path=FOLDER, or a hub id"
         )
     loaded = load_mtp(path, lent)
-    for line in loaded.described:
-        logger.info("drafter=mtp: %s", line)
-    return PairedDrafter(loaded.head, (LAST_NORMED,), shape, lent)
+    loaded.log("mtp")
+    return PairedDrafter(loaded.head, loaded.layers, shape, lent)

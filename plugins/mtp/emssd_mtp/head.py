@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from emssd.attention import LayerSpec
+from emssd.drafters import PairedHead
 from emssd.errors import UnsupportedModelError
 from emssd.heads import Attend, Project
-from emssd.heads.pairs import PairedHead
 from emssd.model.interface import ATTENTION_NAME
 from emssd.model.interface import Attend as LayerAttend
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
+from emssd.drafters import Format, HeadFiles, Lent, Loaded
 from emssd.errors import EmssdError
-from emssd.heads import Checkpoint, Format, drop_copies, expect, fill, made_empty, read_checkpoint, rename
-from emssd.heads.files import cannot_load, reading_config
-from emssd.heads.lent import Lent
+from emssd.heads import LAST_NORMED, Checkpoint, drop_copies, made_empty
+from emssd.heads.files import reading_config
 from emssd_mtp.head import MtpHead
 
-__all__ = ["LoadedMtp", "load_mtp"]
+__all__ = ["load_mtp"]
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _OF_MODULE = {"shared_head.norm.weight": "norm.weight", "shared_head.head.weight": "lm_head.weight"} | {
@@ -31,20 +32,7 @@ _WHOLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _EXACT = "e_score_correction_bias"  # which models keep in float32
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedMtp:
-    """A layer, and how it is to be used.
-
-    Attributes:
-        head: with its weights. It reads the target's last hidden state, behind the final norm.
-        described: the conventions that were chosen, a line each.
-    """
-
-    head: MtpHead
-    described: tuple[str, ...]
-
-
-def load_mtp(path: str, lent: Lent) -> LoadedMtp:
+def load_mtp(path: str, lent: Lent) -> Loaded[MtpHead]:
     """Load a layer. Tables of embeddings and logits that are copies of the target's are not loaded again.
 
     Args:
@@ -55,57 +43,58 @@ def load_mtp(path: str, lent: Lent) -> LoadedMtp:
         ConfigError: there is no such layer, or none for this target, or it is not whole.
         OutOfMemoryError: the device has no room for it.
     """
-    checkpoint, target = read_checkpoint(path), lent.target
-    expect(checkpoint, Format.mtp)
+    target, num_layers = lent.target, lent.sizes.num_layers
+    files = HeadFiles.read(path, lent.sizes, Format.mtp, new_name=lambda name: _place(name, num_layers))
     with reading_config(path):
-        _check(checkpoint, lent)
-    names = rename(checkpoint, lambda name: _place(name, lent.sizes.num_layers))
-    if odd := next((name for name in names.values() if checkpoint.tensors[name].dtype not in _WHOLE), None):
-        raise cannot_load(path, f"its weights are quantized ({odd}), which drafter=mtp does not read")
-    drop_copies(names, checkpoint, target.model)
-    try:
-        head = made_empty(lambda: MtpHead(target.model, target.dtype, names, target.vocab_size))
-    except Exception as error:  # code of models raises anything
-        raise _no_layer(path, lent, error) from error
-    checkpoint, names = _with_experts_fused(checkpoint, names, head.state_dict())
-    fill(head, checkpoint, names, dtype=target.dtype, device=target.device)
+        _check(files, lent)
+    tensors, names = files.checkpoint.tensors, files.names
+    if odd := next((name for name in names.values() if tensors[name].dtype not in _WHOLE), None):
+        raise files.cannot(f"its weights are quantized ({odd}), which drafter=mtp does not read")
+    drop_copies(names, files.checkpoint, target.model)
+    with _running_code(files, lent):
+        wanted = made_empty(lambda: MtpHead(target.model, target.dtype, names, target.vocab_size)).state_dict()
+    files.checkpoint, files.names = _with_experts_fused(files, wanted)
+    head = files.filled(lambda: MtpHead(target.model, target.dtype, names, target.vocab_size))
     for name, buffer in head.named_buffers():
         if name.endswith(_EXACT):
-            buffer.data = checkpoint.tensors[names[name]].to(target.device, torch.float32)
-    try:
+            buffer.data = tensors[names[name]].to(target.device, torch.float32)
+    with _running_code(files, lent):
         _ = head.specs  # the first pass
+    layout = "Qwen3-Next" if names["eh_proj.weight"].startswith("mtp.") else "DeepSeek-V3 and GLM-4-MoE"
+    own = {name: "the target’s" if f"{name}.weight" not in names else "its own" for name in ("embed_tokens", "lm_head")}
+    described = (
+        f"layer for multi-token prediction in the layout of {layout}, read from {files.checkpoint.source.name}",
+        "reads the target's last hidden state, behind its final norm",
+        f"embeddings {own['embed_tokens']}, vocabulary projection {own['lm_head']}",
+    )
+    return Loaded(head, (LAST_NORMED,), described)
+
+
+@contextmanager
+def _running_code(files: HeadFiles, lent: Lent) -> Iterator[None]:
+    """For code of the target's classes, which may raise anything."""
+    try:
+        yield
     except EmssdError:
         raise
     except Exception as error:
-        raise _no_layer(path, lent, error) from error
-    layout = "Qwen3-Next" if names["eh_proj.weight"].startswith("mtp.") else "DeepSeek-V3 and GLM-4-MoE"
-    own = {name: "the target’s" if f"{name}.weight" not in names else "its own" for name in ("embed_tokens", "lm_head")}
-    return LoadedMtp(
-        head,
-        (
-            f"layer for multi-token prediction in the layout of {layout}, read from {checkpoint.source.name}",
-            "reads the target's last hidden state, behind its final norm",
-            f"embeddings {own['embed_tokens']}, vocabulary projection {own['lm_head']}",
-        ),
-    )
+        said = " ".join(str(error).split())[:200].rstrip(" .")
+        kind = type(lent.target.model.get_decoder().layers[-1]).__name__
+        raise files.cannot(f"a further layer of the target's kind, {kind}, cannot be run ({said})") from error
 
 
-def _check(checkpoint: Checkpoint, lent: Lent) -> None:
-    config, sizes, decoder = checkpoint.config, lent.sizes, lent.target.model.get_decoder()
-    config = config.get("text_config") or config
-    layers = {int(found[1]) for name in checkpoint.tensors if (found := _LAYER.fullmatch(name)) and _is_mtp(found[2])}
-    layers |= {int(found[1]) for name in checkpoint.tensors if (found := re.match(r"mtp\.layers\.(\d+)\.", name))}
+def _check(files: HeadFiles, lent: Lent) -> None:
+    sizes, decoder, tensors = files.target, lent.target.model.get_decoder(), files.checkpoint.tensors
+    config = files.config.get("text_config") or files.config
+    layers = {int(found[1]) for name in tensors if (found := _LAYER.fullmatch(name)) and _is_mtp(found[2])}
+    layers |= {int(found[1]) for name in tensors if (found := re.match(r"mtp\.layers\.(\d+)\.", name))}
     kind = type(decoder.layers[-1]).__name__
-    size, vocab_size = config.get("hidden_size"), config.get("vocab_size")
-    if checkpoint.config.get("speculators_model_type") is not None:
-        why = "it is in a container of speculators, which drafter=mtp does not read"
-    elif size not in (None, sizes.hidden_size):
-        why = f"it has a hidden size of {size}, and the target's is {sizes.hidden_size}"
-    elif vocab_size not in (None, sizes.vocab_size):
-        why = f"its vocabulary has {vocab_size} tokens, and the target's has {sizes.vocab_size}"
-    elif len(layers) != 1:
+    if files.config.get("speculators_model_type") is not None:
+        raise files.cannot("it is in a container of speculators, which drafter=mtp does not read")
+    files.check_sizes(config.get("hidden_size"), config.get("vocab_size"))
+    if len(layers) != 1:
         why = f"it has {len(layers)} layers for multi-token prediction; drafter=mtp drafts with exactly one"
-    elif "mtp.fc.weight" not in checkpoint.tensors and layers != {sizes.num_layers}:
+    elif "mtp.fc.weight" not in tensors and layers != {sizes.num_layers}:
         why = f"its layer for multi-token prediction is number {min(layers)}; this target's would be {sizes.num_layers}"
     elif config.get("mtp_hidden_states_first"):
         why = "it puts hidden states before embeddings (mtp_hidden_states_first), which drafter=mtp does not do"
@@ -115,7 +104,7 @@ def _check(checkpoint: Checkpoint, lent: Lent) -> None:
         why = f"layers of the target's kind, {kind}, have no rotary positions or no norm of their input"
     else:
         return
-    raise cannot_load(checkpoint.path, why)
+    raise files.cannot(why)
 
 
 def _is_mtp(rest: str) -> bool:
@@ -134,10 +123,9 @@ def _place(name: str, num_layers: int) -> str | None:
     return _OF_MODULE.get(found[2], "block." + found[2])
 
 
-def _with_experts_fused(
-    checkpoint: Checkpoint, names: Mapping[str, str], wanted: Mapping[str, torch.Tensor]
-) -> tuple[Checkpoint, dict[str, str]]:
+def _with_experts_fused(files: HeadFiles, wanted: Mapping[str, torch.Tensor]) -> tuple[Checkpoint, dict[str, str]]:
     """Weights of all experts in one tensor, where the target's code wants them so and files have one for each."""
+    checkpoint, names = files.checkpoint, files.names
     found: dict[str, dict[str, dict[int, str]]] = {}
     for name in names:
         if (part := _EXPERT.fullmatch(name)) and f"{part[1]}.gate_up_proj" in wanted:
@@ -147,13 +135,13 @@ def _with_experts_fused(
         each = range(len(wanted[f"{place}.gate_up_proj"]))
         if any(sorted(parts.get(name, ())) != list(each) for name in ("gate_proj", "up_proj", "down_proj")):
             missing = len(each) * 3 - sum(index in each for part in parts.values() for index in part)
-            raise cannot_load(checkpoint.path, f"it should have {len(each)} experts of three weights; {missing} lack")
+            raise files.cannot(f"it should have {len(each)} experts of three weights; {missing} lack")
         old = {part: [tensors[names[parts[part][index]]] for index in each] for part in parts}
         shapes = {part: sorted({tuple(tensor.shape) for tensor in group}) for part, group in old.items()}
         size, wide = wanted[f"{place}.down_proj"].shape[1:]
         right = {"gate_proj": [(wide, size)], "up_proj": [(wide, size)], "down_proj": [(size, wide)]}
         if shapes != right:
-            raise cannot_load(checkpoint.path, f"its experts have weights of the shapes {shapes} in place of {right}")
+            raise files.cannot(f"its experts have weights of the shapes {shapes} in place of {right}")
         for numbered in parts.values():
             for name in numbered.values():
                 del left[name]
@@ -162,9 +150,3 @@ def _with_experts_fused(
             left[f"{place}.{name}"] = f"{place}.{name}"
             tensors[f"{place}.{name}"] = torch.stack(group)
     return replace(checkpoint, tensors=tensors), left
-
-
-def _no_layer(path: str, lent: Lent, error: Exception) -> EmssdError:
-    said = " ".join(str(error).split())[:200].rstrip(" .")
-    kind = type(lent.target.model.get_decoder().layers[-1]).__name__
-    return cannot_load(path, f"a further layer of the target's kind, {kind}, cannot be run ({said})")

@@ -143,7 +143,7 @@ def target(kind: str, own_tables: bool = False) -> TargetModel:
 
 def lent(kind: str, own_tables: bool = False) -> Lent:
     model = target(kind, own_tables)
-    sizes = TargetSizes(VOCAB, SIZE, NUM_LAYERS)
+    sizes = TargetSizes(VOCAB, SIZE, NUM_LAYERS, model.dtype)
     return Lent(BorrowedTarget(model), sizes, model.kv_cache_spec(4), lambda spec: pytest.fail("no cache is needed"))
 
 

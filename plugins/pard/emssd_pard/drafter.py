@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import torch
+
 from emssd.decoding.packing import pack
-from emssd.drafters import ModelDrafter, joined_chains, load_draft_model, parallel_chains
+from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter, SlotDrafter, load_draft_model
 from emssd.drafting import Draft, DrafterContext
 from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
-from emssd.sequences import Batch
 from emssd_pard import PardConfig
 from emssd_pard.masks import config_of, mask_token
 
 __all__ = ["PardDrafter"]
 
 
-class PardDrafter(ModelDrafter):
+class PardDrafter(SlotDrafter, ModelDrafter):
     """Drafts chains with one pass for all of their tokens.
 
     A row that may draft ``k`` tokens computes what the draft model has not cached, and then ``k - 1`` masks, with
-    causal attention. The logits behind its newest token are for the first draft, those behind mask ``j`` for draft
+    causal attention. The logits after its newest token are for the first draft, those after mask ``j`` for draft
     ``j + 1``. So each token is chosen from its own position's distribution, whatever was drafted before it, and with
     the noise of that position. The KV of masks is dropped at once: the next pass computes the tokens that came there.
 
@@ -37,8 +38,8 @@ class PardDrafter(ModelDrafter):
 
     def __init__(self, runner: ModelRunner, vocab_size: int, mask_token_id: int, num_speculative_tokens: int) -> None:
         check_at_least_one(num_speculative_tokens=num_speculative_tokens)
-        super().__init__(runner, vocab_size)
-        self.num_speculative_tokens = num_speculative_tokens
+        shape = DynamicShape(num_speculative_tokens, num_speculative_tokens, 1)
+        super().__init__(runner, vocab_size, shape)
         self._mask = mask_token_id
 
     @classmethod
@@ -54,14 +55,11 @@ class PardDrafter(ModelDrafter):
         mask = mask_token(config.path, config_of(config.path), runner.vocab_size, config.mask_token_id)
         return cls(runner, context.vocab_size, mask, config.num_speculative_tokens)
 
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        limits = self._limits(batch, budget)
-        rows = [self._row(row) for row, limit in zip(batch, limits, strict=True) if limit]
-        if not rows:
-            return Draft.empty(len(batch))
-        lengths = [limit for limit in limits if limit]
-        masks = Draft.from_chains([self._mask] * (length - 1) for length in lengths)
-        logits = self._known(self._runner.run(pack(rows, masks)).logits)
-        self._keep({row.request_id: len(row.tokens) for row in rows})
-        chains = iter(parallel_chains([row.node for row in rows], lengths, logits))
-        return joined_chains([next(chains) if limit else [] for limit in limits])
+    def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        masks = Draft.from_chains([self._mask] * (row.tree.depth - 1) for row in rows)
+        logits = self._columns(self._runner.run(pack(rows, masks)).logits)
+        self._keep([row.request_id for row in rows], [len(row.tokens) for row in rows])
+        return logits
+
+    def finish(self, rows: Seq[GrowingRow]) -> None:
+        pass  # what is accepted changes no KV

@@ -21,13 +21,12 @@ from emssd_pard import PardConfig
 from emssd_pard.drafter import PardDrafter
 from emssd_ragged import Kernels, RaggedConfig
 
-import emssd.drafters.parallel
+import emssd.drafters.levels
 from emssd.attention import PackedInputs
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.packing import pack
-from emssd.drafters import parallel_chains
 from emssd.drafting import DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
@@ -181,18 +180,15 @@ def masks_too_deep(patch: pytest.MonkeyPatch) -> None:
 
 def one_mask_further(patch: pytest.MonkeyPatch) -> None:
     """The logits behind a mask are taken for the draft before."""
-    patch.setattr(
-        emssd_pard.drafter,
-        "parallel_chains",
-        lambda firsts, lengths, logits: parallel_chains(firsts, lengths, logits.roll(1, 0)),
-    )
+    slots = PardDrafter.slots
+    patch.setattr(PardDrafter, "slots", lambda self, rows: slots(self, rows).roll(1, 0))
 
 
 def kv_of_masks(patch: pytest.MonkeyPatch) -> None:
     """It stays in the cache as that of the tokens that came in their place."""
 
-    def keep(self: Any, kv_lens: dict[str, int]) -> None:
-        self._num_cached |= {name: length + LENGTH - 1 for name, length in kv_lens.items()}
+    def keep(self: Any, names: Any, kv_lens: Any, sources: Any = ()) -> None:
+        self._cache.held |= {name: length + LENGTH - 1 for name, length in zip(names, kv_lens, strict=True)}
 
     patch.setattr(PardDrafter, "_keep", keep)
 
@@ -207,7 +203,7 @@ def another_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def noise_of_the_newest_token(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(emssd.drafters.parallel, "behind", lambda node, depth, path: node)
+    patch.setattr(emssd.drafters.levels, "behind", lambda node, depth, path=(): node)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -1,4 +1,4 @@
-"""`BlockRunner`: runs a `BlockHead` on an attention backend, whose rows are causal, although a block is not.
+"""`BlockLane`: runs a `BlockHead` on an attention backend, whose rows are causal, although a block is not.
 
 In most layers, every token of a block sees all others. A backend lets a token see the KV of its row up to its own. So a
 row computes its new features, its block, and its block a second time: keys and values come from the first, and queries
@@ -11,20 +11,20 @@ A sliding window is as much longer as the block, so that a query sees as far bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs
-from emssd.attention.interface import StepPlan
+from emssd.attention import AttentionBackend, Kept, StepPlan
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
-from emssd_dflash.head import BlockHead
+from emssd.drafters import Lane
+from emssd.drafters.lanes import fed
+from emssd_dflash.head import BlockAttend, BlockHead
 
-__all__ = ["BlockRow", "BlockRunner"]
+__all__ = ["BlockLane", "BlockRow"]
 
 _HIDDEN = 128.0  # its square is subtracted from scores: far more than they differ, and no overflow in half precision
 
@@ -44,7 +44,7 @@ class BlockRow:
     features: torch.Tensor
 
 
-class BlockRunner:
+class BlockLane(Lane):
     """A head on one device, with its KV in an attention backend.
 
     Args:
@@ -53,6 +53,7 @@ class BlockRunner:
     """
 
     def __init__(self, head: BlockHead, backend: AttentionBackend) -> None:
+        super().__init__(backend)
         self.head, self._backend = head, backend
         self._size, self._doubled = head.variant.block_size, not all(head.variant.causal)
 
@@ -73,15 +74,13 @@ class BlockRunner:
         """
         lengths = [len(row.features) + self.num_slots for row in rows]
         names, starts = [row.request_id for row in rows], [row.start for row in rows]
-        # To a backend, token ids are numbers. They say which token of the step a place of the plan is for.
-        ids = torch.arange(sum(lengths))
+        ids = torch.zeros(sum(lengths), dtype=torch.int64)
         packed = pack_nodes(names, ids, lengths, [start + self.num_slots for start in starts])
         plan = self._backend.plan(packed)
-        places = self._places(rows, lengths, embeds.device)
-        step = _Step(self._backend, plan, packed, self.head.variant.causal, *places)
+        attend = self._attend(plan, packed.num_tokens, *self._places(rows, lengths, embeds.device))
         features = torch.cat([row.features for row in rows])
-        hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), step.attend)
-        self._backend.commit(Kept(tuple(names), tuple(starts)))
+        hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), attend)
+        self.commit(Kept(tuple(names), tuple(starts)))
         return hidden
 
     def _positions(self, rows: Seq[BlockRow], device: torch.device) -> torch.Tensor:
@@ -102,54 +101,25 @@ class BlockRunner:
         queries = [place + self._size for place in blocks] if self._doubled else blocks
         return on_device(features + blocks, device), on_device(blocks, device), on_device(queries, device)
 
-    def release(self, request_ids: Iterable[str]) -> None:
-        """Free all KV of these requests. Unknown ids are no error."""
-        self._backend.release(request_ids)
+    def _attend(
+        self, plan: StepPlan, num_tokens: int, all_keys: torch.Tensor, blocks: torch.Tensor, seconds: torch.Tensor
+    ) -> BlockAttend:
+        """Attention of a step whose tokens at `all_keys`, `blocks` and `seconds` are those that `_places` gives."""
 
-    def fits(self, kv_lens: Mapping[str, int]) -> bool:
-        """Whether the cache can hold these sequences, each at this many tokens, and no others."""
-        return self._backend.fits(kv_lens)
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            (num_heads, dim), num_kv_heads = query.shape[1:], key.shape[1]
+            doubled = not self.head.variant.causal[layer]
+            places, wide = (seconds, dim + 1) if doubled else (blocks, dim)
+            queries = query.new_zeros(num_tokens, num_heads, wide)
+            keys, values = key.new_zeros(num_tokens, num_kv_heads, wide), value.new_zeros(num_tokens, num_kv_heads, dim)
+            if doubled:
+                queries[..., dim] = _HIDDEN
+                keys[..., dim] = -_HIDDEN * dim**0.5  # what queries and keys give is divided by this root
+                keys[all_keys, :, dim] = 0
+            queries[places, :, :dim] = query
+            keys[all_keys, :, :dim] = key
+            values[all_keys] = value
+            out = self._backend.forward(plan, layer, *(fed(plan, each) for each in (queries, keys, values)))
+            return plan.packed(out, num_tokens)[places]
 
-    @property
-    def usage(self) -> KVUsage:
-        """KV memory taken now and at most."""
-        return self._backend.kv_usage
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step of the backend.
-
-    Attributes:
-        causal: ``[num_layers]`` whether a token of a block sees those before it alone.
-        keys: ``[c + m]`` which of its tokens have the keys and values of features and blocks.
-        blocks: ``[m]`` those of blocks, which have their queries in causal layers.
-        seconds: ``[m]`` which have the queries of blocks in other layers.
-    """
-
-    backend: AttentionBackend
-    plan: StepPlan
-    packed: PackedInputs
-    causal: Seq[bool]
-    keys: torch.Tensor
-    blocks: torch.Tensor
-    seconds: torch.Tensor
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """As `BlockAttend` says."""
-        num_tokens, (num_heads, dim), num_kv_heads = self.packed.num_tokens, query.shape[1:], key.shape[1]
-        doubled = not self.causal[layer]
-        places = self.seconds if doubled else self.blocks
-        wide = dim + (1 if doubled else 0)
-        queries = query.new_zeros(num_tokens, num_heads, wide)
-        keys, values = key.new_zeros(num_tokens, num_kv_heads, wide), value.new_zeros(num_tokens, num_kv_heads, dim)
-        if doubled:
-            queries[..., dim] = _HIDDEN
-            keys[..., dim] = -_HIDDEN * dim**0.5  # what queries and keys give is divided by this root
-            keys[self.keys, :, dim] = 0
-        queries[places, :, :dim] = query
-        keys[self.keys, :, :dim] = key
-        values[self.keys] = value
-        fed = self.plan.input_ids.flatten()
-        out = self.backend.forward(self.plan, layer, queries[fed], keys[fed], values[fed])
-        return self.plan.packed(out, num_tokens)[places]
+        return attend

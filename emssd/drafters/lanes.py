@@ -1,0 +1,171 @@
+"""`Lane`: the KV of what drafts, beside that of the target; `HeadLane`, that of a trained head, which it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import torch
+
+from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
+from emssd.heads.compiled import compiled_head
+from emssd.heads.head import Head
+from emssd.model.program import Chain
+
+__all__ = ["HeadLane", "KVCache", "Lane", "fed"]
+
+
+class KVCache(Protocol):
+    """What a `Lane` needs of an `AttentionBackend` or a `ModelRunner`."""
+
+    def commit(self, kept: Kept) -> None: ...
+    def release(self, request_ids: Iterable[str]) -> None: ...
+    def fits(self, kv_lens: Mapping[str, int]) -> bool: ...
+
+
+class Lane:
+    """The KV of what drafts.
+
+    Args:
+        caches: of its parts, which all compute the same tokens.
+
+    Attributes:
+        held: by request id, how many tokens have KV that stays.
+    """
+
+    def __init__(self, *caches: KVCache) -> None:
+        self._caches = caches
+        self.held: dict[str, int] = {}
+
+    def commit(self, kept: Kept) -> None:
+        """After a draft or its verification, drop the KV of other tokens."""
+        self.held.update(zip(kept.request_ids, kept.kv_lens, strict=True))
+        for cache in self._caches:
+            cache.commit(kept)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Free all KV of these requests. Unknown ids are no error."""
+        request_ids = list(request_ids)
+        for cache in self._caches:
+            cache.release(request_ids)
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        """Whether there is room for these sequences, each at this many tokens, and no others."""
+        return all(cache.fits(kv_lens) for cache in self._caches)
+
+    def with_room(self, wanted: Seq[tuple[str, int]]) -> list[bool]:
+        """Which rows there is room for, beside those that are held; the first come first.
+
+        Args:
+            wanted: request id of each row, and at how many tokens it is to be, at least 1.
+        """
+        if self.fits({**self.held, **dict(wanted)}):
+            return [True] * len(wanted)
+        taken, fitting = dict(self.held), []
+        for name, kv_len in wanted:
+            more = taken | {name: kv_len}
+            fitting.append(self.fits(more))
+            taken = more if fitting[-1] else taken
+        return fitting
+
+
+class HeadLane(Lane):
+    """A head on one device, with its KV in an attention backend. Rows, trees and rollback are those of any model.
+
+    Args:
+        head: with its weights.
+        backend: allocated for the head's `kv_cache_spec`.
+        compile: run it as a compiled program, see `emssd.heads.compiled`, where that can be.
+    """
+
+    def __init__(self, head: Head, backend: AttentionBackend, *, compile: bool = False) -> None:
+        super().__init__(backend)
+        self.head, self._backend = head, backend
+        self._compiled = compiled_head(head) if compile else None
+
+    @property
+    def runs_chains(self) -> bool:
+        """Whether `run_chain` may do something."""
+        return self._compiled is not None
+
+    @property
+    def usage(self) -> KVUsage:
+        """KV memory taken now and at most."""
+        return self._backend.kv_usage
+
+    def run(self, packed: PackedInputs, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute one ragged step. The KV of its tokens stays until `commit` or `release` drops it.
+
+        Args:
+            packed: which tokens of which rows; the ids are not read.
+            inputs: ``[nnz, input_size]`` on the head's device.
+
+        Returns:
+            ``[R, hidden_size]`` hidden states, one row for each of the step's ``logit_rows``.
+        """
+        return self._outputs(packed, inputs)[0]
+
+    def run_to_logits(
+        self, packed: PackedInputs, inputs: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Like `run`, and with logits.
+
+        Args:
+            packed, inputs: as in `run`.
+            logits: makes them of hidden states, where a compiled program does not.
+
+        Returns:
+            ``[R, hidden_size]`` hidden states and ``[R, draft_vocab_size]`` logits.
+        """
+        hidden, *given = self._outputs(packed, inputs)
+        return hidden, given[0] if given else logits(hidden)
+
+    def run_chain(
+        self, packed: PackedInputs, inputs: torch.Tensor, chain: Chain
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Compute a step of chains, and then the head's likeliest tokens, level by level, in one call.
+
+        Args:
+            packed, inputs: as in `run`; outputs are wanted of the last token of each row.
+            chain: what is asked for, see `emssd.model.program.Program.run_chain`.
+
+        Returns:
+            ``[B, k]`` tokens and the logarithms of how likely they are. ``None``: `run_to_logits` does one level.
+        """
+        if self._compiled is None:
+            return None
+        plan = self._backend.plan_chain(packed, [length - 1 for length in chain.lengths])
+        step = None if plan is None else self._backend.native_step(plan)
+        if plan is None or step is None:
+            return None
+        return self._compiled.run_chain(inputs.unsqueeze(0), plan, step, chain)
+
+    def _outputs(self, packed: PackedInputs, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        plan = self._backend.plan(packed)
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return self._backend.forward(plan, layer, query, key, value)
+
+        inputs = fed(plan, inputs).view(*plan.input_ids.shape, -1)
+        outputs: tuple[torch.Tensor, ...]
+        if self._compiled is not None:
+            step = self._backend.native_step(plan)
+            outputs = self._compiled(inputs, plan.position_ids, attend, plan.logits_to_keep, step)
+        else:
+            hidden = self.head(inputs, plan.position_ids, attend)
+            outputs = (hidden[:, plan.logits_to_keep].flatten(0, 1),)
+        index = plan.logit_index
+        return outputs if index is None else tuple(each[index] for each in outputs)
+
+
+def fed(plan: StepPlan, values: torch.Tensor) -> torch.Tensor:
+    """Of ``values [nnz, ...]`` for the packed tokens those of the fed ones, ``[b * n, ...]``; zeros for padding."""
+    num_fed = plan.input_ids.numel()
+    if plan.token_index is None and num_fed == len(values):
+        return values
+    found = values.new_zeros(num_fed, *values.shape[1:])
+    found[slice(len(values)) if plan.token_index is None else plan.token_index] = values
+    return found

@@ -1,0 +1,293 @@
+"""`LevelDrafter`: drafts token trees, or chains, of all rows level by level, each row within limits of its own.
+
+Level by level as in SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858); see `emssd.drafting.shapes`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from emssd.attention import PackedInputs
+from emssd.attention.transfer import on_device, to_host
+from emssd.decoding.choosing import first_node
+from emssd.decoding.packing import pack_nodes
+from emssd.decoding.top_tokens import top_choices, top_tokens
+from emssd.drafters.lanes import Lane
+from emssd.drafting import Draft, Drafter, GoesOn
+from emssd.drafting.budget import DraftedNode
+from emssd.drafting.levels import Expansion, GrowingTree, joined_best
+from emssd.drafting.shapes import Shape
+from emssd.sampling.choice import Node
+from emssd.sampling.draws import behind
+from emssd.sequences import Batch, Row
+
+__all__ = ["GrowingRow", "Level", "LevelDrafter", "SlotDrafter", "nodes_of", "pack_level"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingRow:
+    """A row that is drafted for.
+
+    Attributes:
+        tokens: ``[n]``.
+        node: where the target chooses the token after the newest one.
+        tree: that grows after the newest token.
+        num_cached: tokens that the drafter's KV cache holds.
+    """
+
+    request_id: str
+    tokens: Seq[int]
+    node: Node
+    tree: GrowingTree
+    num_cached: int = 0
+
+
+Level = list[tuple[GrowingRow, list[Expansion]]]
+"""What is expanded in one pass: nodes of each row. All nodes of a row are equally deep."""
+
+Choices = tuple[list[list[int]], list[list[float]]]
+"""For each node the likeliest tokens after it, the likeliest first, and the logarithms of how likely they are."""
+
+
+class LevelDrafter(Drafter):
+    """Drafts token trees, or chains, of all rows level by level.
+
+    A subclass says which rows can be drafted for (`tree_of`), and computes logits: after the newest tokens
+    (`catch_up`), and after the nodes of a level (`compute`). On a GPU the host waits once a level, for the likeliest
+    tokens after each node; twice in a batch of greedy and sampled rows.
+
+    Args:
+        shape: of the trees; one child for each node makes chains.
+        vocab_size: the target's.
+        lane: the KV of what drafts; ``None`` without a KV cache.
+
+    Attributes:
+        target_ids: ``[draft_vocab_size]`` the target's ids of the columns of logits; ``None`` if they are the same.
+    """
+
+    caches_nodes = True
+    """Whether the nodes that get children enter the KV cache."""
+
+    target_ids: torch.Tensor | None = None
+
+    def __init__(self, shape: Shape, vocab_size: int, lane: Lane | None) -> None:
+        self.num_speculative_tokens, self.drafts_trees = shape.num_nodes, shape.width > 1
+        self.shape, self._vocab_size, self._lane = shape, vocab_size, lane
+        self._goes_on: GoesOn | None = None
+
+    def end_by(self, goes_on: GoesOn | None) -> None:
+        self._goes_on = goes_on
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        rows = self._begin(batch, budget)
+        if not rows:
+            return Draft.empty(len(batch))
+        if not self.grow_chains(rows):
+            self._grow_trees(rows)
+        self.finish(rows)
+        trees = {row.request_id: row.tree for row in rows}
+        return joined_best([trees.get(row.request_id) for row in batch], chains=not self.drafts_trees)
+
+    @abstractmethod
+    def tree_of(self, row: Row, num_nodes: int, depth: int) -> GrowingTree | None:
+        """A tree without nodes for `row`, of at most so many nodes and levels; ``None`` if it cannot be drafted for."""
+
+    @abstractmethod
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        """Compute what is not cached. Returns the logits ``[r, draft_vocab_size]`` after the newest token of each."""
+
+    @abstractmethod
+    def compute(self, level: Level) -> torch.Tensor:
+        """Compute the nodes of a level. Returns the logits ``[n, draft_vocab_size]`` after each."""
+
+    def finish(self, rows: Seq[GrowingRow]) -> None:
+        """The trees of these rows are done."""
+
+    def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
+        """Draft all levels of chains in one call, if that can be; returns whether it was done."""
+        return False
+
+    def _num_cached(self, row: Row) -> int:
+        """Of the row's tokens, how many need not be computed."""
+        return 0
+
+    def node_of(self, row: Row) -> Node:
+        """Where the target chooses the token after the newest one of `row`."""
+        return first_node(row)
+
+    def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
+        """The rows that may and can draft."""
+        rows = list[GrowingRow]()
+        for row, limit in zip(batch, budget, strict=True):
+            num_nodes = min(limit, self.shape.num_nodes)
+            depth = min(self.shape.depth, row.num_remaining - 1, num_nodes)
+            tree = self.tree_of(row, num_nodes, depth) if depth > 0 else None
+            if tree is not None and self.shape.expand(tree, tree.level):
+                rows.append(GrowingRow(row.request_id, row.tokens, self.node_of(row), tree, self._num_cached(row)))
+        if self._lane is None:
+            return rows
+        fitting = self._lane.with_room([(row.request_id, row.tree.num_tokens + row.tree.max_cached) for row in rows])
+        return [row for row, fits in zip(rows, fitting, strict=True) if fits]
+
+    def _grow_trees(self, rows: Seq[GrowingRow]) -> None:
+        """Draft level by level."""
+        level = [(row, self.shape.expand(row.tree, row.tree.level)) for row in rows]
+        logits = self.catch_up(rows)
+        self._grow(level, logits)
+        while level := self._next_level(self._going_on(level, logits)):
+            logits = self.compute(level)
+            self._grow(level, logits)
+
+    def _grow(self, level: Level, logits: torch.Tensor) -> None:
+        """Give each node of a level its children."""
+        choices = zip(*self.choices(level, logits), strict=True)
+        for row, expansions in level:
+            children = []
+            for (node, ranks), (tokens, log_probs) in zip(expansions, choices, strict=False):
+                row.tree.choices[node] = tokens
+                children += [(node, rank, tokens[rank], log_probs[rank]) for rank in ranks if rank < len(tokens)]
+            row.tree.add_level(children)
+
+    def choices(self, level: Level, logits: torch.Tensor) -> Choices:
+        """The tokens after each node of a level that the target most likely chooses, from the logits there."""
+        greedy = all(row.node.params.is_greedy for row, _ in level)
+        return self._likeliest(logits, None if greedy else self._nodes(level))
+
+    def _nodes(self, level: Level) -> list[Node]:
+        """Where the target chooses the tokens after the nodes of a level."""
+        nodes = list[Node]()
+        for row, expansions in level:
+            first, depth, tree = row.node, row.tree.num_levels, row.tree
+            if first.params.reads_prefix:
+                nodes += [behind(first, depth, tree.path(node)) for node, _ in expansions]
+            else:
+                nodes += [behind(first, depth)] * len(expansions)
+        return nodes
+
+    def _likeliest(self, logits: torch.Tensor, nodes: Seq[Node] | None) -> Choices:
+        """The tokens that the target most likely chooses at each node, from ``logits [n, draft_vocab_size]``.
+
+        Where all nodes are greedy (``None``), only the drafter's own columns are looked at. Others need all of the
+        target's tokens, as noise, penalties and biases are for those: the tokens of no column are impossible there.
+        """
+        width, temperature = min(self.shape.width, logits.shape[1]), self.shape.temperature
+        if nodes is None:
+            columns, log_probs = top_tokens(logits, width, temperature)
+            if self.target_ids is not None:
+                ids = self._ids
+                columns = [[ids[column] for column in row] for row in columns]
+            return columns, log_probs
+        if self.target_ids is None:
+            return top_choices(logits, nodes, width, temperature)
+        wide = logits.new_full((len(logits), self._vocab_size), -math.inf)
+        wide[:, self.target_ids] = logits
+        return top_choices(wide, nodes, width, temperature)
+
+    @cached_property
+    def _ids(self) -> list[int]:
+        """`target_ids` on the host."""
+        assert self.target_ids is not None
+        return to_host(self.target_ids)
+
+    def _going_on(self, level: Level, logits: torch.Tensor) -> list[GrowingRow]:
+        """The rows of a level that are drafted further, once it has grown: all, or those that a budget policy names."""
+        if self._goes_on is None:
+            return [row for row, _ in level]
+        entropies = torch.special.entr((logits.double() / self.shape.temperature).softmax(dim=-1)).sum(dim=-1)
+        left, newest = iter(to_host(entropies.nan_to_num(math.log(logits.shape[1])))), dict[str, list[DraftedNode]]()
+        for row, expansions in level:
+            tree, entropy = row.tree, {node: next(left) for node, _ in expansions}
+            newest[row.request_id] = [
+                DraftedNode(math.exp(tree.log_probs[node]), math.exp(tree.scores[node]), entropy[tree.parents[node]])
+                for node in tree.level
+            ]
+        going = self._goes_on(newest)
+        return [row for row, _ in level if row.request_id in going]
+
+    def _next_level(self, rows: Seq[GrowingRow]) -> Level:
+        """The rows that are not done, with the nodes to expand."""
+        level: Level = []
+        for row in rows:
+            tree = row.tree
+            expansions = self.shape.expand(tree, tree.frontier())
+            if self.caches_nodes:
+                expansions = expansions[: tree.max_cached - len(tree.cached)]
+                tree.cache(node for node, _ in expansions)
+            if expansions:
+                level.append((row, expansions))
+        return level
+
+
+def nodes_of(level: Level) -> Iterator[tuple[GrowingRow, int]]:
+    """The nodes of a level, in the order in which they are computed."""
+    return ((row, node) for row, expansions in level for node, _ in expansions)
+
+
+def pack_level(level: Level) -> PackedInputs:
+    """The step that computes the nodes of a level."""
+    return pack_nodes(
+        [row.request_id for row, _ in level],
+        torch.tensor([row.tree.token_ids[node] for row, node in nodes_of(level)]),
+        [len(expansions) for _, expansions in level],
+        [row.tree.num_tokens + len(row.tree.cached) for row, _ in level],
+        [row.tree.cached_parents for row, _ in level],
+    )
+
+
+class SlotDrafter(LevelDrafter):
+    """Drafts with one pass for all levels: what follows a node depends on its level, and not on the tokens before.
+
+    Its logits have a slot for each level of a row. On a GPU the host waits once a draft, or twice in a batch of greedy
+    and sampled rows; once more for each level if a row has penalties, which read what was drafted before.
+    """
+
+    caches_nodes = False
+
+    @abstractmethod
+    def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        """The logits ``[sum(depths), draft_vocab_size]`` of all levels of the rows' trees, row after row."""
+
+    def tree_of(self, row: Row, num_nodes: int, depth: int) -> GrowingTree | None:
+        tree = super().tree_of(row, num_nodes, depth)  # type: ignore[safe-super]  # of a sibling class
+        if tree is not None:
+            tree.depth = min(tree.depth, 1 + tree.max_cached)
+        return tree
+
+    def most_cached(self, num_nodes: int, depth: int) -> int:
+        """A mask for each level but the first."""
+        return depth - 1
+
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        self._logits, self._starts, start = self.slots(rows), dict[str, int](), 0
+        for row in rows:
+            self._starts[row.request_id] = start
+            start += row.tree.depth
+        self._known: Choices | None = None
+        if not any(row.node.params.reads_prefix for row in rows):
+            nodes = [behind(row.node, depth) for row in rows for depth in range(row.tree.depth)]
+            greedy = all(row.node.params.is_greedy for row in rows)
+            self._known = self._likeliest(self._logits, None if greedy else nodes)
+        return self.compute([(row, [(-1, ())]) for row in rows])
+
+    def compute(self, level: Level) -> torch.Tensor:
+        if self._known is not None and self._goes_on is None:
+            return self._logits  # nobody reads them
+        return self._logits[on_device(self._slots_at(level), self._logits.device)]
+
+    def choices(self, level: Level, logits: torch.Tensor) -> Choices:
+        if self._known is None:
+            return super().choices(level, logits)
+        tokens, log_probs = self._known
+        places = self._slots_at(level)
+        return [tokens[place] for place in places], [log_probs[place] for place in places]
+
+    def _slots_at(self, level: Level) -> list[int]:
+        """The slots of the nodes of a level."""
+        return [self._starts[row.request_id] + row.tree.num_levels for row, expansions in level for _ in expansions]

@@ -1,0 +1,130 @@
+"""`ModelDrafter`: a causal language model with a KV cache of its own drafts for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+
+from emssd.attention import Kept
+from emssd.decoding.packing import pack
+from emssd.drafters.lanes import Lane
+from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, pack_level
+from emssd.drafting import Draft, Outcome
+from emssd.drafting.levels import GrowingTree
+from emssd.drafting.shapes import Shape
+from emssd.model import ModelRunner
+from emssd.sampling.choice import Node
+from emssd.sequences import Batch, Row
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter(LevelDrafter):
+    """Drafts with a model. Only nodes that get children are computed; the KV of those that are accepted is kept.
+
+    The first pass computes whatever the draft model has not cached yet: the prompt at first, later one token, or two
+    after a draft that was accepted to its end, whose last token the draft model never saw. So the caches cannot drift
+    apart.
+
+    Args:
+        runner: the draft model; its KV cache takes trees if `shape` has any.
+        vocab_size: the target's; ids beyond it are never drafted.
+        shape: of the trees; one child for each node makes chains.
+    """
+
+    def __init__(self, runner: ModelRunner, vocab_size: int, shape: Shape) -> None:
+        self._cache = Lane(runner)
+        super().__init__(shape, vocab_size, self._cache)
+        self._runner = runner
+        self._trees: dict[str, GrowingTree] = {}  # of the latest draft
+
+    def observe(self, outcome: Outcome) -> None:
+        """Keep the KV of the accepted nodes, moved together, and drop the rest. Count what the target chose."""
+        names, kv_lens, sources = list[str](), list[int](), list[tuple[int, ...]]()
+        for row in outcome.batch:
+            if (tree := self._trees.pop(row.request_id, None)) is None:
+                continue
+            tokens = row.tokens[tree.num_tokens :]
+            self.shape.learn(_ranks(tree, tokens))
+            # The newest token is the input of the next pass, also where the draft has it.
+            kept = [tree.places[node] for node in tree.follow(tokens[:-1]) if node in tree.places]
+            moved = kept != list(range(len(kept)))
+            names.append(row.request_id)
+            kv_lens.append(tree.num_tokens + len(kept))
+            sources.append(tuple(tree.num_tokens + place for place in kept) if moved else ())
+        self.shape.replan()
+        self._keep(names, kv_lens, sources)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        self._cache.release(request_ids)
+        for request_id in request_ids:
+            self._trees.pop(request_id, None)
+
+    def reset(self) -> None:
+        self.shape.reset()
+
+    def node_of(self, row: Row) -> Node:
+        return self._with_known_bias(super().node_of(row))
+
+    def _with_known_bias(self, node: Node) -> Node:
+        """Ids beyond the draft model's vocabulary cannot be drawn, whatever is added to their logits."""
+        size, bias = self._runner.vocab_size, node.params.logit_bias
+        if all(token < size for token in bias):
+            return node
+        known = {token: value for token, value in bias.items() if token < size}
+        return replace(node, params=replace(node.params, logit_bias=known))
+
+    def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
+        self._trees = {}  # also if this draft fails
+        return super()._begin(batch, budget)
+
+    def _num_cached(self, row: Row) -> int:
+        """All but one at most, as after a step that failed."""
+        return min(self._cache.held.get(row.request_id, 0), len(row.tokens) - 1)
+
+    def tree_of(self, row: Row, num_nodes: int, depth: int) -> GrowingTree | None:
+        """Nothing beyond the draft model's length, nor after ids that only the target knows."""
+        reach = self._runner.max_model_len - len(row.tokens)
+        if reach <= 0 or max(row.tokens[self._num_cached(row) :]) >= self._runner.vocab_size:
+            return None
+        depth = min(depth, reach)
+        return GrowingTree(len(row.tokens), num_nodes, depth, min(self.shape.most_cached(num_nodes, depth), reach))
+
+    def finish(self, rows: Seq[GrowingRow]) -> None:
+        self._trees = {row.request_id: row.tree for row in rows}
+
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        logits = self._runner.run(pack(rows, Draft.empty(len(rows)))).logits
+        self._have_cached(rows)
+        return self._columns(logits)
+
+    def compute(self, level: Level) -> torch.Tensor:
+        return self._columns(self._runner.run(pack_level(level)).logits)
+
+    def _have_cached(self, rows: Seq[GrowingRow]) -> None:
+        """Note that all tokens of some rows are computed."""
+        self._cache.held |= {row.request_id: len(row.tokens) for row in rows}
+
+    def _columns(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the target's ids alone."""
+        return logits[:, : self._vocab_size]
+
+    def _keep(self, names: Seq[str], kv_lens: Seq[int], sources: Seq[tuple[int, ...]] = ()) -> None:
+        """Keep so many tokens' KV of these rows; `sources` as in `Kept`."""
+        if names:
+            self._cache.commit(Kept(tuple(names), tuple(kv_lens), tuple(sources)))
+
+
+def _ranks(tree: GrowingTree, tokens: Seq[int]) -> list[int | None]:
+    """What the target chose, as `Shape.learn` wants it, from a row's new `tokens`."""
+    ranks: list[int | None] = []
+    for node, token in zip([-1, *tree.follow(tokens)], tokens, strict=False):
+        if node not in tree.choices:
+            break
+        choices = tree.choices[node]
+        ranks.append(choices.index(token) if token in choices else None)
+    return ranks

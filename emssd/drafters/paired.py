@@ -1,0 +1,118 @@
+"""`PairedDrafter`: an EAGLE head drafts for the whole batch at once, trees that grow level by level, or chains.
+
+Li et al. 2024, EAGLE, arXiv 2401.15077; EAGLE-2, arXiv 2406.16858, §4; 2025, EAGLE-3, arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+
+from emssd.attention import Kept, PackedInputs
+from emssd.attention.transfer import on_device
+from emssd.decoding.packing import pack_nodes
+from emssd.decoding.top_tokens import likelihood
+from emssd.drafters.lanes import HeadLane
+from emssd.drafters.levels import GrowingRow, Level, nodes_of, pack_level
+from emssd.drafters.states import StatesDrafter
+from emssd.drafting.shapes import DynamicShape, Shape
+from emssd.heads.lent import Lent
+from emssd.heads.pairs import PairedHead
+from emssd.model.program import Chain
+
+__all__ = ["PairedDrafter"]
+
+
+class PairedDrafter(StatesDrafter):
+    """Drafts with a head that reads pairs, see `PairedHead`, and has a KV cache of its own.
+
+    A row of `n` tokens has ``n - 1`` pairs, and the output after the last is for the first drafted token. A node of
+    the tree is paired with the head's own output after its parent. When a draft is done, the KV of its nodes is
+    dropped: the next draft computes those that were accepted from the target's hidden states.
+
+    Args:
+        head: with its weights.
+        layers: the target's hidden states that it reads, in this order.
+        shape: of the trees; one child for each node makes chains.
+        lent: what it borrows.
+    """
+
+    def __init__(self, head: PairedHead, layers: Seq[int], shape: Shape, lent: Lent) -> None:
+        spec = replace(head.kv_cache_spec(lent.spec), trees=shape.width > 1)
+        self._head, self._runner = head, HeadLane(head, lent.make_cache(spec), compile=lent.compile)
+        super().__init__(shape, layers, lent.target, self._runner, spec.max_model_len)
+        self.target_ids = head.target_ids
+
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head.features(hidden)
+
+    def finish(self, rows: Seq[GrowingRow]) -> None:
+        self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.tree.num_tokens for row in rows)))
+
+    def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
+        """Greedy chains, if the head is compiled with its own logits."""
+        shape, table = self.shape, self._head.table(self._target.table)
+        if (
+            table is None
+            or not self._runner.runs_chains
+            or self._goes_on is not None
+            or not (isinstance(shape, DynamicShape) and shape.width == 1)
+            or not all(row.node.params.is_greedy for row in rows)
+        ):
+            return False
+        lengths = [min(row.tree.depth, row.tree.max_cached + 1) for row in rows]
+        chain = Chain(lengths, self._vocab_size, table, self.target_ids, 1.0 / shape.temperature, shape.least)
+        found = self._runner.run_chain(*self._new_pairs(rows), chain)
+        if found is None:
+            return False
+        self._have_used(rows)
+        for row, length, tokens, log_probs in zip(rows, lengths, *(each.tolist() for each in found), strict=True):
+            for place, (token, share) in enumerate(zip(tokens[:length], log_probs, strict=False)):
+                log_prob = likelihood(share)
+                row.tree.add_level([(place - 1, 0, token, log_prob)])
+                if log_prob < shape.least:
+                    break
+        return True
+
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        """Compute all pairs that are not cached."""
+        logits = self._run(*self._new_pairs(rows))
+        self._have_used(rows)
+        return logits
+
+    def _new_pairs(self, rows: Seq[GrowingRow]) -> tuple[PackedInputs, torch.Tensor]:
+        """The step of all pairs that are not cached, with the last of each row wanted, and its inputs."""
+        features = [self._states[row.request_id].new(row.tree.num_tokens) for row in rows]
+        lengths, token_ids = [len(new) for new in features], list[int]()
+        for row, length in zip(rows, lengths, strict=True):
+            token_ids += row.tokens[-length:]  # token i + 1 stands beside the feature of token i
+        packed = pack_nodes(
+            [row.request_id for row in rows], torch.tensor(token_ids), lengths, [row.tree.num_tokens for row in rows]
+        )
+        packed = replace(packed, logit_rows=torch.tensor(packed.qo_indptr[1:]) - 1)
+        self._places = {(row.request_id, -1): place for place, row in enumerate(rows)}
+        return packed, self._inputs(packed.input_ids, torch.cat(features))
+
+    def compute(self, level: Level) -> torch.Tensor:
+        """Compute the nodes of a level, each beside the output after its parent."""
+        nodes = list(nodes_of(level))
+        parents = [self._places[row.request_id, row.tree.parents[node]] for row, node in nodes]
+        packed = pack_level(level)
+        logits = self._run(
+            packed, self._inputs(packed.input_ids, self._hidden[on_device(parents, self._hidden.device)])
+        )
+        self._places = {(row.request_id, node): place for place, (row, node) in enumerate(nodes)}
+        return logits
+
+    def _run(self, packed: PackedInputs, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute a step, and keep its outputs for the next level. Returns the logits after its ``logit_rows``."""
+        self._hidden, logits = self._runner.run_to_logits(
+            packed, inputs, lambda hidden: self._head.logits(hidden, self._target.project)
+        )
+        return logits
+
+    def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """What the head reads, ``[nnz, 2 * hidden]``, of tokens beside ``features [nnz, hidden]``."""
+        return torch.cat([self._head.embed(token_ids.to(features.device), self._target.embed), features], dim=-1)

@@ -1,0 +1,126 @@
+"""`HeadFiles`: reads a published head for one target; `Loaded`, the head, and how it is to be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from emssd.errors import ConfigError
+from emssd.heads.files import Checkpoint, cannot_load, read_checkpoint
+from emssd.heads.formats import Format, expect
+from emssd.heads.target import TargetSizes
+from emssd.heads.weights import fill, made_empty, rename
+
+__all__ = ["HeadFiles", "Loaded"]
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+logger = logging.getLogger("emssd")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[Module]):
+    """A trained head, and how it is to be used.
+
+    Attributes:
+        head: with its weights.
+        layers: the target's hidden states that it reads, see `emssd.heads.LAST_NORMED`.
+        described: the conventions that were chosen, a line each.
+    """
+
+    head: Module
+    layers: tuple[int, ...]
+    described: tuple[str, ...]
+
+    def log(self, drafter: str) -> None:
+        """Log how the `drafter` of this name uses it."""
+        for line in self.described:
+            logger.info("drafter=%s: %s", drafter, line)
+
+
+@dataclass(slots=True)
+class HeadFiles:
+    """The files of a trained head that is loaded for a target.
+
+    Attributes:
+        checkpoint: what they hold.
+        target: that the head is to draft for.
+        names: of the tensors, by the names of the module's parameters.
+    """
+
+    checkpoint: Checkpoint
+    target: TargetSizes
+    names: dict[str, str]
+
+    @classmethod
+    def read(
+        cls,
+        path: str,
+        target: TargetSizes,
+        *formats: Format,
+        new_name: Callable[[str], str | None] | None = None,
+    ) -> HeadFiles:
+        """Read them.
+
+        Args:
+            path: folder, file of weights or hub id.
+            target: that the head is to draft for.
+            formats: of which the head is one.
+            new_name: as `rename` takes it; ``None`` keeps the names of the files.
+
+        Raises:
+            ConfigError: they cannot be read, or hold something else.
+        """
+        checkpoint = read_checkpoint(path)
+        expect(checkpoint, *formats)
+        return cls(checkpoint, target, rename(checkpoint, new_name or str))
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The values of ``config.json``."""
+        return self.checkpoint.config
+
+    def cannot(self, why: str) -> ConfigError:
+        """The error for this head, for the reason `why`."""
+        return cannot_load(self.checkpoint.path, why)
+
+    def check_sizes(self, hidden_size: object, vocab_size: object) -> None:
+        """Refuse a head for another target; ``None`` is a size that its config does not say.
+
+        Raises:
+            ConfigError: a size is not the target's.
+        """
+        if hidden_size not in (None, self.target.hidden_size):
+            raise self.cannot(
+                f"it has a hidden size of {hidden_size}, and the target's is {self.target.hidden_size}; it was trained "
+                f"for another target"
+            )
+        if vocab_size not in (None, self.target.vocab_size):
+            raise self.cannot(f"its vocabulary has {vocab_size} tokens, and the target's has {self.target.vocab_size}")
+
+    def target_ids(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """The target's ``ids [draft_vocab_size]`` of the tokens that a head drafts, which its tensor `name` gives.
+
+        Raises:
+            ConfigError: they are not different ids of the target.
+        """
+        size = self.target.vocab_size
+        if ids.ndim != 1 or not ((ids >= 0) & (ids < size)).all() or len(set(ids.tolist())) < len(ids):
+            raise self.cannot(f"its {name} gives no {len(ids)} different tokens of the target's {size}")
+        return ids.to(self.target.device)
+
+    def filled(self, make: Callable[[], Module], names: Mapping[str, str] | None = None) -> Module:
+        """The module that `make` gives, with the weights of `names`, by default all.
+
+        Raises:
+            ConfigError: weights are missing, left over, or have other shapes than the module.
+            OutOfMemoryError: the device has no room for them.
+        """
+        module = made_empty(make)
+        names = self.names if names is None else names
+        fill(module, self.checkpoint, names, dtype=self.target.dtype, device=self.target.device)
+        return module
