@@ -77,15 +77,24 @@ class Engine:
         runner.take_hidden(self.drafting.hidden_layers)
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.scheduler = scheduler or ContinuousScheduler(batch_size)
-        self.batch_size = self.scheduler.batch_size
         # Adopted tokens have no hidden states, so nothing is shared if a drafter wants some.
         self.prefixes = Prefixes(None if self.drafting.hidden_layers else runner)
-        self.scheduler.prefixes, self.scheduler.trees = self.prefixes, self.drafting.drafts_trees
+        self.scheduler = scheduler or ContinuousScheduler(batch_size)
+        self.batch_size = self.scheduler.batch_size
         self.report = RunReport()
         self._make_timer = make_timer
         self._finished: list[Row] = []  # to be returned by `step`
         self._in_run = False
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who runs when. One that is set later must have no rows yet."""
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler) -> None:
+        scheduler.prefixes, scheduler.trees = self.prefixes, self.drafting.drafts_trees
+        self._scheduler = scheduler
 
     from_pretrained = classmethod(assembly.from_pretrained)
     from_model = classmethod(assembly.from_model)

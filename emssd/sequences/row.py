@@ -136,12 +136,12 @@ class Row:
         ending = FinishReason.LENGTH if len(tokens) >= num_remaining else None
         if request.stop is None and request.eos_token_ids.isdisjoint(tokens):
             return tokens, ending
-        output = self.output_ids
+        text = [*self.tokens] if request.stop is not None else []  # a stop string may begin in the prompt
         for count, token in enumerate(tokens, start=1):
             if token in request.eos_token_ids:
                 return tokens[:count], FinishReason.EOS
-            output.append(token)
-            if request.stop is not None and request.stop.completed_by_last(output, 0):
+            text.append(token)
+            if request.stop is not None and request.stop.completed_by_last(text, len(request.prompt_ids)):
                 return tokens[:count], FinishReason.STOP
         return tokens, ending
 

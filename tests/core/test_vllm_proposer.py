@@ -83,7 +83,7 @@ def test_as_much_is_accepted_as_in_an_engine(name: str, options: dict[str, Any])
         [*prompt, *each.token_ids]
         for prompt, each in zip(prompts, plain.generate(prompts, new, ignore_eos=True), strict=True)
     ]
-    config = vllm._config(Registry(), name, options)
+    config = Registry().configured("drafter", name, options)
     engine = Engine.from_pretrained("demo", dtype="float64", drafter=config, budget="fixed", batch_size=2)
     # vLLM asks for the first draft behind the first token that it has generated.
     wanted = engine.generate(

@@ -243,8 +243,8 @@ FAULTS = (
         "a stop string is found a token late",
         "stopping",
         SEQUENCE,
-        "request.stop.completed_by_last(output, 0)",
-        "len(output) > 1 and request.stop.completed_by_last(output[:-1], 0)",
+        "completed_by_last(text, len(request.prompt_ids))",
+        "completed_by_last(text[:-1], len(request.prompt_ids))",
         ("tests/core/test_stopping.py::test_a_row_ends_with_the_token_that_completes_a_stop_string",),
     ),
     Fault(

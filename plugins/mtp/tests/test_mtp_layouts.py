@@ -22,11 +22,11 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import DrafterContext
-from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.errors import ConfigError
 from emssd.heads import TargetSizes
 from emssd.heads.lent import Lent
 from emssd.heads.options import TreeKind
-from emssd.model import BorrowedTarget, TargetModel, load_model
+from emssd.model import BorrowedTarget, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request
@@ -331,12 +331,6 @@ def test_a_file_with_more_than_tensors_is_refused(tmp_path: Path) -> None:
     torch.save({"mtp.fc.weight": Path("x")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin"):
         load_mtp(str(tmp_path), lent("glm"))
-
-
-def test_a_model_of_qwen3_next_is_refused_itself(tmp_path: Path) -> None:
-    AutoConfig.for_model("qwen3_next", **COMMON, num_hidden_layers=4).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"layers of type (linear_attention|recurrent)"):
-        load_model(str(tmp_path))
 
 
 def test_a_target_whose_layers_are_of_another_make_is_refused(tmp_path: Path) -> None:
