@@ -49,7 +49,7 @@ class Feed:
         node = index - (self.kv_len - len(self.tree))
         if node < 0:
             return index - 1
-        return self.kv_len - len(self.tree) + max(self.tree[node], -1)
+        return self.kv_len - len(self.tree) + self.tree[node]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,7 @@ class _Mixer:
         self.inputs: list[torch.Tensor] = []
         self.states = dict(cache._states)
         self.history = cache._history
+        self._indices: dict[str | int, torch.Tensor] = {}  # by name, or by the size of a convolution
 
     def convolve(self, inputs: Convolution) -> torch.Tensor:
         size = inputs.weight.shape[-1]
@@ -274,7 +275,7 @@ class _Mixer:
         values = self._with_carried(inputs.values)
         wide = torch.promote_types(inputs.weight.dtype, torch.float32)
         padded = torch.cat([values, values.new_zeros(1, values.shape[1])]).to(wide)
-        windows = self._windows(size).to(values.device)
+        windows = self._index(size, values.device)
         weight = inputs.weight.to(wide)
         out = torch.zeros_like(inputs.values, dtype=wide)
         mixed = padded[windows[:, 0]] * weight[:, 0]
@@ -282,7 +283,7 @@ class _Mixer:
             mixed = mixed + padded[windows[:, place]] * weight[:, place]
         if inputs.bias is not None:
             mixed = mixed + inputs.bias.to(wide)
-        out[torch.tensor(self._step.places, device=out.device)] = mixed
+        out[self._index("places", out.device)] = mixed
         return out.to(inputs.weight.dtype)
 
     def recur(self, inputs: Recurrence) -> torch.Tensor:
@@ -325,9 +326,9 @@ class _Mixer:
 
     def _with_carried(self, values: torch.Tensor) -> torch.Tensor:
         """The inputs of this layer for all tokens of the step, the carried ones first."""
-        layer, new = len(self.inputs), values[torch.tensor(self._step.places, device=values.device)]
+        layer, new = len(self.inputs), values[self._index("places", values.device)]
         if self._step.carried:
-            carried = torch.tensor(self._step.carried, device=values.device)
+            carried = self._index("carried", values.device)
             new = torch.cat([self._cache._inputs[layer][carried], new])
         self.inputs.append(new)
         return new
@@ -338,6 +339,13 @@ class _Mixer:
             state = torch.cat([state, state.new_zeros(num_slots - len(state), *state.shape[1:])])
             self.states[layer] = state
         return state
+
+    def _index(self, key: str | int, device: torch.device) -> torch.Tensor:
+        """Places of the step, or the windows of a convolution of a size: made once for all layers of a device."""
+        if (known := self._indices.get(key)) is None or known.device != device:
+            made = self._windows(key) if isinstance(key, int) else torch.tensor(getattr(self._step, key))
+            known = self._indices[key] = made.to(device)
+        return known
 
     def _windows(self, size: int) -> torch.Tensor:
         """``[nnz, size]`` of each new token the places of its ancestors' inputs and its own; -1 before the first."""
