@@ -69,18 +69,22 @@ class BackendMachine(RuleBasedStateMachine):
     @initialize(data=st.data(), seed=st.integers(0, 2**16))
     def allocate(self, data: st.DataObject, seed: int) -> None:
         """Begin with an empty cache for drawn layers."""
-        layers = data.draw(self.layers, label="layers")
         self.backend, self.dense = self.make_backend(), DenseBackend()
-        self.spec = KVCacheSpec(
-            layers,
-            self.dtype,
-            self.device,
-            self.max_batch_size,
-            self.max_model_len,
-            trees=self.backend.takes_trees and data.draw(st.booleans(), label="trees"),
-        )
-        assume(self.backend.takes_sinks or not self.spec.has_sinks)
-        assume(not self.backend.unsupported(self.spec))
+        for _ in range(20):  # of a backend that refuses much, whole examples would be thrown away
+            layers = data.draw(self.layers, label="layers")
+            self.spec = KVCacheSpec(
+                layers,
+                self.dtype,
+                self.device,
+                self.max_batch_size,
+                self.max_model_len,
+                trees=self.backend.takes_trees and data.draw(st.booleans(), label="trees"),
+            )
+            served = self.backend.takes_sinks or not self.spec.has_sinks
+            if served and not self.backend.unsupported(self.spec):
+                break
+        else:
+            assume(False)
         self.backend.allocate(self.spec)
         self.dense.allocate(self.spec)
         self._rows: list[MachineRow] = []
