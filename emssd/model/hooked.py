@@ -22,7 +22,6 @@ from emssd.model.interface import (
     with_windows,
 )
 from emssd.model.mixing import install
-from emssd.model.mixing import keeps_states as calls_functions
 from emssd.model.replaced import lock_of
 from emssd.model.spread import is_spread, output_device
 from emssd.model.states import StateCache
@@ -80,9 +79,7 @@ class HookedModel:
         register(model.config)
         self.keeps_states = self.counts_calls = install(model)
         self.per_row: PerRow | None = None
-        speaks = fallback == "none" or calls_functions(type(model))
-        speaks = speaks or getattr(type(model), "_supports_attention_backend", False)
-        self.attention = ATTENTION_NAME if speaks else "eager"
+        self.attention = ATTENTION_NAME
         self._names = {*inspect.signature(model.forward).parameters}
         self.takes_positions = bool({"position_ids", "kwargs"} & self._names)
         self.lock = lock_of(model)

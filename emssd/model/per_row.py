@@ -18,7 +18,7 @@ from emssd.errors import UnsupportedModelError
 from emssd.model.interface import ATTENTION_NAME, Visible, implementation
 from emssd.model.masks import window_of
 from emssd.model.mixing import mixed_by, mixer_of_pass
-from emssd.model.probe import PROBE_TOLERANCE, Aranges, ProbeRows
+from emssd.model.probe import PROBE_TOLERANCE, Aranges, ProbeRows, running
 from emssd.model.replaced import only_here, replaced_forward
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ class PerRow:
                 self._calls = {name: call for name, call in self._calls.items() if not self._within(name)}
                 return True
             fault = fault.rpartition(".")[0] if fault else None
+        if self.target.attention == ATTENTION_NAME and not self._calls:
+            self.target.attention = "eager"  # its code knows no other name
+            return True
         return False
 
     def _within(self, name: str) -> bool:
@@ -132,14 +135,12 @@ class PerRow:
             for name in names:
                 hook = target.model.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
                 stack.callback(hook.remove)
-            with torch.inference_mode(), mixed_by(None):
+            with running(target), mixed_by(None):
                 target.call(input_ids=ids, use_cache=False)
         return seen
 
     def _forward(self, own: Callable[..., Any], call: _Call) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if (mixer := mixer_of_pass()) is None:
-                return own(*args, **kwargs)
             kwargs = {name: given for name, given in kwargs.items() if not name.startswith("emssd_")}
             leaves, spec = tree_flatten((args, kwargs))
             layout: list[Any] = []
@@ -154,8 +155,9 @@ class PerRow:
                 layout[:] = tree_flatten(own(*given, **names))
                 return [layout[0][place][0] for place in call.outputs]
 
+            mixer, values = mixer_of_pass(), [leaves[place].flatten(0, 1) for place in call.by_token]
             with implementation("eager"), mixed_by(None):
-                results = mixer.run_rows([leaves[place].flatten(0, 1) for place in call.by_token], run)
+                results = run(values) if mixer is None else mixer.run_rows(values, run)  # without rows, all are one
             shape, found = leaves[call.by_token[0]].shape[:2], [None] * len(layout[0])
             for place, result in zip(call.outputs, results, strict=True):
                 found[place] = result.view(*shape, *result.shape[1:])  # type: ignore[call-overload]
