@@ -363,9 +363,7 @@ def make_engine(
         budget=config.budget,
         options=config,
         registry=registry,
-        load=partial(
-            models.draft, trust_remote_code=config.model.trust_remote_code, fallback=config.model.fallback
-        ),
+        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code, fallback=config.model.fallback),
     )
 
 

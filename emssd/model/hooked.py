@@ -154,7 +154,9 @@ class HookedModel:
                 **({} if self.is_spread else keywords),  # Accelerate would pass on copies; they are known as it is
             )
         logits: torch.Tensor = output.logits
-        return logits if "logits_to_keep" in self._names or isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
+        return (
+            logits if "logits_to_keep" in self._names or isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
+        )
 
     def call(self, **keywords: Any) -> Any:
         """Call the model with those of `keywords` that it takes."""

@@ -126,7 +126,12 @@ def load_model(
 
 
 def _target(
-    model: Any, weights: str, max_model_len: int | None, compile: Compile, frozen: bool, for_drafts: bool,
+    model: Any,
+    weights: str,
+    max_model_len: int | None,
+    compile: Compile,
+    frozen: bool,
+    for_drafts: bool,
     fallback: str,
 ) -> TargetModel:
     if weights == "int8":

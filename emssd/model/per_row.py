@@ -24,7 +24,7 @@ from emssd.model.replaced import only_here, replaced_forward
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["PerRow"]
+__all__ = ["PerRow", "find_fault"]
 
 _LENGTHS = (11, 23)  # of the passes that show which sizes of arguments are the number of tokens
 _Tensors = dict[int, torch.Tensor]
@@ -77,14 +77,14 @@ class PerRow:
 
     def mend(self) -> bool:
         """Let the module at fault, and those of its class, run row by row. Returns whether one was found."""
-        fault = _Search(self.target).fault()
+        fault = find_fault(self.target)
         while fault is not None:
             model = self.target.model
             kind = type(model.get_submodule(fault))
-            alike = [name for name, module in model.named_modules() if type(module) is kind and name not in self._calls]
-            if fault in alike and fault and (found := self._described(alike)).get(fault):
+            alike = [name for name, module in model.named_modules() if type(module) is kind and self._may(name, module)]
+            if fault in alike and (found := self._described(alike)).get(fault):
                 self._calls |= {name: call for name, call in found.items() if call is not None}
-                self._calls = {name: call for name, call in self._calls.items() if not self._within(name)}
+                self._calls = {name: call for name, call in self._calls.items() if not self._is_within(name)}
                 return True
             fault = fault.rpartition(".")[0] if fault else None
         if self.target.attention == ATTENTION_NAME and not self._calls:
@@ -92,7 +92,16 @@ class PerRow:
             return True
         return False
 
-    def _within(self, name: str) -> bool:
+    def _may(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether it may be one of them: no layers are in it, as nobody could take hidden states between these."""
+        lists = (each for each in module.modules() if isinstance(each, torch.nn.ModuleList))
+        return (
+            name not in self._calls
+            and not self._is_within(name)
+            and all(len(each) != self.target.num_layers for each in lists)
+        )
+
+    def _is_within(self, name: str) -> bool:
         return any(name.startswith(f"{other}.") for other in self._calls)
 
     def _described(self, names: list[str]) -> dict[str, _Call | None]:
@@ -235,10 +244,18 @@ class _Events:
 
     def _note(self, key: tuple[Any, ...], given: Any) -> None:
         inner = key[0] if key[-1] == "out" else self.stack[-1]
-        self.seen[key] = inner, [
-            each.clone() if isinstance(each, torch.Tensor) and each.is_floating_point() else None
-            for each in tree_flatten(given)[0]
-        ]
+        self.seen[key] = (
+            inner,
+            [
+                each.clone() if isinstance(each, torch.Tensor) and each.is_floating_point() else None
+                for each in tree_flatten(given)[0]
+            ],
+        )
+
+
+def find_fault(target: HookedModel) -> str | None:
+    """The name of the module at fault in a short pass of the model as it runs now; ``None`` where none is found."""
+    return _Search(target).fault()
 
 
 class _Search:
@@ -253,9 +270,7 @@ class _Search:
 
     @torch.inference_mode()
     def fault(self) -> str | None:
-        """Its name; ``None`` where none is found."""
-        target, rows = self._target, self._rows
-        events = _Events()
+        target, rows, events = self._target, self._rows, _Events()
         try:
             if target.attention == ATTENTION_NAME and (name := self._with_foreign_mask(events)):
                 return name

@@ -17,7 +17,7 @@ from emssd.model.states import Feed
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["PROBE_TOLERANCE", "Aranges", "ProbeRows", "layer_devices", "probe_layers", "running"]
+__all__ = ["PROBE_TOLERANCE", "Aranges", "OtherLogitsError", "ProbeRows", "layer_devices", "probe_layers", "running"]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
@@ -67,9 +67,15 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     _compare(target, packed, alone)
     if target.keeps_states:
         _probe_states(target)
+    if target.new_states().is_whole:
+        _refuse_later_tokens(target)
     if aranges.num_calls:
         _refuse_counted_positions(target, rows)
     return tuple(layers[layer] for layer in range(expected))
+
+
+class OtherLogitsError(UnsupportedModelError):
+    """A packed pass gives other logits than the model's own."""
 
 
 class _CalledTwiceError(Exception):
@@ -140,6 +146,26 @@ def _probe_states(target: HookedModel) -> None:
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
             alone = target.call(input_ids=torch.tensor([tokens], device=target.device), use_cache=False).logits[0]
     _compare(target, torch.cat(logits), alone)
+
+
+def _refuse_later_tokens(target: HookedModel) -> None:
+    """Refuse a model whose own logits of a token change with the tokens after it, such as one that selects among ties.
+
+    Whole texts are computed with drafts behind them, so these would decide.
+    """
+    longest = min(40, target.max_model_len)
+    tokens = torch.tensor([[(7 * place * place + 2) % target.vocab_size for place in range(longest)]])
+    with running(target), implementation("eager", experts_in_loops=target.dtype is torch.float64):
+        whole, *parts = (
+            target.call(input_ids=tokens[:, :length].to(target.device), use_cache=False).logits[0].double()
+            for length in range(longest, max(longest - 24, 1), -1)
+        )
+    change = max((float((whole[: len(part)] - part).abs().max()) for part in parts), default=0.0) / whole.std()
+    if not change <= PROBE_TOLERANCE[target.dtype]:
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} gives a token other logits when further tokens follow it, as models do that "
+            f"select tokens with equal scores; no order of steps has the same text"
+        )
 
 
 def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
@@ -273,4 +299,5 @@ def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> 
             f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
             "deviations): it has a feature that does not go through its attention function"
         )
+        raise OtherLogitsError(f"{name} {reason}")
     raise UnsupportedModelError(f"{name} {reason}")

@@ -150,6 +150,11 @@ class StateCache:
         self._history = 0  # tokens that convolutions see before the newest
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it keeps whole texts."""
+        return self._whole > 0
+
+    @property
     def bytes_per_row(self) -> int:
         """Bytes of the states of one row; known after the first pass."""
         kept = sum(each[0].numel() * each.itemsize for each in self._inputs if len(each)) * self._whole

@@ -20,8 +20,8 @@ from emssd.model.guard import Guard
 from emssd.model.hooked import HookedModel
 from emssd.model.interface import ATTENTION_NAME
 from emssd.model.masks import learn_windows
-from emssd.model.per_row import PerRow
-from emssd.model.probe import layer_devices, probe_layers
+from emssd.model.per_row import PerRow, find_fault
+from emssd.model.probe import OtherLogitsError, layer_devices, probe_layers
 from emssd.model.spread import is_spread, output_device
 from emssd.model.streams import Hidden, Streams
 
@@ -140,9 +140,12 @@ class TargetModel(HookedModel):
         try:
             self._windows = learn_windows(self) if self.attention == ATTENTION_NAME else {}
             layers = probe_layers(self)
-        except UnsupportedModelError:
+        except UnsupportedModelError as error:
             if self.per_row is None or not self.per_row.mend():
-                raise
+                fault = find_fault(self) if isinstance(error, OtherLogitsError) else None
+                raise (
+                    error if not fault else OtherLogitsError(f"{error}: {fault} mixes tokens, or counts them")
+                ) from error
             self.keeps_states = self.counts_calls = True
             return self._learned()
         return layers if self.counts_calls == counted else self._learned()  # windows by other numbers
