@@ -18,7 +18,7 @@ __all__ = ["SharedDrafter"]
 
 
 class SharedDrafter(LevelDrafter):
-    """Drafts for rows whose prompt the target has computed. The KV of nodes is written where verification overwrites it.
+    """Drafts for rows whose prompt the target has computed. Verification overwrites the KV of its nodes.
 
     Args:
         runner: the rounded copy.

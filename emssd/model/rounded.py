@@ -15,7 +15,7 @@ from emssd.attention import PackedInputs, StepPlan
 from emssd.errors import ConfigError
 from emssd.model.int8 import Rounded, rounded
 from emssd.model.program import Chain
-from emssd.model.runner import CausalLMRunner
+from emssd.model.runner import CausalLMRunner, ModelOutput
 from emssd.model.target import Computed, TargetModel
 from emssd.native import free_module, load_kernels, why_unavailable
 
@@ -65,7 +65,7 @@ class RoundedRunner(CausalLMRunner):
         """Whether there is a KV cache to share."""
         return self._owner() is not None
 
-    def run(self, packed: PackedInputs) -> Any:
+    def run(self, packed: PackedInputs) -> ModelOutput:
         owner = self._follow()
         self.backend, self._states = owner.backend, owner._states
         try:

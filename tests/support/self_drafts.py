@@ -70,7 +70,8 @@ def make_engine(
         lambda own: make_backend(own, backend, Registry()),
     )
     engine = Engine.assemble(model, None, drafter=build(context), backend=backend, budget="fixed", options=chosen)
-    assert context.target is not None and isinstance(engine.runner, CausalLMRunner)
+    assert context.target is not None
+    assert isinstance(engine.runner, CausalLMRunner)
     context.target.attach(engine.runner)
     return engine
 
