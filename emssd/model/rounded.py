@@ -29,7 +29,7 @@ class RoundedRunner(CausalLMRunner):
     step writes before it reads them. So it has nothing to commit, to release or to catch up with. Whatever is no
     linear layer is the target's own, and so is the compiled program.
 
-    The weights are rounded in the first step, and again when the model was found changed.
+    The weights are rounded when it is attached, and again when the model was found changed.
 
     Args:
         model: whose weights they are.
@@ -57,8 +57,9 @@ class RoundedRunner(CausalLMRunner):
         self._program: Any = None
 
     def attach(self, runner: CausalLMRunner) -> None:
-        """Share the KV cache of `runner`, of the same model."""
+        """Share the KV cache of `runner`, of the same model, and round the weights."""
         self._owner = weakref.ref(runner)
+        self._follow()
 
     @property
     def is_attached(self) -> bool:

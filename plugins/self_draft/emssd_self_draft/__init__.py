@@ -26,8 +26,8 @@ class SelfConfig:
     """Options of `drafter=self`.
 
     A drafted token, or a level of a tree, costs one pass over the rounded weights: of 4 bits, a quarter of the bytes of
-    bfloat16. Almost every token is accepted. It pays where reading weights takes most of a step: a few rows of a model
-    that is much larger than the caches, on a CPU with `model.compile=true`.
+    bfloat16. It is meant for where reading weights takes most of a step: a few rows of a model that is much larger than
+    the caches, on a CPU with `model.compile=true`.
 
     Attributes:
         bits: of a rounded weight. 4 has a scale for each 32 inputs, and rounds activations to bytes. 8 has one for each

@@ -135,6 +135,27 @@ def test_kv_in_a_committed_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         decode(make_engine(drafter()))
 
 
+def test_a_draft_computes_no_token_that_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slot of the committed KV is written, in any pass of a draft."""
+    committed, starts = dict[str, int](), list[bool]()
+    run, begin = RoundedRunner.run, SharedDrafter._begin
+
+    def noted(self: Any, batch: Any, budget: Any) -> Any:
+        committed.update({row.request_id: row.num_cached for row in batch})
+        return begin(self, batch, budget)
+
+    def checked(self: Any, packed: Any) -> Any:
+        rows = zip(packed.request_ids, packed.kv_lens, packed.lengths, strict=True)
+        starts.extend(end - length >= committed[name] for name, end, length in rows)
+        return run(self, packed)
+
+    monkeypatch.setattr(SharedDrafter, "_begin", noted)
+    monkeypatch.setattr(RoundedRunner, "run", checked)
+    decode(make_engine(drafter(**SHAPES["dynamic"])))
+    assert starts
+    assert all(starts)
+
+
 def test_a_model_that_changes_is_rounded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two runs all weights become others; the drafts are right only if their copy does."""
     model = tiny_model("llama", vocab_size=13, dtype=torch.float32)
