@@ -160,7 +160,6 @@ def test_a_model_that_changes_is_rounded_again(monkeypatch: pytest.MonkeyPatch) 
     """Between two runs all weights become others; the drafts are right only if their copy does."""
     model = tiny_model("llama", vocab_size=13, dtype=torch.float32)
     options = {"budget": "fixed", "drafter": SelfConfig(bits=8), "batch_size": 2}
-    engine = Engine.from_model(model, **options)
     made = list[int]()
     original = emssd.model.rounded.RoundedWeights
 
@@ -169,6 +168,7 @@ def test_a_model_that_changes_is_rounded_again(monkeypatch: pytest.MonkeyPatch) 
         return original(module, bits)
 
     monkeypatch.setattr(emssd.model.rounded, "RoundedWeights", counted)
+    engine = Engine.from_model(model, **options)
     engine.generate([[1, 2, 3]], 6, ignore_eos=True)
     engine.generate([[1, 2, 3]], 6, ignore_eos=True)
     assert made == [8]
