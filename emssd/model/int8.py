@@ -15,7 +15,7 @@ __all__ = ["SCALE", "Rounded", "bytes_of", "is_rounded", "round_drafter", "round
 SCALE = "int8_scale"
 """The name of a buffer that each rounded layer has."""
 
-_MOST, _GROUP = 127, 32
+_MOST, _GROUP, _PIECE = 127, 32, 1 << 18
 
 
 class Rounded(NamedTuple):
@@ -43,6 +43,9 @@ def rounded(weight: torch.Tensor, bits: int) -> Rounded:
 
     Infinite weights, or no numbers, give scales that are none: a draft is a guess.
     """
+    pieces = weight.split(max(1, _PIECE // weight.shape[1]))  # which stay in a cache
+    if len(pieces) > 1:
+        return Rounded(*map(torch.cat, zip(*(rounded(piece, bits) for piece in pieces), strict=True)))
     wide = weight.to(torch.float32)
     if bits == 8:
         largest = wide.abs().amax(dim=1)
@@ -50,7 +53,7 @@ def rounded(weight: torch.Tensor, bits: int) -> Rounded:
         return Rounded((wide / scale.unsqueeze(1)).nan_to_num(0).round().to(torch.int8), scale)
     num_out, num_in = weight.shape
     groups = F.pad(wide, (0, -num_in % _GROUP)).view(num_out, -1, _GROUP)
-    lowest, highest = groups.aminmax(dim=-1)
+    lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
     # The number that is farthest from 0 becomes -8, so the scale has the other sign.
     scale = torch.where(highest.abs() > lowest.abs(), highest, lowest).div(-8).to(torch.bfloat16)
     by = torch.where(scale == 0, torch.ones_like(scale), scale).to(torch.float32).unsqueeze(-1)
