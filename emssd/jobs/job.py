@@ -274,11 +274,13 @@ class _Run:
         judge = make_runner(target, backend, spec, config.backend, self.registry)
         sampling = {request.prompt_id: request.sampling for request in requests}
         drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
+        begun = [(request.prompt_id, engine.row(request).grammar) for request in requests]
+        states = {name: state for name, state in begun if state is not None}
         places = [_place(request) for request in requests]
         same = [place for place in places if place[0] not in drawn]
-        report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling)
+        report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling, states)
         tested = [done[place] for place in places if place[0] in drawn]
-        law = check_distribution(tested, judge, drawn) if tested else None
+        law = check_distribution(tested, judge, drawn, states) if tested else None
         return dataclasses.replace(report, law=law), figures
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:
@@ -355,7 +357,7 @@ def make_engine(
             target.compile_if_it_pays(num_steps(target.max_model_len))
         if config.experiment is not None:
             machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
-    return Engine.assemble(
+    engine = Engine.assemble(
         target,
         tokenizer,
         drafter="none" if baseline is not None or not config.speculate else config.drafter,
@@ -365,6 +367,8 @@ def make_engine(
         registry=registry,
         load=partial(models.draft, trust_remote_code=config.model.trust_remote_code),
     )
+    engine.drafting.forces = baseline is None and config.speculate
+    return engine
 
 
 def _place(request: Request) -> tuple[str, int]:
