@@ -25,7 +25,16 @@ _LINE = ("custom_id", "method", "url", "body")
 # Fields that are options of `SamplingParams` by the same name.
 _SAMPLING = ("temperature", "top_p", "seed", "n", "presence_penalty", "frequency_penalty", "logit_bias")
 _HONOURED = {
-    _CHAT: {"messages", "max_tokens", "max_completion_tokens", "stop", "logprobs", "top_logprobs", "response_format", *_SAMPLING},
+    _CHAT: {
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        *_SAMPLING,
+    },
     _COMPLETIONS: {"prompt", "max_tokens", "stop", "logprobs", *_SAMPLING},
 }
 # Fields that have no part in the text of an answer.
@@ -157,7 +166,7 @@ def _grammar(place: str, form: Any) -> dict[str, Any]:
     if isinstance(about, dict) and isinstance(schema := about.get("schema"), dict):
         return {"grammar": schema}
     raise PromptError(
-        f"{place}: response_format is {str(form):.60}; its type is text, json_object, or json_schema with "
+        f"{place}: response_format is {form!s:.60}; its type is text, json_object, or json_schema with "
         f'{{"json_schema": {{"schema": …}}}}'
     )
 

@@ -84,9 +84,7 @@ def check_distribution(
         states: by request id, the state in front of the output, of those with a grammar.
     """
     known = states or {}
-    parts = [
-        _tokens_of(row, runner, sampling[row.request_id], known.get(row.request_id)) for row in generations
-    ]
+    parts = [_tokens_of(row, runner, sampling[row.request_id], known.get(row.request_id)) for row in generations]
     before, own, surprise, spread = torch.cat(parts).unbind(1)
     draw = uniforms(0, "check", 0)
     places = before + own * torch.tensor([draw() for _ in own], dtype=torch.float64)

@@ -25,7 +25,17 @@ from emssd.sampling.noise import gumbel, noise_state
 from emssd.sampling.params import SamplingParams
 from emssd.sampling.processing import processed
 
-__all__ = ["Node", "alike", "as_arrays", "choose", "greedy_tokens", "is_quick", "kernels_for", "scores_of", "within_grammars"]
+__all__ = [
+    "Node",
+    "alike",
+    "as_arrays",
+    "choose",
+    "greedy_tokens",
+    "is_quick",
+    "kernels_for",
+    "scores_of",
+    "within_grammars",
+]
 
 _BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
 _AS_IT_IS = SamplingParams()  # scores that are processed already

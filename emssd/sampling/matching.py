@@ -1,7 +1,7 @@
 """Outputs of a grammar: which tokens may follow a text, computed once for each text by the library llguidance.
 
-`MatcherState` is a function of the text alone. One matcher serves all states of a row. It goes from state to state: back
-to where their texts part, then forward. So a draft, be it a tree, leaves nothing behind.
+`MatcherState` is a function of the text alone. One matcher serves all states of a row. It goes from state to state:
+back to where their texts part, then forward. So a draft, be it a tree, leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -180,7 +180,9 @@ class Grammars:
         """
         known, ends = self._known, frozenset(token for token in ends if token < self._vocab_size)
         if not ends:
-            raise ConfigError("grammar: the model names no EOS token, so that no output could end behind the last token")
+            raise ConfigError(
+                "grammar: the model names no EOS token, so that no output could end behind the last token"
+            )
         text = self._written(grammar)
         if grammar not in self._valid:
             is_wrong, said = known.LLMatcher.validate_grammar_with_warnings(text, self._own_tokenizer)
