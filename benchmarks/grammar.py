@@ -47,7 +47,9 @@ def main() -> None:
     options = parser.parse_args()
     timed = MatcherState.mask = TimedMask()  # type: ignore[misc,assignment]  # for this process
     sampling = SamplingParams(temperature=1.0, grammar=SCHEMA)
-    print("| rows | drafts | tokens/s | × no drafts | τ | mask, % of steps | equal rows |\n| - | - | - | - | - | - | - |")
+    print(
+        "| rows | drafts | tokens/s | × no drafts | τ | mask, % of steps | equal rows |\n| - | - | - | - | - | - | - |"
+    )
     for rows in options.rows:
         texts, plain = {}, 0.0
         for label, drafter, forces in MODES:

@@ -168,17 +168,18 @@ class Grammars:
         self._workers: ThreadPoolExecutor | None = None
         self.waited = 0.0
 
-    def begin(self, grammar: Grammar, ends: Iterable[int]) -> MatcherState:
+    def begin(self, grammar: Any, ends: Iterable[int]) -> MatcherState:
         """The state in front of an output.
 
         Args:
-            grammar: of the output.
+            grammar: of the output, as `Grammar.of` takes it.
             ends: token ids that end a row.
 
         Raises:
             ConfigError: the grammar, the tokenizer, or the installation cannot serve; or no token ends a row.
         """
-        known, ends = self._known, frozenset(token for token in ends if token < self._vocab_size)
+        grammar, known = Grammar.of(grammar), self._known
+        ends = frozenset(token for token in ends if token < self._vocab_size)
         if not ends:
             raise ConfigError(
                 "grammar: the model names no EOS token, so that no output could end behind the last token"

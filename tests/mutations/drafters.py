@@ -155,8 +155,8 @@ FAULTS = (
         "the draft model guesses with the noise of the token before",
         "draft_model",
         "emssd/sampling/draws.py",
-        "Node(node.params, node.key, node.position + depth, prefix, node.num_prompt)",
-        "Node(node.params, node.key, node.position + depth - 1, prefix, node.num_prompt)",
+        "Node(node.params, node.key, node.position + depth, prefix, node.num_prompt, state)",
+        "Node(node.params, node.key, node.position + depth - 1, prefix, node.num_prompt, state)",
         (
             "tests/sampling/test_draws.py::test_a_node_behind_others_has_their_tokens_only_where_they_are_read",
             "plugins/draft_model/tests/test_sampled_drafts.py::test_all_of_its_chains_are_accepted",
