@@ -72,20 +72,19 @@ def installed(names: list[str], interpreters: dict[str, str], console: Console) 
 
 
 def kept_references(
-    file: Path | None, request: Request, setting: Setting, logs: Path, console: Console
+    file: Path | None, peer: str, request: Request, setting: Setting, logs: Path, console: Console
 ) -> dict[str, list[list[int]]]:
-    """The references in `file`, where they are of these models and prompts; otherwise new ones, which are kept there."""
-    asked = [Path(setting.model).name, setting.dtype, request.max_new_tokens, request.prompts]
+    """References from `file`, which may have more prompts; or new ones, which are kept there."""
+    asked = [peer, Path(setting.model).name, setting.dtype, request.max_new_tokens]
     if file and file.is_file():
-        kept = json.loads(file.read_text())
-        if kept["asked"] != asked:
+        kept, number = json.loads(file.read_text()), len(request.prompts)
+        if kept["asked"] != asked or kept["prompts"][:number] != request.prompts:
             raise SystemExit(f"cpu_peers.py: error: --references {file}: they are of other prompts; name another file")
-        found: dict[str, list[list[int]]] = kept["found"]
-        return found
-    found = references_of(request, setting, logs, console)
+        return {name: tokens[:number] for name, tokens in kept["found"].items()}
+    found = references_of(request, setting, logs, console, peer)
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"asked": asked, "found": found}) + "\n")
+        file.write_text(json.dumps({"asked": asked, "prompts": request.prompts, "found": found}) + "\n")
     return found
 
 
@@ -100,6 +99,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="JSONL file with a field 'question'")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=DEFAULT_PEERS)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--greedy-only", nargs="+", default=[], choices=list(PEERS), help="peers without other modes")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--prompts", choices=list(TEMPLATES), default="copy-heavy")
     parser.add_argument("--num-prompts", type=int, default=32)
@@ -113,6 +113,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--python", nargs="+", default=[], metavar="PEER=FILE", help="interpreters of peers")
     parser.add_argument("--openvino-export", type=Path, default=Path(".nox/openvino-export"), help="exported models")
     parser.add_argument("--gguf", type=Path, default=Path(".nox/gguf"), help="models in llama.cpp's format")
+    parser.add_argument("--reference-peer", default="hf", choices=["hf", "emssd"], help="whose float32 is right")
     parser.add_argument("--references", type=Path, help="JSON file: read if it is there, and written if not")
     parser.add_argument("--logs", type=Path, help="folder for the engines' own output; a temporary one by default")
     parser.add_argument("--out", type=Path, help="JSON file; written after every batch size")
@@ -153,7 +154,7 @@ def main() -> None:
     if not peers:
         raise SystemExit("cpu_peers.py: error: none of the peers is installed")
     try:
-        references = kept_references(arguments.references, request, setting, logs, console)
+        references = kept_references(arguments.references, arguments.reference_peer, request, setting, logs, console)
     except PeerError as error:
         raise SystemExit(f"cpu_peers.py: error: no reference outputs: {error}; logs are in {logs}") from None
     results: dict[str, Any] = {"run": provenance(arguments), "cells": []}
@@ -162,6 +163,7 @@ def main() -> None:
         for batch in arguments.batch_sizes:
             every = [(peer, mode, batch) for mode in arguments.modes for peer in peers]
             cells = [cell for cell in every if PEERS[cell[0]].has(cell[1], batch)]
+            cells = [cell for cell in cells if cell[0] not in arguments.greedy_only or cell[1] == "greedy"]
             if cells:
                 compared.run(cells, arguments.repeats)
             results["cells"] = figures(compared.answers, references, compared.failed)
