@@ -244,9 +244,7 @@ def changed_options(before: str, now: str) -> list[str]:
     Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor are
     ``data.limit`` and ``sampling.n``, as they only say how many rows there are, nor over how many processes a model is
     spread. An option of the model that the first does not have was not there yet, and counts as what it is by default.
-
-    Raises:
-        ConfigError: the first is no such text.
+    Raises ConfigError: the first is no such text.
     """
     first, second = _row_options(before), _row_options(now)
     default = {f"model.{option.name}": option.default for option in fields(ModelConfig)}
@@ -285,7 +283,6 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     """Put the options of the run and of every plugin into Hydra's ConfigStore.
 
     Args:
-        registry: the plugins.
         runnable: leave out those that cannot run on this machine, so that Hydra refuses them before anything runs.
     """
     store = ConfigStore.instance()
@@ -313,10 +310,8 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
 
 
 def structured(options: type) -> DictConfig:
-    """The dataclass `options` as OmegaConf's structured config; one of them that is a dictionary takes any key.
-
-    Raises:
-        OmegaConfBaseException: a field's type or default that cannot be.
+    """The dataclass `options` as OmegaConf's structured config; one of them that is a dictionary takes any key. Raises
+    OmegaConfBaseException: a field's type or default that cannot be.
     """
     node: DictConfig = OmegaConf.structured(options)
     for _, child in node.items_ex(resolve=False):

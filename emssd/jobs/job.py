@@ -69,10 +69,7 @@ def run_job(
     """Run `config`.
 
     Args:
-        config: the options.
-        output_dir: where its files go.
         config_text: the options as ``config.yaml`` will have them.
-        registry: the plugins.
         models: that are loaded already, for runs one after the other.
         brief: show progress only, and leave the tables to the caller.
         alone: no other runs are compared with it. Of those that are, none compiles where another would not.
@@ -219,11 +216,7 @@ class _Run:
         }
 
     def _end_without_rows(self) -> None:
-        """Write why no prompt of this run gave a row.
-
-        Raises:
-            PromptError: there are no rows of an earlier run either.
-        """
+        """Write why no prompt of this run gave a row. Raises PromptError: no earlier run left rows either."""
         failed = self.failures.prompts
         self.output.write_errors(failed)
         self._write_answers()

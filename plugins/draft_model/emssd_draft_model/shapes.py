@@ -39,11 +39,7 @@ class StaticShape(Shape):
 
 
 def shape_of(config: DraftModelConfig) -> Shape | None:
-    """The shape that `config` asks for; ``None`` for chains.
-
-    Raises:
-        ConfigError: an option cannot work.
-    """
+    """The shape that `config` asks for; ``None`` for chains. Raises ConfigError: an option cannot work."""
     from emssd_draft_model.sampled import BeamShape, ChildrenShape
     from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
 
