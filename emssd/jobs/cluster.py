@@ -134,7 +134,7 @@ class _Worker(EngineActor):
     def __init__(self, config: RunConfig) -> None:
         import torch
 
-        from emssd.jobs.job import make_engine
+        from emssd.jobs.engines import make_engine
         from emssd.model.cache import ModelCache
 
         self._config, self._fault = config, None
