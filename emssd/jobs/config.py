@@ -17,6 +17,7 @@ from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.faults import told
 from emssd.plugins.registry import KINDS, Registry
+from emssd.plugins.structured import structured
 from emssd.sampling import SamplingParams
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "conf_dir",
     "no_size",
     "register_configs",
-    "structured",
 ]
 
 STDOUT = "-"  # as output_dir
@@ -307,14 +307,3 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
         except BaseException as error:  # a default that is made may do anything
             reason = told(error)
         registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")
-
-
-def structured(options: type) -> DictConfig:
-    """The dataclass `options` as OmegaConf's structured config; one of them that is a dictionary takes any key. Raises
-    OmegaConfBaseException: a field's type or default that cannot be.
-    """
-    node: DictConfig = OmegaConf.structured(options)
-    for _, child in node.items_ex(resolve=False):
-        if isinstance(child, DictConfig) and OmegaConf.get_type(child) is dict:
-            OmegaConf.set_struct(child, False)
-    return node

@@ -10,7 +10,7 @@ from omegaconf import MISSING, MissingMandatoryValue, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]  # it ships no types
 
 from emssd.errors import ConfigError
-from emssd.jobs.config import structured
+from emssd.plugins.structured import structured
 
 __all__ = ["from_text", "made", "round_trip"]
 
