@@ -100,7 +100,9 @@ class DraftStages:
         for stage, drafter in enumerate(self.drafters):
             self._failed = None
             step = self._step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
+            is_forced = isinstance(drafter.drafter, ForcedTokens)  # each is accepted, so it saves a step
             budget = self._asked("allot", step.limits, step)
+            budget = list(step.limits) if is_forced else budget
             with guarded(self._policy_name, "max_depth", in_step=True):
                 depth = self._policy.max_depth
             start = time.perf_counter()
@@ -109,11 +111,13 @@ class DraftStages:
             if (failed := self._failed) is not None:
                 raise failed
             proposed = _allowed(proposed, batch, drafter)
-            if depth is not None:
+            if depth is not None and not is_forced:
                 proposed = proposed.shallow([depth] * len(batch))
             drafted = proposed.lengths
             lengths = self._asked("trim", drafted, step, proposed)
-            if lengths != drafted:
+            if is_forced:
+                lengths = drafted
+            elif lengths != drafted:
                 lengths = list(_untrimmed(proposed, lengths))
                 proposed = proposed.cut(lengths)
             parts.append(proposed)
