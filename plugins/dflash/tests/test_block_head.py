@@ -279,7 +279,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "a block without end": ({"block_size": 10**9}, "its block_size is 1000000000; a block drafts 1 to 4096 tokens"),
     "a block of one": ({"block_size": 1}, "its block_size is 1; a block drafts 1 to 4096 tokens"),
     "windows somewhere": ({"dflash_config": INNER | {"use_swa": True}}, "no layer_types say which"),
-    "a container": ({"speculators_model_type": "dflash"}, "in a container of speculators"),
+    "a container of other layers": (
+        {"speculators_model_type": "dflash", "transformer_layer_config": {"model_type": "mamba"}},
+        "its layers are those of mamba",
+    ),
     "another format": ({"speculators_model_type": "eagle3"}, "what it holds is an EAGLE-3 head"),
     "more layers": ({"num_hidden_layers": 3}, "are missing"),
 }
@@ -297,10 +300,20 @@ def test_wrong_files_are_refused_in_one_sentence(fault: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("shapes", "inner", "words"),
     [
-        ({"candidate_selector.hidden_projection.weight": (2, 2)}, {}, "it is a DFlash2 drafter"),
+        ({"candidate_selector.hidden_projection.weight": (2, 2)}, {}, "candidate_selector.predecessor_codebook"),
+        ({"layers.0.mlp_conv.base_kernel": (2, 2, SIZE)}, {}, "layers.0.mlp_conv.kernel_projection.weight is missing"),
+        ({"refiner_head.mix_l": (2, 5, 5)}, {}, "refiner_head.token_embed.weight"),
         ({"layers.0.extra.weight": (2, 2)}, {}, "layers.0.extra.weight is without a place"),
-        ({"confidence_head.proj.weight": (1, SIZE)}, {}, "a confidence head and no Markov head"),
-        ({"markov_head.markov_w1.weight": (VOCAB, 3)}, {"markov_head_type": "rnn"}, "its Markov head is of type rnn"),
+        (
+            {"confidence_head.proj.weight": (1, SIZE + 3)},
+            {},
+            "its confidence head reads a Markov head, and it has none",
+        ),
+        (
+            {"markov_head.markov_w1.weight": (VOCAB, 3)},
+            {"markov_head_type": "rnn"},
+            "markov_head.joint_proj.weight are missing",
+        ),
         ({"markov_head.markov_w1.weight": (VOCAB, 3)}, {}, "markov_head.markov_w2.weight is missing"),
     ],
 )
