@@ -87,4 +87,4 @@ def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("draft_model", DraftModelConfig, _build)]
+    return [DrafterSpec("draft_model", DraftModelConfig, _build, reads=("causal_lm",))]
