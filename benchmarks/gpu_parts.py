@@ -26,7 +26,9 @@ from kernels_ahead import VARIANTS
 __all__ = ["DEVICE_FAILED", "GRACE", "OPT_67B", "PART_SECONDS", "PREPARATION_SECONDS", "Step", "plan", "run_part"]
 
 DEVICE_FAILED = 75  # exit status of a program that must go on in a new process; Python and pytest have none such
-PART_SECONDS = int(os.environ.get("EMSSD_PART_SECONDS", 570))  # all of a part, from the first line of gpu_run.sh; a command may take 600
+PART_SECONDS = int(
+    os.environ.get("EMSSD_PART_SECONDS", 570)
+)  # all of a part, from the first line of gpu_run.sh; a command may take 600
 PREPARATION_SECONDS = 90  # usually, of these for installing and looking around
 GRACE = 10  # seconds from the interruption of a step to its death, within its limit
 _DRY = {"--device": "cpu", "--shape": "tiny", "--repeats": "2", "--new-tokens": "8"}

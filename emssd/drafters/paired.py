@@ -117,4 +117,6 @@ class PairedDrafter(StatesDrafter):
 
     def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What the head reads, ``[nnz, 2 * hidden]``, of tokens beside ``features [nnz, hidden]``."""
-        return torch.cat([self._head.embed(on_device(token_ids, features.device), self._target.embed), features], dim=-1)
+        return torch.cat(
+            [self._head.embed(on_device(token_ids, features.device), self._target.embed), features], dim=-1
+        )

@@ -32,7 +32,9 @@ def test_each_wait_is_noted_with_its_place(device: PretendedCuda) -> None:
     assert not device.waits, "through pinned memory the host does not wait"
 
 
-def recorded(device: PretendedCuda, source: torch.Tensor, factor: list[float]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def recorded(
+    device: PretendedCuda, source: torch.Tensor, factor: list[float]
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = (source * factor[0]).cumsum(0)

@@ -1,11 +1,11 @@
 """A pretended CUDA device: GPU code is tested on a CPU. Its tensors say ``cuda:0`` and lie on the CPU.
 
-    from emssd.testing import PretendedCuda
+from emssd.testing import PretendedCuda
 
-    with PretendedCuda() as device:
-        model.to("cuda")
-        ...
-        assert not device.illegal, device.illegal
+with PretendedCuda() as device:
+    model.to("cuda")
+    ...
+    assert not device.illegal, device.illegal
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class PretendedCuda:
 
     def inner(self, value: Any) -> Any:
         """What a tensor of the device holds, without a note."""
-        return value.inner if isinstance(value, OnDevice) else value
+        return value.on_host if isinstance(value, OnDevice) else value
 
     def __enter__(self) -> Self:
         journal = self._journal

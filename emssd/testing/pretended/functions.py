@@ -68,12 +68,12 @@ class Functions(TorchFunctionMode):
         if not isinstance(tensor, OnDevice):
             return tensor.new_tensor(*args, **options)
         self._journal.waited("new_tensor")
-        return OnDevice(tensor.inner.new_tensor(*args, **options), self._journal)
+        return OnDevice(tensor.on_host.new_tensor(*args, **options), self._journal)
 
     def _deepcopy(self, tensor: torch.Tensor, memo: Any) -> torch.Tensor:
         if not isinstance(tensor, OnDevice):
             return tensor.__deepcopy__(memo)  # type: ignore[no-untyped-call, no-any-return]  # torch's
-        copied = OnDevice(tensor.inner.clone(), self._journal)
+        copied = OnDevice(tensor.on_host.clone(), self._journal)
         if isinstance(tensor, torch.nn.Parameter):
             copied._is_param = True
         return copied

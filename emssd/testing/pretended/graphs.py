@@ -81,5 +81,5 @@ class Graph:
         """Fill what is left of its results with NaN."""
         for made in self._made:
             tensor = made()
-            if tensor is not None and tensor.inner.is_floating_point():
-                tensor.inner.fill_(float("nan"))
+            if tensor is not None and tensor.on_host.is_floating_point():
+                tensor.on_host.fill_(float("nan"))

@@ -13,8 +13,9 @@ import torch
 
 __all__ = ["DeviceMixError", "Journal", "Note"]
 
-_PASSED_OVER = tuple(str(Path(str(each.__file__)).parent) for each in (torch, sys.modules[__package__])) + (
-    str(contextlib.__file__),
+_PASSED_OVER = (
+    *(str(Path(str(each.__file__)).parent) for each in (torch, sys.modules[__package__])),
+    contextlib.__file__,
 )
 
 
@@ -27,7 +28,7 @@ class Note(NamedTuple):
 
     Attributes:
         what: in a few words.
-        where: file and line of the code that did it, as ``emssd/decoding/verify.py:101``. PyTorch's own are passed over.
+        where: file and line of the code that did it, as ``emssd/decoding/verify.py:101``, PyTorch's own passed over.
     """
 
     what: str

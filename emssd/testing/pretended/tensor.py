@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from emssd.testing.pretended.journal import DeviceMixError, Journal
 
-__all__ = ["CUDA", "CPU", "Dispatch", "OnDevice", "is_cuda", "unwrapped"]
+__all__ = ["CPU", "CUDA", "Dispatch", "OnDevice", "is_cuda", "unwrapped"]
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _A: Any = torch.ops.aten
@@ -29,49 +29,51 @@ class OnDevice(torch.Tensor):
     """A tensor of a pretended device.
 
     Attributes:
-        inner: its values, on the CPU.
+        on_host: its values, on the CPU.
         journal: of its device.
     """
 
-    inner: torch.Tensor
+    on_host: torch.Tensor
     journal: Journal
     _is_param: bool  # by which PyTorch knows parameters of such a type
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, journal: Journal) -> OnDevice:
-        made: OnDevice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch hides it
+        made: OnDevice = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
             device=CPU, requires_grad=False,
         )  # fmt: skip
-        made.inner, made.journal = inner, journal
+        made.on_host, made.journal = inner, journal
         if journal.recording is not None:
             journal.made.append(weakref.ref(made))
         return made
 
-    device = property(lambda self: CUDA)  # type: ignore[assignment]  # of a wrapper it is what it was made with
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]  # as above
-    is_cpu = property(lambda self: False)  # type: ignore[assignment]  # as above
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
 
     def get_device(self) -> int:
         return 0
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"OnDevice({self.inner!r})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"OnDevice({self.on_host!r})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents it
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # as above
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         journal = next(each.journal for each in tree_leaves((args, kwargs)) if isinstance(each, OnDevice))
         return _run(journal, func, args, kwargs)
 
 
-class Dispatch(TorchDispatchMode):
+class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Sees to it that tensors which are made on the device, or in pinned memory, are."""
 
     def __init__(self, journal: Journal) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._journal = journal
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +91,7 @@ def is_cuda(device: Any) -> bool:
 
 def unwrapped(value: Any) -> Any:
     """The values of a tensor of the device; anything else as it is."""
-    return value.inner if isinstance(value, OnDevice) else value
+    return value.on_host if isinstance(value, OnDevice) else value
 
 
 def _run(journal: Journal, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -138,8 +140,9 @@ def _note_waits(journal: Journal, func: Any, args: Any) -> None:
         journal.waited("item()")
     elif func in _SIZES_FROM_VALUES:
         journal.waited(func._schema.name)
-    elif func in _INDEXED and any(index is not None and index.dtype in _MASKS for index in args[1]):
-        if func is _A.index.Tensor or args[2].numel() != 1:
+    elif func in _INDEXED and (func is _A.index.Tensor or args[2].numel() != 1):
+        by_mask = any(index is not None and index.dtype in _MASKS for index in args[1])
+        if by_mask:
             journal.waited("index by a mask")
 
 
@@ -152,9 +155,7 @@ def _check_devices(journal: Journal, func: Any, args: Any, on_host: list[torch.T
         raise DeviceMixError(f"{func._schema.name}: tensors on cuda:0, and on cpu those of shapes {shapes}")
 
 
-def _wrapped(
-    journal: Journal, func: Any, args: Any, kwargs: dict[str, Any], out: Any, again: Callable[[], Any]
-) -> Any:
+def _wrapped(journal: Journal, func: Any, args: Any, kwargs: dict[str, Any], out: Any, again: Callable[[], Any]) -> Any:
     """The result of an operation: what was written to as it was given, views, or new tensors."""
     schema = func._schema
     aliases = [each.alias_info for each in schema.returns]
