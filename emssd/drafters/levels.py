@@ -187,7 +187,7 @@ class LevelDrafter(Drafter):
         nodes = list[Node]()
         for row, expansions in level:
             first, depth, tree = row.node, row.tree.num_levels, row.tree
-            if first.params.reads_prefix:
+            if first.params.reads_path:
                 nodes += [behind(first, depth, tree.path(node)) for node, _ in expansions]
             else:
                 nodes += [behind(first, depth)] * len(expansions)
@@ -292,7 +292,7 @@ class SlotDrafter(LevelDrafter):
             self._starts[row.request_id] = start
             start += row.tree.depth
         self._known: Choices | None = None
-        if not any(row.node.params.reads_prefix for row in rows):
+        if not any(row.node.params.reads_path for row in rows):
             nodes = [behind(row.node, depth) for row in rows for depth in range(row.tree.depth)]
             greedy = all(row.node.params.is_greedy for row in rows)
             self._known = self._likeliest(self._logits, None if greedy else nodes)

@@ -42,6 +42,8 @@ class PairedDrafter(StatesDrafter):
         self._head, self._runner = head, HeadLane(head, lent.make_cache(spec), compile=lent.compile)
         super().__init__(shape, layers, lent.target, self._runner, spec.max_model_len)
         self.target_ids = head.target_ids
+        if self.target_ids is not None:
+            _ = self._ids  # here the host may wait for them
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)
@@ -101,4 +103,6 @@ class PairedDrafter(StatesDrafter):
 
     def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What the head reads, ``[nnz, 2 * hidden]``, of tokens beside ``features [nnz, hidden]``."""
-        return torch.cat([self._head.embed(token_ids.to(features.device), self._target.embed), features], dim=-1)
+        return torch.cat(
+            [self._head.embed(on_device(token_ids, features.device), self._target.embed), features], dim=-1
+        )
