@@ -43,7 +43,7 @@ def rounded(weight: torch.Tensor, bits: int) -> Rounded:
 
     Infinite weights, or no numbers, give scales that are none: a draft is a guess.
     """
-    pieces = weight.split(max(1, _PIECE // weight.shape[1]))  # which stay in a cache
+    pieces = torch.split(weight, max(1, _PIECE // weight.shape[1]))  # which stay in a cache
     if len(pieces) > 1:
         return Rounded(*map(torch.cat, zip(*(rounded(piece, bits) for piece in pieces), strict=True)))
     wide = weight.to(torch.float32)
