@@ -20,6 +20,7 @@ from emssd.model.interface import (
     register,
     with_windows,
 )
+from emssd.model.invariant import BatchInvariant, why_not_invariant
 from emssd.model.mixing import install
 from emssd.model.replaced import lock_of
 from emssd.model.spread import is_spread, output_device
@@ -46,6 +47,7 @@ class HookedModel:
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
+        arithmetic: of every pass that no program runs; ``None`` for PyTorch's own.
         keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`.
         counts_calls: whether `layers` are the calls of attention in a pass, in their order: where not every layer
             attends once.
@@ -71,6 +73,10 @@ class HookedModel:
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
         self.device: torch.device = output_device(model)
         self.dtype: torch.dtype = model.dtype
+        self._why_plain = why_not_invariant(self.device, self.dtype)
+        if self.is_spread:
+            self._why_plain = "Accelerate moves it from device to device"
+        self.arithmetic = BatchInvariant() if self._why_plain is None else None
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
         self.layers: tuple[LayerSpec, ...] = ()
@@ -115,19 +121,22 @@ class HookedModel:
         """
         if self.is_spread and isinstance(logits_to_keep, torch.Tensor):
             logits_to_keep = logits_to_keep.tolist()  # type: ignore[assignment]  # which indexes on any device
-        keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
+        keywords: dict[str, Any] = {"emssd_attend": with_windows(self._apart(attend), self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
         calls = count() if self.counts_calls else None
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
-        in_loops = self.dtype is torch.float64  # for which PyTorch has no grouped matrix product
+        # PyTorch has no grouped matrix product of float64, nor one that is the same in any batch.
+        in_loops = self.dtype is torch.float64 or self.arithmetic is not None
+        traced = self.arithmetic is None or torch.compiler.is_compiling()
         with (
             self.lock,
             implementation(ATTENTION_NAME if masks is None else MASKED_NAME, experts_in_loops=in_loops),
             keywords_known(keywords | {"emssd_numbers": self._numbers, "emssd_calls": calls}),
             taking,
             cut,
+            nullcontext() if traced else self.arithmetic,  # type: ignore[attr-defined]  # not ``None`` then
         ):
             output = self.model(
                 input_ids=input_ids,
@@ -138,6 +147,26 @@ class HookedModel:
             )
         logits: torch.Tensor = output.logits
         return logits
+
+    def _apart(self, attend: Attend) -> Attend:
+        """`attend`, which has its own arithmetic."""
+        if self.arithmetic is None or torch.compiler.is_compiling():
+            return attend
+
+        def attend_apart(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                return attend(layer, seen, *qkv)
+
+        return attend_apart
+
+    @property
+    def why_not_invariant(self) -> str | None:
+        """In words, why the bits of a row may depend on its batch, attention apart; ``None`` if they do not."""
+        if self.compiled is not None:
+            why: str | None = self.compiled.why_not_invariant
+            return why
+        missed = sorted(self.arithmetic.missed) if self.arithmetic is not None else []
+        return self._why_plain or (f"it calls {', '.join(missed)}" if missed else None)
 
     def _numbers(self, sinks: torch.Tensor) -> tuple[float, ...]:
         """The numbers of ``sinks [heads]``, read once: on a GPU, the host waits for it."""
