@@ -114,7 +114,7 @@ class _Rows:
         flat = self.positions.flatten()[self._index]
         starts = (flat == 0).nonzero().squeeze(1).tolist()
         ends = [*starts[1:], len(flat)]
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        lengths = [end - start for start, end in zip(starts, ends, strict=False)]
         if not starts or flat.tolist() != [place for length in lengths for place in range(length)]:
             raise ConfigError("within batch_invariant, positions count from 0 in every row")
         tokens = input_ids.flatten()[self._index]
