@@ -13,7 +13,7 @@ from emssd.attention import AttentionBackend, LayerSpec, PackedInputs, StepPlan
 from emssd.attention.masked import additive_mask, masked_attention
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.integrations.hf import training_flags_kept
-from emssd.model.interface import ATTENTION_NAME, in_a_pass, implementation, keywords_known, with_windows
+from emssd.model.interface import ATTENTION_NAME, implementation, in_a_pass, keywords_known, with_windows
 from emssd.model.replaced import replaced_forward
 from emssd.model.target import TargetModel
 from emssd.plugins.registry import Registry
@@ -129,7 +129,9 @@ class _Rows:
             raise UnsupportedModelError(f"the attention of {type(self._backend).__name__} promises no bits")
         self._plan: StepPlan = self._backend.plan(packed)
         self._places = torch.nn.utils.rnn.pad_sequence(
-            [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)], batch_first=True, padding_value=-1
+            [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)],
+            batch_first=True,
+            padding_value=-1,
         )
 
     def attend(self, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:

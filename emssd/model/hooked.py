@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,15 @@ class HookedModel:
             )
         logits: torch.Tensor = output.logits
         return logits
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Within, passes call PyTorch's own functions; the caller holds the lock."""
+        before, self.arithmetic = self.arithmetic, None
+        try:
+            yield
+        finally:
+            self.arithmetic = before
 
     def _apart(self, attend: Attend) -> Attend:
         """`attend`, which has its own arithmetic."""

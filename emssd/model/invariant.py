@@ -100,9 +100,7 @@ def _matmul(func: Any, input: torch.Tensor, other: torch.Tensor, **more: Any) ->
     return _linear(func, input, other.t())
 
 
-def _addmm(
-    func: Any, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **more: Any
-) -> torch.Tensor | None:
+def _addmm(func: Any, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **more: Any) -> torch.Tensor | None:
     return None if more or input.ndim != 1 else _linear(func, mat1, mat2.t(), input)
 
 

@@ -99,8 +99,9 @@ def test_gradients_are_those_of_the_model(architecture: str, checkpointing: bool
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(UnsupportedModelError, match="not batch-invariant: no kernel computes float16"), batch_invariant(
-        make_model("llama", torch.float16)
+    with (
+        pytest.raises(UnsupportedModelError, match="not batch-invariant: no kernel computes float16"),
+        batch_invariant(make_model("llama", torch.float16)),
     ):
         pass
     model = make_model("llama", torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from functools import cache
 from typing import Any
 
@@ -41,9 +42,7 @@ def requests() -> list[Request]:
         SamplingParams(temperature=0.8, top_k=5, seed=4, repetition_penalty=1.3, logprobs=1, processed_logprobs=True),
     ]
     prompts: list[tuple[int, ...]] = [(1, 2, 3), (4,) * 19, tuple(range(1, 22)), (5, 6), (1, 2, 3, 9)]
-    return [
-        Request(f"r{number}", ids, 12, sampling=kinds[number % len(kinds)]) for number, ids in enumerate(prompts)
-    ]
+    return [Request(f"r{number}", ids, 12, sampling=kinds[number % len(kinds)]) for number, ids in enumerate(prompts)]
 
 
 def decoded(
@@ -73,7 +72,7 @@ def drafted(kind: str, texts: dict[str, tuple[int, ...]]) -> Drafter:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=int(os.environ.get("EMSSD_BITS_EXAMPLES", "2")), deadline=None)
 @given(
     kind=st.sampled_from(["none", "perfect", "random", "trees"]),
     batch_size=st.integers(1, 5),
