@@ -1,4 +1,4 @@
-"""A short GRPO training with TRL: how far log-probabilities of rollouts are from those of the trainer, and what that costs.
+"""A short GRPO training with TRL: how far log-probabilities of rollouts are from the trainer's, and what that costs.
 
 With and without `emssd.integrations.batch_invariant`, after each rollout the trainer's model computes the completions
 again in one padded batch. Its log-softmax in float64 is compared with what the rollout gave. Then one forward and

@@ -128,11 +128,8 @@ class _Rows:
         if not self._backend.batch_invariant:
             raise UnsupportedModelError(f"the attention of {type(self._backend).__name__} promises no bits")
         self._plan: StepPlan = self._backend.plan(packed)
-        self._places = torch.nn.utils.rnn.pad_sequence(
-            [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)],
-            batch_first=True,
-            padding_value=-1,
-        )
+        own = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        self._places = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1)
 
     def attend(self, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         """What `emssd.model.interface.Attend` asks."""
