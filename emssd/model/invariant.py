@@ -81,7 +81,10 @@ def _product(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _linear(
-    func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    func: Any,
+    input: torch.Tensor,  # noqa: A002 - PyTorch's name, here and below
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if input.dtype not in _DTYPES or any(each.device.type != "cpu" or each.dtype != input.dtype for each in tensors):
@@ -94,7 +97,7 @@ def _linear(
         return _product(input, weight, bias)
 
 
-def _matmul(func: Any, input: torch.Tensor, other: torch.Tensor, **more: Any) -> torch.Tensor | None:
+def _matmul(func: Any, input: torch.Tensor, other: torch.Tensor, **more: Any) -> torch.Tensor | None:  # noqa: A002
     if more or not isinstance(other, torch.Tensor) or other.ndim != 2:
         return None
     return _linear(func, input, other.t())
@@ -104,7 +107,7 @@ def _addmm(func: Any, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tenso
     return None if more or input.ndim != 1 else _linear(func, mat1, mat2.t(), input)
 
 
-def _by_element(func: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any, **more: Any) -> Any:
+def _by_element(func: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any, **more: Any) -> Any:  # noqa: A002
     """A function of each number, of as many numbers as all threads fill their vectors with."""
     if input.device.type != "cpu" or not input.is_floating_point():
         return None
@@ -129,5 +132,5 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
 }
-_VARYING = _RULES.keys() - {*_ELEMENTS} | {torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.einsum, F.conv1d,
-                                          torch.conv1d, F.scaled_dot_product_attention, getattr(F, "grouped_mm", None)}  # fmt: skip
+_VARYING = _RULES.keys() - {*_ELEMENTS} | {torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.einsum, F.conv1d}
+_VARYING |= {torch.conv1d, F.scaled_dot_product_attention, getattr(F, "grouped_mm", None)}

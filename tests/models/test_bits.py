@@ -1,4 +1,4 @@
-"""*Batch-invariant*: logits and log-probabilities are the same bits for any batch, drafts, pieces, preemptions; nox -s bits."""
+"""*Batch-invariant*: log-probabilities are the same bits for any batch, drafts, pieces, preemptions; nox -s bits."""
 
 from __future__ import annotations
 
