@@ -38,7 +38,8 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         UnsupportedModelError: its bits depend on the batch, with the reason.
     """
-    own: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    known: Any = model
+    own = known.get_base_model() if hasattr(known, "peft_config") else known
     with training_flags_kept(own):
         target = TargetModel(own, frozen=True)
     why = target.why_not_invariant
@@ -149,7 +150,8 @@ class _Rows:
         if seen.sliding_window is not None:
             sees = sees & (count[None, :] > count[:, None] - seen.sliding_window)
         mask = additive_mask(sees.expand(len(places), *sees.shape), qkv[0].dtype)
-        out = masked_attention(*(each[places] for each in qkv), mask, seen, checked=False)
+        query, key, value = (each[places] for each in qkv)
+        out = masked_attention(query, key, value, mask, seen, checked=False)
         return out[self._places >= 0]
 
 

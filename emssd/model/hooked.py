@@ -130,14 +130,14 @@ class HookedModel:
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
         # PyTorch has no grouped matrix product of float64, nor one that is the same in any batch.
         in_loops = self.dtype is torch.float64 or self.arithmetic is not None
-        traced = self.arithmetic is None or torch.compiler.is_compiling()
+        own = None if torch.compiler.is_compiling() else self.arithmetic
         with (
             self.lock,
             implementation(ATTENTION_NAME if masks is None else MASKED_NAME, experts_in_loops=in_loops),
             keywords_known(keywords | {"emssd_numbers": self._numbers, "emssd_calls": calls}),
             taking,
             cut,
-            nullcontext() if traced else self.arithmetic,  # type: ignore[attr-defined]  # not ``None`` then
+            nullcontext() if own is None else own,
         ):
             output = self.model(
                 input_ids=input_ids,

@@ -103,8 +103,8 @@ def _matmul(func: Any, input: torch.Tensor, other: torch.Tensor, **more: Any) ->
     return _linear(func, input, other.t())
 
 
-def _addmm(func: Any, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **more: Any) -> torch.Tensor | None:
-    return None if more or input.ndim != 1 else _linear(func, mat1, mat2.t(), input)
+def _addmm(func: Any, *given: torch.Tensor, **more: Any) -> torch.Tensor | None:
+    return None if more or len(given) != 3 or given[0].ndim != 1 else _linear(func, given[1], given[2].t(), given[0])
 
 
 def _by_element(func: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any, **more: Any) -> Any:  # noqa: A002
