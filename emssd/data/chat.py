@@ -74,9 +74,8 @@ def _in_time() -> Iterator[None]:
     try:
         yield
     finally:
-        with lock:
+        with lock:  # an exception that waits is raised by here, as every call lets it in
             is_over = True
-            raise_in(thread, None)  # what it has not raised yet
         timer.cancel()
 
 
