@@ -39,7 +39,7 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
         UnsupportedModelError: its bits depend on the batch, with the reason.
     """
     known: Any = model
-    own = known.get_base_model() if hasattr(known, "peft_config") else known
+    own = known.get_base_model() if hasattr(known, "get_base_model") else known
     with training_flags_kept(own):
         target = TargetModel(own, frozen=True)
     why = target.why_not_invariant
