@@ -94,7 +94,7 @@ def train(arguments: argparse.Namespace, invariant: bool) -> dict[str, Any]:
             args=config,
             train_dataset=Dataset.from_list(data),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
-            rollout_func=Compared(),
+            rollout_func=Compared(batch_invariant=invariant),
         )
         trainer.train()
         seconds, batch = list[float](), padded(rows)

@@ -28,8 +28,8 @@ __all__ = ["batch_invariant"]
 def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
     """Within, `model` computes in this thread what a rollout by emssd computes, bit for bit, with gradients.
 
-    Its logits are those of an uncompiled engine with ``backend=ragged`` on the same weights, in their precision and in
-    any batch. Rows are padded on any side, with an attention mask, or packed one behind another in a line, each with
+    Its logits are those of an uncompiled engine with ``batch_invariant=True`` and ``backend=ragged`` on the same weights,
+    in their precision and in any batch. Rows are padded on any side, with an attention mask, or packed one behind another in a line, each with
     positions from 0. Gradients are PyTorch's, of the same formulas.
 
     Args:
@@ -41,7 +41,7 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
     known: Any = model
     own = known.get_base_model() if hasattr(known, "get_base_model") else known
     with training_flags_kept(own):
-        target = TargetModel(own, frozen=True)
+        target = TargetModel(own, frozen=True, batch_invariant=True)
     why = target.why_not_invariant
     if target.keeps_states or any(layer.sinks is not None for layer in target.layers):
         why = "some of its layers keep a state, or have attention sinks, which get no gradient"

@@ -219,7 +219,7 @@ class CausalLMRunner(ModelRunner):
         why = self.model.why_not_invariant
         if why is None and self.model.layers and not self.backend.batch_invariant:
             why = f"the attention of {type(self.backend).__name__} promises no bits"
-        return "batch-invariant" if why is None else f"not batch-invariant: {why}"
+        return "yes" if why is None else f"no: {why}"
 
     @property
     def usage(self) -> KVUsage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
+from tests.support.tiers import only
 
 VOCAB = 23
 PROMPTS = [(1, 2, 3), (4,) * 19, (5, 6)]
+ARCHITECTURES = ("llama", "gpt2", "gemma2")
+CHOSEN = [("llama", torch.float32), ("gpt2", torch.bfloat16), ("gemma2", torch.float64)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -27,7 +31,7 @@ def make_model(architecture: str, dtype: torch.dtype) -> Any:
 
 
 def rollouts(model: Any) -> list[Generation]:
-    runner = CausalLMRunner(target := TargetModel(model), backend := ragged_backend())
+    runner = CausalLMRunner(target := TargetModel(model, batch_invariant=True), backend := ragged_backend())
     backend.allocate(target.kv_cache_spec(3))
     params = SamplingParams(temperature=1.0, seed=3, logprobs=0)
     requests = [Request(str(row), ids, 9, sampling=params) for row, ids in enumerate(PROMPTS)]
@@ -52,8 +56,7 @@ def shares(logits: torch.Tensor, each: Generation) -> list[float]:
     return [float(found[place, token]) for place, token in enumerate(each.token_ids)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(("architecture", "dtype"), only([*product(ARCHITECTURES, DTYPES)], ci=CHOSEN))
 def test_log_probabilities_of_a_trainer_are_those_of_the_rollout(architecture: str, dtype: torch.dtype) -> None:
     model = make_model(architecture, dtype)
     done = rollouts(model)
@@ -72,8 +75,10 @@ def test_log_probabilities_of_a_trainer_are_those_of_the_rollout(architecture: s
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("architecture", "checkpointing"),
+    only([*product(ARCHITECTURES, (False, True))], ci=[("llama", True), ("gemma2", False)]),
+)
 def test_gradients_are_those_of_the_model(architecture: str, checkpointing: bool) -> None:
     model = make_model(architecture, torch.float64).train()
     for module in model.modules():

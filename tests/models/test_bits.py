@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from emssd_none import NoneDrafter
 from emssd_ragged.backend import ragged_backend
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from torch.overrides import _get_current_function_mode_stack
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
@@ -23,16 +25,19 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
+from tests.support.tiers import only
 
 VOCAB = 23
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+CHOSEN = [("llama", torch.float32), ("gpt2", torch.bfloat16), ("gemma2", torch.float64), ("qwen2_moe", torch.float32)]
+EXAMPLES = int(os.environ.get("EMSSD_BITS_EXAMPLES", "0"))
 ARCHITECTURES = ("llama", "gpt2", "opt", "gemma2", "qwen3", "gpt_neox", "phi", "qwen2_moe")
 
 
 @cache
 def target(architecture: str, dtype: torch.dtype) -> TargetModel:
     model = tiny_model(architecture, dtype=dtype, vocab_size=VOCAB, max_model_len=96, std=0.12)
-    return TargetModel(model)
+    return TargetModel(model, batch_invariant=True)
 
 
 def requests() -> list[Request]:
@@ -53,7 +58,7 @@ def decoded(
     spec = dataclasses.replace(served.kv_cache_spec(batch_size), continuous=True, trees=True, max_tokens=max_tokens)
     backend.allocate(dataclasses.replace(spec, prefix_caching=True))
     runner = CausalLMRunner(served, backend)
-    assert runner.batch_invariance == "batch-invariant"
+    assert runner.batch_invariance == "yes"
     scheduler = ContinuousScheduler(batch_size, tokens_a_step, headroom=0)
     engine = Engine(runner, drafter, scheduler=scheduler, on_drafter_error="fail")
     return {each.request_id: (each.token_ids, each.logprobs) for each in engine.run(requests())}
@@ -70,9 +75,9 @@ def drafted(kind: str, texts: dict[str, tuple[int, ...]]) -> Drafter:
     return {"perfect": PerfectDrafter, "random": RandomDrafter, "trees": TreeDrafter}[kind](VOCAB, 5, texts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@settings(max_examples=int(os.environ.get("EMSSD_BITS_EXAMPLES", "2")), deadline=None)
+@pytest.mark.parametrize(("architecture", "dtype"), only([*product(ARCHITECTURES, DTYPES)], ci=CHOSEN))
+@settings(max_examples=EXAMPLES or 1, phases=[Phase.explicit, Phase.generate][: 2 if EXAMPLES else 1], deadline=None)
+@example(kind="trees", batch_size=4, tokens_a_step=13, max_tokens=112)
 @given(
     kind=st.sampled_from(["none", "perfect", "random", "trees"]),
     batch_size=st.integers(1, 5),
@@ -86,6 +91,23 @@ def test_tokens_and_log_probabilities_are_those_of_a_row_alone(
     texts = {name: tokens for name, (tokens, _) in expected.items()}
     found = decoded(target(architecture, dtype), drafted(kind, texts), batch_size, tokens_a_step, max_tokens)
     assert found == expected
+
+
+def test_without_the_option_passes_are_pytorchs_own() -> None:
+    plain = TargetModel(tiny_model("llama", vocab_size=VOCAB))
+    assert plain.arithmetic is None
+    runner = CausalLMRunner(plain, backend := ragged_backend())
+    backend.allocate(plain.kv_cache_spec(1))
+    assert runner.batch_invariance == "no: model.batch_invariant=false"
+    modes: list[object] = []
+    ids = torch.ones(1, 3, dtype=torch.long)
+
+    def attend(layer: int, seen: object, *qkv: torch.Tensor) -> torch.Tensor:
+        modes.extend(_get_current_function_mode_stack())
+        return torch.zeros_like(qkv[0])
+
+    plain.run(ids, torch.arange(3)[None], attend)
+    assert not modes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
