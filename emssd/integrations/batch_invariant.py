@@ -28,9 +28,9 @@ __all__ = ["batch_invariant"]
 def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
     """Within, `model` computes in this thread what a rollout by emssd computes, bit for bit, with gradients.
 
-    Its logits are those of an uncompiled engine with ``batch_invariant=True`` and ``backend=ragged`` on the same weights,
-    in their precision and in any batch. Rows are padded on any side, with an attention mask, or packed one behind another in a line, each with
-    positions from 0. Gradients are PyTorch's, of the same formulas.
+    Its logits are those of an uncompiled engine with ``batch_invariant=True`` and ``backend=ragged`` on the same
+    weights, in their precision and in any batch. Rows are padded on any side, with an attention mask, or packed one
+    behind another in a line, each with positions from 0. Gradients are PyTorch's, of the same formulas.
 
     Args:
         model: on a CPU, in float32, bfloat16 or float64; one with adapters of PEFT, too.

@@ -132,7 +132,6 @@ class Call:
         input_ids: ``[B, n]``.
         prompts: ``[B]`` its rows without their padding.
         padding: ``[B]`` what stands to the left of each.
-        max_new_tokens, eos_token_ids, sampling: of each row.
         num_samples: rows of each prompt, one after another.
         criteria: of Transformers; what else ends a row.
         pad: fills rows that are shorter than others.
@@ -158,11 +157,7 @@ class Call:
         model_kwargs: dict[str, Any],
         seed: int | None = None,
     ) -> Call:
-        """What `generate` hands on.
-
-        Raises:
-            ConfigError: something of it that cannot be honoured.
-        """
+        """What `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
         assert config is not None
         check_config(config)
         check_inputs(model_kwargs)
@@ -214,11 +209,7 @@ def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tu
 
 
 def check_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Refuse what `generate` hands to a model and an engine would not.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Refuse what `generate` hands to a model and an engine would not. Raises ConfigError, which names it."""
     given = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
@@ -233,10 +224,8 @@ def check_inputs(model_kwargs: dict[str, Any]) -> None:
 def prompts_of(
     input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> list[tuple[int, ...]]:
-    """The rows without their padding.
-
-    Raises:
-        ConfigError: padding elsewhere than on the left, an empty row, or positions of the caller's own.
+    """The rows without their padding. Raises ConfigError: padding elsewhere than on the left, an empty row, or
+    positions of the caller's own.
     """
     mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
     if not (mask[:, -1] == 1).all() or (mask.diff(dim=1) < 0).any():

@@ -17,6 +17,7 @@ from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.faults import told
 from emssd.plugins.registry import KINDS, Registry
+from emssd.plugins.structured import structured
 from emssd.sampling import SamplingParams
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "conf_dir",
     "no_size",
     "register_configs",
-    "structured",
 ]
 
 STDOUT = "-"  # as output_dir
@@ -247,9 +247,7 @@ def changed_options(before: str, now: str) -> list[str]:
     Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor are
     ``data.limit`` and ``sampling.n``, as they only say how many rows there are, nor over how many processes a model is
     spread. An option of the model that the first does not have was not there yet, and counts as what it is by default.
-
-    Raises:
-        ConfigError: the first is no such text.
+    Raises ConfigError: the first is no such text.
     """
     first, second = _row_options(before), _row_options(now)
     default = {f"model.{option.name}": option.default for option in fields(ModelConfig)}
@@ -288,7 +286,6 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     """Put the options of the run and of every plugin into Hydra's ConfigStore.
 
     Args:
-        registry: the plugins.
         runnable: leave out those that cannot run on this machine, so that Hydra refuses them before anything runs.
     """
     store = ConfigStore.instance()
@@ -313,16 +310,3 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
         except BaseException as error:  # a default that is made may do anything
             reason = told(error)
         registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")
-
-
-def structured(options: type) -> DictConfig:
-    """The dataclass `options` as OmegaConf's structured config; one of them that is a dictionary takes any key.
-
-    Raises:
-        OmegaConfBaseException: a field's type or default that cannot be.
-    """
-    node: DictConfig = OmegaConf.structured(options)
-    for _, child in node.items_ex(resolve=False):
-        if isinstance(child, DictConfig) and OmegaConf.get_type(child) is dict:
-            OmegaConf.set_struct(child, False)
-    return node

@@ -28,9 +28,6 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfi
     """The prompts with rows that `output` does not hold yet.
 
     Args:
-        prompts: of the job.
-        output: its folder.
-        config: its options.
         config_text: the same as ``config.yaml`` will have them.
 
     Raises:
@@ -71,10 +68,8 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfi
 
 
 def check_model(config: RunConfig, output: OutputFolder) -> None:
-    """Make sure that the rows which `output` keeps were made with the model as its files are now.
-
-    Raises:
-        ConfigError: they were not.
+    """Make sure that the rows which `output` keeps were made with the model as its files are now. Raises ConfigError:
+    they were not.
     """
     known = {digests.get("model") for digests in output.made_with.values()} - {None, ""}
     if known and (now := _model_digest(config)) and known != {now}:
@@ -88,10 +83,8 @@ def made_with(config: RunConfig) -> Callable[[Prompt], dict[str, str]]:
     """A function that gives digests of what the rows of a prompt depend on, beside its text and the run's options.
 
     ``model`` is one of the whole content of the files that loading reads, so that a copy has the same; it is empty
-    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings.
-
-    Raises:
-        ConfigError: a file cannot be read.
+    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings. Raises
+    ConfigError: a file cannot be read.
     """
     model = _model_digest(config)
     return lambda prompt: {"model": model, "request": _request_digest(config, prompt)}

@@ -18,6 +18,38 @@ ADAPTIVE = "plugins/adaptive/emssd_adaptive/"
 
 FAULTS = (
     Fault(
+        "an n-gram's first habit wins a tie",
+        "anpd",
+        "plugins/anpd/emssd_anpd/drafter.py",
+        "max(reversed(following), key=following.__getitem__)",
+        "max(following, key=following.__getitem__)",
+        ("plugins/anpd/tests/test_anpd.py::test_it_drafts_what_a_search_of_the_whole_text_finds",),
+    ),
+    Fault(
+        "the counts of a row outlive it",
+        "anpd",
+        "plugins/anpd/emssd_anpd/drafter.py",
+        "            self._counts.pop(request_id, None)\n",
+        "            pass\n",
+        ("plugins/anpd/tests/test_anpd.py::test_a_row_that_comes_again_begins_anew",),
+    ),
+    Fault(
+        "a token is counted twice when a text grows",
+        "anpd",
+        "emssd/drafting/ngrams.py",
+        "self._num_read = max(self._num_read, len(tokens))",
+        "self._num_read = max(self._num_read, len(tokens) - 1)",
+        ("plugins/anpd/tests/test_anpd.py::test_it_drafts_what_a_search_of_the_whole_text_finds",),
+    ),
+    Fault(
+        "bigrams are filed under the token that was drafted before",
+        "ngrammys",
+        "plugins/ngrammys/emssd_ngrammys/drafter.py",
+        "tokens = [self._newest[row.request_id], *ids[start:stop]]",
+        "tokens = [*ids[start:stop], self._newest[row.request_id]]",
+        ("plugins/ngrammys/tests/test_ngrammys.py::test_bigrams_and_ngrams_share_the_probability",),
+    ),
+    Fault(
         "the index of n-grams forgets the last accepted token",
         "llma, pld",
         LOOKUP,

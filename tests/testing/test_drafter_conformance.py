@@ -202,6 +202,16 @@ class TestLookahead(DrafterConformance):
     options = {"window": 3, "ngram": 3, "guesses": 2}  # noqa: RUF012
 
 
+class TestANPD(DrafterConformance):
+    plugin = "anpd"
+
+
+class TestNGrammys(DrafterConformance):
+    plugin = "ngrammys"
+    options = {"num_candidates": 3, "num_nodes": 6}  # noqa: RUF012
+    learns_across_requests = True
+
+
 class TestTokenRecycling(DrafterConformance):
     plugin = "token_recycling"
     options = {"num_candidates": 3, "num_nodes": 6}  # noqa: RUF012

@@ -46,11 +46,7 @@ class DraftModelDrafter(ModelDrafter):
 
     @classmethod
     def load(cls, config: DraftModelConfig, context: DrafterContext) -> DraftModelDrafter:
-        """Load the model of `config`.
-
-        Raises:
-            ConfigError: it does not share the target's vocabulary.
-        """
+        """Load the model of `config`. Raises ConfigError: it does not share the target's vocabulary."""
         return cls(load_draft_model(config.path, context), context.vocab_size, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
