@@ -23,6 +23,7 @@ VOCAB = 23
 PROMPTS = [(1, 2, 3), (4,) * 19, (5, 6)]
 ARCHITECTURES = ("llama", "gpt2", "gemma2")
 CHOSEN = [("llama", torch.float32), ("gpt2", torch.bfloat16), ("gemma2", torch.float64)]
+CHECKPOINTS = [*product(ARCHITECTURES, (False, True))]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -75,10 +76,7 @@ def test_log_probabilities_of_a_trainer_are_those_of_the_rollout(architecture: s
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "checkpointing"),
-    only([*product(ARCHITECTURES, (False, True))], ci=[("llama", True), ("gemma2", False)]),
-)
+@pytest.mark.parametrize(("architecture", "checkpointing"), only(CHECKPOINTS, ci=[("llama", True), ("gemma2", False)]))
 def test_gradients_are_those_of_the_model(architecture: str, checkpointing: bool) -> None:
     model = make_model(architecture, torch.float64).train()
     for module in model.modules():
