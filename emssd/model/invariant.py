@@ -2,7 +2,7 @@
 
 PyTorch's matrix products add up in an order that depends on the number of rows, and its activations compute the last
 numbers of a tensor, or of a thread's part of it, by another formula. Both are replaced within `BatchInvariant`, in the
-thread that enters it. Nothing of the model or of PyTorch is written to.
+thread that enters it. By default no pass does; see `TargetModel`. Nothing of the model or of PyTorch is written to.
 """
 
 from __future__ import annotations

@@ -237,6 +237,8 @@ class TargetModel(HookedModel):
             if self.counts_calls:
                 raise CompileError("some of its layers keep a state, or attend twice, which no compiled program does")
             compiled = CompiledForward(self, hidden, only_kept=only_kept)
+            if self.arithmetic is not None and (why := compiled.why_not_invariant) is not None:
+                raise CompileError(f"model.batch_invariant=true, and {why}")
         except CompileError as error:
             self._can_compile = change is None and isinstance(error, NotKeptError)
             self.why_compiled = f"not compiled: {error}"
@@ -247,9 +249,6 @@ class TargetModel(HookedModel):
                 )
             elif asked_for and not only_kept:
                 warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
-            return None
-        if self.arithmetic is not None and (why := compiled.why_not_invariant) is not None:
-            self.why_compiled = f"not compiled: model.batch_invariant=true, and {why}"
             return None
         self.why_compiled = f"compiled: {'just now, for later runs too' if compiled.is_new else 'its program was kept'}"
         return compiled

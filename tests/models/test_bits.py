@@ -14,8 +14,8 @@ from emssd_none import NoneDrafter
 from emssd_ragged.backend import ragged_backend
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from torch.overrides import _get_current_function_mode_stack
 
+from emssd.attention import LayerSpec
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Drafter
@@ -93,21 +93,20 @@ def test_tokens_and_log_probabilities_are_those_of_a_row_alone(
     assert found == expected
 
 
-def test_without_the_option_passes_are_pytorchs_own() -> None:
-    plain = TargetModel(tiny_model("llama", vocab_size=VOCAB))
-    assert plain.arithmetic is None
-    runner = CausalLMRunner(plain, backend := ragged_backend())
-    backend.allocate(plain.kv_cache_spec(1))
-    assert runner.batch_invariance == "no: model.batch_invariant=false"
-    modes: list[object] = []
-    ids = torch.ones(1, 3, dtype=torch.long)
+@pytest.mark.parametrize("asked", [False, True])
+def test_without_the_option_passes_are_pytorchs_own(asked: bool) -> None:
+    served = TargetModel(tiny_model("llama", vocab_size=VOCAB), batch_invariant=asked)
+    runner = CausalLMRunner(served, backend := ragged_backend())
+    backend.allocate(served.kv_cache_spec(1))
+    assert runner.batch_invariance == ("yes" if asked else "no: model.batch_invariant=false")
+    modes = set[int]()
 
-    def attend(layer: int, seen: object, *qkv: torch.Tensor) -> torch.Tensor:
-        modes.extend(_get_current_function_mode_stack())
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+        modes.add(torch._C._len_torch_function_stack())
         return torch.zeros_like(qkv[0])
 
-    plain.run(ids, torch.arange(3)[None], attend)
-    assert not modes
+    served.run(torch.ones(1, 3, dtype=torch.long), torch.arange(3)[None], attend)
+    assert modes == {int(asked)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
