@@ -43,7 +43,7 @@ class BatchInvariant(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # it has no annotations
+        super().__init__()
         load_kernels()
         self.missed = set[str]()
 
