@@ -25,7 +25,7 @@ MEASURED = [
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
 PYTEST = [BIN / "pytest", *SPREAD]
-OWN_SESSION = "gpu or dry_run or benchmark or torchrun or docs"  # markers of tests that other sessions run
+OWN_SESSION = "gpu or pretended or dry_run or benchmark or torchrun or docs"  # markers of tests that other sessions run
 CI = f"not ({OWN_SESSION} or nightly)"  # what `nox -s tests` runs
 EXAMPLES = sorted(project.parent for project in ROOT.glob("examples/plugins/*/pyproject.toml"))
 PEERS = {
@@ -226,6 +226,12 @@ def gpu(session: nox.Session) -> None:
     if not torch.cuda.is_available():
         session.skip("PyTorch finds no NVIDIA GPU on this machine")
     session.run(sys.executable, "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def pretended_gpu(session: nox.Session) -> None:
+    """Runs engines on a pretended CUDA device: waits of the host, mixed devices, and what graphs cannot record."""
+    session.run(*PYTEST, "-m", "pretended", *(session.posargs or ["tests/pretended"]))
 
 
 @nox.session(venv_backend="none")

@@ -156,7 +156,7 @@ def _quoted_prompt(argument: str) -> str:
     One that is in Hydra's quotes already is left to Hydra.
     """
     name, given, text = argument.partition("=")
-    if name != "prompt" or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
+    if name not in ("prompt", "sampling.grammar") or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
         return argument
     escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
     return f"{name}{given}{QuotedString(escaped, Quote.single).with_quotes()}"

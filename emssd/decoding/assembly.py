@@ -152,13 +152,12 @@ class Assembled:
         """
         registry, options = registry or Registry(), options or EngineOptions()
         caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
-        drafter_name = budget_name = None
+        drafter_name = budget_name = context = None
         if not isinstance(drafter, (Drafter, list)):
             plugin, config = registry.resolve("drafter", drafter)
             drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"
-            drafter = registry.build(
-                "drafter", plugin, config, _context(target, tokenizer, options, caches, registry, load)
-            )
+            context = _context(target, tokenizer, options, caches, registry, load)
+            drafter = registry.build("drafter", plugin, config, context)
         if not isinstance(budget, BudgetPolicy):
             plugin, config = registry.resolve("budget", budget)
             budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
@@ -170,6 +169,8 @@ class Assembled:
         own = caches.make(trees=any(each.drafts_trees for each in drafters))
         *_, spec = caches.allocate()
         runner = make_runner(target, own, spec, backend, registry)
+        if context is not None and context.target is not None:
+            context.target.attach(runner)
         return cls(
             runner,
             drafter=drafters,

@@ -58,11 +58,11 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
         ConfigError: the config of its layers is not one that Transformers takes.
     """
     kind = checkpoint.config.get("speculators_model_type")
-    if kind not in CONTAINERS:
+    if not isinstance(kind, str) or kind not in CONTAINERS:
         return checkpoint
     container, path = CONTAINERS[kind], checkpoint.path
     with reading_config(path):
-        values = _layers(path, checkpoint.config, container) | checkpoint.config
+        values = {**_layers(path, checkpoint.config, container), **checkpoint.config}
         if container.is_block and (ids := values.get("aux_hidden_state_layer_ids")):
             values["target_layer_ids"] = [each - 1 for each in ids]
         if values.get("sliding_window_non_causal", kind == "dflash2"):

@@ -43,6 +43,7 @@ def custom_generate(
     draft_tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
     seed: int | None = None,
+    grammar: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Speculative decoding at any batch size through ``model.generate``, with the output of the model alone.
@@ -66,10 +67,12 @@ def custom_generate(
             would count it for ``no_repeat_ngram_size``, and that could be seen, the call is refused.
         drafter: as in `Engine.from_model`; pass it to ``generate`` beside ``custom_generate``.
         backend, budget: as `drafter`.
-        draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies, and for `stop_strings`.
+        draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies, and for `stop_strings` and
+            `grammar`.
         stop_strings: texts that end a row. They need `draft_tokenizer`, as Transformers keeps its own ``tokenizer``
             from custom functions; and it refuses those of a generation config.
         seed: of what is drawn; by default PyTorch's global generator gives one, which ``torch.manual_seed`` sets.
+        grammar: the form of the new text, as in `SamplingParams`; it needs `draft_tokenizer`.
         model_kwargs: of these, ``attention_mask [B, n]`` tells which tokens are padding.
 
     Returns:
@@ -81,10 +84,14 @@ def custom_generate(
         ConfigError: an option that cannot be honoured.
     """
     from emssd.decoding.engine import Engine
+    from emssd.sampling import SamplingParams
     from emssd.sequences import Request
 
     assert generation_config is not None
     call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs, seed)
+    if grammar is not None:
+        sampling = replace(call.sampling or SamplingParams(temperature=0.0), grammar=grammar)
+        call = replace(call, sampling=sampling)
     others = [*call.criteria, *of_strings(stop_strings, draft_tokenizer)]
     prompts, num_samples = call.prompts, call.num_samples
     with training_flags_kept(model):

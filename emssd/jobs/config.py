@@ -164,7 +164,7 @@ class ClusterConfig:
 
 def _sampling_config() -> type:
     """`SamplingParams` as options: OmegaConf writes into them, and without a temperature the run is greedy."""
-    kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float]}
+    kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float], "grammar": Any}
     options = [(each.name, kinds[each.name], _default(each)) for each in dataclasses.fields(SamplingParams)]
     made = dataclasses.make_dataclass("SamplingConfig", options, namespace={"__doc__": SamplingParams.__doc__})
     made.__module__ = __name__

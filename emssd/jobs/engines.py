@@ -35,7 +35,7 @@ def make_engine(
             target.compile_if_it_pays(num_steps(target.max_model_len))
         if config.experiment is not None:
             machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
-    return Engine.assemble(
+    engine = Engine.assemble(
         target,
         tokenizer,
         drafter="none" if baseline is not None or not config.speculate else config.drafter,
@@ -45,3 +45,5 @@ def make_engine(
         registry=registry,
         load=partial(models.draft, trust_remote_code=config.model.trust_remote_code),
     )
+    engine.drafting.forces = baseline is None and config.speculate
+    return engine

@@ -267,11 +267,13 @@ class _Run:
         judge = make_runner(target, backend, spec, config.backend, self.registry)
         sampling = {request.prompt_id: request.sampling for request in requests}
         drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
+        begun = [(request.prompt_id, engine.row(request).grammar) for request in requests]
+        states = {name: state for name, state in begun if state is not None}
         places = [_place(request) for request in requests]
         same = [place for place in places if place[0] not in drawn]
-        report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling)
+        report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling, states)
         tested = [done[place] for place in places if place[0] in drawn]
-        law = check_distribution(tested, judge, drawn) if tested else None
+        law = check_distribution(tested, judge, drawn, states) if tested else None
         return dataclasses.replace(report, law=law), figures
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
@@ -17,6 +18,7 @@ from emssd.jobs.experiment import changed
 from emssd.jobs.intake import num_samples, sampling_of
 from emssd.jobs.output import OutputFolder, as_asked
 from emssd.model.checkpoint import files_of
+from emssd.sampling.grammar import Grammar
 
 __all__ = ["check_model", "made_with", "unfinished"]
 
@@ -126,5 +128,10 @@ def _request_digest(config: RunConfig, prompt: Prompt) -> str:
     return _short([limit, how, config.stop if prompt.stop is None else [*prompt.stop]])
 
 
+def _plain(value: Any) -> dict[str, Any]:
+    """A mapping or a grammar as JSON takes it."""
+    return asdict(value) if isinstance(value, Grammar) else dict(value)
+
+
 def _short(value: object) -> str:
-    return sha256(json.dumps(value, sort_keys=True, default=dict).encode()).hexdigest()[:_LENGTH]
+    return sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()[:_LENGTH]

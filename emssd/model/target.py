@@ -167,11 +167,17 @@ class TargetModel(HookedModel):
         return self.streams
 
     def __call__(
-        self, plan: StepPlan, backend: AttentionBackend, indices: Seq[int] = (), num_layers: int | None = None
+        self,
+        plan: StepPlan,
+        backend: AttentionBackend,
+        indices: Seq[int] = (),
+        num_layers: int | None = None,
+        program: Callable[..., torch.Tensor] | None = None,
     ) -> Computed:
         """Run one step. Gives logits of the wanted rows only, and the hidden states `indices` of all fed tokens.
 
         Given `num_layers`, only so many of the first layers are run, uncompiled. `prepare_hidden` comes before that.
+        Else `program` runs, in the place of the model's own.
         """
 
         def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
@@ -186,8 +192,8 @@ class TargetModel(HookedModel):
             run: Callable[..., torch.Tensor] = self.run
             if num_layers is not None:
                 run = partial(self.run, num_layers=num_layers)
-            elif self.compiled is not None:
-                run = partial(self.compiled, step=backend.native_step(plan))
+            elif (chosen := program or self.compiled) is not None:
+                run = partial(chosen, step=backend.native_step(plan))
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
             logits = logits.to(self.device)

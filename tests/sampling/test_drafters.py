@@ -32,6 +32,8 @@ from emssd_ragged.backend import ragged_backend
 from emssd_replay import ReplayConfig
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
+from emssd_self_draft import SelfConfig
+from emssd_self_draft import TreeKind as SelfTree
 from emssd_suffix import SuffixConfig
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
@@ -83,6 +85,8 @@ DRAFTERS: dict[str, Any] = {
     "token_recycling": TokenRecyclingConfig(num_candidates=3, num_nodes=9, depth=4),
     "anpd": ANPDConfig(num_speculative_tokens=4),
     "ngrammys": NGrammysConfig(num_candidates=3, num_nodes=9, depth=4),
+    "self, chain": SelfConfig(depth=3),
+    "self, dynamic": SelfConfig(tree=SelfTree.dynamic, **_SHAPE),
     "early_exit, chain": EarlyExitConfig(num_layers=1, tree=ExitTree.chain, depth=3),
     "early_exit, dynamic": EarlyExitConfig(num_layers=1, **_SHAPE),
     "cascade": CascadeConfig(["llma", "draft_model"], {"llma": _COPY, "draft_model": {"path": "near"}}),

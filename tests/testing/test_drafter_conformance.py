@@ -61,6 +61,13 @@ class TestDraftModel(DrafterConformance):
     num_examples = 2  # a model in the loop takes its time
 
 
+class TestSelf(DrafterConformance):
+    """Without an engine there is no KV cache to share, and nothing is drafted; plugins/self_draft/tests has engines."""
+
+    plugin = "self"
+    num_examples = 2
+
+
 class TestDraftModelStatic(DrafterConformance):
     plugin = "draft_model"
     num_examples = 2

@@ -2,6 +2,8 @@
 // of the inputs.
 
 #include <array>
+#include <cmath>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -223,8 +225,133 @@ void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
                     [=](int64_t panel) { return weights + panel * size; });
 }
 
+// Weights of 4 bits in groups of kGroup inputs, each with a scale; see `Linear`. Inputs are rounded to bytes, group by group
+// of each row, so that products are sums of integers. Only what drafts computes so.
+constexpr int64_t kGroup = 32;
+constexpr int64_t kParts4 = kGroup / 8;  // registers of 4 inputs in the low and 4 in the high halves of the bytes of each output
+constexpr int64_t kGroupBytes = kPanel * (kGroup / 2 + sizeof(BFloat16));  // of a panel: the weights, then the scales
+constexpr int kMaxGroupRows = kRegister == 64 ? 8 : 4;
+
+struct GroupInput {
+  int8_t values[kGroup];
+  float scale;
+  int32_t start;  // of the sum: weights are stored 8 too high
+};
+
+// sum, plus for each output 4 products of weights from 0 to 15 with the bytes of `by`.
+INLINE SumBits add_products(SumBits sum, SumBits weights, uint32_t by) {
+#if defined(__AVX512VNNI__)
+  return (SumBits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(by));
+#elif defined(__AVX512BW__)
+  const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(by));
+  return sum + (SumBits)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(by));
+  return sum + (SumBits)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  for (int place = 0; place < 4; ++place) {
+    sum += (weights >> 8 * place & 0xffu) * static_cast<uint32_t>(static_cast<int8_t>(by >> 8 * place));
+  }
+  return sum;
+#endif
+}
+
+// N rows of inputs, as [groups, N], by a panel: sums [N, kPanel].
+template <int N>
+void multiply_groups(const GroupInput* input, const uint8_t* panel, int64_t groups, float* to) {
+  typedef int32_t SumInts __attribute__((vector_size(4 * kLanes)));
+  Sums sum[N][kVectors];
+#pragma GCC unroll 16
+  for (int row = 0; row < N; ++row) {
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{};
+  }
+#pragma GCC unroll 1
+  for (int64_t group = 0; group < groups; ++group, input += N, panel += kGroupBytes) {
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(panel + kAhead + line);
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) {
+      SumBits weights[2 * kParts4];
+#pragma GCC unroll 16
+      for (int part = 0; part < kParts4; ++part) {
+        const SumBits both = load<SumBits>(panel + (vector * kParts4 + part) * kRegister);
+        weights[part] = both & 0x0f0f0f0fu, weights[kParts4 + part] = both >> 4 & 0x0f0f0f0fu;
+      }
+      const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * kGroup / 2) + vector * kLanes;
+      const Sums scale = HalfCells::of(scales);
+#pragma GCC unroll 16
+      for (int row = 0; row < N; ++row) {
+        SumBits products = SumBits{} + static_cast<uint32_t>(input[row].start);
+#pragma GCC unroll 16
+        for (int part = 0; part < 2 * kParts4; ++part) {
+          uint32_t by;
+          std::memcpy(&by, input[row].values + 4 * part, 4);
+          products = add_products(products, weights[part], by);
+        }
+        sum[row][vector] += __builtin_convertvector((SumInts)products, Sums) * (scale * input[row].scale);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < N; ++row) std::memcpy(to + row * kPanel, sum[row], sizeof(sum[row]));
+}
+
+template <int... kRows>
+auto group_kernels(std::integer_sequence<int, kRows...>) {
+  return std::array{&multiply_groups<kRows + 1>...};
+}
+
+// One row [in] to every `step`-th group from `to` on.
+template <class T>
+void round_inputs(const T* row, int64_t in, GroupInput* to, int64_t step) {
+  for (int64_t first = 0; first < in; first += kGroup, to += step) {
+    float values[kGroup] = {}, largest = 0, nothing = 0;
+    for (int64_t i = 0; i < std::min(kGroup, in - first); ++i) values[i] = static_cast<float>(row[first + i]);
+    for (float value : values) largest = std::max(largest, std::abs(value)), nothing += value * 0;
+    const bool finite = nothing == 0;  // neither infinite nor no number
+    const float inverse = finite && largest > 0 ? 127 / largest : 0;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kGroup; ++i) {
+      const float scaled = finite ? values[i] * inverse : 0;
+      const auto whole = static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f));
+      to->values[i] = static_cast<int8_t>(whole), sum += whole;
+    }
+    to->scale = finite ? largest / 127 : std::numeric_limits<float>::quiet_NaN(), to->start = -8 * sum;
+  }
+}
+
+template <class T>
+void multiply_rounded(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
+  static const auto kernels = group_kernels(std::make_integer_sequence<int, kMaxGroupRows>{});
+  const int64_t in = layer.in, outputs = layer.outputs, groups = (in + kGroup - 1) / kGroup;
+  const int64_t passes = (num_rows + kMaxGroupRows - 1) / kMaxGroupRows, share = (num_rows + passes - 1) / passes;
+  std::vector<GroupInput> inputs(num_rows * groups);
+  parallel_for(num_rows, kTaskSize / in + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t first = row / share * share;
+      round_inputs(rows + row * in, in, inputs.data() + first * groups + row - first, std::min(share, num_rows - first));
+    }
+  });
+  const auto* weights = static_cast<const uint8_t*>(layer.weights);
+  parallel_for((outputs + kPanel - 1) / kPanel, kTaskSize / (num_rows * in * kPanel) + 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[kMaxGroupRows * kPanel];
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first = panel * kPanel;
+      for (int64_t row = 0; row < num_rows; row += share) {
+        const int64_t count = std::min(share, num_rows - row);
+        kernels[count - 1](inputs.data() + row * groups, weights + panel * groups * kGroupBytes, groups, sums);
+        for (int64_t i = 0; i < count; ++i) {
+          finish(sums + i * kPanel, nullptr, layer.bias + first, outputs - first, to + (row + i) * outputs + first);
+        }
+      }
+    }
+  });
+}
+
 template <class T>
 void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
+  if (layer.type == Type::int4) return multiply_rounded<T>(rows, num_rows, layer, to);
   if (layer.type == Type::int8) return multiply<T, ByteCells>(rows, num_rows, layer, to);
   if constexpr (std::is_same_v<T, float>) {
     multiply<T, FloatCells>(rows, num_rows, layer, to);
@@ -320,6 +447,32 @@ void linear(const PlainLinear& layer, const void* input, int64_t num_rows, void*
 int64_t panel_width() { return kPanel; }
 
 bool takes_pairs() { return kPairs; }
+
+int64_t group_bytes() { return kGroupBytes; }
+
+void to_groups(const int8_t* weight, const uint16_t* scales, int64_t out, int64_t in, uint8_t* panels) {
+  const int64_t groups = (in + kGroup - 1) / kGroup;
+  parallel_for((out + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t group = 0; group < groups; ++group) {
+        uint8_t* place = panels + (panel * groups + group) * kGroupBytes;
+        for (int64_t i = 0; i < kPanel; ++i) {
+          const int64_t output = panel * kPanel + i, lane = i % kLanes;
+          uint8_t* bytes = place + i / kLanes * kParts4 * kRegister + 4 * lane;
+          const auto nibble = [&](int64_t input) -> uint8_t {
+            input += group * kGroup;
+            return output < out && input < in ? weight[output * in + input] + 8 : 8;
+          };
+          for (int64_t input = 0; input < kGroup / 2; ++input) {
+            bytes[input / 4 * kRegister + input % 4] = nibble(input) | nibble(kGroup / 2 + input) << 4;
+          }
+          const uint16_t scale = output < out ? scales[output * groups + group] : 0;
+          std::memcpy(place + kPanel * kGroup / 2 + 2 * i, &scale, 2);
+        }
+      }
+    }
+  });
+}
 
 void to_panels(const void* weight, const Linear& layer, void* panels) {
   const auto pack = [&](auto cell, int64_t cells) {

@@ -46,7 +46,7 @@ def test_it_drafts_what_a_search_of_the_whole_text_finds(
     prompt: list[int], output: list[int], longest: int, shortest: int, budget: int
 ) -> None:
     config = ANPDConfig(max_ngram_size=max(longest, shortest), min_ngram_size=shortest, num_speculative_tokens=5)
-    drafter, row = ANPDDrafter(config), Row(Request("a", tuple(prompt), 64, ()))
+    drafter, row = ANPDDrafter(config), Row(Request("a", tuple(prompt), 64, frozenset()))
     for token in [None, *output]:
         if token is not None:
             row.extend([token])
@@ -58,9 +58,9 @@ def test_it_drafts_what_a_search_of_the_whole_text_finds(
 
 def test_a_row_that_comes_again_begins_anew() -> None:
     drafter = ANPDDrafter(ANPDConfig())
-    assert drafted(drafter, Row(Request("a", (1, 2, 1), 8, ())), 2) == [(2, 1.0), (1, 1.0)]
+    assert drafted(drafter, Row(Request("a", (1, 2, 1), 8, frozenset())), 2) == [(2, 1.0), (1, 1.0)]
     drafter.release(["a"])
-    assert drafted(drafter, Row(Request("a", (3, 4, 1), 8, ())), 2) == []
+    assert drafted(drafter, Row(Request("a", (3, 4, 1), 8, frozenset())), 2) == []
 
 
 def test_counts_know_the_longest_ngram_that_was_followed() -> None:

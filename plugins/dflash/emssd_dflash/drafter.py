@@ -103,12 +103,14 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         """The logits ``[r * block_size, draft_vocab]`` of all slots, of ``hidden [r * block_size, hidden]``."""
         head, in_blocks = self._head, (len(rows), self._variant.block_size)
         assert head.refines is not None
-        logits = head.logits(hidden, self._target.project).unflatten(0, in_blocks)
+        logits = head.logits(hidden, self._target.project)
+        logits, hidden = (each.view(*in_blocks, each.shape[-1]) for each in (logits, hidden))
         anchor, before = (
             on_device([row.tokens[max(-back, -len(row.tokens))] for row in rows], hidden.device) for back in (1, 2)
         )
         known = (anchor, None) if self._variant.from_anchor else (before, anchor)
-        return head.refines(logits, hidden.unflatten(0, in_blocks), *known, head.to_target).flatten(0, 1)
+        refined: torch.Tensor = head.refines(logits, hidden, *known, head.to_target)
+        return refined.flatten(0, 1)
 
     def _blocks(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """The hidden states ``[r * block_size, hidden]`` of blocks, before the final norm."""

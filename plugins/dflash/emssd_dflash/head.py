@@ -57,7 +57,7 @@ class _Convolution(nn.Module):
         return self._mixed(x, kernels[:, 0]), lambda out: self._mixed(out, kernels[:, 1])
 
     def _mixed(self, x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-        blocks, mixed = x.unflatten(0, (-1, self._block_size)), torch.zeros_like(x)
+        blocks, mixed = x.view(-1, self._block_size, x.shape[-1]), torch.zeros_like(x)
         for tap in range(self._taps):
             earlier = F.pad(blocks[:, : self._block_size - tap], (0, 0, tap, 0))
             mixed = mixed + earlier.flatten(0, 1) * kernels[:, tap]
@@ -115,6 +115,8 @@ class BlockHead(nn.Module):
         refines: corrects those of a whole block at once; ``None`` without.
         target_ids: ``[draft_vocab_size]`` the target's ids of the tokens that it drafts; ``None``: it drafts them all.
     """
+
+    target_ids: torch.Tensor | None
 
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
         super().__init__()

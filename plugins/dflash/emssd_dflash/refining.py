@@ -7,7 +7,7 @@ A `Markov` head is DSpark's (arXiv 2607.05147), a `Selector` DFlash2's (github.c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,12 @@ __all__ = ["Markov", "Refiner", "Selector", "Sizes"]
 
 Sizes = Mapping[str, torch.Size]
 """Shapes of a head's tensors by name."""
+
+
+def _linear(size: Sequence[int], bias: bool = False) -> nn.Linear:
+    """A layer whose weight has this size."""
+    out_features, in_features = size
+    return nn.Linear(in_features, out_features, bias=bias)
 
 
 class Markov(nn.Module):
@@ -33,7 +39,7 @@ class Markov(nn.Module):
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, drafted, bias=False)
         self.gate_proj, self.joint_proj = (
-            nn.Linear(*reversed(sizes[f"{name}.weight"])) if f"{name}.weight" in sizes else None
+            _linear(sizes[f"{name}.weight"], bias=True) if f"{name}.weight" in sizes else None
             for name in ("gate_proj", "joint_proj")
         )
 
@@ -70,7 +76,7 @@ class Selector(nn.Module):
         self.predecessor_codebook, self.successor_codebook = (
             nn.Parameter(torch.empty(sizes[f"{name}_codebook"])) for name in ("predecessor", "successor")
         )
-        self.hidden_projection = nn.Linear(*reversed(sizes["hidden_projection.weight"]), bias=False)
+        self.hidden_projection = _linear(sizes["hidden_projection.weight"])
         self._top_k = top_k
 
     def start(self) -> torch.Tensor:
@@ -93,8 +99,10 @@ class Refiner(nn.Module):
     def __init__(self, sizes: Sizes, num_passes: int) -> None:
         super().__init__()
         self.token_embed = nn.Embedding(*sizes["token_embed.weight"])
-        for name in ("down_h", "down_g", "in_proj", "mlp_gate", "mlp_up", "mlp_down", "readout"):
-            setattr(self, name, nn.Linear(*reversed(sizes[f"{name}.weight"]), bias=False))
+        self.down_h, self.down_g, self.in_proj, self.mlp_gate, self.mlp_up, self.mlp_down, self.readout = (
+            _linear(sizes[f"{name}.weight"])
+            for name in ("down_h", "down_g", "in_proj", "mlp_gate", "mlp_up", "mlp_down", "readout")
+        )
         self.mix_l = nn.Parameter(torch.empty(sizes["mix_l"]))
         self._num_passes = num_passes
 

@@ -33,7 +33,7 @@ def seen(drafter: NGrammysDrafter, row: Row, draft: Draft, candidates: list[list
 
 
 def tree_of(drafter: NGrammysDrafter, tokens: tuple[int, ...], name: str = "a", budget: int = 99) -> Tree:
-    draft = drafter.propose(Batch([Row(Request(name, tokens, 64, ()))]), [budget])
+    draft = drafter.propose(Batch([Row(Request(name, tokens, 64, frozenset()))]), [budget])
     return Tree(draft.token_ids.tolist(), list(draft.parents or ()), list(draft.confidence or ()))
 
 
@@ -49,7 +49,7 @@ def products(tree: Tree) -> dict[tuple[int, ...], float]:
 
 def test_bigrams_and_ngrams_share_the_probability() -> None:
     drafter = NGrammysDrafter(NGrammysConfig(num_candidates=2, depth=1, bigram_share=0.4))
-    row = Row(Request("a", (1, 2, 1, 3, 1), 64, ()))
+    row = Row(Request("a", (1, 2, 1, 3, 1), 64, frozenset()))
     draft = drafter.propose(Batch([row]), [9])
     assert draft.token_ids.tolist() == [3, 2]  # half each; the latest comes first
     seen(drafter, row, draft, [[7, 2], [8, 1], [9, 1]])
