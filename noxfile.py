@@ -151,6 +151,13 @@ def attack(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def bits(session: nox.Session) -> None:
+    """Compares bits of all that claims to be batch-invariant, on more examples than `tests`."""
+    files = ["tests/models/test_bits.py", "tests/models/test_batch_invariant.py"]
+    session.run(*PYTEST, *files, *session.posargs, env={"EMSSD_BITS_EXAMPLES": "20"})
+
+
+@nox.session(venv_backend="none")
 def mutations(session: nox.Session) -> None:
     """Plants faults one by one, each of which the tests of `tests` must catch; `-- --only WORDS` plants some."""
     session.run(sys.executable, "-m", "tests.mutations", *session.posargs)

@@ -47,6 +47,7 @@ class Assembled:
         trust_remote_code: bool = False,
         weights: str = "auto",
         frozen: bool = False,
+        batch_invariant: bool = False,
         tensor_parallel: bool = False,
         checksums: bool = False,
         **options: Any,
@@ -59,7 +60,8 @@ class Assembled:
                 or a list of them, asked in turn.
             backend: a name or a plugin's config.
             budget: a name, a plugin's config, or a `BudgetPolicy`.
-            dtype, device, max_model_len, compile, device_map, weights, frozen: see `emssd.model.load_model`.
+            dtype, device, max_model_len, compile, device_map, weights, frozen, batch_invariant: see
+                `emssd.model.load_model`.
             trust_remote_code: see there; it holds for draft models too.
             tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call
                 does not return: it does its part until process 0 ends, and ends then.
@@ -84,6 +86,7 @@ class Assembled:
             device_map=device_map,
             weights=weights,
             frozen=frozen,
+            batch_invariant=batch_invariant,
             tensor_parallel=tensor_parallel,
             checksums=checksums,
         )
@@ -110,12 +113,15 @@ class Assembled:
         max_model_len: int | None = None,
         compile: Compile = False,
         frozen: bool = False,
+        batch_invariant: bool = False,
         trust_remote_code: bool = False,
         **options: Any,
     ) -> Self:
         """Make an engine for a model that is already loaded; see `from_pretrained` for the options."""
         chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code)
-        target = TargetModel(model, max_model_len=max_model_len, compile=compile, frozen=frozen)
+        target = TargetModel(
+            model, max_model_len=max_model_len, compile=compile, frozen=frozen, batch_invariant=batch_invariant
+        )
         return cls.assemble(
             target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load
         )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Rollouts"]
 
 _OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
-_OPTIONS = [field.name for field in fields(EngineOptions)]
+_OPTIONS = [*(field.name for field in fields(EngineOptions)), "batch_invariant"]
 
 
 class Rollouts:
@@ -47,6 +47,7 @@ class Rollouts:
     Args:
         drafter, backend, budget: as in `Engine.from_model`.
         options: fields of `emssd.decoding.options.EngineOptions`. By default, ``batch_size`` is all rows of a rollout.
+            Also ``batch_invariant``, see `emssd.model.load_model`.
 
     Attributes:
         report: of the last rollout; ``None`` before the first.

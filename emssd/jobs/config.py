@@ -81,6 +81,8 @@ class ModelConfig:
             model, somewhat worse and faster; speculation does not change its text.
         frozen: no plugin changes the model; else each run looks whether it is still the same, in the time of about a
             step.
+        batch_invariant: an uncompiled model on a CPU computes the same bits in any batch, more slowly; see
+            docs/explanation/batch_invariant.md.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
         checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
     """
@@ -95,6 +97,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     weights: str = "auto"
     frozen: bool = False
+    batch_invariant: bool = False
     tensor_parallel: bool = False
     checksums: bool = False
 

@@ -352,6 +352,7 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
         "plugins": plugins(registry),
         "hardware": hardware(target.device),
         "compiled": target.why_compiled,
+        "batch_invariance": engine.runner.batch_invariance,
     }
 
 

@@ -53,6 +53,7 @@ class CompiledForward(ProvenProgram):
         if any(layer.sinks is not None for layer in target.layers):
             raise CompileError(f"{type(target.model).__name__} has attention sinks, which no program is made with")
         self._target, self._layers, self.hidden, self._module = target, target.layers, hidden, target.model
+        self._dtype = target.dtype
         super().__init__(target.model, only_kept=only_kept)
         del self._target  # which holds this
 
@@ -66,6 +67,13 @@ class CompiledForward(ProvenProgram):
         names, most = ["logits", *(f"hidden states {k}" for k in self.hidden)], PROBE_TOLERANCE[self._target.dtype]
         values = short_pass(self._target, self, self.hidden)
         return [(name, value, most) for name, value in zip(names, values, strict=True)]
+
+    @property
+    def why_not_invariant(self) -> str | None:
+        """See `HookedModel.why_not_invariant`."""
+        if self._program.few_sizes or not tracing.has_kernel(self._dtype):
+            return f"oneDNN or MKL computes the {self._dtype} layers of its program"
+        return None
 
     def __call__(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.errors import UnsupportedModelError
 from emssd.model.interface import (
     ATTENTION_NAME,
     MASKED_NAME,
@@ -20,6 +22,7 @@ from emssd.model.interface import (
     register,
     with_windows,
 )
+from emssd.model.invariant import BatchInvariant, why_not_invariant
 from emssd.model.mixing import install
 from emssd.model.replaced import lock_of
 from emssd.model.spread import is_spread, output_device
@@ -46,6 +49,7 @@ class HookedModel:
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
+        arithmetic: of every pass that no program runs; ``None`` for PyTorch's own, as by default.
         keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`.
         counts_calls: whether `layers` are the calls of attention in a pass, in their order: where not every layer
             attends once.
@@ -56,7 +60,14 @@ class HookedModel:
         ConfigError: `max_model_len` beyond the model's limit.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None, shard: Shard | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int | None = None,
+        shard: Shard | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
         self._sinks: Any = WeakTensorKeyDictionary()  # of each tensor its numbers; it has no annotations
         self.model: Any = model  # Transformers' own annotations do not describe how its models are called
         model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
@@ -71,6 +82,7 @@ class HookedModel:
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
         self.device: torch.device = output_device(model)
         self.dtype: torch.dtype = model.dtype
+        self.arithmetic = self._invariant() if batch_invariant else None
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
         self.layers: tuple[LayerSpec, ...] = ()
@@ -115,19 +127,22 @@ class HookedModel:
         """
         if self.is_spread and isinstance(logits_to_keep, torch.Tensor):
             logits_to_keep = logits_to_keep.tolist()  # type: ignore[assignment]  # which indexes on any device
-        keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
+        keywords: dict[str, Any] = {"emssd_attend": with_windows(self._apart(attend), self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
         calls = count() if self.counts_calls else None
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
-        in_loops = self.dtype is torch.float64  # for which PyTorch has no grouped matrix product
+        own = None if torch.compiler.is_compiling() else self.arithmetic
+        # PyTorch has no grouped matrix product of float64, nor one that is the same in any batch.
+        in_loops = self.dtype is torch.float64 or own is not None
         with (
             self.lock,
             implementation(ATTENTION_NAME if masks is None else MASKED_NAME, experts_in_loops=in_loops),
             keywords_known(keywords | {"emssd_numbers": self._numbers, "emssd_calls": calls}),
             taking,
             cut,
+            nullcontext() if own is None else own,
         ):
             output = self.model(
                 input_ids=input_ids,
@@ -138,6 +153,47 @@ class HookedModel:
             )
         logits: torch.Tensor = output.logits
         return logits
+
+    def _invariant(self) -> BatchInvariant:
+        why = "Accelerate moves it from device to device" if self.is_spread else None
+        if (why := why or why_not_invariant(self.device, self.dtype)) is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} is not batch-invariant: {why}; leave model.batch_invariant out"
+            )
+        return BatchInvariant()
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Within, passes call PyTorch's own functions; the caller holds the lock."""
+        before, self.arithmetic = self.arithmetic, None
+        try:
+            yield
+        finally:
+            self.arithmetic = before
+
+    def _apart(self, attend: Attend) -> Attend:
+        """`attend`, which has its own arithmetic."""
+        if self.arithmetic is None or torch.compiler.is_compiling():
+            return attend
+
+        def attend_apart(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                return attend(layer, seen, *qkv)
+
+        return attend_apart
+
+    @property
+    def why_not_invariant(self) -> str | None:
+        """In words, why the bits of a row may depend on its batch, attention apart; ``None`` if they do not."""
+        if self.compiled is not None:
+            why: str | None = self.compiled.why_not_invariant
+            return why
+        if self.arithmetic is None:
+            return "model.batch_invariant=false"
+        if self.keeps_states:
+            return "some of its layers keep a state"
+        missed = sorted(self.arithmetic.missed)
+        return f"it calls {', '.join(missed)}" if missed else None
 
     def _numbers(self, sinks: torch.Tensor) -> tuple[float, ...]:
         """The numbers of ``sinks [heads]``, read once: on a GPU, the host waits for it."""

@@ -60,6 +60,7 @@ class TargetModel(HookedModel):
         shard: where the others are, if this process has but a shard of the model. All processes do this, and every
             call, together.
         frozen: the caller promises that the model stays as it is, so `begin` need not look. That holds of shards, too.
+        batch_invariant: what no program computes has the same bits in any batch, see `emssd.model.invariant`. On CPUs.
 
     Attributes:
         compiled: that program, or ``None``.
@@ -80,12 +81,13 @@ class TargetModel(HookedModel):
         compile: Compile = False,
         shard: Shard | None = None,
         frozen: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         if compile is True and is_spread(model):
             raise ConfigError("model.compile compiles a model on one device; leave it or model.device_map out")
         if compile not in (True, False, "auto"):
             raise ConfigError(f"model.compile is {compile}; it must be true, false or auto")
-        super().__init__(model, max_model_len=max_model_len, shard=shard)
+        super().__init__(model, max_model_len=max_model_len, shard=shard, batch_invariant=batch_invariant)
         self.layers = self._learned()
         self.may_compile, self._can_compile = compile, False
         self.why_compiled = "not compiled: model.compile=false"
@@ -241,6 +243,8 @@ class TargetModel(HookedModel):
             if self.counts_calls:
                 raise CompileError("some of its layers keep a state, or attend twice, which no compiled program does")
             compiled = CompiledForward(self, hidden, only_kept=only_kept)
+            if self.arithmetic is not None and (why := compiled.why_not_invariant) is not None:
+                raise CompileError(f"model.batch_invariant=true, and {why}")
         except CompileError as error:
             self._can_compile = change is None and isinstance(error, NotKeptError)
             self.why_compiled = f"not compiled: {error}"

@@ -75,6 +75,15 @@ struct Logits {
   int64_t rows, size, stride;
 };
 
+// The same with weights as a model has them: [outputs, in] with these strides, and a bias of their type; null for none.
+struct PlainLinear {
+  Type type;  // of weights, bias and inputs
+  const void *weight, *bias;
+  int64_t output_step, input_step, in, outputs;
+};
+
+void linear(const PlainLinear& layer, const void* input, int64_t num_rows, void* out);
+
 // The first of the largest entries of each row: [rows]. NaN counts as larger than any number, as in torch.argmax.
 void argmax(const Logits& logits, int64_t* best);
 

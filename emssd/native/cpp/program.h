@@ -110,6 +110,25 @@ Tensor own_linear(const Tensor& input, const Linear& layer) {
   return out;
 }
 
+// input [..., in] by a model's own weight [out, in], of any layout: [..., out].
+Tensor plain_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(weight.dim() == 2 && input.size(-1) == weight.size(1), "inputs of ", input.size(-1), " for a weight of ",
+              weight.sizes());
+  TORCH_CHECK(input.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == weight.scalar_type()),
+              "inputs, weight and bias must be of one type");
+  const Tensor rows = input.contiguous();
+  const Tensor own = weight.stride(1) == 1 || weight.stride(0) == 1 ? weight : weight.contiguous();
+  const std::optional<Tensor> added = bias ? std::optional(bias->contiguous()) : std::nullopt;
+  TORCH_CHECK(type_of(own) != Type::int8, "no kernel for int8");
+  const PlainLinear layer{type_of(own), own.const_data_ptr(), added ? added->const_data_ptr() : nullptr,
+                          own.stride(0), own.stride(1), own.size(1), own.size(0)};
+  auto sizes = rows.sizes().vec();
+  sizes.back() = layer.outputs;
+  Tensor out = at::empty(sizes, rows.options());
+  if (out.numel() > 0) emssd::linear(layer, rows.const_data_ptr(), out.numel() / layer.outputs, out.mutable_data_ptr());
+  return out;
+}
+
 // By the number that stands in its handle. A module stays where it is until it is freed.
 std::mutex modules_lock;
 std::unordered_map<int64_t, std::unique_ptr<Module>> modules;
