@@ -56,6 +56,7 @@ class Result:
         reason: why, where it is not served.
         num_wrong: rows of other tokens than the oracle's.
         num_accepted: drafted tokens that were accepted.
+        fallback: what `model.fallback` had to be.
     """
 
     model_type: str
@@ -64,6 +65,7 @@ class Result:
     reason: str = ""
     num_wrong: int = 0
     num_accepted: int = 0
+    fallback: str = "none"
 
 
 class KnowingDrafter(Drafter):
@@ -132,34 +134,44 @@ def sweep_one(model_type: str, variant: str) -> Result | None:
     """Build, decode and compare one model; ``None`` where the type has no such variant."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    outcome, reason, num_wrong, num_accepted = NOT_BUILT, "", 0, 0
+    outcome, reason, num_wrong, num_accepted, fallback = NOT_BUILT, "", 0, 0, "none"
     try:
         config = build_config(model_type, variant)
         if config is None:
             return None
-        outcome = REFUSED
-        check_config(config, None)
-        outcome = NOT_BUILT
+        try:
+            check_config(config, None)
+        except UnsupportedModelError as error:
+            reason, fallback = _said(error), "per_row"
+            outcome = REFUSED
+            check_config(config, None, fallback)
+            outcome = NOT_BUILT
         model, oracle = build_models(config)
         outcome = REFUSED
-        Engine.from_model(model, max_model_len=MAX_MODEL_LEN, drafter="none")
+        try:
+            Engine.from_model(model, max_model_len=MAX_MODEL_LEN, drafter="none", fallback=fallback)
+        except UnsupportedModelError as error:
+            if fallback == "per_row":
+                raise
+            reason, fallback = _said(error), "per_row"
+            Engine.from_model(model, max_model_len=MAX_MODEL_LEN, drafter="none", fallback=fallback)
         outcome = NOT_BUILT
         rows = [greedy(oracle, prompt) for prompt in prompts()]
         outcome = FAILED
-        num_wrong, num_accepted = decode(model, rows)
+        num_wrong, num_accepted = decode(model, rows, fallback)
         outcome = WRONG if num_wrong else SERVED
     except Exception as error:  # whatever models raise
         if outcome == REFUSED and not isinstance(error, EmssdError):
             outcome = FAILED
         reason = _said(error)
-    return Result(model_type, variant, outcome, reason, num_wrong, num_accepted)
+    return Result(model_type, variant, outcome, reason, num_wrong, num_accepted, fallback)
 
 
-def decode(model: Any, rows: list[list[int]]) -> tuple[int, int]:
+def decode(model: Any, rows: list[list[int]], fallback: str) -> tuple[int, int]:
     """Decode what `rows` begin with. Returns how many come out otherwise, and how many drafted tokens were accepted."""
     engine = Engine.from_model(
         model, max_model_len=MAX_MODEL_LEN, drafter=KnowingDrafter(rows), budget="fixed", batch_size=BATCH_SIZE,
-        on_drafter_error="fail",
+        on_drafter_error="fail", fallback=fallback,
     )  # fmt: skip
     done = engine.generate(prompts(), NEW_TOKENS, ignore_eos=True)
     wrong = sum([*ours.prompt_ids, *ours.token_ids] != row for ours, row in zip(done, rows, strict=True))

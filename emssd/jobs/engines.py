@@ -43,7 +43,7 @@ def make_engine(
         budget=config.budget,
         options=config,
         registry=registry,
-        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code),
+        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code, fallback=config.model.fallback),
     )
     engine.drafting.forces = baseline is None and config.speculate
     return engine

@@ -47,6 +47,7 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     num_shards: int = 1,
     device_map: DeviceMap | None = None,
+    fallback: str = "none",
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM, with all of its weights, and its tokenizer.
 
@@ -57,6 +58,7 @@ def load_checkpoint(
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
         num_shards: load one of so many shards, in each process of the group.
         device_map: which module goes to which device; ``None`` loads all to the host.
+        fallback: see `emssd.model.TargetModel`.
 
     Raises:
         ConfigError: it is not there, is damaged, is not whole, or needs code that is not trusted.
@@ -75,8 +77,8 @@ def load_checkpoint(
             raise _cannot(path, f"there is no config.json in it. {_WHAT_TO_GIVE}")
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if not trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
-            model_support.check_config(config, None)
-        model_support.resolve_max_model_len(config, max_model_len)
+            model_support.check_config(config, None, fallback)
+        model_support.resolve_max_model_len(config, max_model_len, fallback)
         if num_shards > 1:
             plans.check_shards(config, num_shards)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)

@@ -39,6 +39,7 @@ def load_model(
     for_drafts: bool = False,
     tensor_parallel: bool = False,
     checksums: bool = False,
+    fallback: str = "none",
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -59,6 +60,7 @@ def load_model(
         tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
             `emssd.model.parallel.follower.follow`.
         checksums: with that, compare in every step what the processes were told and what they computed.
+        fallback: see `TargetModel`.
 
     Raises:
         ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
@@ -74,6 +76,7 @@ def load_model(
             "model.architecture": bool(architecture),
             "model.weights=int8": weights == "int8",
             "model.tensor_parallel=true": tensor_parallel,
+            "model.fallback=per_row": fallback != "none",
         }
         if given := [name for name, is_given in others.items() if is_given]:
             raise ConfigError(
@@ -86,6 +89,8 @@ def load_model(
             raise ConfigError("model.weights=int8 rounds a whole model; leave it or model.tensor_parallel out")
         if batch_invariant:
             raise ConfigError("model.batch_invariant is for one process; leave it or model.tensor_parallel out")
+        if fallback != "none":
+            raise ConfigError("model.fallback=per_row runs in one process; leave it or model.tensor_parallel out")
         _check_parallel(device, compile=compile is True, architecture=architecture)
         wanted = Wanted(path, dtype, max_model_len, trust_remote_code, checksums)
         group = join()
@@ -104,11 +109,16 @@ def load_model(
         kind = _resolve_dtype("bfloat16" if dtype == "auto" else dtype)
         assert isinstance(kind, torch.dtype)
         made = counting_model(architecture, kind, _resolve_device(device))
-        return _target(made, weights, max_model_len, compile, frozen, for_drafts, batch_invariant), None
+        return _target(made, weights, max_model_len, compile, frozen, for_drafts, fallback, batch_invariant), None
     torch_dtype = _resolve_dtype(dtype)
     torch_device = None if device_map is not None else _resolve_device(device)
     model, tokenizer = load_checkpoint(
-        path, dtype=torch_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code, device_map=device_map
+        path,
+        dtype=torch_dtype,
+        max_model_len=max_model_len,
+        trust_remote_code=trust_remote_code,
+        device_map=device_map,
+        fallback=fallback,
     )
     if torch_device is None:
         return TargetModel(model, max_model_len=max_model_len, compile=compile, frozen=frozen), tokenizer
@@ -116,7 +126,7 @@ def load_model(
         model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"{torch_device} has no room for the weights of {path!r}; take a smaller one") from error
-    return _target(model, weights, max_model_len, compile, frozen, for_drafts, batch_invariant), tokenizer
+    return _target(model, weights, max_model_len, compile, frozen, for_drafts, fallback, batch_invariant), tokenizer
 
 
 def _target(
@@ -126,6 +136,7 @@ def _target(
     compile: Compile,
     frozen: bool,
     for_drafts: bool,
+    fallback: str,
     batch_invariant: bool,
 ) -> TargetModel:
     if weights == "int8":
@@ -140,7 +151,12 @@ def _target(
         round_drafter(model)
     frozen = frozen or for_drafts
     return TargetModel(
-        model, max_model_len=max_model_len, compile=compile, frozen=frozen, batch_invariant=batch_invariant
+        model,
+        max_model_len=max_model_len,
+        compile=compile,
+        frozen=frozen,
+        fallback=fallback,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
 from emssd.model.interface import Attend, implementation
-from emssd.model.states import Feed, StateCache
+from emssd.model.states import Feed
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["PROBE_TOLERANCE", "ProbeRows", "layer_devices", "probe_layers", "running"]
+__all__ = ["PROBE_TOLERANCE", "Aranges", "OtherLogitsError", "ProbeRows", "layer_devices", "probe_layers", "running"]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
@@ -49,7 +49,7 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
         return rows.attend(layer, seen, *qkv)
 
     with running(target):
-        with _Aranges(rows.num_tokens) as aranges:
+        with Aranges(rows.num_tokens) as aranges:
             try:
                 packed = rows.run_packed(target, attend)
             except _CalledTwiceError:
@@ -57,7 +57,7 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
                 layers.clear()
                 packed = rows.run_packed(target, attend)
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
-            alone = rows.run_alone(model)
+            alone = torch.cat([rows.run_one_alone(target, row) for row in range(2)])
     expected = len(layers) if target.counts_calls else model.config.get_text_config().num_hidden_layers
     if sorted(layers) != list(range(expected)):
         raise UnsupportedModelError(
@@ -67,9 +67,15 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     _compare(target, packed, alone)
     if target.keeps_states:
         _probe_states(target)
+    if target.new_states().is_whole:
+        _refuse_later_tokens(target)
     if aranges.num_calls:
         _refuse_counted_positions(target, rows)
     return tuple(layers[layer] for layer in range(expected))
+
+
+class OtherLogitsError(UnsupportedModelError):
+    """A packed pass gives other logits than the model's own."""
 
 
 class _CalledTwiceError(Exception):
@@ -125,7 +131,7 @@ def _probe_states(target: HookedModel) -> None:
         UnsupportedModelError: the logits differ.
     """
     tokens = [(7 * place + 2) % target.vocab_size for place in range(13)]
-    states, row, logits = StateCache(), _OneRow(), list[torch.Tensor]()
+    states, row, logits = target.new_states(), _OneRow(), list[torch.Tensor]()
     with running(target):
         for size, num_drafts in ((6, 0), (1, 3), (4, 2), (2, 0)):
             new = tokens[row.num_cached : row.num_cached + size] + tokens[:num_drafts]
@@ -138,8 +144,28 @@ def _probe_states(target: HookedModel) -> None:
             row.num_cached += size
             states.commit(Kept(("",), (row.num_cached,)))
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
-            alone = target.model(torch.tensor([tokens], device=target.device), use_cache=False).logits[0]
+            alone = target.call(input_ids=torch.tensor([tokens], device=target.device), use_cache=False).logits[0]
     _compare(target, torch.cat(logits), alone)
+
+
+def _refuse_later_tokens(target: HookedModel) -> None:
+    """Refuse a model whose own logits of a token change with the tokens after it, such as one that selects among ties.
+
+    Whole texts are computed with drafts behind them, so these would decide.
+    """
+    longest = min(40, target.max_model_len)
+    tokens = torch.tensor([[(7 * place * place + 2) % target.vocab_size for place in range(longest)]])
+    with running(target), implementation("eager", experts_in_loops=target.dtype is torch.float64):
+        whole, *parts = (
+            target.call(input_ids=tokens[:, :length].to(target.device), use_cache=False).logits[0].double()
+            for length in range(longest, max(longest - 24, 1), -1)
+        )
+    change = max((float((whole[: len(part)] - part).abs().max()) for part in parts), default=0.0) / whole.std()
+    if not change <= PROBE_TOLERANCE[target.dtype]:
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} gives a token other logits when further tokens follow it, as models do that "
+            f"select tokens with equal scores; no order of steps has the same text"
+        )
 
 
 def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
@@ -150,7 +176,7 @@ def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
     """
     with running(target), implementation(experts_in_loops=True):
         packed = rows.run_packed(target, rows.attend)
-        with _Aranges(rows.num_tokens, rows.positions):
+        with Aranges(rows.num_tokens, rows.positions):
             moved = rows.run_packed(target, rows.attend)
         if torch.equal(moved, packed):
             return
@@ -217,27 +243,26 @@ class ProbeRows:
             str(row): Feed(tuple((self.owner == row).nonzero().flatten().tolist()), len(tokens), 0)
             for row, tokens in enumerate(self.rows)
         }
-        states = StateCache()
+        states = target.new_states()
         with states.pass_of(feeds) if target.keeps_states else nullcontext():
             logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
         target.bytes_per_row = states.bytes_per_row
         return torch.cat([logits[self.owner == row] for row in range(2)])
 
-    def run_alone(self, model: Any) -> torch.Tensor:
-        """The same from the model itself: the first row as anybody would call it, the second with its positions."""
-        first, second = (self.tokens[self.owner == row].unsqueeze(0) for row in range(2))
-        positions = self.positions[self.owner == 1].unsqueeze(0)
-        # The mask hides nothing; without one, Transformers takes steps of several positions for other sequences.
-        mask = torch.ones_like(second)
-        return torch.cat(
-            [
-                model(first, use_cache=False).logits[0],
-                model(second, position_ids=positions, attention_mask=mask, use_cache=False).logits[0],
-            ]
-        )
+    def run_one_alone(self, target: HookedModel, row: int) -> torch.Tensor:
+        """The same of one row from the model itself: as anybody would call it, or the second with its positions."""
+        ids, given = self.tokens[self.owner == row].unsqueeze(0), dict[str, torch.Tensor]()
+        if row == 1 and target.takes_positions:
+            # The mask hides nothing; without one, Transformers takes steps of several positions for other sequences.
+            given = {
+                "position_ids": self.positions[self.owner == 1].unsqueeze(0),
+                "attention_mask": torch.ones_like(ids),
+            }
+        logits: torch.Tensor = target.call(input_ids=ids, use_cache=False, **given).logits[0]
+        return logits
 
 
-class _Aranges(TorchFunctionMode):
+class Aranges(TorchFunctionMode):
     """Counts calls of `torch.arange` for `count` numbers, which models take for the positions of `count` tokens.
 
     Args:
@@ -274,4 +299,5 @@ def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> 
             f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
             "deviations): it has a feature that does not go through its attention function"
         )
+        raise OtherLogitsError(f"{name} {reason}")
     raise UnsupportedModelError(f"{name} {reason}")

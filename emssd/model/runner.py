@@ -13,7 +13,6 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
-from emssd.model.states import StateCache
 from emssd.model.target import Computed, TargetModel
 
 __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner"]
@@ -141,7 +140,7 @@ class CausalLMRunner(ModelRunner):
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
         self._num_changes, self._layers = model.num_changes, model.layers
-        self._states = StateCache() if model.keeps_states else None
+        self._states = model.new_states() if model.keeps_states else None
 
     def begin(self) -> None:
         before, self._num_changes = self._num_changes, self.model.begin()

@@ -11,10 +11,11 @@ from emssd.model.spread import check_offloaded, is_spread
 
 __all__ = ["check_config", "check_whole", "resolve_max_model_len"]
 
+_PER_ROW = "model.fallback=per_row runs what emssd does not know row by row, more slowly"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
 
 
-def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
+def resolve_max_model_len(config: Any, max_model_len: int | None, fallback: str = "none") -> int:
     """The longest sequence to allow.
 
     Raises:
@@ -31,11 +32,12 @@ def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
     elif max_model_len < 2 or (limit is not None and max_model_len > limit):
         raise ConfigError(f"max_model_len is {max_model_len}; this model takes 2 to {limit or 'any number of'} tokens")
     _check_rotary(text, config.model_type, max_model_len)
-    _check_chunks(text, config.model_type, max_model_len)
+    if fallback == "none":
+        _check_chunks(text, config.model_type, max_model_len)
     return max_model_len
 
 
-def check_config(config: Any, model_class: type | None) -> None:
+def check_config(config: Any, model_class: type | None, fallback: str = "none") -> None:
     """Refuse, before any weights are loaded, what the config shows cannot be served at any length.
 
     Raises:
@@ -51,8 +53,10 @@ def check_config(config: Any, model_class: type | None) -> None:
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise _refused(name, "Transformers has no causal language model for it")
         model_class = cast("type", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    if fallback != "none":  # the probe finds the modules that are to run row by row
+        return
     if getattr(text, "alibi", False) or name in {"bloom", "mpt"}:
-        raise _refused(name, "it encodes positions with ALiBi biases, which reach no attention function")
+        raise _refused(name, f"it encodes positions with ALiBi biases, which reach no attention function; {_PER_ROW}")
     if keeps_states(model_class):  # the probe tells whether nothing else mixes tokens
         return
     layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
@@ -61,13 +65,13 @@ def check_config(config: Any, model_class: type | None) -> None:
         raise _refused(
             name,
             f"it has layers of type {', '.join(foreign)}; emssd serves full and sliding attention, whose cache can be "
-            f"rolled back by any number of tokens",
+            f"rolled back by any number of tokens; {_PER_ROW}",
         )
     if not getattr(model_class, "_supports_attention_backend", False):
         raise _refused(
             name,
             "its code does not use Transformers' attention interface (recurrent and older architectures), so its "
-            "KV cache cannot be managed from outside",
+            f"KV cache cannot be managed from outside; {_PER_ROW}",
         )
 
 
@@ -120,7 +124,7 @@ def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
         raise _refused(
             name,
             f"it has layers of type chunked_attention; model.max_model_len={chunk} or less works, where a sequence is "
-            f"one chunk",
+            f"one chunk; {_PER_ROW}",
         )
 
 
