@@ -1,7 +1,7 @@
-"""Modules that mix tokens out of emssd's sight run row by row, each on all inputs of its row: ``model.fallback=per_row``.
+"""`PerRow`: modules that mix tokens out of emssd's sight, each run on the whole text of a row (``model.fallback``).
 
 No model is named. A short packed pass is compared with the model's own, module by module. The first module whose
-results differ is at fault, and so is one that fails. It runs row by row from then on, and the passes are compared again.
+results differ is at fault, and so is one that fails. It then runs row by row, and the passes are compared again.
 """
 
 from __future__ import annotations

@@ -163,8 +163,8 @@ def _refuse_later_tokens(target: HookedModel) -> None:
     change = max((float((whole[: len(part)] - part).abs().max()) for part in parts), default=0.0) / whole.std()
     if not change <= PROBE_TOLERANCE[target.dtype]:
         raise UnsupportedModelError(
-            f"{type(target.model).__name__} gives a token other logits when further tokens follow it, as models do that "
-            f"select tokens with equal scores; no order of steps has the same text"
+            f"{type(target.model).__name__} gives a token other logits when further tokens follow it, as models that "
+            f"choose among equal scores do; no drafts can be verified in one pass"
         )
 
 

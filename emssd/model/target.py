@@ -106,7 +106,7 @@ class TargetModel(HookedModel):
         self.layers = self._learned()
         if self.per_row is not None and (names := self.per_row.names):
             _LOG.warning(
-                "%d modules of %s (%s, ...) run row by row, each step over the whole text of each row: exact, and slower",
+                "%d modules of %s (%s, …) run row by row, over the whole text of a row in each step: exact, and slower",
                 len(names),
                 type(model).__name__,
                 names[0],
