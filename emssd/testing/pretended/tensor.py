@@ -55,7 +55,7 @@ class OnDevice(torch.Tensor):
     def get_device(self) -> int:
         return 0
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         return f"OnDevice({self.on_host!r})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents it
