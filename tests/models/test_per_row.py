@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from emssd import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.model import TargetModel
+from emssd.model import TargetModel, load_model
 from emssd.model.states import StateCache
 from emssd.sampling import SamplingParams
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
@@ -159,8 +159,6 @@ def test_one_device_and_known_names_only() -> None:
     with pytest.raises(ConfigError, match=r"leave it or model\.fallback=per_row out"):
         Engine.from_pretrained("demo", device_map="auto", fallback="per_row")
     with pytest.raises(ConfigError, match=r"leave it or model\.tensor_parallel out"):
-        from emssd.model import load_model
-
         load_model("demo", tensor_parallel=True, fallback="per_row")
 
 
