@@ -23,8 +23,12 @@ Every causal language model of Transformers {transformers}: {num_types} types, d
 float64, in {num_cases} variants. Ragged batches are decoded with drafts that are right, wrong and long at random, past
 every window and threshold, and compared token for token with the model's own eager forward pass over each row alone.
 
-{served} types are served with exactly those tokens, {refused} are refused with a reason, and {not_built} could not be
-drawn tiny. Tokens were wrong in {wrong} variants. A variant is named where it fares otherwise than its type.
+{served} types are served with exactly those tokens, {per_row} of them with `model.fallback=per_row`; {refused} are refused
+with a reason, and {not_built} could not be drawn tiny. Tokens were wrong in {wrong} variants. A variant is named where it
+fares otherwise than its type.
+
+With `model.fallback=per_row`, modules that mix tokens in a way unknown to emssd run row by row, each step over all of a
+row's text. That is exact and slower, the more so the longer texts are; all other modules run once for the batch.
 
 Made by `python benchmarks/model_sweep.py`. A model of other code is [proved when it is
 loaded](../decisions/0002-probe.md).
@@ -33,6 +37,7 @@ _SECTIONS = {
     "wrong": "Wrong",
     "failed": "Failed",
     "served": "Served",
+    "per_row": "Served with model.fallback=per_row",
     "refused": "Refused",
     "not built": "Not drawn tiny",
 }
@@ -40,14 +45,18 @@ _SECTIONS = {
 
 def page(results: dict[str, Any]) -> str:
     """The Markdown of what `model_sweep` found."""
-    cases = results["cases"]
+    cases = [
+        case | {"outcome": "per_row"} if case["outcome"] == "served" and case["fallback"] == "per_row" else case
+        for case in results["cases"]
+    ]
     main = {case["model_type"]: case for case in reversed(cases)}  # the first variant of each type
     counts = Counter(case["outcome"] for case in main.values())
     text = _HEAD.format(
         transformers=results["transformers"],
         num_types=len(main),
         num_cases=sum(case["outcome"] != "not built" for case in cases),
-        served=counts["served"],
+        served=counts["served"] + counts["per_row"],
+        per_row=counts["per_row"],
         refused=counts["refused"],
         not_built=counts["not built"],
         wrong=sum(case["outcome"] in ("wrong", "failed") for case in cases),
@@ -63,7 +72,7 @@ def page(results: dict[str, Any]) -> str:
         if not groups:
             continue
         text += f"\n## {title}\n\n"
-        if outcome == "served":
+        if outcome in ("served", "per_row"):
             text += ", ".join(label for labels in groups.values() for label in labels) + "\n"
             continue
         text += "| reason | types |\n|---|---|\n"

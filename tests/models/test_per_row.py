@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_ragged import RaggedConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from emssd import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import TargetModel, load_model
-from emssd.model.states import StateCache
 from emssd.sampling import SamplingParams
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
@@ -60,6 +60,14 @@ def check(kind: str, engine: Engine) -> None:
     assert [list(each.token_ids) for each in done] == expected
 
 
+def summing() -> PreTrainedModel:
+    """A model whose first layer mixes tokens beside its attention."""
+    model = tiny_model("llama")
+    own = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda hidden: own(hidden).cumsum(1)
+    return model
+
+
 @pytest.mark.costly("three runs of each kind")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_forward_pass(kind: str) -> None:
@@ -78,12 +86,16 @@ def test_tokens_are_those_of_the_forward_pass(kind: str) -> None:
 
 
 def test_rows_that_are_preempted_begin_again() -> None:
-    engine = engine_of("gptj", DecoyDrafter(VOCAB_SIZE, references("gptj"), depth=1))
-    crowd = ContinuousScheduler(3, headroom=0)
-    engine.scheduler = crowd
-    pending = iter(engine.stream(PROMPTS, NEW_TOKENS, ignore_eos=True))
-    assert len([*pending]) > 0
-    check("gptj", engine)
+    model = summing()
+    known = {prompt: [*greedy_reference(model, prompt, NEW_TOKENS + 1)] for prompt in PROMPTS}
+    engine = Engine.from_model(
+        model, drafter=DecoyDrafter(61, known, depth=1), budget="fixed", max_model_len=64, batch_size=3,
+        kv_memory="118KiB", backend=RaggedConfig(page_size=4), fallback="per_row", on_drafter_error="fail",
+    )  # fmt: skip
+    engine.scheduler = ContinuousScheduler(3, headroom=0)
+    done = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
+    assert [list(each.token_ids) for each in done] == [tokens[:NEW_TOKENS] for tokens in known.values()]
+    assert engine.report.num_preempted > 0
 
 
 def test_whole_texts_count_as_memory() -> None:
@@ -96,8 +108,10 @@ def test_whole_texts_count_as_memory() -> None:
 
 
 def test_drafters_with_the_models_first_layers_keep_texts_of_their_own() -> None:
-    engine = engine_of("gptj", "early_exit")
-    check("gptj", engine)
+    model = summing()
+    known = [[*greedy_reference(model, prompt, NEW_TOKENS)] for prompt in PROMPTS]
+    engine = Engine.from_model(model, drafter="early_exit", fallback="per_row", on_drafter_error="fail")
+    assert [list(each.token_ids) for each in engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)] == known
     assert engine.report.num_drafted > NEW_TOKENS
 
 
@@ -135,10 +149,8 @@ def test_a_refusal_names_the_option_or_the_module() -> None:
         UnsupportedModelError, match=r"interface.*model\.fallback=per_row runs what emssd does not know"
     ):
         Engine.from_model(model_of("gptj"), drafter="none")
-    model = tiny_model("llama")
-    own = model.model.layers[1].mlp.forward
-    model.model.layers[1].mlp.forward = lambda hidden: own(hidden).cumsum(1)
-    with pytest.raises(UnsupportedModelError, match=r"gives other logits.*: model\.layers\.1\.mlp mixes tokens"):
+    model = summing()
+    with pytest.raises(UnsupportedModelError, match=r"gives other logits.*: model\.layers\.0\.mlp mixes tokens"):
         Engine.from_model(model, drafter="none")
     known = {prompt: [*greedy_reference(model, prompt, NEW_TOKENS)] for prompt in PROMPTS}
     engine = Engine.from_model(model, drafter=DecoyDrafter(61, known), budget="fixed", fallback="per_row")
@@ -160,9 +172,3 @@ def test_one_device_and_known_names_only() -> None:
         Engine.from_pretrained("demo", device_map="auto", fallback="per_row")
     with pytest.raises(ConfigError, match=r"leave it or model\.tensor_parallel out"):
         load_model("demo", tensor_parallel=True, fallback="per_row")
-
-
-def test_no_text_of_a_released_row_is_kept() -> None:
-    cache = StateCache(whole=8)
-    assert cache.is_whole
-    assert cache.held == 0
