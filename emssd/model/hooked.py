@@ -85,7 +85,7 @@ class HookedModel:
         self.keeps_states = self.counts_calls = install(model)
         self.per_row: PerRow | None = None
         self.attention = ATTENTION_NAME
-        self._names = {*inspect.signature(model.forward).parameters}
+        self._names = {*inspect.signature(type(model).forward).parameters}  # the module's own may be wrapped
         self.takes_positions = bool({"position_ids", "kwargs"} & self._names)
         self.lock = lock_of(model)
         self.is_spread = is_spread(model)
@@ -163,9 +163,9 @@ class HookedModel:
                 **({} if self.is_spread else keywords),  # Accelerate would pass on copies; they are known as it is
             )
         logits: torch.Tensor = output.logits
-        return (
-            logits if "logits_to_keep" in self._names or isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
-        )
+        if "logits_to_keep" in self._names or isinstance(logits_to_keep, int):
+            return logits
+        return logits if logits.shape[1] == len(logits_to_keep) else logits[:, logits_to_keep]
 
     def call(self, **keywords: Any) -> Any:
         """Call the model with those of `keywords` that it takes."""

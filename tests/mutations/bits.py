@@ -25,8 +25,8 @@ FAULTS = (
         "where a sum begins depends on the rows beside it",
         "bits",
         "emssd/native/cpp/linear.cpp",
-        "for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{};",
-        "for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{} + N * 1e-3f;",
+        "sum[row][vector] = Sums{};\n  }\n#pragma GCC unroll 1\n  for (int64_t cell",
+        "sum[row][vector] = Sums{} + N * 1e-3f;\n  }\n#pragma GCC unroll 1\n  for (int64_t cell",
         (ROWS, REPLACED),
     ),
     Fault(
