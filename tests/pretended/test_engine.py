@@ -25,7 +25,6 @@ from tests.support.perfect_head import perfect_target, write_perfect_eagle, writ
 from tests.support.perfect_hydra import write_perfect_hydra
 from tests.support.perfect_medusa import lagging_target, write_perfect_medusa
 from tests.support.random_heads import random_head
-from tests.support.tiers import only
 
 BACKENDS = {"eager": FlashInferConfig(cuda_graphs=False), "recorded": FlashInferConfig()}
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
@@ -82,15 +81,9 @@ def expected(case: str, sampling: SamplingParams | None) -> list[tuple[int, ...]
     return [each.token_ids for each in done]
 
 
-IN_CI = ("suffix", "token_recycling", "draft_model", "eagle3", "medusa", "dflash")  # chains, trees, a model and heads
-
-
-@pytest.mark.costly("on the device each operation passes through Python")
-@pytest.mark.parametrize("backend", only(BACKENDS, ci=["recorded"]))
-@pytest.mark.parametrize(
-    "sampling", [None, pytest.param(SAMPLED, marks=pytest.mark.nightly)], ids=["greedy", "sampled"]
-)
-@pytest.mark.parametrize("name", only(CASES, ci=IN_CI))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_level(
     name: str, sampling: SamplingParams | None, backend: str, request: pytest.FixtureRequest, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
