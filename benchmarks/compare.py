@@ -31,8 +31,8 @@ from emssd.cli.options import to_options
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
 from emssd.jobs.config import RunConfig, conf_dir, register_configs
+from emssd.jobs.engines import make_engine
 from emssd.jobs.intake import Failures, prompts_of, to_requests
-from emssd.jobs.job import make_engine
 from emssd.metrics.stats import RunReport
 from emssd.model.cache import ModelCache
 from emssd.plugins.registry import Registry

@@ -1,6 +1,6 @@
 """Compares emssd with other engines on this machine: same models, prompts, precision, threads and batch sizes.
 
-    nox -s peers                                         # makes the environments of vLLM and OpenVINO, once
+    nox -s peers                                         # makes the environments of vLLM, OpenVINO and llama.cpp, once
     python benchmarks/cpu_peers.py --model TARGET --draft-model DRAFT --data gsm8k.jsonl --out results/cpu_peers.json
 
 Every engine runs in a process of its own that loads and warms up before the clock starts; all prompts are handed over
@@ -71,6 +71,23 @@ def installed(names: list[str], interpreters: dict[str, str], console: Console) 
     return found
 
 
+def kept_references(
+    file: Path | None, peer: str, request: Request, setting: Setting, logs: Path, console: Console
+) -> dict[str, list[list[int]]]:
+    """References from `file`, which may have more prompts; or new ones, which are kept there."""
+    asked = [peer, Path(setting.model).name, setting.dtype, request.max_new_tokens]
+    if file and file.is_file():
+        kept, number = json.loads(file.read_text()), len(request.prompts)
+        if kept["asked"] != asked or kept["prompts"][:number] != request.prompts:
+            raise SystemExit(f"cpu_peers.py: error: --references {file}: they are of other prompts; name another file")
+        return {name: tokens[:number] for name, tokens in kept["found"].items()}
+    found = references_of(request, setting, logs, console, peer)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"asked": asked, "prompts": request.prompts, "found": found}) + "\n")
+    return found
+
+
 def pairs_of(given: list[str]) -> dict[str, str]:
     return dict(pair.partition("=")[::2] for pair in given)
 
@@ -82,6 +99,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="JSONL file with a field 'question'")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=DEFAULT_PEERS)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--greedy-only", nargs="+", default=[], choices=list(PEERS), help="peers without other modes")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--prompts", choices=list(TEMPLATES), default="copy-heavy")
     parser.add_argument("--num-prompts", type=int, default=32)
@@ -94,6 +112,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--vllm", nargs="+", default=[], metavar="NAME=VALUE", help="options; see peers/run_vllm.py")
     parser.add_argument("--python", nargs="+", default=[], metavar="PEER=FILE", help="interpreters of peers")
     parser.add_argument("--openvino-export", type=Path, default=Path(".nox/openvino-export"), help="exported models")
+    parser.add_argument("--gguf", type=Path, default=Path(".nox/gguf"), help="models in llama.cpp's format")
+    parser.add_argument("--reference-peer", default="hf", choices=["hf", "emssd"], help="whose float32 is right")
+    parser.add_argument("--references", type=Path, help="JSON file: read if it is there, and written if not")
     parser.add_argument("--logs", type=Path, help="folder for the engines' own output; a temporary one by default")
     parser.add_argument("--out", type=Path, help="JSON file; written after every batch size")
     arguments = parser.parse_args()
@@ -101,7 +122,7 @@ def parsed() -> argparse.Namespace:
         if not (Path(folder) / "config.json").is_file():
             parser.error(f"{name} {folder}: no such folder with a config.json; give the local folder of a model")
     if arguments.device != "cpu":
-        arguments.peers = [name for name in arguments.peers if not name.startswith("openvino")]
+        arguments.peers = [name for name in arguments.peers if not name.startswith(("openvino", "llama_cpp"))]
     if unknown := sorted(pairs_of(arguments.python).keys() - PEERS):
         parser.error(f"--python {unknown[0]}=…: no such peer; there are {', '.join(PEERS)}")
     return arguments
@@ -120,6 +141,7 @@ def main() -> None:
             "emssd": arguments.emssd,
             "vllm": arguments.vllm,
             "openvino": [f"export={arguments.openvino_export.resolve()}"],
+            "llama_cpp": [f"export={arguments.gguf.resolve()}"],
         },
         pairs_of(arguments.python),
         arguments.device,
@@ -132,7 +154,7 @@ def main() -> None:
     if not peers:
         raise SystemExit("cpu_peers.py: error: none of the peers is installed")
     try:
-        references = references_of(request, setting, logs, console)
+        references = kept_references(arguments.references, arguments.reference_peer, request, setting, logs, console)
     except PeerError as error:
         raise SystemExit(f"cpu_peers.py: error: no reference outputs: {error}; logs are in {logs}") from None
     results: dict[str, Any] = {"run": provenance(arguments), "cells": []}
@@ -141,6 +163,7 @@ def main() -> None:
         for batch in arguments.batch_sizes:
             every = [(peer, mode, batch) for mode in arguments.modes for peer in peers]
             cells = [cell for cell in every if PEERS[cell[0]].has(cell[1], batch)]
+            cells = [cell for cell in cells if cell[0] not in arguments.greedy_only or cell[1] == "greedy"]
             if cells:
                 compared.run(cells, arguments.repeats)
             results["cells"] = figures(compared.answers, references, compared.failed)

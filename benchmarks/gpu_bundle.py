@@ -4,8 +4,9 @@
     python benchmarks/gpu_bundle.py FOLDER --python 3.12 --kernels KERNELS    # needs a package index
     benchmarks/gpu_run.sh 1 RESULTS carried                                   # there, in FOLDER
 
-The wheels are what such a machine lacks that has PyTorch with CUDA and Transformers. Docs, examples, the demo's weights
-and all tests but those of `tests/gpu` stay behind.
+The wheels are what such a machine lacks that has PyTorch with CUDA and Transformers. Docs, examples and all tests
+but those of `tests/gpu` stay behind. If a whole working tree travels with the folder, `--beside TREE`
+counts its files too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from compile_flashinfer import PINNED
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 64 * 2**20  # bytes
 CARRIED = "carried"
-LEFT_BEHIND = ("docs/", "emssd/demo/weights/", "examples/", "tests/", "tools/")
+LEFT_BEHIND = ("docs/", "examples/", "tests/", "tools/")
 TAKEN = ("tests/gpu/", "tests/support/")
 COMPILED = ["msgspec>=0.20"]
-PURE = ["hydra-core>=1.3.2", "omegaconf>=2.3", "antlr4-python3-runtime==4.9.3"]
+PURE = ["hydra-core==1.3.2", "omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3"]  # as in constraints.txt
 
 
 def tree() -> list[Path]:
@@ -57,13 +58,17 @@ def download(folder: Path, python: str) -> None:
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), *PURE], check=True)
 
 
-def check_size(folder: Path) -> int:
-    """Bytes of all files in `folder`.
+def check_size(folder: Path, beside: Path | None = None) -> int:
+    """Bytes of all files in `folder`, and of those that git does not ignore in the tree `beside` it.
 
     Raises:
         SystemExit: more than may be carried.
     """
     sizes = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    if beside is not None:
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=beside, check=True, capture_output=True, text=True).stdout.splitlines()
+        sizes |= {beside / name: (beside / name).stat().st_size for name in names if (beside / name).is_file()}
     total = sum(sizes.values())
     if total > LIMIT:
         largest = ", ".join(f"{file.name} {sizes[file]}" for file in sorted(sizes, key=lambda file: -sizes[file])[:5])
@@ -76,6 +81,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="made anew")
     parser.add_argument("--python", help="version of Python there, such as 3.12: download wheels for it")
     parser.add_argument("--kernels", type=Path, help="folder from compile_flashinfer.py --prebuild")
+    parser.add_argument("--beside", type=Path, help="a git tree that travels too: its files count")
     arguments = parser.parse_args()
 
     if arguments.folder.exists() and any(arguments.folder.iterdir()):
@@ -87,7 +93,7 @@ def main() -> None:
         download(carried, arguments.python)
     if arguments.kernels:
         shutil.copytree(arguments.kernels, carried / "kernels")
-    print(f"{arguments.folder}: {check_size(arguments.folder)} bytes of {LIMIT}")
+    print(f"{arguments.folder}: {check_size(arguments.folder, arguments.beside)} bytes of {LIMIT}")
 
 
 if __name__ == "__main__":

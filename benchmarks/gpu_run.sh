@@ -12,7 +12,7 @@
 # RESULTS gets everything that is found out; what was measured there already is not measured again. CARRIED is a folder
 # with wheels that the machine's Python lacks, for machines without network, and maybe kernels/ from
 # `compile_flashinfer.py --prebuild`. Needs torch with CUDA, transformers, pytest, hypothesis, rich, ninja, a C++
-# compiler and nvcc. What is installed or compiled stays in EMSSD_WORK (a folder under /tmp) for the next part.
+# compiler and nvcc. EMSSD_PART_SECONDS (570) is what a part may take. What is installed or compiled stays in EMSSD_WORK (a folder under /tmp) for the next part.
 # EMSSD_DRY_RUN=1 runs a tiny model on the CPU, where the tests skip, to see that all of this works.
 set -uo pipefail
 start=$SECONDS
@@ -32,7 +32,7 @@ mkdir -p -m 700 "$work" "$site" "$EMSSD_KERNELS" "$EMSSD_CACHE"
 
 wheels=$([ -n "$carried" ] && cd "$carried" && ls -- *.whl 2>/dev/null)
 if [ -n "$wheels" ] && [ "$wheels" != "$(cat "$site/.wheels" 2>/dev/null)" ]; then
-    (cd "$carried" && timeout 40 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade \
+    (cd "$carried" && timeout 100 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade \
         --target "$site" ./*.whl) || exit 1
     printf '%s\n' "$wheels" >"$site/.wheels"
 fi
@@ -45,11 +45,14 @@ project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
 info = pathlib.Path(sys.argv[1]) / f"{project['name']}-{project['version']}.dist-info"
 info.mkdir(exist_ok=True)
 (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-points = "\n".join(f"{name} = {module}" for name, module in project["entry-points"]["emssd"].items())
-(info / "entry_points.txt").write_text(f"[emssd]\n{points}\n")
+lines = []
+for group, points in project["entry-points"].items():  # pytest's too, which registers the markers of the suites
+    lines += [f"[{group}]", *(f"{name} = {module}" for name, module in points.items())]
+(info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 PY
 
 plugins=$(printf '%s:' "$PWD"/plugins/*)
+export PATH=$PATH:$("$python" -c 'import pathlib, sys; print(pathlib.Path(sys.executable).parent)') # for ninja
 export PYTHONPATH=$PWD:$plugins$site${PYTHONPATH:+:$PYTHONPATH}
 found=$("$python" benchmarks/cuda_toolkit.py "$work/links") && eval "$found"
 export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$work}
@@ -59,14 +62,15 @@ date -u +%FT%TZ
 cat COMMIT 2>/dev/null || git rev-parse HEAD
 timeout 10 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit --format=csv
 "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" --version | tail -2
-timeout 40 "$python" - <<'PY' || [ -n "${EMSSD_DRY_RUN:-}" ] || exit 1
-import importlib.util, platform, sys, torch, transformers, emssd_flashinfer
+timeout 150 "$python" - <<'PY' || [ -n "${EMSSD_DRY_RUN:-}" ] || exit 1
+import platform, sys, torch, transformers, emssd_flashinfer
 
 print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)
-if importlib.util.find_spec("flashinfer"):
-    import flashinfer
-    print("flashinfer", flashinfer.__version__)
-sys.exit(emssd_flashinfer.unavailable())  # all tests would be skipped, which must not look like success
+if found := emssd_flashinfer.unavailable():
+    sys.exit(found)  # all tests would be skipped, which must not look like success
+import flashinfer
+
+print("flashinfer", flashinfer.__version__)
 PY
 
 seconds=$("$python" -c "import sys; sys.path.insert(0, 'benchmarks'); import gpu_parts; print(gpu_parts.PART_SECONDS)")

@@ -24,11 +24,11 @@ float64, in {num_cases} variants. Ragged batches are decoded with drafts that ar
 every window and threshold, and compared token for token with the model's own eager forward pass over each row alone.
 
 {served} types are served with exactly those tokens, {per_row} of them with `model.fallback=per_row`; {refused} are
-refused with a reason, and {not_built} could not be drawn tiny. Tokens were wrong in {wrong} variants. A variant is named where it
-fares otherwise than its type.
+refused with a reason, and {not_built} could not be drawn tiny. Tokens were wrong in {wrong} variants.
+A variant is named where it fares otherwise than its type.
 
-With `model.fallback=per_row`, modules that mix tokens in a way unknown to emssd run row by row, each step over all of a
-row's text. That is exact and slower, the more so the longer texts are; all other modules run once for the batch.
+With `model.fallback=per_row`, modules that mix tokens in a way unknown to emssd run row by row, each step over all
+of a row's text. That is exact and slower, the more so the longer texts are; all other modules run once for the batch.
 
 Made by `python benchmarks/model_sweep.py`. A model of other code is [proved when it is
 loaded](../decisions/0002-probe.md).

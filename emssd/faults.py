@@ -34,11 +34,9 @@ def told(error: BaseException) -> str:
 class process_kept:  # noqa: N801  # a context manager, as those of contextlib
     """For a call of a plugin: what it changes for the whole process is changed back, and is an error.
 
-    That is PyTorch's default dtype and device and autocast, filters that make errors of warnings, and
-    variables that are taken out of the environment. `in_step`, these are not compared, as that takes 40 µs.
-
-    Raises:
-        PluginError: it has changed something; this comes after what the body raises.
+    That is PyTorch's default dtype and device and autocast, filters that make errors of warnings, and variables that
+    are taken out of the environment. `in_step`, these are not compared, as that takes 40 µs. Raises PluginError: it has
+    changed something; this comes after what the body raises.
     """
 
     def __init__(self, *, in_step: bool = False) -> None:
@@ -72,7 +70,6 @@ class guarded(process_kept):  # noqa: N801
     Args:
         owner: how messages call the plugin.
         where: which of its functions the body calls.
-        in_step: see above.
 
     Raises:
         PluginError: in the place of the plugin's own exception, or as `process_kept` does.

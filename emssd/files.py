@@ -48,10 +48,8 @@ def atomic_folder(path: Path, *, mode: int = 0o777, replace: bool = False) -> It
 
 
 def lock(file: int, *, wait: bool = False) -> bool:
-    """Lock an open file until it is closed or this process ends. Returns whether this system has locks.
-
-    Raises:
-        BlockingIOError: another process holds the lock, and `wait` is false.
+    """Lock an open file until it is closed or this process ends. Returns whether this system has locks. Raises
+    BlockingIOError: another process holds the lock, and `wait` is false.
     """
     try:
         import fcntl

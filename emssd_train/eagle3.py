@@ -14,6 +14,7 @@ from torch import nn
 
 from emssd.errors import ConfigError
 from emssd.heads import Checkpoint, TargetSizes
+from emssd.heads.containers import unwrapped
 from emssd.model import TargetModel
 from emssd_train.options import Eagle3Options
 from emssd_train.saving import save_files
@@ -126,7 +127,7 @@ def new_head(
     names = {name: name for name in ("fc.weight", *([] if options.share_lm_head else ["lm_head.weight"]))}
     names |= {} if drafted is None else {"d2t": "d2t"}
     shapes = {"fc.weight": torch.empty(size, num_layers * size, device="meta")}
-    variant = variant_of(Checkpoint(options.output, Path(options.output), config, shapes), names, sizes)
+    variant = variant_of(unwrapped(Checkpoint(options.output, Path(options.output), config, shapes)), names, sizes)
     head = Eagle3Head(variant, names, sizes).to(torch.promote_types(target.dtype, torch.float32))
     generator = torch.Generator().manual_seed(options.seed)
     for name, weight in head.named_parameters():

@@ -15,14 +15,21 @@ from rich.progress import Progress
 __all__ = ["Comparison", "references_of"]
 
 
-def references_of(request: Request, setting: Setting, logs: Path, console: Console) -> dict[str, list[list[int]]]:
-    """Greedy tokens of Hugging Face `generate` at batch 1, in the precision of the comparison and in float32."""
+def references_of(
+    request: Request, setting: Setting, logs: Path, console: Console, peer: str = "hf"
+) -> dict[str, list[list[int]]]:
+    """Greedy tokens of Hugging Face `generate` at batch 1, in the precision of the comparison and in float32.
+
+    Those of another `peer`, in batches and in float32 alone, take less time where the model is large.
+    """
     found = {}
-    for dtype in dict.fromkeys([setting.dtype, "float32"]):
-        with console.status(f"reference: Hugging Face generate at batch 1 in {dtype}"):
-            worker = Worker("hf", replace(setting, dtype=dtype, options={}), logs / f"reference-{dtype}.log")
+    batch_size, dtypes = (1, [setting.dtype, "float32"]) if peer == "hf" else (16, ["float32"])
+    for dtype in dict.fromkeys(dtypes):
+        with console.status(f"reference: {peer} at batch {batch_size} in {dtype}"):
+            worker = Worker(peer, replace(setting, dtype=dtype, options={}), logs / f"reference-{dtype}.log")
             try:
-                found[f"HF {dtype}"] = worker.ask(request)["tokens"]
+                name = "HF" if peer == "hf" else peer
+                found[f"{name} {dtype}"] = worker.ask(replace(request, batch_size=batch_size))["tokens"]
             finally:
                 worker.close()
     return found

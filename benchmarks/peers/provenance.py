@@ -15,7 +15,7 @@ from emssd.jobs.provenance import commit, processor
 
 __all__ = ["provenance"]
 
-PATHS = ("model", "draft_model", "data", "python", "openvino_export", "logs", "out")
+PATHS = ("model", "draft_model", "data", "python", "openvino_export", "gguf", "references", "logs", "out")
 
 
 def provenance(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -54,6 +54,9 @@ PEERS = {
     "vllm": Peer("run_vllm.py", "vllm", "vllm"),
     "openvino": Peer("run_openvino.py", "openvino", "openvino_genai"),
     "openvino_u8": Peer("run_openvino.py", "openvino", "openvino_genai", options={"kv_precision": "u8"}),
+    "llama_cpp": Peer("run_llama_cpp.py", "llama_cpp", "llama_cpp"),
+    "llama_cpp_q8_0": Peer("run_llama_cpp.py", "llama_cpp", "llama_cpp", options={"weights": "q8_0"}),
+    "llama_cpp_q4_0": Peer("run_llama_cpp.py", "llama_cpp", "llama_cpp", options={"weights": "q4_0"}),
 }
 
 

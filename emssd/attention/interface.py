@@ -177,12 +177,14 @@ class AttentionBackend(ABC):
         takes_sinks: whether it computes `LayerSpec.sinks`.
         takes_devices: whether several of it, on a device each, may serve the layers of one model. Its `StepPlan.replay`
             may then run within that of another.
+        batch_invariant: whether a query has the same bits whatever other rows, drafts and steps there are.
         prefix_unit: KV is shared by so many tokens; 0 if it is not shared. Of use after `allocate`.
     """
 
     takes_trees: bool = False
     takes_sinks: bool = False
     takes_devices: bool = False
+    batch_invariant: bool = False
     prefix_unit: int = 0
 
     @abstractmethod

@@ -29,12 +29,14 @@ class PagedKernels(ABC):
         takes_trees: whether `plan` takes rows that end with token trees.
         takes_sinks: whether they compute `LayerSpec.sinks`.
         takes_devices: see `AttentionBackend.takes_devices`.
+        batch_invariant: see `AttentionBackend.batch_invariant`.
         are_native: whether `native_step` gives what C++ code attends with, page by page of all that a row holds.
     """
 
     takes_trees: bool = False
     takes_sinks: bool = False
     takes_devices: bool = False
+    batch_invariant: bool = False
     are_native: bool = False
 
     @abstractmethod
@@ -115,6 +117,7 @@ class PagedBackend(AttentionBackend):
     def allocate(self, spec: KVCacheSpec) -> None:
         page_size = self._table.page_size
         self._kernels = self._serving(spec)
+        self.batch_invariant = self._kernels.batch_invariant
         shapes = [self._kernels.page_shapes(layer, spec.dtype, page_size) for layer in spec.layers]
         self._pool = KVPool(shapes, page_size, spec.dtype, spec.device)
         self.prefix_unit = page_size if spec.prefix_caching else 0

@@ -62,6 +62,10 @@ def _run(given: argparse.Namespace, notes: Notes) -> int:
             folder = new_plugin(given.kind, given.name, given.folder)
             print(f"{folder} is a complete plugin, {given.kind}={given.name}; its README.md says what to do with it")
             return 0
+        case "inspect":
+            from emssd.authoring.inspect import print_inspected
+
+            return print_inspected(given.path)
     from emssd.authoring.listing import print_plugins
 
     return print_plugins(notes)
@@ -90,6 +94,8 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--decides-at-random", action="store_true", help="the plugin means to, so what it decides is not compared"
     )
+    inspect = commands.add_parser("inspect", help="what a checkpoint is, and which drafter reads it")
+    inspect.add_argument("path", metavar="PATH", help="folder, file of weights or hub id")
     new = commands.add_parser("new", help="write a new plugin, complete with tests")
     new.add_argument("kind", choices=["drafter", "budget"], help="what it offers")
     new.add_argument("name", metavar="NAME", help="as in drafter=NAME or budget=NAME")

@@ -24,11 +24,7 @@ _POLL_SECONDS = 0.1
 
 
 class Notes:
-    """The current activity of the process, in a file that outlives it; without a file, nothing is noted.
-
-    Args:
-        path: of the file.
-    """
+    """The current activity of the process, in a file that outlives it; without a file, nothing is noted."""
 
     variable = "EMSSD_PLUGINS_NOTES"
 
@@ -60,10 +56,8 @@ class Notes:
 
 
 def run_watched(arguments: Seq[str]) -> int:
-    """Run ``emssd-plugins`` with `arguments`. Returns its exit status.
-
-    Raises:
-        PluginError: the process ended before its command did, or did one thing for longer than it may.
+    """Run ``emssd-plugins`` with `arguments`. Returns its exit status. Raises PluginError: the process ended before its
+    command did, or did one thing for longer than it may.
     """
     with tempfile.TemporaryDirectory(prefix="emssd-plugins-") as folder:
         notes = Path(folder) / "notes.json"

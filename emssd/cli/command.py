@@ -116,10 +116,8 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
 
 
 def _check_flags(arguments: list[str]) -> None:
-    """Refuse flags such as ``--drafter``, which Hydra would answer with its own usage.
-
-    Raises:
-        ConfigError: how the option is written here.
+    """Refuse flags such as ``--drafter``, which Hydra would answer with its own usage. Raises ConfigError: how the
+    option is written here.
     """
     _, unknown = get_args_parser().parse_known_args(arguments)
     for flag in (each for each in unknown if each.startswith("-")):
@@ -142,10 +140,8 @@ def _num_jobs(config: HydraConf) -> int:
 
 
 def _check_launcher(target: str) -> None:
-    """The rows of an experiment go to one file, and its runs are compared, so they must follow one another.
-
-    Raises:
-        ConfigError: another launcher was chosen.
+    """The rows of an experiment go to one file, and its runs are compared, so they must follow one another. Raises
+    ConfigError: another launcher was chosen.
     """
     if not target.endswith(".BasicLauncher"):
         raise ConfigError(
@@ -160,7 +156,7 @@ def _quoted_prompt(argument: str) -> str:
     One that is in Hydra's quotes already is left to Hydra.
     """
     name, given, text = argument.partition("=")
-    if name != "prompt" or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
+    if name not in ("prompt", "sampling.grammar") or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
         return argument
     escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
     return f"{name}{given}{QuotedString(escaped, Quote.single).with_quotes()}"

@@ -33,10 +33,8 @@ _HELP = "python -m emssd --help lists all"
 
 @contextmanager
 def explained(registry: Registry) -> Iterator[None]:
-    """Convert exceptions of Hydra to errors of emssd; with ``HYDRA_FULL_ERROR=1`` they pass unchanged.
-
-    Raises:
-        EmssdError: in the place of Hydra's exception.
+    """Convert exceptions of Hydra to errors of emssd; with ``HYDRA_FULL_ERROR=1`` they pass unchanged. Raises
+    EmssdError: in the place of Hydra's exception.
     """
     wants_traceback = os.environ.get(_FULL) == "1"
     try:
@@ -51,10 +49,8 @@ def explained(registry: Registry) -> Iterator[None]:
 
 
 def as_config_error(error: Exception, registry: Registry) -> ConfigError:
-    """The error of ours for an `error` that Hydra or OmegaConf raised.
-
-    Raises:
-        PluginError: the user asked for a plugin that is not there, or cannot run here.
+    """The error of ours for an `error` that Hydra or OmegaConf raised. Raises PluginError: the user asked for a plugin
+    that is not there, or cannot run here.
     """
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__  # Hydra wraps some of OmegaConf's
     if not isinstance(cause, OmegaConfBaseException):

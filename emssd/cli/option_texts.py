@@ -20,8 +20,6 @@ class OptionText(NamedTuple):
     """One option.
 
     Attributes:
-        name: of the field.
-        kind: its type.
         default: its value where none is given; `omegaconf.MISSING` if there is none.
         text: what the class's docstring says of it; empty if it says nothing.
     """

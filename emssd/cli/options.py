@@ -27,9 +27,7 @@ def to_options(config: DictConfig, overrides: Seq[str], registry: Registry, *, i
     """The composed options as dataclasses.
 
     Args:
-        config: as Hydra composed it.
         overrides: of the command line and the sweep, as Hydra has them.
-        registry: the plugins.
         is_sweep: other runs follow, or came before.
 
     Raises:
@@ -73,15 +71,8 @@ def _check_flags(config: DictConfig, overrides: Seq[str]) -> None:
 
 
 def _check_value(name: str, value: Any, kind: Any = Any) -> None:
-    """Every number can be computed with, and a list or dictionary of scalars holds nothing else.
-
-    Args:
-        name: of the option.
-        value: of the option.
-        kind: that its dataclass says.
-
-    Raises:
-        ConfigError: with the name of the option.
+    """Every number can be computed with, and a list or dictionary of scalars holds nothing else. Raises ConfigError
+    with the name of the option.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} is {value}; it must be a finite number")
@@ -101,10 +92,8 @@ def _check_value(name: str, value: Any, kind: Any = Any) -> None:
 
 
 def _check_choice(kind: str, chosen: Any, registry: Registry) -> None:
-    """The name of a choice is that of its plugin.
-
-    Raises:
-        ConfigError: it was changed, or the choice is no plugin's options.
+    """The name of a choice is that of its plugin. Raises ConfigError: it was changed, or the choice is no plugin's
+    options.
     """
     name = getattr(chosen, "name", None)
     if name not in registry.names(kind) or not isinstance(chosen, registry.find(kind, name).config):
@@ -113,10 +102,8 @@ def _check_choice(kind: str, chosen: Any, registry: Registry) -> None:
 
 
 def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
-    """Refuse `prompt` beside other prompts, to read stdin twice, and files where rows go to stdout.
-
-    Raises:
-        ConfigError: says which option to leave out.
+    """Refuse `prompt` beside other prompts, to read stdin twice, and files where rows go to stdout. Raises ConfigError,
+    which says which option to leave out.
     """
     data = options.data
     if options.output_dir == STDOUT:

@@ -74,9 +74,8 @@ def _in_time() -> Iterator[None]:
     try:
         yield
     finally:
-        with lock:
+        with lock:  # an exception that waits is raised by here, as every call lets it in
             is_over = True
-            raise_in(thread, None)  # what it has not raised yet
         timer.cancel()
 
 
@@ -86,11 +85,7 @@ class _TooLongError(Exception):
 
 
 def require_template(tokenizer: Any) -> None:
-    """Make sure that there is a chat template.
-
-    Raises:
-        ConfigError: there is none, or it is no text.
-    """
+    """Make sure that there is a chat template. Raises ConfigError: there is none, or it is no text."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise ConfigError(
@@ -107,11 +102,7 @@ def require_template(tokenizer: Any) -> None:
 
 
 def check_messages(messages: Any, name: str) -> None:
-    """Make sure that `messages` are a conversation.
-
-    Raises:
-        PromptError: they are not, with the place.
-    """
+    """Make sure that `messages` are a conversation. Raises PromptError: they are not, with the place."""
     if not isinstance(messages, list) or not messages:
         raise PromptError(f"prompt {name} is no list of messages")
     for number, message in enumerate(messages, start=1):

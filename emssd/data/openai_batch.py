@@ -25,7 +25,16 @@ _LINE = ("custom_id", "method", "url", "body")
 # Fields that are options of `SamplingParams` by the same name.
 _SAMPLING = ("temperature", "top_p", "seed", "n", "presence_penalty", "frequency_penalty", "logit_bias")
 _HONOURED = {
-    _CHAT: {"messages", "max_tokens", "max_completion_tokens", "stop", "logprobs", "top_logprobs", *_SAMPLING},
+    _CHAT: {
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        *_SAMPLING,
+    },
     _COMPLETIONS: {"prompt", "max_tokens", "stop", "logprobs", *_SAMPLING},
 }
 # Fields that have no part in the text of an answer.
@@ -37,7 +46,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "stream": (False,),
     "echo": (False,),
@@ -66,10 +74,7 @@ class OpenAIBatchConfig:
 def openai_batch_prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPrompt]:
     """The prompts of `data=openai_batch`. What is wrong with a request makes that one fail, and no other.
 
-    A line that has no ``custom_id`` is named by its place.
-
-    Raises:
-        PromptError: there is no such file, or it is empty.
+    A line that has no ``custom_id`` is named by its place. Raises PromptError: there is no such file, or it is empty.
     """
     name, content = named_content(config.path)
     prompts: list[Prompt | FailedPrompt] = []
@@ -109,7 +114,7 @@ def _prompt(place: str, line: dict[str, Any], taken: Mapping[str, str], config: 
     body = {name: value for name, value in body.items() if value is not None}
     _check_fields(place, url, body)
     sampling = {"temperature": config.temperature} | {name: body[name] for name in _SAMPLING if name in body}
-    sampling |= _logprobs(place, url, body)
+    sampling |= _logprobs(place, url, body) | _grammar(place, body.get("response_format"))
     limit, stop = _limit(place, body), _stop(place, body)
     if url == _CHAT:
         messages = _messages(place, body.get("messages"))
@@ -119,11 +124,7 @@ def _prompt(place: str, line: dict[str, Any], taken: Mapping[str, str], config: 
 
 
 def _check_fields(place: str, url: str, body: Mapping[str, Any]) -> None:
-    """Refuse what cannot be honoured.
-
-    Raises:
-        PromptError: names the field.
-    """
+    """Refuse what cannot be honoured. Raises PromptError, which names the field."""
     for name, value in body.items():
         if name in _HARMLESS | _HONOURED[url] or (name in _NEUTRAL and value in _NEUTRAL[name]):
             continue
@@ -145,6 +146,22 @@ def _logprobs(place: str, url: str, body: Mapping[str, Any]) -> dict[str, int]:
     if not asked and top is not None:
         raise PromptError(f"{place}: top_logprobs is {top!r} without logprobs=true; add that, or leave it out")
     return {"logprobs": 0 if top is None else top} if asked else {}
+
+
+def _grammar(place: str, form: Any) -> dict[str, Any]:
+    """The option `grammar` of `SamplingParams`, of a ``response_format``. A schema is followed, strict or not."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if form is None or form == {"type": "text"}:
+        return {}
+    if kind == "json_object":
+        return {"grammar": "json"}
+    about = form.get("json_schema") if kind == "json_schema" else None
+    if isinstance(about, dict) and isinstance(schema := about.get("schema"), dict):
+        return {"grammar": schema}
+    raise PromptError(
+        f"{place}: response_format is {form!s:.60}; its type is text, json_object, or json_schema with "
+        f'{{"json_schema": {{"schema": …}}}}'
+    )
 
 
 def _limit(place: str, body: Mapping[str, Any]) -> int | None:

@@ -89,10 +89,8 @@ class SourceConfig:
 
 
 def limit_per_prompt(max_new_tokens: int | Seq[int], num_prompts: int) -> list[int]:
-    """``[num_prompts]`` limits of new tokens, of one for all or of one for each.
-
-    Raises:
-        ConfigError: one below 1, or not one for each.
+    """``[num_prompts]`` limits of new tokens, of one for all or of one for each. Raises ConfigError: one below 1, or
+    not one for each.
     """
     limits = [max_new_tokens] * num_prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != num_prompts:
@@ -111,7 +109,6 @@ def encode_prompts(prompts: Iterable[str | Seq[int]], tokenizer: Any) -> list[li
     A text that already starts with the tokenizer's BOS token gets no second one.
 
     Args:
-        prompts: texts or token ids.
         tokenizer: a Hugging Face tokenizer, or ``None`` where all prompts are token ids.
 
     Raises:
@@ -127,11 +124,8 @@ def encode_prompts(prompts: Iterable[str | Seq[int]], tokenizer: Any) -> list[li
 
 
 def encode_text(text: str, tokenizer: Any, name: str) -> list[int]:
-    """Token ids of `text`, which errors call `name`; one that starts with the BOS token gets no second one.
-
-    Raises:
-        PromptError: it is empty.
-        ConfigError: there is no tokenizer.
+    """Token ids of `text`, which errors call `name`; one that starts with the BOS token gets no second one. Raises
+    PromptError: it is empty; or ConfigError: there is no tokenizer.
     """
     if tokenizer is None:
         raise ConfigError("prompts are texts, but the engine has no tokenizer; pass one, or give token ids")
@@ -142,10 +136,8 @@ def encode_text(text: str, tokenizer: Any, name: str) -> list[int]:
 
 
 def tokenize(text: str, tokenizer: Any, name: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`, which errors call `name`.
-
-    Raises:
-        PromptError: it is no text that UTF-8 could hold, or the tokenizer knows nothing of it.
+    """Token ids of `text`, which errors call `name`. Raises PromptError: it is no text that UTF-8 could hold, or the
+    tokenizer knows nothing of it.
     """
     try:
         text.encode()
@@ -161,10 +153,8 @@ def tokenize(text: str, tokenizer: Any, name: str, *, add_special_tokens: bool) 
 
 
 def check_prompt(ids: Seq[int], max_model_len: int, vocab_size: int, name: str) -> None:
-    """Make sure that the model can continue `ids`.
-
-    Raises:
-        PromptError: no ids, no room for a new token, or ids outside the vocabulary.
+    """Make sure that the model can continue `ids`. Raises PromptError: no ids, no room for a new token, or ids outside
+    the vocabulary.
     """
     if not ids:
         raise PromptError(f"prompt {name} is empty; there is nothing to continue")
@@ -178,10 +168,8 @@ def check_prompt(ids: Seq[int], max_model_len: int, vocab_size: int, name: str) 
 
 
 def truncated(ids: list[int], config: SourceConfig, room: int, name: str) -> list[int]:
-    """`ids` of prompt `name` cut to `config.max_prompt_tokens`, or to `room` if that is not set.
-
-    Raises:
-        PromptError: too many tokens, and ``truncate`` is ``none``; or there is no room at all.
+    """`ids` of prompt `name` cut to `config.max_prompt_tokens`, or to `room` if that is not set. Raises PromptError:
+    too many tokens, and ``truncate`` is ``none``; or there is no room at all.
     """
     limit = room if config.max_prompt_tokens is None else config.max_prompt_tokens
     if config.truncate is Truncate.none:

@@ -57,11 +57,7 @@ class RecordsConfig(SourceConfig):
 
 
 def existing_file(name: str, option: str = "data.path=") -> Path:
-    """The file called `name`, which errors call by `option` and its name.
-
-    Raises:
-        PromptError: there is none.
-    """
+    """The file called `name`, which errors call by `option` and its name. Raises PromptError: there is none."""
     path = Path(name).expanduser()
     if not path.is_file():
         raise PromptError(f"{option}{name}: no such file (looked in {Path.cwd()})")
@@ -69,10 +65,8 @@ def existing_file(name: str, option: str = "data.path=") -> Path:
 
 
 def named_content(path: str) -> tuple[str, bytes]:
-    """Name and content of a file, or of standard input where `path` is ``-``.
-
-    Raises:
-        PromptError: there is no such file, or it cannot be read.
+    """Name and content of a file, or of standard input where `path` is ``-``. Raises PromptError: there is no such
+    file, or it cannot be read.
     """
     if path == "-":
         return "stdin", sys.stdin.buffer.read()
@@ -84,7 +78,6 @@ def read_records(path: Path, plain: str = _PLAIN) -> Iterator[tuple[str, dict[st
     """Pairs of place and record of a JSONL file, or what is wrong with a line; empty lines are skipped.
 
     Args:
-        path: of the file.
         plain: tells in an error how to read plain text.
 
     Raises:
@@ -117,20 +110,14 @@ def records_in(content: bytes, name: str, plain: str = _PLAIN) -> Iterator[tuple
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, without the byte order mark that some editors begin it with.
-
-    Raises:
-        PromptError: it cannot be read, or is not UTF-8.
+    """The text of a file, without the byte order mark that some editors begin it with. Raises PromptError: it cannot be
+    read, or is not UTF-8.
     """
     return text_in(read_bytes(path), str(path))
 
 
 def text_in(content: bytes, name: str) -> str:
-    """The text in the content of a file, or of standard input, called `name`.
-
-    Raises:
-        PromptError: it is not UTF-8.
-    """
+    """The text in the content of a file, or of standard input, called `name`. Raises PromptError: it is not UTF-8."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -139,11 +126,7 @@ def text_in(content: bytes, name: str) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file.
-
-    Raises:
-        PromptError: it cannot be read.
-    """
+    """The content of a file. Raises PromptError: it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -155,10 +138,8 @@ def to_prompts(
 ) -> list[Prompt | FailedPrompt]:
     """The prompts of pairs of place and record, which come from `origin`, and what is wrong with the others.
 
-    A record that cannot be read counts towards ``limit``, and no ``where`` leaves it out.
-
-    Raises:
-        PromptError: nothing is left.
+    A record that cannot be read counts towards ``limit``, and no ``where`` leaves it out. Raises PromptError: nothing
+    is left.
     """
 
     def wanted(item: tuple[str, dict[str, Any]] | FailedPrompt) -> bool:

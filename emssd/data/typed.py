@@ -15,10 +15,8 @@ _SHOWN = 40  # characters of a wrong value
 
 
 def typed(value: Any, kind: type[_Kind]) -> _Kind:
-    """`value`, as `read_json` gives it, as a `kind`. Fields that `kind` does not have are left out.
-
-    Raises:
-        ValueError: it is something else. The message says what: ``it has no id``, or ``its id cannot be 5``.
+    """`value`, as `read_json` gives it, as a `kind`. Fields that `kind` does not have are left out. Raises ValueError:
+    it is something else. The message says what: ``it has no id``, or ``its id cannot be 5``.
     """
     try:
         return msgspec.convert(value, kind)
@@ -35,10 +33,8 @@ def typed(value: Any, kind: type[_Kind]) -> _Kind:
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON (`json.JSONDecodeError`), or larger or deeper than Python reads.
+    """The value of a JSON text. Raises ValueError: it is not JSON (`json.JSONDecodeError`), or larger or deeper than
+    Python reads.
     """
     try:
         return json.loads(text)

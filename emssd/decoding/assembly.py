@@ -1,11 +1,11 @@
-"""The class methods of `Engine` that make one from names and configs: they know the registry, the engine does not."""
+"""Makes an engine from names and configs: this module knows the registry, the engine does not."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from emssd.decoding.caches import Caches
 from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
@@ -22,148 +22,171 @@ from emssd.plugins.registry import Registry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from emssd.decoding.engine import Engine
-
-__all__ = ["assemble", "eos_token_ids", "from_model", "from_pretrained"]
+__all__ = ["Assembled", "eos_token_ids"]
 
 
-def from_pretrained(
-    cls: type[Engine],
-    /,
-    path: str = "demo",
-    *,
-    drafter: Any = DEFAULT_DRAFTER,
-    backend: Any = "ragged",
-    budget: Any = "adaptive",
-    dtype: str = "auto",
-    device: str = "auto",
-    max_model_len: int | None = None,
-    compile: Compile = False,
-    device_map: DeviceMap | None = None,
-    trust_remote_code: bool = False,
-    weights: str = "auto",
-    frozen: bool = False,
-    tensor_parallel: bool = False,
-    checksums: bool = False,
-    fallback: str = "none",
-    **options: Any,
-) -> Engine:
-    """Load a model and make an engine for it.
+class Assembled:
+    """The class methods of `Engine` that make one from names and configs."""
 
-    Args:
-        path: local folder, hub id, or ``demo`` for the embedded model.
-        drafter: a name such as ``"llma"``, a plugin's config such as ``LLMAConfig(copy_length=10)``, a `Drafter`, or a
-            list of them, asked in turn.
-        backend: a name or a plugin's config.
-        budget: a name, a plugin's config, or a `BudgetPolicy`.
-        dtype, device, max_model_len, compile, device_map, weights, frozen: see `emssd.model.load_model`.
-        trust_remote_code, fallback: see there; they hold for draft models too.
-        tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call does
-            not return: it does its part until process 0 ends, and ends then.
-        checksums: see `emssd.model.load_model`.
-        options: fields of `emssd.decoding.options.EngineOptions`, such as ``batch_size=16``.
-    """
-    chosen, registry = _options(options), Registry()
-    # All names are looked up before the weights are loaded.
-    for kind, choice, ready in (("drafter", drafter, (Drafter, list)), ("budget", budget, BudgetPolicy)):
-        if not isinstance(choice, ready):
-            registry.resolve(kind, choice)
-    registry.resolve("backend", backend)
-    if tensor_parallel:
-        follow_unless_first(registry)
-    load = partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback)
-    target, tokenizer = load(
-        path,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        compile=compile,
-        device_map=device_map,
-        weights=weights,
-        frozen=frozen,
-        tensor_parallel=tensor_parallel,
-        checksums=checksums,
-    )
-    return cls.assemble(
-        target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, registry=registry, load=load
-    )
+    def __init__(self, runner: ModelRunner, **parts: Any) -> None:
+        raise NotImplementedError("`Engine` takes these parts")
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str = "demo",
+        *,
+        drafter: Any = DEFAULT_DRAFTER,
+        backend: Any = "ragged",
+        budget: Any = "adaptive",
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        compile: Compile = False,
+        device_map: DeviceMap | None = None,
+        trust_remote_code: bool = False,
+        weights: str = "auto",
+        frozen: bool = False,
+        batch_invariant: bool = False,
+        tensor_parallel: bool = False,
+        checksums: bool = False,
+        fallback: str = "none",
+        **options: Any,
+    ) -> Self:
+        """Load a model and make an engine for it.
 
-def from_model(
-    cls: type[Engine],
-    /,
-    model: PreTrainedModel,
-    tokenizer: Any = None,
-    *,
-    drafter: Any = DEFAULT_DRAFTER,
-    backend: Any = "ragged",
-    budget: Any = "adaptive",
-    max_model_len: int | None = None,
-    compile: Compile = False,
-    frozen: bool = False,
-    trust_remote_code: bool = False,
-    fallback: str = "none",
-    **options: Any,
-) -> Engine:
-    """Make an engine for a model that is already loaded; see `from_pretrained` for the options."""
-    chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback)
-    target = TargetModel(model, max_model_len=max_model_len, compile=compile, frozen=frozen, fallback=fallback)
-    return cls.assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load)
-
-
-def assemble(
-    cls: type[Engine],
-    /,
-    target: TargetModel,
-    tokenizer: Any,
-    *,
-    drafter: Any,
-    backend: Any,
-    budget: Any = "adaptive",
-    options: EngineOptions | None = None,
-    registry: Registry | None = None,
-    eos: Iterable[int] | None = None,
-    load: LoadModel | None = None,
-) -> Engine:
-    """Make an engine for `target`, which is ready to run.
-
-    Args:
-        target, tokenizer: the model.
-        drafter, backend, budget: as in `from_pretrained`.
-        options: of the engine.
-        registry: the plugins.
-        eos: what ends a sequence; what the model says by default.
-        load: loads the models of drafters.
-    """
-    registry, options = registry or Registry(), options or EngineOptions()
-    caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
-    drafter_name = budget_name = None
-    if not isinstance(drafter, (Drafter, list)):
-        plugin, config = registry.resolve("drafter", drafter)
-        drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"
-        drafter = registry.build(
-            "drafter", plugin, config, _context(target, tokenizer, options, caches, registry, load)
+        Args:
+            path: local folder, hub id, or ``demo`` for the embedded model.
+            drafter: a name such as ``"llma"``, a plugin's config such as ``LLMAConfig(copy_length=10)``, a `Drafter`,
+                or a list of them, asked in turn.
+            backend: a name or a plugin's config.
+            budget: a name, a plugin's config, or a `BudgetPolicy`.
+            dtype, device, max_model_len, compile, device_map, weights, frozen, batch_invariant: see
+                `emssd.model.load_model`.
+            trust_remote_code, fallback: see there; they hold for draft models too.
+            tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call
+                does not return: it does its part until process 0 ends, and ends then.
+            checksums: see `emssd.model.load_model`.
+            options: fields of `emssd.decoding.options.EngineOptions`, such as ``batch_size=16``.
+        """
+        chosen, registry = _options(options), Registry()
+        # All names are looked up before the weights are loaded.
+        for kind, choice, ready in (("drafter", drafter, (Drafter, list)), ("budget", budget, BudgetPolicy)):
+            if not isinstance(choice, ready):
+                registry.resolve(kind, choice)
+        registry.resolve("backend", backend)
+        if tensor_parallel:
+            follow_unless_first(registry)
+        load = partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback)
+        target, tokenizer = load(
+            path,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            compile=compile,
+            device_map=device_map,
+            weights=weights,
+            frozen=frozen,
+            batch_invariant=batch_invariant,
+            tensor_parallel=tensor_parallel,
+            checksums=checksums,
         )
-    if not isinstance(budget, BudgetPolicy):
-        plugin, config = registry.resolve("budget", budget)
-        budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
-        budget = registry.build("budget", plugin, config)
-    drafters = [
-        CheckedDrafter(each, drafter_name, target.vocab_size, on_error=options.on_drafter_error)
-        for each in ([drafter] if isinstance(drafter, Drafter) else drafter)
-    ]
-    own = caches.make(trees=any(each.drafts_trees for each in drafters))
-    *_, spec = caches.allocate()
-    runner = make_runner(target, own, spec, backend, registry)
-    return cls(
-        runner,
-        drafter=drafters,
-        tokenizer=tokenizer,
-        scheduler=caches.scheduler(),
-        budget=budget,
-        eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else frozenset(eos),
-        budget_name=budget_name,
-    )
+        return cls.assemble(
+            target,
+            tokenizer,
+            drafter=drafter,
+            backend=backend,
+            budget=budget,
+            options=chosen,
+            registry=registry,
+            load=load,
+        )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        drafter: Any = DEFAULT_DRAFTER,
+        backend: Any = "ragged",
+        budget: Any = "adaptive",
+        max_model_len: int | None = None,
+        compile: Compile = False,
+        frozen: bool = False,
+        batch_invariant: bool = False,
+        trust_remote_code: bool = False,
+        fallback: str = "none",
+        **options: Any,
+    ) -> Self:
+        """Make an engine for a model that is already loaded; see `from_pretrained` for the options."""
+        chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback)
+        target = TargetModel(
+            model,
+            max_model_len=max_model_len,
+            compile=compile,
+            frozen=frozen,
+            fallback=fallback,
+            batch_invariant=batch_invariant,
+        )
+        return cls.assemble(
+            target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=chosen, load=load
+        )
+
+    @classmethod
+    def assemble(
+        cls,
+        target: TargetModel,
+        tokenizer: Any,
+        *,
+        drafter: Any,
+        backend: Any,
+        budget: Any = "adaptive",
+        options: EngineOptions | None = None,
+        registry: Registry | None = None,
+        eos: Iterable[int] | None = None,
+        load: LoadModel | None = None,
+    ) -> Self:
+        """Make an engine for `target`, which is ready to run.
+
+        Args:
+            target, tokenizer: the model.
+            drafter, backend, budget: as in `from_pretrained`.
+            options: of the engine.
+            registry: the plugins.
+            eos: what ends a sequence; what the model says by default.
+            load: loads the models of drafters.
+        """
+        registry, options = registry or Registry(), options or EngineOptions()
+        caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
+        drafter_name = budget_name = context = None
+        if not isinstance(drafter, (Drafter, list)):
+            plugin, config = registry.resolve("drafter", drafter)
+            drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"
+            context = _context(target, tokenizer, options, caches, registry, load)
+            drafter = registry.build("drafter", plugin, config, context)
+        if not isinstance(budget, BudgetPolicy):
+            plugin, config = registry.resolve("budget", budget)
+            budget_name = f"{plugin.name!r} ({registry.source('budget', plugin.name)})"
+            budget = registry.build("budget", plugin, config)
+        drafters = [
+            CheckedDrafter(each, drafter_name, target.vocab_size, on_error=options.on_drafter_error)
+            for each in ([drafter] if isinstance(drafter, Drafter) else drafter)
+        ]
+        own = caches.make(trees=any(each.drafts_trees for each in drafters))
+        *_, spec = caches.allocate()
+        runner = make_runner(target, own, spec, backend, registry)
+        if context is not None and context.target is not None:
+            context.target.attach(runner)
+        return cls(
+            runner,
+            drafter=drafters,
+            tokenizer=tokenizer,
+            scheduler=caches.scheduler(),
+            budget=budget,
+            eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else frozenset(eos),
+            budget_name=budget_name,
+        )
 
 
 def _context(

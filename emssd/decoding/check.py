@@ -15,6 +15,7 @@ from emssd.drafting import Draft
 from emssd.model import ModelRunner
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, scores_of
+from emssd.sampling.matching import MatcherState
 from emssd.sampling.noise import noise_key
 from emssd.sampling.processing import processed
 from emssd.sequences import Generation, Request, Row
@@ -82,6 +83,7 @@ def compare(
     plain: Seq[Generation],
     runner: ModelRunner,
     sampling: Mapping[str, SamplingParams | None] | None = None,
+    states: Mapping[str, MatcherState] | None = None,
 ) -> CheckReport:
     """Compare `generations` with `plain`, row by row.
 
@@ -91,6 +93,7 @@ def compare(
         generations, plain: of the same requests, in the same order.
         runner: of the target.
         sampling: by request id, how both chose their tokens; greedily by default.
+        states: by request id, the state in front of the output, of those with a grammar.
     """
     num_exact = 0
     differences = []
@@ -98,12 +101,17 @@ def compare(
         if ours.token_ids == theirs.token_ids:
             num_exact += 1
         else:
-            differences.append(_first_difference(ours, theirs, runner, (sampling or {}).get(ours.request_id)))
+            state = (states or {}).get(ours.request_id)
+            differences.append(_first_difference(ours, theirs, runner, (sampling or {}).get(ours.request_id), state))
     return CheckReport(num_exact, tuple(differences))
 
 
 def _first_difference(
-    ours: Generation, theirs: Generation, runner: ModelRunner, params: SamplingParams | None
+    ours: Generation,
+    theirs: Generation,
+    runner: ModelRunner,
+    params: SamplingParams | None,
+    state: MatcherState | None,
 ) -> Difference:
     pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
     shorter = min(len(ours.token_ids), len(theirs.token_ids))
@@ -116,7 +124,10 @@ def _first_difference(
     compared, tokens = [logits], [each for each in (token, greedy_token) if each is not None]
     if params is not None:
         key, num_prompt = noise_key(params.seed, ours.request_id, ours.sample), len(ours.prompt_ids)
-        compared = _compared(logits, Node(params, key, len(prefix), prefix, num_prompt), tokens, tolerance)
+        if state is not None:
+            for token_id in ours.token_ids[:position]:
+                state = None if state is None else state.after(token_id)
+        compared = _compared(logits, Node(params, key, len(prefix), prefix, num_prompt, state), tokens, tolerance)
         tolerance /= params.temperature or 1.0
     margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
     if len(tokens) == 2:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.trees import depths
+from emssd.attention.trees import Parents, depths
 from emssd.drafting import Draft
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose, greedy_tokens
+from emssd.sampling.matching import MatcherState
 from emssd.sampling.noise import noise_key
 from emssd.sampling.residual import Verdict, verify_deterministic, verify_traversal
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import uniforms
 from emssd.sequences import Row
 
-__all__ = ["choices", "drawn_nodes", "first_node", "nodes_of", "verdicts"]
+__all__ = ["choices", "drawn_nodes", "first_node", "nodes_of", "states_in", "states_of", "verdicts"]
 
 _GREEDY = Node(SamplingParams(temperature=0.0))
 
@@ -87,15 +89,36 @@ def drawn_nodes(row: Row, draft: Draft, place: int) -> Iterator[Node]:
     request = row.request
     key, num_prompt = noise_key(params.seed, request.prompt_id, request.sample), len(request.prompt_ids)
     positions = [len(tokens), *(len(tokens) + depth for depth in depths(tree))]
-    if not params.reads_prefix:
+    if not params.reads_path:
         yield from (Node(params, key, position) for position in positions)
         return
     drafted = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
-    prefixes = [list(tokens)]
-    for token, parent in zip(drafted, tree, strict=True):
-        prefixes.append([*prefixes[parent + 1], token])
-    for position, prefix in zip(positions, prefixes, strict=True):
-        yield Node(params, key, position, prefix, num_prompt)
+    prefixes: list[Seq[int]] = [list(tokens) if params.reads_prefix else ()] * (1 + len(drafted))
+    states = states_of(row.grammar, drafted, tree)
+    if params.reads_prefix:
+        for node, (token, parent) in enumerate(zip(drafted, tree, strict=True), start=1):
+            prefixes[node] = [*prefixes[parent + 1], token]
+    for position, prefix, state in zip(positions, prefixes, states, strict=True):
+        yield Node(params, key, position, prefix, num_prompt, state)
+
+
+def states_of(origin: MatcherState | None, tokens: Seq[int], tree: Parents) -> list[MatcherState | None]:
+    """``[1 + n]`` the states behind a row's newest token, whose own is `origin`, and behind each node of a draft."""
+    states = [origin]
+    for token, parent in zip(tokens, tree, strict=True):
+        above = states[parent + 1]
+        states.append(None if above is None else above.after(token))
+    return states
+
+
+def states_in(rows: Iterable[Row], draft: Draft) -> list[MatcherState]:
+    """The states behind the newest tokens and behind all nodes of the draft, of rows with a grammar."""
+    found = list[MatcherState | None]()
+    for place, row in enumerate(rows):
+        if row.grammar is not None:
+            tokens = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
+            found += states_of(row.grammar, tokens, draft.tree(place))
+    return [state for state in found if state is not None]
 
 
 def first_node(row: Row) -> Node:

@@ -12,8 +12,8 @@ import torch
 
 from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
-from emssd.decoding import assembly
-from emssd.decoding.choosing import choices, verdicts
+from emssd.decoding.assembly import Assembled
+from emssd.decoding.choosing import choices, states_in, verdicts
 from emssd.decoding.logprobs import add_logprobs
 from emssd.decoding.outcome import outcome_of, step_stats
 from emssd.decoding.packing import pack
@@ -29,12 +29,13 @@ from emssd.metrics.stats import RunReport
 from emssd.metrics.timing import StepTimer
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
 from emssd.sampling import SamplingParams
+from emssd.sampling.matching import Grammars
 from emssd.sequences import Batch, FinishReason, Generation, Request, Row, StopStrings
 
 __all__ = ["Engine"]
 
 
-class Engine:
+class Engine(Assembled):
     """Lossless speculative decoding of a batch: whatever drafts, the tokens are those of the target alone.
 
     Args:
@@ -82,6 +83,7 @@ class Engine:
         self.scheduler = scheduler or ContinuousScheduler(batch_size)
         self.batch_size = self.scheduler.batch_size
         self.report = RunReport()
+        self.grammars = Grammars(tokenizer, runner.vocab_size)
         self._make_timer = make_timer
         self._finished: list[Row] = []  # to be returned by `step`
         self._in_run = False
@@ -95,10 +97,6 @@ class Engine:
     def scheduler(self, scheduler: Scheduler) -> None:
         scheduler.prefixes, scheduler.trees = self.prefixes, self.drafting.drafts_trees
         self._scheduler = scheduler
-
-    from_pretrained = classmethod(assembly.from_pretrained)
-    from_model = classmethod(assembly.from_model)
-    assemble = classmethod(assembly.assemble)
 
     @property
     def target(self) -> TargetModel:
@@ -125,8 +123,9 @@ class Engine:
             timer.lap("schedule", draft=self.drafting.seconds)
             packed = pack(schedule.batch.rows, known := draft.within(self.runner.vocab_size), schedule.prefills)
             timer.lap("plan")
-            output = self.runner.run(packed)
-            timer.lap("forward", plan=output.plan_seconds)
+            with self.grammars.beside(states_in(schedule.batch.rows, known)):
+                output = self.runner.run(packed)
+            timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
             verified = self._verify(schedule.batch.rows, draft, known, output.logits)
             timer.lap("verify")
             self._advance(schedule, draft, verified)
@@ -256,6 +255,9 @@ class Engine:
         if request.sampling is not None:
             request.sampling.check_vocabulary(self.runner.vocab_size)
         row = Row(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))
+        if request.sampling is not None and request.sampling.grammar is not None:
+            row.grammar = self.grammars.begin(request.sampling.grammar, request.eos_token_ids or self.eos_token_ids)
+            self.drafting.force_tokens(self.runner.vocab_size)
         if not self.runner.fits({request.request_id: row.max_length}):
             raise PromptError(
                 f"request {request.request_id} takes up to {row.max_length} tokens of KV cache, {num_prompt} of "

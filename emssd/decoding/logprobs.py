@@ -8,9 +8,10 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.transfer import on_device, to_host
+from emssd.decoding.choosing import states_of
 from emssd.decoding.verify import Verified
 from emssd.drafting import Draft
-from emssd.sampling.choice import Node, alike
+from emssd.sampling.choice import Node, alike, within_grammars
 from emssd.sampling.processing import processed
 from emssd.sequences import Row, TokenLogprob
 
@@ -55,10 +56,14 @@ def _nodes(row: Row, new: Seq[int]) -> list[Node | None]:
     params = row.request.sampling
     if params is None or not params.processed_logprobs or params.is_greedy:
         return [None] * len(new)
-    if not params.reads_prefix:
+    if not params.reads_path:
         return [Node(params)] * len(new)
     num_prompt = len(row.request.prompt_ids)
-    return [Node(params, prefix=[*row.tokens, *new[:count]], num_prompt=num_prompt) for count in range(len(new))]
+    states = states_of(row.grammar, new[:-1], range(-1, len(new) - 2))
+    return [
+        Node(params, prefix=[*row.tokens, *new[:count]], num_prompt=num_prompt, state=state)
+        for count, state in enumerate(states)
+    ]
 
 
 def _found(
@@ -84,7 +89,7 @@ def _scores(logits: torch.Tensor, nodes: list[Node | None]) -> torch.Tensor:
     for block in alike([node for _, node in known], range(len(known)), logits.shape[1]):
         index, own = on_device([known[each][0] for each in block], logits.device), [known[each][1] for each in block]
         prefixes, lengths = [node.prefix for node in own], [node.num_prompt for node in own]
-        scores[index] = processed(logits[index], own[0].params, prefixes, lengths)
+        scores[index] = processed(within_grammars(logits[index], own), own[0].params, prefixes, lengths)
     return scores
 
 

@@ -9,6 +9,7 @@ from emssd.drafters.levels import GrowingRow, LevelDrafter, SlotDrafter, nodes_o
 from emssd.drafters.loading import load_draft_model, shallow_runner
 from emssd.drafters.models import ModelDrafter
 from emssd.drafters.paired import PairedDrafter
+from emssd.drafters.shared import SharedDrafter
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import DynamicShape, Shape
@@ -51,6 +52,7 @@ __all__ = [
     "PairedHead",
     "Rotary",
     "Shape",
+    "SharedDrafter",
     "SlotDrafter",
     "StatesDrafter",
     "TargetSizes",

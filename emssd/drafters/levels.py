@@ -18,12 +18,13 @@ from emssd.attention import PackedInputs
 from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.choosing import first_node
 from emssd.decoding.packing import pack_nodes
-from emssd.decoding.top_tokens import top_choices, top_tokens
+from emssd.decoding.top_tokens import likelihood, top_choices, top_tokens
 from emssd.drafters.lanes import Lane
 from emssd.drafting import Draft, Drafter, GoesOn
 from emssd.drafting.budget import DraftedNode
 from emssd.drafting.levels import Expansion, GrowingTree, joined_best
-from emssd.drafting.shapes import Shape
+from emssd.drafting.shapes import DynamicShape, Shape
+from emssd.model.program import Chain
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch, Row
@@ -114,6 +115,27 @@ class LevelDrafter(Drafter):
         """Draft all levels of chains in one call, if that can be; returns whether it was done."""
         return False
 
+    def are_greedy_chains(self, rows: Seq[GrowingRow]) -> bool:
+        """Whether `Program.run_chain` drafts what is asked for."""
+        shape, greedy = self.shape, all(row.node.params.is_greedy for row in rows)
+        return self._goes_on is None and isinstance(shape, DynamicShape) and shape.width == 1 and greedy
+
+    def chain_of(self, rows: Seq[GrowingRow], table: torch.Tensor | None = None) -> Chain:
+        """What `Program.run_chain` is to draft, of greedy chains."""
+        shape = self.shape
+        assert isinstance(shape, DynamicShape), "chains of another shape"
+        lengths = [min(row.tree.depth, row.tree.max_cached + 1) for row in rows]
+        return Chain(lengths, self._vocab_size, table, self.target_ids, 1.0 / shape.temperature, shape.least)
+
+    def take_chains(self, rows: Seq[GrowingRow], chain: Chain, tokens: torch.Tensor, shares: torch.Tensor) -> None:
+        """Make trees of what `Program.run_chain` has drafted."""
+        for row, length, *drafted in zip(rows, chain.lengths, tokens.tolist(), shares.tolist(), strict=True):
+            for place, (token, share) in enumerate(zip(drafted[0][:length], drafted[1], strict=False)):
+                log_prob = likelihood(share)
+                row.tree.add_level([(place - 1, 0, token, log_prob)])
+                if log_prob < chain.least:
+                    break
+
     def _num_cached(self, row: Row) -> int:
         """Of the row's tokens, how many need not be computed."""
         return 0
@@ -165,7 +187,7 @@ class LevelDrafter(Drafter):
         nodes = list[Node]()
         for row, expansions in level:
             first, depth, tree = row.node, row.tree.num_levels, row.tree
-            if first.params.reads_prefix:
+            if first.params.reads_path:
                 nodes += [behind(first, depth, tree.path(node)) for node, _ in expansions]
             else:
                 nodes += [behind(first, depth)] * len(expansions)
@@ -270,7 +292,7 @@ class SlotDrafter(LevelDrafter):
             self._starts[row.request_id] = start
             start += row.tree.depth
         self._known: Choices | None = None
-        if not any(row.node.params.reads_prefix for row in rows):
+        if not any(row.node.params.reads_path for row in rows):
             nodes = [behind(row.node, depth) for row in rows for depth in range(row.tree.depth)]
             greedy = all(row.node.params.is_greedy for row in rows)
             self._known = self._likeliest(self._logits, None if greedy else nodes)

@@ -13,14 +13,12 @@ import torch
 from emssd.attention import Kept, PackedInputs
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
-from emssd.decoding.top_tokens import likelihood
 from emssd.drafters.lanes import HeadLane
 from emssd.drafters.levels import GrowingRow, Level, nodes_of, pack_level
 from emssd.drafters.states import StatesDrafter
-from emssd.drafting.shapes import DynamicShape, Shape
+from emssd.drafting.shapes import Shape
 from emssd.heads.lent import Lent
 from emssd.heads.pairs import PairedHead
-from emssd.model.program import Chain
 
 __all__ = ["PairedDrafter"]
 
@@ -44,6 +42,8 @@ class PairedDrafter(StatesDrafter):
         self._head, self._runner = head, HeadLane(head, lent.make_cache(spec), compile=lent.compile)
         super().__init__(shape, layers, lent.target, self._runner, spec.max_model_len)
         self.target_ids = head.target_ids
+        if self.target_ids is not None:
+            _ = self._ids  # here the host may wait for them
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)
@@ -53,27 +53,15 @@ class PairedDrafter(StatesDrafter):
 
     def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
         """Greedy chains, if the head is compiled with its own logits."""
-        shape, table = self.shape, self._head.table(self._target.table)
-        if (
-            table is None
-            or not self._runner.runs_chains
-            or self._goes_on is not None
-            or not (isinstance(shape, DynamicShape) and shape.width == 1)
-            or not all(row.node.params.is_greedy for row in rows)
-        ):
+        table = self._head.table(self._target.table)
+        if table is None or not self._runner.runs_chains or not self.are_greedy_chains(rows):
             return False
-        lengths = [min(row.tree.depth, row.tree.max_cached + 1) for row in rows]
-        chain = Chain(lengths, self._vocab_size, table, self.target_ids, 1.0 / shape.temperature, shape.least)
+        chain = self.chain_of(rows, table)
         found = self._runner.run_chain(*self._new_pairs(rows), chain)
         if found is None:
             return False
         self._have_used(rows)
-        for row, length, tokens, log_probs in zip(rows, lengths, *(each.tolist() for each in found), strict=True):
-            for place, (token, share) in enumerate(zip(tokens[:length], log_probs, strict=False)):
-                log_prob = likelihood(share)
-                row.tree.add_level([(place - 1, 0, token, log_prob)])
-                if log_prob < shape.least:
-                    break
+        self.take_chains(rows, chain, *found)
         return True
 
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
@@ -115,4 +103,6 @@ class PairedDrafter(StatesDrafter):
 
     def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What the head reads, ``[nnz, 2 * hidden]``, of tokens beside ``features [nnz, hidden]``."""
-        return torch.cat([self._head.embed(token_ids.to(features.device), self._target.embed), features], dim=-1)
+        return torch.cat(
+            [self._head.embed(on_device(token_ids, features.device), self._target.embed), features], dim=-1
+        )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import accumulate
 from operator import gt, index
 from typing import Any
@@ -19,6 +20,7 @@ from emssd.attention.transfer import on_device
 from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
+from emssd.drafting.forced import ForcedTokens
 from emssd.errors import PluginError
 from emssd.faults import guarded
 from emssd.metrics.stats import StageStats, StepStats
@@ -36,6 +38,9 @@ class DraftStages:
         drafters: at least one.
         policy: decides before each drafter what it may draft, and afterwards what of it is verified.
         policy_name: how messages call the plugin that it comes from.
+
+    Attributes:
+        forces: whether tokens that grammars force are drafted.
     """
 
     def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
@@ -44,7 +49,13 @@ class DraftStages:
         self.policy = policy
         self._step: BudgetStep | None = None  # that is being drafted for
         self._failed: PluginError | None = None  # of the policy, while a drafter asked it
+        self.forces = True
         self.stats: tuple[StageStats, ...] = ()  # of the latest step
+
+    def force_tokens(self, vocab_size: int) -> None:
+        """From now on, draft the tokens that grammars force, in front of all others. Called between steps."""
+        if self.forces and not any(isinstance(each.drafter, ForcedTokens) for each in self.drafters):
+            self.drafters = (CheckedDrafter(ForcedTokens(), "of forced tokens", vocab_size), *self.drafters)
 
     @property
     def policy(self) -> BudgetPolicy:
@@ -89,7 +100,9 @@ class DraftStages:
         for stage, drafter in enumerate(self.drafters):
             self._failed = None
             step = self._step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
+            is_forced = isinstance(drafter.drafter, ForcedTokens)  # each is accepted, so it saves a step
             budget = self._asked("allot", step.limits, step)
+            budget = list(step.limits) if is_forced else budget
             with guarded(self._policy_name, "max_depth", in_step=True):
                 depth = self._policy.max_depth
             start = time.perf_counter()
@@ -97,11 +110,14 @@ class DraftStages:
             seconds = time.perf_counter() - start
             if (failed := self._failed) is not None:
                 raise failed
-            if depth is not None:
+            proposed = _allowed(proposed, batch, drafter)
+            if depth is not None and not is_forced:
                 proposed = proposed.shallow([depth] * len(batch))
             drafted = proposed.lengths
             lengths = self._asked("trim", drafted, step, proposed)
-            if lengths != drafted:
+            if is_forced:
+                lengths = drafted
+            elif lengths != drafted:
                 lengths = list(_untrimmed(proposed, lengths))
                 proposed = proposed.cut(lengths)
             parts.append(proposed)
@@ -187,6 +203,31 @@ def _limits(drafter: CheckedDrafter, batch: Batch, still: Seq[int]) -> tuple[int
     return tuple(
         [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
     )
+
+
+def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
+    """The nodes of `draft` that the grammars of their rows allow, each with all on its way; its ids are on the host.
+
+    Rows with a `q` stay as they are, as in `_untrimmed`: the target never accepts what is not allowed.
+    """
+    if not draft.indptr[-1] or not any(row.grammar is not None for row in batch):
+        return draft
+    if not draft.on_host:
+        draft = replace(draft, token_ids=draft.token_ids.cpu())
+        drafter.check_ids(draft.token_ids.tolist())
+        if drafter.failure is not None:
+            return Draft.empty(len(batch))
+    tokens, kept = draft.token_ids.tolist(), list[Seq[int]]()
+    for place, (row, start, stop) in enumerate(zip(batch, draft.indptr, draft.indptr[1:], strict=False)):
+        if row.grammar is None or (draft.q is not None and draft.q[place] is not None):
+            kept.append(range(stop - start))
+            continue
+        states = {-1: row.grammar}
+        for node, (token, parent) in enumerate(zip(tokens[start:stop], draft.tree(place), strict=True)):
+            if parent in states and (following := states[parent].after(token)) is not None:
+                states[node] = following
+        kept.append([node for node in states if node >= 0])
+    return draft.pick(kept)
 
 
 def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:

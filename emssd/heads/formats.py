@@ -32,6 +32,7 @@ _SPECULATORS = {
     "dflash": Format.dflash,
     "dflash2": Format.dflash,
     "dspark": Format.dflash,
+    "xpress": Format.dflash,
     "mtp": Format.mtp,
 }
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from emssd.errors import ConfigError
+from emssd.heads.containers import unwrapped
 from emssd.heads.files import Checkpoint, cannot_load, read_checkpoint
 from emssd.heads.formats import Format, expect
 from emssd.heads.target import TargetSizes
@@ -77,6 +78,7 @@ class HeadFiles:
         """
         checkpoint = read_checkpoint(path)
         expect(checkpoint, *formats)
+        checkpoint = unwrapped(checkpoint)
         return cls(checkpoint, target, rename(checkpoint, new_name or str))
 
     @property
@@ -112,6 +114,29 @@ class HeadFiles:
         if ids.ndim != 1 or not ((ids >= 0) & (ids < size)).all() or len(set(ids.tolist())) < len(ids):
             raise self.cannot(f"its {name} gives no {len(ids)} different tokens of the target's {size}")
         return ids.to(self.target.device)
+
+    def drafted_ids(self, num_tokens: int) -> torch.Tensor | None:
+        """``[num_tokens]`` the target's ids of those that a head drafts, from its ``d2t``, which holds what to add.
+
+        ``None`` where there is no such tensor.
+
+        Raises:
+            ConfigError: these are not different ids of the target, or its ``t2d`` has others.
+        """
+        if "d2t" not in self.names:
+            return None
+        tensors = self.checkpoint.tensors
+        offsets, draftable = tensors[self.names["d2t"]], tensors.get("t2d")
+        if tuple(offsets.shape) != (num_tokens,):
+            raise self.cannot(f"its d2t has {offsets.numel()} entries, and it drafts {num_tokens} tokens")
+        ids = torch.arange(len(offsets)) + offsets.long()
+        found = self.target_ids("d2t", ids)
+        if draftable is not None:
+            known = torch.zeros(self.target.vocab_size, dtype=torch.bool)
+            known[ids] = True
+            if not torch.equal(draftable.bool(), known):
+                raise self.cannot("its d2t and t2d name different tokens")
+        return found
 
     def filled(self, make: Callable[[], Module], names: Mapping[str, str] | None = None) -> Module:
         """The module that `make` gives, with the weights of `names`, by default all.

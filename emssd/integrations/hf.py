@@ -43,6 +43,7 @@ def custom_generate(
     draft_tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
     seed: int | None = None,
+    grammar: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Speculative decoding at any batch size through ``model.generate``, with the output of the model alone.
@@ -66,10 +67,12 @@ def custom_generate(
             would count it for ``no_repeat_ngram_size``, and that could be seen, the call is refused.
         drafter: as in `Engine.from_model`; pass it to ``generate`` beside ``custom_generate``.
         backend, budget: as `drafter`.
-        draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies, and for `stop_strings`.
+        draft_tokenizer: the target's tokenizer, for drafters that compare vocabularies, and for `stop_strings` and
+            `grammar`.
         stop_strings: texts that end a row. They need `draft_tokenizer`, as Transformers keeps its own ``tokenizer``
             from custom functions; and it refuses those of a generation config.
         seed: of what is drawn; by default PyTorch's global generator gives one, which ``torch.manual_seed`` sets.
+        grammar: the form of the new text, as in `SamplingParams`; it needs `draft_tokenizer`.
         model_kwargs: of these, ``attention_mask [B, n]`` tells which tokens are padding.
 
     Returns:
@@ -81,10 +84,14 @@ def custom_generate(
         ConfigError: an option that cannot be honoured.
     """
     from emssd.decoding.engine import Engine
+    from emssd.sampling import SamplingParams
     from emssd.sequences import Request
 
     assert generation_config is not None
     call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs, seed)
+    if grammar is not None:
+        sampling = replace(call.sampling or SamplingParams(temperature=0.0), grammar=grammar)
+        call = replace(call, sampling=sampling)
     others = [*call.criteria, *of_strings(stop_strings, draft_tokenizer)]
     prompts, num_samples = call.prompts, call.num_samples
     with training_flags_kept(model):
@@ -132,7 +139,6 @@ class Call:
         input_ids: ``[B, n]``.
         prompts: ``[B]`` its rows without their padding.
         padding: ``[B]`` what stands to the left of each.
-        max_new_tokens, eos_token_ids, sampling: of each row.
         num_samples: rows of each prompt, one after another.
         criteria: of Transformers; what else ends a row.
         pad: fills rows that are shorter than others.
@@ -158,11 +164,7 @@ class Call:
         model_kwargs: dict[str, Any],
         seed: int | None = None,
     ) -> Call:
-        """What `generate` hands on.
-
-        Raises:
-            ConfigError: something of it that cannot be honoured.
-        """
+        """What `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
         assert config is not None
         check_config(config)
         check_inputs(model_kwargs)
@@ -214,11 +216,7 @@ def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tu
 
 
 def check_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Refuse what `generate` hands to a model and an engine would not.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Refuse what `generate` hands to a model and an engine would not. Raises ConfigError, which names it."""
     given = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
@@ -233,10 +231,8 @@ def check_inputs(model_kwargs: dict[str, Any]) -> None:
 def prompts_of(
     input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> list[tuple[int, ...]]:
-    """The rows without their padding.
-
-    Raises:
-        ConfigError: padding elsewhere than on the left, an empty row, or positions of the caller's own.
+    """The rows without their padding. Raises ConfigError: padding elsewhere than on the left, an empty row, or
+    positions of the caller's own.
     """
     mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
     if not (mask[:, -1] == 1).all() or (mask.diff(dim=1) < 0).any():

@@ -44,10 +44,8 @@ class Criteria:
 
 
 def limits(config: GenerationConfig, criteria: Iterable[Any] | None) -> tuple[int, list[int], list[Any]]:
-    """The maximum length, padding of the inputs included; the EOS ids in the caller's order; and other criteria.
-
-    Raises:
-        ConfigError: a criterion that is not known here, and may look at more than a row.
+    """The maximum length, padding of the inputs included; the EOS ids in the caller's order; and other criteria. Raises
+    ConfigError: a criterion that is not known here, and may look at more than a row.
     """
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
@@ -71,11 +69,7 @@ def limits(config: GenerationConfig, criteria: Iterable[Any] | None) -> tuple[in
 
 
 def of_strings(strings: str | Iterable[str] | None, tokenizer: Any) -> list[Any]:
-    """The criterion of stop strings, if there are any.
-
-    Raises:
-        ConfigError: no texts, or no tokenizer.
-    """
+    """The criterion of stop strings, if there are any. Raises ConfigError: no texts, or no tokenizer."""
     from transformers.generation.stopping_criteria import StopStringCriteria
 
     if strings is None:

@@ -76,11 +76,7 @@ BY_PROCESSOR = {"min_length", "min_new_tokens"}
 
 
 def check_config(config: GenerationConfig) -> None:
-    """Refuse what cannot be honoured.
-
-    Raises:
-        ConfigError: the field and its value.
-    """
+    """Refuse what cannot be honoured. Raises ConfigError: the field and its value."""
     from transformers import GenerationConfig
 
     known = HONOURED | HARMLESS | NEUTRAL.keys() | NEUTRAL_IF_SAMPLED.keys() | BY_PROCESSOR
@@ -101,10 +97,8 @@ def check_processors(config: GenerationConfig, processors: Iterable[Any] | None,
     """Refuse logits processors beside those that Transformers makes of the fields that `sampling_of` follows.
 
     Args:
-        config: of the call.
         processors: what `generate` has made of it, and of the caller's own.
         padding: ``[B]`` tokens of padding of each row.
-        width: of the inputs.
 
     Raises:
         ConfigError: the types of the others, and of those that do something else than the config says.
@@ -125,7 +119,6 @@ def check_ngrams(config: GenerationConfig, padding: Iterable[Seq[int]], rows: It
     """Refuse rows that `generate` would go on with in another way, as its n-grams are also those of padding.
 
     Args:
-        config: of the call.
         padding: ``[B]`` what stands to the left of each row.
         rows: ``[B]`` the tokens of each, as far as they are known and others follow.
 
@@ -142,10 +135,8 @@ def check_ngrams(config: GenerationConfig, padding: Iterable[Seq[int]], rows: It
 
 
 def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | None:
-    """How tokens are chosen; ``None`` is greedily. Without a `seed`, PyTorch's global generator gives one.
-
-    Raises:
-        ConfigError: a value that cannot be.
+    """How tokens are chosen; ``None`` is greedily. Without a `seed`, PyTorch's global generator gives one. Raises
+    ConfigError: a value that cannot be.
     """
     temperature = 0.0
     warps: dict[str, Any] = {}
@@ -162,11 +153,7 @@ def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | 
 
 
 def _bias(config: GenerationConfig) -> dict[int, float]:
-    """What is added to the logits of single tokens.
-
-    Raises:
-        ConfigError: a sequence of several tokens.
-    """
+    """What is added to the logits of single tokens. Raises ConfigError: a sequence of several tokens."""
     biases = _pairs(config)
     ends = _ids(config.eos_token_id)
     bad = [tuple(ids) for ids in config.bad_words_ids or () if len(ids) != 1 or ids[0] not in ends]

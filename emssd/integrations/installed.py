@@ -45,11 +45,7 @@ LIBRARIES = {
 
 
 def check_installed(extra: str) -> None:
-    """Make sure that a library is here, in a version that serves.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Make sure that a library is here, in a version that serves. Raises ConfigError: it is not."""
     library = LIBRARIES[extra]
     for distribution in library.distributions:
         try:

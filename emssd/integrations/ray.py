@@ -23,11 +23,7 @@ _ADDED = ("generated_text", "generated_token_ids", "finish_reason")
 
 
 class EngineActor:
-    """Decodes the requests of all calls that it has at a time together.
-
-    Args:
-        engine: of the actor alone.
-    """
+    """Decodes the requests of all calls that it has at a time together."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

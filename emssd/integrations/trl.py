@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Rollouts"]
 
 _OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
-_OPTIONS = [field.name for field in fields(EngineOptions)]
+_OPTIONS = [*(field.name for field in fields(EngineOptions)), "batch_invariant"]
 
 
 class Rollouts:
@@ -47,6 +47,7 @@ class Rollouts:
     Args:
         drafter, backend, budget: as in `Engine.from_model`.
         options: fields of `emssd.decoding.options.EngineOptions`. By default, ``batch_size`` is all rows of a rollout.
+            Also ``batch_invariant``, see `emssd.model.load_model`.
 
     Attributes:
         report: of the last rollout; ``None`` before the first.
@@ -117,9 +118,7 @@ class Rollouts:
     @contextmanager
     def generating(self, trainer: Any) -> Iterator[None]:
         """Within, the model of `trainer` generates with emssd: for trainers that call it, as `OnlineDPOTrainer` does.
-
-        Raises:
-            ConfigError: something of the trainer that cannot be honoured.
+        Raises ConfigError: something of the trainer that cannot be honoured.
         """
         model = _model_of(trainer)
         model.generate = partial(model.generate, custom_generate=partial(self._decode, None, trainer.processing_class))
@@ -158,10 +157,8 @@ class Rollouts:
         return call.with_new([each.token_ids for each in done])
 
     def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
-        """The generations of `requests`, in their order.
-
-        Raises:
-            ConfigError: a row that may grow longer than the model takes.
+        """The generations of `requests`, in their order. Raises ConfigError: a row that may grow longer than the model
+        takes.
         """
         with training_flags_kept(model), _without_autocast(model):
             engine = self._engine(model, tokenizer, len(requests))
@@ -187,11 +184,8 @@ class Rollouts:
 
 
 def _model_of(trainer: Any) -> Any:
-    """The model that `trainer` trains, as it generates with it.
-
-    Raises:
-        ConfigError: this process does not have all of its weights, emssd would not see all that is trained, or another
-            engine shall decode.
+    """The model that `trainer` trains, as it generates with it. Raises ConfigError: this process does not have all of
+    its weights, emssd would not see all that is trained, or another engine shall decode.
     """
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError("emssd needs the whole model in each process; train without FSDP and DeepSpeed")

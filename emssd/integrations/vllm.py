@@ -29,11 +29,9 @@ def proposer(name: str, /, **options: Any) -> type[Proposer]:
     """A class that drafts inside vLLM with drafter `name`, of emssd or of an installed plugin.
 
     A module of one's own gives it a name that vLLM can import: ``Mine = proposer("suffix", num_speculative_tokens=8)``.
-    With default options every drafter has one here: ``emssd.integrations.vllm.suffix``.
-
-    Raises:
-        ConfigError: there is no vLLM, or another version than this was written for; the drafter has no such option.
-        PluginError: there is no such drafter, or it cannot run here.
+    With default options every drafter has one here: ``emssd.integrations.vllm.suffix``. Raises ConfigError: there is no
+    vLLM, or another version than this was written for; the drafter has no such option; or PluginError: there is no such
+    drafter, or it cannot run here.
     """
     check_installed("vllm")
     Registry().configured("drafter", name, options)
@@ -98,7 +96,6 @@ class Proposer:
                 a row whose prompt is not yet computed.
             num_tokens_no_spec: ``[≥ B]`` the length of each row, these tokens included.
             token_ids_cpu: ``[≥ B, max_model_len]`` the rows themselves.
-            slot_mappings: not used.
 
         Returns:
             For each row a chain of at most ``num_speculative_tokens`` tokens.
@@ -188,11 +185,7 @@ def _recognised(before: Seq[np.ndarray | None], known: Seq[_Row | None]) -> dict
 
 
 def _stages(name: str, options: Mapping[str, Any], vocab_size: int) -> DraftStages:
-    """The drafter, held to its interface.
-
-    Raises:
-        ConfigError: it needs what vLLM does not give.
-    """
+    """The drafter, held to its interface. Raises ConfigError: it needs what vLLM does not give."""
     registry = Registry()
 
     def made_of(other: str, values: Mapping[str, Any]) -> Any:

@@ -37,7 +37,6 @@ def write_batch_output(
         folder: of the run, with the rows of all `prompts` but those that failed.
         prompts: in the order of the answers.
         failed: prompts that failed, which come behind.
-        model: that answered.
         load_tokenizer: gives its tokenizer; called if a row has log-probabilities.
 
     Raises:

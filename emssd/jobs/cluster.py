@@ -54,11 +54,7 @@ class ClusterFigures:
 
 
 def check_cluster(config: RunConfig, cluster: ClusterConfig) -> None:
-    """Refuse options that no cluster could run with.
-
-    Raises:
-        ConfigError: with the option's name.
-    """
+    """Refuse options that no cluster could run with. Raises ConfigError with the option's name."""
     check_installed("ray")
     if config.check is not None:
         raise ConfigError("check compares runs of one process; leave check= or cluster= out")
@@ -133,16 +129,12 @@ def _answers(
 
 
 class _Worker(EngineActor):
-    """Decodes tasks; an actor of Ray Data.
-
-    Args:
-        config: of the run.
-    """
+    """Decodes tasks; an actor of Ray Data."""
 
     def __init__(self, config: RunConfig) -> None:
         import torch
 
-        from emssd.jobs.job import make_engine
+        from emssd.jobs.engines import make_engine
         from emssd.model.cache import ModelCache
 
         self._config, self._fault = config, None

@@ -17,6 +17,7 @@ from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.faults import told
 from emssd.plugins.registry import KINDS, Registry
+from emssd.plugins.structured import structured
 from emssd.sampling import SamplingParams
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "conf_dir",
     "no_size",
     "register_configs",
-    "structured",
 ]
 
 STDOUT = "-"  # as output_dir
@@ -81,6 +81,8 @@ class ModelConfig:
             model, somewhat worse and faster; speculation does not change its text.
         frozen: no plugin changes the model; else each run looks whether it is still the same, in the time of about a
             step.
+        batch_invariant: an uncompiled model on a CPU computes the same bits in any batch, more slowly; see
+            docs/explanation/batch_invariant.md.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
         checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
         fallback: ``per_row``: modules that mix tokens in a way unknown to emssd run row by row, each step over all of a
@@ -97,6 +99,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     weights: str = "auto"
     frozen: bool = False
+    batch_invariant: bool = False
     tensor_parallel: bool = False
     checksums: bool = False
     fallback: str = "none"
@@ -164,7 +167,7 @@ class ClusterConfig:
 
 def _sampling_config() -> type:
     """`SamplingParams` as options: OmegaConf writes into them, and without a temperature the run is greedy."""
-    kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float]}
+    kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float], "grammar": Any}
     options = [(each.name, kinds[each.name], _default(each)) for each in dataclasses.fields(SamplingParams)]
     made = dataclasses.make_dataclass("SamplingConfig", options, namespace={"__doc__": SamplingParams.__doc__})
     made.__module__ = __name__
@@ -247,9 +250,7 @@ def changed_options(before: str, now: str) -> list[str]:
     Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor are
     ``data.limit`` and ``sampling.n``, as they only say how many rows there are, nor over how many processes a model is
     spread. An option of the model that the first does not have was not there yet, and counts as what it is by default.
-
-    Raises:
-        ConfigError: the first is no such text.
+    Raises ConfigError: the first is no such text.
     """
     first, second = _row_options(before), _row_options(now)
     default = {f"model.{option.name}": option.default for option in fields(ModelConfig)}
@@ -288,7 +289,6 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     """Put the options of the run and of every plugin into Hydra's ConfigStore.
 
     Args:
-        registry: the plugins.
         runnable: leave out those that cannot run on this machine, so that Hydra refuses them before anything runs.
     """
     store = ConfigStore.instance()
@@ -313,16 +313,3 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
         except BaseException as error:  # a default that is made may do anything
             reason = told(error)
         registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")
-
-
-def structured(options: type) -> DictConfig:
-    """The dataclass `options` as OmegaConf's structured config; one of them that is a dictionary takes any key.
-
-    Raises:
-        OmegaConfBaseException: a field's type or default that cannot be.
-    """
-    node: DictConfig = OmegaConf.structured(options)
-    for _, child in node.items_ex(resolve=False):
-        if isinstance(child, DictConfig) and OmegaConf.get_type(child) is dict:
-            OmegaConf.set_struct(child, False)
-    return node

@@ -33,9 +33,6 @@ def row_of(
     """The row of one run.
 
     Args:
-        config: of the run.
-        engine: that ran.
-        metrics: of the run.
         done: its generations, in the order of the prompts.
         job: its number in the sweep.
         overrides: what the sweep and the user set, as Hydra has it.
@@ -74,10 +71,8 @@ def row_of(
 
 
 def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str, Any]:
-    """The row of the paper's numerical simulation (Appendix B), which runs here.
-
-    Raises:
-        ConfigError: it has no such size.
+    """The row of the paper's numerical simulation (Appendix B), which runs here. Raises ConfigError: it has no such
+    size.
     """
     import torch
 

@@ -33,7 +33,6 @@ class Failures:
     """Prompts that failed, in order; the first one ends the run unless `on_error` is ``skip``.
 
     Args:
-        on_error: of the run.
         config: of its prompt source, by which ``auto`` is decided.
     """
 
@@ -44,11 +43,7 @@ class Failures:
         self.prompts: list[FailedPrompt] = []
 
     def add(self, failed: FailedPrompt) -> None:
-        """Remember one.
-
-        Raises:
-            PromptError: failures are not to be skipped.
-        """
+        """Remember one. Raises PromptError: failures are not to be skipped."""
         if not self._skips:
             raise PromptError(failed.error)
         self.prompts.append(failed)
@@ -68,10 +63,8 @@ class Failures:
 
 
 def check_options(config: RunConfig) -> None:
-    """Refuse options that no prompt could run with, before anything is loaded.
-
-    Raises:
-        ConfigError: with the option's name.
+    """Refuse options that no prompt could run with, before anything is loaded. Raises ConfigError with the option's
+    name.
     """
     numbers = {
         name: getattr(config, name)
@@ -100,10 +93,8 @@ def check_options(config: RunConfig) -> None:
 
 
 def _check_batch(config: RunConfig) -> None:
-    """Refuse an option of all requests that each request, or ``data``, has in its place.
-
-    Raises:
-        ConfigError: with the option's name.
+    """Refuse an option of all requests that each request, or ``data``, has in its place. Raises ConfigError with the
+    option's name.
     """
     if config.sampling.temperature:
         raise ConfigError(
@@ -122,7 +113,6 @@ def sampling_of(
     """The sampling of the run, or of `prompt` in it; ``None`` is greedy.
 
     Args:
-        config: of the run.
         prompt: with options of its own, or none.
         vocab_size: of the model, if it is known by now.
 
@@ -194,12 +184,29 @@ def to_requests(
             sampling = sampling_of(config, prompt, engine.runner.vocab_size)
             stop = stops(common if prompt.stop is None else prompt.stop)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
+            _check_grammar(config, engine, prompt, request)
             engine.row(request)  # can the model go on from it, and is there room for it alone?
         except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
         else:
             requests += [each for each in request.samples() if (prompt.prompt_id, each.sample) not in finished]
     return requests
+
+
+def _check_grammar(config: RunConfig, engine: Engine, prompt: Prompt, request: Request) -> None:
+    """Make sure that outputs can be held to the grammar of `request`, if it has one.
+
+    Raises:
+        PromptError: they cannot, and `prompt` names it. ConfigError: it is that of the run.
+    """
+    if request.sampling is None or request.sampling.grammar is None:
+        return
+    try:
+        engine.grammars.begin(request.sampling.grammar, request.eos_token_ids or engine.eos_token_ids)
+    except ConfigError as error:
+        if (prompt.sampling or {}).get("grammar") is not None:
+            raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
+        raise ConfigError(f"sampling.{error}") from error
 
 
 def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> list[int]:

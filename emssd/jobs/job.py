@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,11 +24,12 @@ from emssd.jobs.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.jobs.closing import print_texts, print_whole, remarks
 from emssd.jobs.cluster import check_cluster, decode_on_cluster
 from emssd.jobs.config import ClusterConfig, RunConfig
+from emssd.jobs.engines import make_engine
 from emssd.jobs.experiment import label_of, setting_of
 from emssd.jobs.intake import Failures, check_options, num_samples, prompts_of, to_requests
 from emssd.jobs.output import OutputFolder
 from emssd.jobs.progress import LiveFigures, show_messages
-from emssd.jobs.provenance import hardware, machine_rates, plugins, versions
+from emssd.jobs.provenance import hardware, plugins, versions
 from emssd.jobs.resume import check_model, made_with, unfinished
 from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model.cache import ModelCache
@@ -69,10 +69,7 @@ def run_job(
     """Run `config`.
 
     Args:
-        config: the options.
-        output_dir: where its files go.
         config_text: the options as ``config.yaml`` will have them.
-        registry: the plugins.
         models: that are loaded already, for runs one after the other.
         brief: show progress only, and leave the tables to the caller.
         alone: no other runs are compared with it. Of those that are, none compiles where another would not.
@@ -219,11 +216,7 @@ class _Run:
         }
 
     def _end_without_rows(self) -> None:
-        """Write why no prompt of this run gave a row.
-
-        Raises:
-            PromptError: there are no rows of an earlier run either.
-        """
+        """Write why no prompt of this run gave a row. Raises PromptError: no earlier run left rows either."""
         failed = self.failures.prompts
         self.output.write_errors(failed)
         self._write_answers()
@@ -274,11 +267,13 @@ class _Run:
         judge = make_runner(target, backend, spec, config.backend, self.registry)
         sampling = {request.prompt_id: request.sampling for request in requests}
         drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
+        begun = [(request.prompt_id, engine.row(request).grammar) for request in requests]
+        states = {name: state for name, state in begun if state is not None}
         places = [_place(request) for request in requests]
         same = [place for place in places if place[0] not in drawn]
-        report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling)
+        report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling, states)
         tested = [done[place] for place in places if place[0] in drawn]
-        law = check_distribution(tested, judge, drawn) if tested else None
+        law = check_distribution(tested, judge, drawn, states) if tested else None
         return dataclasses.replace(report, law=law), figures
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:
@@ -334,39 +329,6 @@ def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
     return max(ends, default=0)
 
 
-def make_engine(
-    config: RunConfig,
-    registry: Registry,
-    models: ModelCache,
-    *,
-    baseline: Engine | None = None,
-    num_steps: Callable[[int], int] | None = None,
-) -> Engine:
-    """The engine of `config`, or plain decoding with the target of `baseline`.
-
-    Given `num_steps`, which says how many it has to do at most with sequences of some length, ``model.compile=auto``
-    may compile the model.
-    """
-    if baseline is not None:
-        target, tokenizer = baseline.target, baseline.tokenizer
-    else:
-        target, tokenizer = models.target(**vars(config.model))
-        if num_steps is not None:
-            target.compile_if_it_pays(num_steps(target.max_model_len))
-        if config.experiment is not None:
-            machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
-    return Engine.assemble(
-        target,
-        tokenizer,
-        drafter="none" if baseline is not None or not config.speculate else config.drafter,
-        backend=config.backend,
-        budget=config.budget,
-        options=config,
-        registry=registry,
-        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code, fallback=config.model.fallback),
-    )
-
-
 def _place(request: Request) -> tuple[str, int]:
     """By which a request and its generation are found: the id of the prompt, and the sample."""
     return request.prompt_id, request.sample
@@ -390,6 +352,7 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
         "plugins": plugins(registry),
         "hardware": hardware(target.device),
         "compiled": target.why_compiled,
+        "batch_invariance": engine.runner.batch_invariance,
     }
 
 

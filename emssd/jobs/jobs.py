@@ -30,9 +30,6 @@ __all__ = ["Jobs"]
 class Jobs:
     """Runs one job after the other; models stay loaded, and the rows of an experiment go to one file.
 
-    Args:
-        registry: the plugins.
-
     Attributes:
         found_difference: whether ``check=`` found tokens that are not those of the model alone.
     """
@@ -65,10 +62,8 @@ class Jobs:
     def run_of_experiment(
         self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str], total: int
     ) -> None:
-        """Job `number` of the experiment's sweep: a line on the console, and a row.
-
-        Raises:
-            ConfigError: an option that the experiment itself sets; or rows that are kept are of another format.
+        """Job `number` of the experiment's sweep: a line on the console, and a row. Raises ConfigError: an option that
+        the experiment itself sets; or rows that are kept are of another format.
         """
         from emssd.jobs.experiment import row_of, simulated_row
         from emssd.jobs.intake import check_options
@@ -107,10 +102,8 @@ class Jobs:
         self.found_difference |= check.get("differences", 0) > 0 or not check.get("law", {}).get("right", True)
 
     def _follow(self, config: RunConfig) -> None:
-        """With tensor parallel, only process 0 comes back from here.
-
-        Raises:
-            ConfigError: several processes would do the same.
+        """With tensor parallel, only process 0 comes back from here. Raises ConfigError: several processes would do the
+        same.
         """
         if config.model.tensor_parallel:
             import torch

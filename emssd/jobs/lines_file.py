@@ -26,7 +26,6 @@ class LinesFile:
     it, until it is forced to the disk.
 
     Args:
-        path: of the file.
         sync_seconds: how often lines are forced to the disk. It takes 0.2 ms on a local SSD and some ten on a network.
 
     Raises:
@@ -64,10 +63,7 @@ class LinesFile:
 
         Args:
             job: what wrote the rows, for errors: ``run``.
-            kind: of rows.
             name: of a row, which tells it from the others: ``the id 'a'``.
-            resume: keep them.
-            overwrite: replace them.
 
         Raises:
             OutputError: rows are there, and neither flag is set; or, with `resume`, a line is no row.
@@ -103,20 +99,14 @@ class LinesFile:
         return content[: self._kept_bytes].split(b"\n")[:-1]
 
     def cut(self) -> None:
-        """Drop what an earlier run left and is not kept.
-
-        Raises:
-            OSError: that does not work.
-        """
+        """Drop what an earlier run left and is not kept. Raises OSError: that does not work."""
         if not self._is_cut and os.fstat(self._file.fileno()).st_size > self._kept_bytes:
             self._file.truncate(self._kept_bytes)
         self._is_cut = True
 
     def check(self) -> None:
-        """Make sure that the file is as this process left it, if it has changed it.
-
-        Raises:
-            OutputError: something else has removed or replaced it, cut it short, or written to it.
+        """Make sure that the file is as this process left it, if it has changed it. Raises OutputError: something else
+        has removed or replaced it, cut it short, or written to it.
         """
         size = os.fstat(self._file.fileno()).st_size
         if not self._is_cut or ((is_there := is_at(self.path, self._file.fileno())) and size == self._kept_bytes):
@@ -128,10 +118,8 @@ class LinesFile:
         )
 
     def append(self, line: bytes) -> None:
-        """Write one line, which ends with a newline, behind those that are kept.
-
-        Raises:
-            OutputError: the disk is full, say, and nothing of the line is left then; or as `check` says.
+        """Write one line, which ends with a newline, behind those that are kept. Raises OutputError: the disk is full,
+        say, and nothing of the line is left then; or as `check` says.
         """
         rest = memoryview(line)
         self.check()
@@ -171,11 +159,7 @@ class LinesFile:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """As `atomic_file`.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """As `atomic_file`. Raises OutputError: it cannot be written."""
     try:
         with atomic_file(path) as file:
             yield file

@@ -52,7 +52,6 @@ class OutputFolder:
     Args:
         path: made if it does not exist. ``-`` is none: rows go to stdout, and nothing is kept.
         resume: keep the rows that are there.
-        overwrite: replace what is there.
 
     Attributes:
         finished, made_with: of the rows that are kept, by id and sample, their prompt and what they were made with, as
@@ -92,10 +91,8 @@ class OutputFolder:
         self._rows.close()
 
     def changed_options(self, config: str) -> list[str]:
-        """Options that determine a row's tokens, and differ between the run whose rows are kept and `config`.
-
-        Raises:
-            OutputError: no ``config.yaml`` tells how these rows were made.
+        """Options that determine a row's tokens, and differ between the run whose rows are kept and `config`. Raises
+        OutputError: no ``config.yaml`` tells how these rows were made.
         """
         try:
             return changed_options((self.path / "config.yaml").read_text(encoding="utf-8"), config)
@@ -167,10 +164,8 @@ class OutputFolder:
         return metrics if isinstance(metrics, dict) else {}
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
-        """Write ``metrics.json``, which tells that all rows are there.
-
-        Raises:
-            OutputError: they are not, or it cannot be written.
+        """Write ``metrics.json``, which tells that all rows are there. Raises OutputError: they are not, or it cannot
+        be written.
         """
         self._rows.check()
         self._write("metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
@@ -199,11 +194,7 @@ class _Stdout:
     """Stands in for a `LinesFile` whose lines go to stdout."""
 
     def append(self, line: bytes) -> None:
-        """Write one line, in ASCII: the encoding of stdout may be any.
-
-        Raises:
-            OutputError: nobody reads on, say.
-        """
+        """Write one line, in ASCII: the encoding of stdout may be any. Raises OutputError: nobody reads on, say."""
         if sys.stdout is not None:
             sys.stdout.write(f"{json.dumps(json.loads(line))}\n")
             sys.stdout.flush()

@@ -44,10 +44,7 @@ class LiveFigures:
     """Rows done, tokens per second, τ, and the time that is left.
 
     Args:
-        title: what is going on.
-        total: rows of the job.
         done: rows that were done before.
-        show: whether to show anything.
         log_seconds: how often a line is written where there is no terminal.
     """
 

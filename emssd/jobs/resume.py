@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
@@ -17,6 +18,7 @@ from emssd.jobs.experiment import changed
 from emssd.jobs.intake import num_samples, sampling_of
 from emssd.jobs.output import OutputFolder, as_asked
 from emssd.model.checkpoint import files_of
+from emssd.sampling.grammar import Grammar
 
 __all__ = ["check_model", "made_with", "unfinished"]
 
@@ -28,9 +30,6 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfi
     """The prompts with rows that `output` does not hold yet.
 
     Args:
-        prompts: of the job.
-        output: its folder.
-        config: its options.
         config_text: the same as ``config.yaml`` will have them.
 
     Raises:
@@ -71,10 +70,8 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfi
 
 
 def check_model(config: RunConfig, output: OutputFolder) -> None:
-    """Make sure that the rows which `output` keeps were made with the model as its files are now.
-
-    Raises:
-        ConfigError: they were not.
+    """Make sure that the rows which `output` keeps were made with the model as its files are now. Raises ConfigError:
+    they were not.
     """
     known = {digests.get("model") for digests in output.made_with.values()} - {None, ""}
     if known and (now := _model_digest(config)) and known != {now}:
@@ -88,10 +85,8 @@ def made_with(config: RunConfig) -> Callable[[Prompt], dict[str, str]]:
     """A function that gives digests of what the rows of a prompt depend on, beside its text and the run's options.
 
     ``model`` is one of the whole content of the files that loading reads, so that a copy has the same; it is empty
-    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings.
-
-    Raises:
-        ConfigError: a file cannot be read.
+    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings. Raises
+    ConfigError: a file cannot be read.
     """
     model = _model_digest(config)
     return lambda prompt: {"model": model, "request": _request_digest(config, prompt)}
@@ -133,5 +128,10 @@ def _request_digest(config: RunConfig, prompt: Prompt) -> str:
     return _short([limit, how, config.stop if prompt.stop is None else [*prompt.stop]])
 
 
+def _plain(value: Any) -> dict[str, Any]:
+    """A mapping or a grammar as JSON takes it."""
+    return asdict(value) if isinstance(value, Grammar) else dict(value)
+
+
 def _short(value: object) -> str:
-    return sha256(json.dumps(value, sort_keys=True, default=dict).encode()).hexdigest()[:_LENGTH]
+    return sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()[:_LENGTH]

@@ -34,7 +34,6 @@ class RowsFile:
     Args:
         folder: made if it does not exist.
         resume: keep the rows that are there, and do not run their jobs again.
-        overwrite: replace them.
 
     Raises:
         OutputError: it cannot be written, at once or later (disk full); another experiment writes to it; or it holds
@@ -56,11 +55,7 @@ class RowsFile:
         self._file.close()
 
     def has(self, job: int, overrides: Seq[str]) -> bool:
-        """Whether job number `job` of the sweep is done.
-
-        Raises:
-            ConfigError: it was another job then.
-        """
+        """Whether job number `job` of the sweep is done. Raises ConfigError: it was another job then."""
         there = next((row for row in self._rows if row["job"] == job), None)
         if there is None:
             return False

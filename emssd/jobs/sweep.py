@@ -21,10 +21,8 @@ class SweptRun:
     """One run of a sweep.
 
     Attributes:
-        options: that it ran with.
         overrides: ``NAME=VALUE`` of the command line and the sweep.
         metrics: as in ``metrics.json``.
-        folder: that holds them.
     """
 
     options: RunConfig

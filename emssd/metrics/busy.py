@@ -24,7 +24,6 @@ class CPUTimes:
     """Seconds so far, of the clock, and of the cores that this process may use.
 
     Attributes:
-        cores: how many they are.
         busy, idle: of these cores, in all processes.
         own: of this process, and of those that it started and that have ended.
     """
@@ -65,9 +64,6 @@ def busy_remark(*runs: Mapping[str, Any]) -> str | None:
 
 class OtherProcesses:
     """What other processes take of the cores while the body of a ``with`` statement runs.
-
-    Args:
-        read: the times so far.
 
     Attributes:
         share: of all cores, 0 to 1; ``None`` where it was too short to tell, or the system does not count.

@@ -12,7 +12,7 @@ from emssd.attention import KVUsage
 
 __all__ = ["NUM_TIMED_STEPS", "PHASES", "RunReport", "StageStats", "StepStats"]
 
-PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
+PHASES = ("schedule", "draft", "plan", "forward", "mask", "verify", "other")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
 from emssd.model.finding import find_streams
 from emssd.model.replaced import replaced_forward
-from emssd.model.runner import ModelRunner
+from emssd.model.rounded import RoundedRunner
+from emssd.model.runner import CausalLMRunner, ModelRunner
 from emssd.model.shallow import ShallowRunner
 from emssd.model.streams import Streams
 from emssd.model.target import TargetModel
@@ -32,6 +33,21 @@ class BorrowedTarget:
     def __init__(self, target: TargetModel) -> None:
         self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype
         self._target, self._model = target, target.model
+        self._sharing: list[RoundedRunner] = []
+
+    def rounded(self, bits: int, num_layers: int | None = None) -> RoundedRunner:
+        """The model with rounded weights, which shares the KV cache of the target; see `RoundedRunner`.
+
+        It is of use from `Drafter.propose` on, in an engine that was made with the drafter's context.
+        """
+        self._check_together()
+        self._sharing.append(RoundedRunner(self._target, bits, num_layers))
+        return self._sharing[-1]
+
+    def attach(self, runner: CausalLMRunner) -> None:
+        """The target runs in `runner`, whose KV cache is to be shared by those that `rounded` gave."""
+        for each in self._sharing:
+            each.attach(runner)
 
     @property
     def num_layers(self) -> int:

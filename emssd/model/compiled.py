@@ -6,6 +6,8 @@ that share their input joined into one; Inductor compiles the rest ahead of time
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +18,14 @@ from emssd.errors import CompileError
 from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
-from emssd.model.program import Chain
+from emssd.model.program import Chain, Program
 from emssd.model.proven import NotKeptError, ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
     from emssd.attention import StepPlan
     from emssd.attention.native import NativeStep
     from emssd.model.hooked import HookedModel
+    from emssd.model.int8 import Rounded
     from emssd.model.interface import Attend
     from emssd.model.streams import Hidden
 
@@ -49,7 +52,8 @@ class CompiledForward(ProvenProgram):
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         if any(layer.sinks is not None for layer in target.layers):
             raise CompileError(f"{type(target.model).__name__} has attention sinks, which no program is made with")
-        self._target, self._layers, self.hidden = target, target.layers, hidden
+        self._target, self._layers, self.hidden, self._module = target, target.layers, hidden, target.model
+        self._dtype = target.dtype
         super().__init__(target.model, only_kept=only_kept)
         del self._target  # which holds this
 
@@ -63,6 +67,13 @@ class CompiledForward(ProvenProgram):
         names, most = ["logits", *(f"hidden states {k}" for k in self.hidden)], PROBE_TOLERANCE[self._target.dtype]
         values = short_pass(self._target, self, self.hidden)
         return [(name, value, most) for name, value in zip(names, values, strict=True)]
+
+    @property
+    def why_not_invariant(self) -> str | None:
+        """See `HookedModel.why_not_invariant`."""
+        if self._program.few_sizes or not tracing.has_kernel(self._dtype):
+            return f"oneDNN or MKL computes the {self._dtype} layers of its program"
+        return None
 
     def __call__(
         self,
@@ -94,12 +105,22 @@ class CompiledForward(ProvenProgram):
                 hidden[index] = each[:, : batch * num_tokens].view(batch, num_tokens, -1)
         return logits[:, :num_logits].view(batch, -1, logits.shape[-1])
 
-    def run_chain(self, plan: StepPlan, step: NativeStep, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
-        """See `emssd.model.runner.ModelRunner.run_chain`; `plan` is by `AttentionBackend.plan_chain`, `step` of it."""
+    def with_weights(self, round_to: Callable[[torch.Tensor], Rounded]) -> CompiledForward:
+        """The same program with other linear weights; `round_to` makes them of the model's own."""
+        other = copy.copy(self)
+        other._program = Program(self._found, self._module, round_to)
+        return other
+
+    def run_shares(self, plan: StepPlan, step: NativeStep, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Program.run_chain`; `plan` is by `AttentionBackend.plan_chain`, `step` of it."""
         if self._program.few_sizes:
             return None
-        inputs = [plan.input_ids, plan.position_ids, plan.logits_to_keep]
-        return self._program.run_chain(inputs, step, Chain([*lengths], vocab_size))[0]
+        return self._program.run_chain([plan.input_ids, plan.position_ids, plan.logits_to_keep], step, chain)
+
+    def run_chain(self, plan: StepPlan, step: NativeStep, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
+        """See `emssd.model.runner.ModelRunner.run_chain`; `plan` is by `AttentionBackend.plan_chain`, `step` of it."""
+        found = self.run_shares(plan, step, Chain([*lengths], vocab_size))
+        return None if found is None else found[0]
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:

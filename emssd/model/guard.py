@@ -78,7 +78,8 @@ class Guard:
             return rows.attend(layer, seen, *qkv)
 
         drawn = _random_state(target.device)
-        with running(target), _Linears(() if self._reads_weights else target.model.parameters(), self._pattern):
+        weights = () if self._reads_weights else target.model.parameters()
+        with target.plainly(), running(target), _Linears(weights, self._pattern):
             logits = target.run(rows.tokens[None], rows.positions[None], attend, last)[0].cpu()
         if not torch.equal(_random_state(target.device), drawn):
             raise UnsupportedModelError(

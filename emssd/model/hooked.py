@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.errors import UnsupportedModelError
 from emssd.model.interface import (
     ATTENTION_NAME,
     MASKED_NAME,
@@ -21,6 +23,7 @@ from emssd.model.interface import (
     register,
     with_windows,
 )
+from emssd.model.invariant import BatchInvariant, why_not_invariant
 from emssd.model.mixing import install
 from emssd.model.replaced import lock_of
 from emssd.model.spread import is_spread, output_device
@@ -49,6 +52,7 @@ class HookedModel:
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
+        arithmetic: of every pass that no program runs; ``None`` for PyTorch's own, as by default.
         keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`.
         counts_calls: whether `layers` are the calls of attention in a pass, in their order: where not every layer
             attends once.
@@ -67,6 +71,7 @@ class HookedModel:
         *,
         max_model_len: int | None = None,
         shard: Shard | None = None,
+        batch_invariant: bool = False,
         fallback: str = "none",
     ) -> None:
         self._sinks: Any = WeakTensorKeyDictionary()  # of each tensor its numbers; it has no annotations
@@ -80,13 +85,14 @@ class HookedModel:
         self.keeps_states = self.counts_calls = install(model)
         self.per_row: PerRow | None = None
         self.attention = ATTENTION_NAME
-        self._names = {*inspect.signature(model.forward).parameters}
+        self._names = {*inspect.signature(type(model).forward).parameters}  # the module's own may be wrapped
         self.takes_positions = bool({"position_ids", "kwargs"} & self._names)
         self.lock = lock_of(model)
         self.is_spread = is_spread(model)
         self.max_model_len = resolve_max_model_len(model.config, max_model_len, fallback)
         self.device: torch.device = output_device(model)
         self.dtype: torch.dtype = model.dtype
+        self.arithmetic = self._invariant() if batch_invariant else None
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
         self.layers: tuple[LayerSpec, ...] = ()
@@ -131,19 +137,22 @@ class HookedModel:
         """
         if self.is_spread and isinstance(logits_to_keep, torch.Tensor):
             logits_to_keep = logits_to_keep.tolist()  # type: ignore[assignment]  # which indexes on any device
-        keywords: dict[str, Any] = {"emssd_attend": with_windows(attend, self._windows)}
+        keywords: dict[str, Any] = {"emssd_attend": with_windows(self._apart(attend), self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
         calls = count() if self.counts_calls else None
         taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
         cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
-        in_loops = self.dtype is torch.float64  # for which PyTorch has no grouped matrix product
+        own = None if torch.compiler.is_compiling() else self.arithmetic
+        # PyTorch has no grouped matrix product of float64, nor one that is the same in any batch.
+        in_loops = self.dtype is torch.float64 or own is not None
         with (
             self.lock,
             implementation(self.attention if masks is None else MASKED_NAME, experts_in_loops=in_loops),
             keywords_known(keywords | {"emssd_numbers": self._numbers, "emssd_calls": calls}),
             taking,
             cut,
+            nullcontext() if own is None else own,
             nullcontext() if self.per_row is None else self.per_row.active(),
         ):
             output = self.call(
@@ -154,9 +163,9 @@ class HookedModel:
                 **({} if self.is_spread else keywords),  # Accelerate would pass on copies; they are known as it is
             )
         logits: torch.Tensor = output.logits
-        return (
-            logits if "logits_to_keep" in self._names or isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
-        )
+        if "logits_to_keep" in self._names or isinstance(logits_to_keep, int):
+            return logits
+        return logits if logits.shape[1] == len(logits_to_keep) else logits[:, logits_to_keep]
 
     def call(self, **keywords: Any) -> Any:
         """Call the model with those of `keywords` that it takes."""
@@ -169,6 +178,47 @@ class HookedModel:
         """Room for the states of rows, or for their history where modules run row by row."""
         whole = self.per_row is not None and self.per_row.names
         return StateCache(whole=self.max_model_len if whole else 0)
+
+    def _invariant(self) -> BatchInvariant:
+        why = "Accelerate moves it from device to device" if self.is_spread else None
+        if (why := why or why_not_invariant(self.device, self.dtype)) is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} is not batch-invariant: {why}; leave model.batch_invariant out"
+            )
+        return BatchInvariant()
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Within, passes call PyTorch's own functions; the caller holds the lock."""
+        before, self.arithmetic = self.arithmetic, None
+        try:
+            yield
+        finally:
+            self.arithmetic = before
+
+    def _apart(self, attend: Attend) -> Attend:
+        """`attend`, which has its own arithmetic."""
+        if self.arithmetic is None or torch.compiler.is_compiling():
+            return attend
+
+        def attend_apart(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                return attend(layer, seen, *qkv)
+
+        return attend_apart
+
+    @property
+    def why_not_invariant(self) -> str | None:
+        """In words, why the bits of a row may depend on its batch, attention apart; ``None`` if they do not."""
+        if self.compiled is not None:
+            why: str | None = self.compiled.why_not_invariant
+            return why
+        if self.arithmetic is None:
+            return "model.batch_invariant=false"
+        if self.keeps_states:
+            return "some of its layers keep a state"
+        missed = sorted(self.arithmetic.missed)
+        return f"it calls {', '.join(missed)}" if missed else None
 
     def _numbers(self, sinks: torch.Tensor) -> tuple[float, ...]:
         """The numbers of ``sinks [heads]``, read once: on a GPU, the host waits for it."""

@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from emssd.errors import ConfigError
 
-__all__ = ["SCALE", "bytes_of", "is_rounded", "round_drafter", "round_weights", "scales_of"]
+__all__ = ["SCALE", "Rounded", "bytes_of", "is_rounded", "round_drafter", "round_weights", "rounded", "scales_of"]
 
 SCALE = "int8_scale"
 """The name of a buffer that each rounded layer has."""
 
-_MOST = 127
+_MOST, _GROUP, _PIECE = 127, 32, 1 << 18
+
+
+class Rounded(NamedTuple):
+    """A rounded copy of a weight.
+
+    Attributes:
+        values: ``[out, in]`` int8.
+        scale: ``[out]`` float32 by output, or ``[out, groups]`` bfloat16 by 32 inputs, with values from -8 to 7.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """``[out, in]`` the numbers that they stand for."""
+        wide = self.scale.to(torch.float32).view(len(self.scale), -1)
+        if self.scale.ndim == 2:
+            wide = wide.repeat_interleave(_GROUP, 1)[:, : self.values.shape[1]]
+        return (self.values * wide).to(dtype)
+
+
+@torch.no_grad()
+def rounded(weight: torch.Tensor, bits: int) -> Rounded:
+    """A copy of ``weight [out, in]`` for drafts: of 8 bits by output, or of 4 bits in groups of 32 inputs.
+
+    Infinite weights, or no numbers, give scales that are none: a draft is a guess.
+    """
+    pieces = torch.split(weight, max(1, _PIECE // weight.shape[1]))  # which stay in a cache
+    if len(pieces) > 1:
+        return Rounded(*map(torch.cat, zip(*(rounded(piece, bits) for piece in pieces), strict=True)))
+    wide = weight.to(torch.float32)
+    if bits == 8:
+        largest = wide.abs().amax(dim=1)
+        scale = torch.where(largest == 0, torch.ones_like(largest), largest / _MOST)
+        return Rounded((wide / scale.unsqueeze(1)).nan_to_num(0).round().to(torch.int8), scale)
+    num_out, num_in = weight.shape
+    groups = F.pad(wide, (0, -num_in % _GROUP)).view(num_out, -1, _GROUP)
+    lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
+    # The number that is farthest from 0 becomes -8, so the scale has the other sign.
+    scale = torch.where(highest.abs() > lowest.abs(), highest, lowest).div(-8).to(torch.bfloat16)
+    by = torch.where(scale == 0, torch.ones_like(scale), scale).to(torch.float32).unsqueeze(-1)
+    values = (groups / by).round_().nan_to_num_(0).clamp_(-8, 7).to(torch.int8)
+    return Rounded(values.view(num_out, -1)[:, :num_in].contiguous(), scale)
 
 
 def round_weights(model: torch.nn.Module) -> int:

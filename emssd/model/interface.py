@@ -20,6 +20,7 @@ __all__ = [
     "Attend",
     "Visible",
     "implementation",
+    "in_a_pass",
     "keywords_known",
     "register",
     "with_windows",
@@ -82,6 +83,11 @@ def implementation(attention: str | None = None, *, experts_in_loops: bool = Fal
             del _PASSES[thread]
         else:
             _PASSES[thread] = before
+
+
+def in_a_pass() -> bool:
+    """Whether this thread is in a pass of a model, within `implementation`."""
+    return get_ident() in _PASSES
 
 
 class _OfThisPass(property):

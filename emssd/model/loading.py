@@ -35,6 +35,7 @@ def load_model(
     trust_remote_code: bool = False,
     weights: str = "auto",
     frozen: bool = False,
+    batch_invariant: bool = False,
     for_drafts: bool = False,
     tensor_parallel: bool = False,
     checksums: bool = False,
@@ -46,7 +47,7 @@ def load_model(
         path: folder or hub id; ``demo`` and ``demo-draft`` are the embedded pair.
         dtype: ``auto`` (the checkpoint's), ``float64``, ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` (CUDA if there is one), or a torch device.
-        max_model_len, compile: see `TargetModel`.
+        max_model_len, compile, batch_invariant: see `TargetModel`.
         architecture: make a model of this shape with random weights and no tokenizer, and let `path` be no more than
             its name; see `emssd.model.random_weights.counting_model`. Its ``auto`` dtype is bfloat16.
         device_map: put the layers on several devices: ``auto``, ``balanced``, ``sequential``, or a device for each
@@ -71,6 +72,7 @@ def load_model(
         others = {
             "model.device": device != "auto",
             "model.compile=true": compile is True,
+            "model.batch_invariant=true": batch_invariant,
             "model.architecture": bool(architecture),
             "model.weights=int8": weights == "int8",
             "model.tensor_parallel=true": tensor_parallel,
@@ -85,6 +87,8 @@ def load_model(
     if tensor_parallel:
         if weights == "int8":
             raise ConfigError("model.weights=int8 rounds a whole model; leave it or model.tensor_parallel out")
+        if batch_invariant:
+            raise ConfigError("model.batch_invariant is for one process; leave it or model.tensor_parallel out")
         if fallback != "none":
             raise ConfigError("model.fallback=per_row runs in one process; leave it or model.tensor_parallel out")
         _check_parallel(device, compile=compile is True, architecture=architecture)
@@ -105,7 +109,7 @@ def load_model(
         kind = _resolve_dtype("bfloat16" if dtype == "auto" else dtype)
         assert isinstance(kind, torch.dtype)
         made = counting_model(architecture, kind, _resolve_device(device))
-        return _target(made, weights, max_model_len, compile, frozen, for_drafts, fallback), None
+        return _target(made, weights, max_model_len, compile, frozen, for_drafts, fallback, batch_invariant), None
     torch_dtype = _resolve_dtype(dtype)
     torch_device = None if device_map is not None else _resolve_device(device)
     model, tokenizer = load_checkpoint(
@@ -122,7 +126,7 @@ def load_model(
         model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"{torch_device} has no room for the weights of {path!r}; take a smaller one") from error
-    return _target(model, weights, max_model_len, compile, frozen, for_drafts, fallback), tokenizer
+    return _target(model, weights, max_model_len, compile, frozen, for_drafts, fallback, batch_invariant), tokenizer
 
 
 def _target(
@@ -133,6 +137,7 @@ def _target(
     frozen: bool,
     for_drafts: bool,
     fallback: str,
+    batch_invariant: bool,
 ) -> TargetModel:
     if weights == "int8":
         if model.device.type != "cpu":
@@ -144,8 +149,14 @@ def _target(
         compile = True if compile == "auto" else compile
     elif for_drafts and compile:
         round_drafter(model)
+    frozen = frozen or for_drafts
     return TargetModel(
-        model, max_model_len=max_model_len, compile=compile, frozen=frozen or for_drafts, fallback=fallback
+        model,
+        max_model_len=max_model_len,
+        compile=compile,
+        frozen=frozen,
+        fallback=fallback,
+        batch_invariant=batch_invariant,
     )
 
 

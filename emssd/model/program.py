@@ -15,7 +15,7 @@ import torch
 from emssd.attention.native import NativeStep
 from emssd.model import tracing
 from emssd.model.fingerprint import named_tensors
-from emssd.model.int8 import bytes_of, is_rounded, scales_of
+from emssd.model.int8 import Rounded, bytes_of, is_rounded, scales_of
 from emssd.native import Entry, free_module, load_kernels
 
 __all__ = ["Attend", "Chain", "Program", "declare_operators"]
@@ -51,6 +51,7 @@ class Program:
     Args:
         found: where it is kept.
         module: whose tensors it reads. They must stay what and where they are; weights of linear layers are copied.
+        round_to: what is copied in the place of a weight; ``None`` for the weight itself.
 
     Attributes:
         few_sizes: whether linear layers are slow at sizes that they did not meet before.
@@ -59,7 +60,9 @@ class Program:
         Exception: of almost any kind, if that is something else.
     """
 
-    def __init__(self, found: Entry, module: torch.nn.Module) -> None:
+    def __init__(
+        self, found: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
+    ) -> None:
         kernels = load_kernels()
         self._attend: Attend | None = None
         self._failure: BaseException | None = None  # of attention; PyTorch's runner may raise its own instead
@@ -74,7 +77,10 @@ class Program:
             biases = [tensors[name].detach() for name in linear["biases"]]
             weights = [tensors[name].detach() for name in linear["weights"]]
             scale = None
-            if all(weight.data_ptr() in scales for weight in weights):
+            if round_to is not None:
+                copies = [round_to(weight) for weight in weights]
+                weights, scale = [each.values for each in copies], torch.cat([each.scale for each in copies])
+            elif all(weight.data_ptr() in scales for weight in weights):
                 each_scale = [scales[weight.data_ptr()] for weight in weights]
                 rounded = [bytes_of(*pair) for pair in zip(weights, each_scale, strict=True)]
                 if all(map(is_rounded, weights, rounded, each_scale)):  # else they were written to since

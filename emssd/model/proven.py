@@ -75,7 +75,7 @@ class ProvenProgram(ABC):
         except Exception as error:  # a module's own code may raise anything
             reason = f"{type(error).__name__}: {tracing.first_line(error)}"
             raise CompileError(f"{type(module).__name__} cannot be compiled: {reason}") from error
-        self.folder, self.is_new = found.folder, found.new
+        self.folder, self.is_new, self._found = found.folder, found.new, found
 
     @abstractmethod
     def expected(self) -> tuple[str, Seq[torch.Tensor]]:

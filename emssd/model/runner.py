@@ -117,6 +117,11 @@ class ModelRunner(ABC):
         """Let no row adopt what was published before."""
 
     @property
+    def batch_invariance(self) -> str:
+        """In a line, whether the logits of a row are the same bits for any batch, drafts and pieces of its prompt."""
+        return "not known"
+
+    @property
     @abstractmethod
     def usage(self) -> KVUsage:
         """KV memory taken now and at most."""
@@ -207,6 +212,13 @@ class CausalLMRunner(ModelRunner):
 
     def forget_prefixes(self) -> None:
         self.backend.forget_prefixes()
+
+    @property
+    def batch_invariance(self) -> str:
+        why = self.model.why_not_invariant
+        if why is None and self.model.layers and not self.backend.batch_invariant:
+            why = f"the attention of {type(self.backend).__name__} promises no bits"
+        return "yes" if why is None else f"no: {why}"
 
     @property
     def usage(self) -> KVUsage:

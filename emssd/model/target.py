@@ -65,6 +65,7 @@ class TargetModel(HookedModel):
         shard: where the others are, if this process has but a shard of the model. All processes do this, and every
             call, together.
         frozen: the caller promises that the model stays as it is, so `begin` need not look. That holds of shards, too.
+        batch_invariant: what no program computes has the same bits in any batch, see `emssd.model.invariant`. On CPUs.
         fallback: ``per_row`` lets modules that mix tokens by themselves run row by row, see `emssd.model.per_row`;
             ``none`` refuses the model.
 
@@ -87,6 +88,7 @@ class TargetModel(HookedModel):
         compile: Compile = False,
         shard: Shard | None = None,
         frozen: bool = False,
+        batch_invariant: bool = False,
         fallback: str = "none",
     ) -> None:
         if compile is True and is_spread(model):
@@ -97,7 +99,9 @@ class TargetModel(HookedModel):
             raise ConfigError(f"model.fallback is {fallback}; it must be none or per_row")
         if fallback != "none" and (is_spread(model) or shard is not None):
             raise ConfigError("model.fallback=per_row is for a model on one device, in one process; leave it out")
-        super().__init__(model, max_model_len=max_model_len, shard=shard, fallback=fallback)
+        super().__init__(
+            model, max_model_len=max_model_len, shard=shard, fallback=fallback, batch_invariant=batch_invariant
+        )
         self.per_row = PerRow(self) if fallback == "per_row" else None
         self.layers = self._learned()
         if self.per_row is not None and (names := self.per_row.names):
@@ -194,11 +198,17 @@ class TargetModel(HookedModel):
         return self.streams
 
     def __call__(
-        self, plan: StepPlan, backend: AttentionBackend, indices: Seq[int] = (), num_layers: int | None = None
+        self,
+        plan: StepPlan,
+        backend: AttentionBackend,
+        indices: Seq[int] = (),
+        num_layers: int | None = None,
+        program: Callable[..., torch.Tensor] | None = None,
     ) -> Computed:
         """Run one step. Gives logits of the wanted rows only, and the hidden states `indices` of all fed tokens.
 
         Given `num_layers`, only so many of the first layers are run, uncompiled. `prepare_hidden` comes before that.
+        Else `program` runs, in the place of the model's own.
         """
 
         def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
@@ -213,8 +223,8 @@ class TargetModel(HookedModel):
             run: Callable[..., torch.Tensor] = self.run
             if num_layers is not None:
                 run = partial(self.run, num_layers=num_layers)
-            elif self.compiled is not None:
-                run = partial(self.compiled, step=backend.native_step(plan))
+            elif (chosen := program or self.compiled) is not None:
+                run = partial(chosen, step=backend.native_step(plan))
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
             logits = logits.to(self.device)
@@ -264,6 +274,8 @@ class TargetModel(HookedModel):
             if self.counts_calls:
                 raise CompileError("some of its layers keep a state, or attend twice, which no compiled program does")
             compiled = CompiledForward(self, hidden, only_kept=only_kept)
+            if self.arithmetic is not None and (why := compiled.why_not_invariant) is not None:
+                raise CompileError(f"model.batch_invariant=true, and {why}")
         except CompileError as error:
             self._can_compile = change is None and isinstance(error, NotKeptError)
             self.why_compiled = f"not compiled: {error}"

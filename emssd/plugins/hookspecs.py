@@ -55,9 +55,11 @@ class DrafterSpec(Spec):
 
     Attributes:
         build: ``build(config, context)`` gives a new drafter, or a list of new ones that are asked in turn.
+        reads: names of the formats of `emssd.heads.Format` that its files may have.
     """
 
     build: Callable[[Any, DrafterContext], Drafter | list[Drafter]]
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

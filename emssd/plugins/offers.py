@@ -16,11 +16,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 def specs_of(result: Any, kind: str) -> list[Spec]:
-    """What the hook of `kind` returned.
-
-    Raises:
-        PluginError: no list of the hook's own records.
-    """
+    """What the hook of `kind` returned. Raises PluginError: no list of the hook's own records."""
     hook, record = KINDS[kind]
     if isinstance(result, list) and all(isinstance(spec, record) for spec in result):
         return result
@@ -32,10 +28,8 @@ def specs_of(result: Any, kind: str) -> list[Spec]:
 
 
 def check_spec(spec: Spec, kind: str) -> None:
-    """Hold one offer of `kind` to its types.
-
-    Raises:
-        PluginError: a name that cannot be chosen, something that cannot be called, or options that cannot be set.
+    """Hold one offer of `kind` to its types. Raises PluginError: a name that cannot be chosen, something that cannot be
+    called, or options that cannot be set.
     """
     if not isinstance(spec.name, str) or not _NAME.fullmatch(spec.name):
         raise PluginError(
@@ -58,9 +52,7 @@ def check_spec(spec: Spec, kind: str) -> None:
 
 def held(made: Any, kind: str, owner: str) -> Any:
     """What `owner` built, once it is known to be of its interface; prompts as a list, so that all of them were made.
-
-    Raises:
-        PluginError: it is something else, or a drafter that does not say how much it drafts.
+    Raises PluginError: it is something else, or a drafter that does not say how much it drafts.
     """
     wanted, described = _wanted(kind)
     parts = made if kind == "drafter" and isinstance(made, (list, tuple)) else [made]

@@ -33,7 +33,6 @@ class PluginRecord:
     Attributes:
         kind: ``drafter``, ``backend``, ``budget``, ``data``, or ``plugin`` where nothing was offered.
         name: of what is offered, or of the entry point.
-        distribution, version: the installed package.
         state: ``ready``, ``unavailable`` (cannot run on this machine), ``failed``, or ``skipped`` (the user said so).
         reason: why it is not ready.
     """
@@ -106,11 +105,8 @@ class Registry:
         return spec
 
     def configured(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
-        """The config of what is called `name`, with these of its options.
-
-        Raises:
-            PluginError: there is none of this name.
-            ConfigError: it has no such option.
+        """The config of what is called `name`, with these of its options. Raises PluginError: there is none of this
+        name; or ConfigError: it has no such option.
         """
         config = self.find(kind, name).config
         known = [field.name for field in dataclasses.fields(config)]
@@ -129,10 +125,8 @@ class Registry:
         self._report(dataclasses.replace(record, state="failed", reason=reason))
 
     def resolve(self, kind: str, choice: Any) -> tuple[Spec, Any]:
-        """The spec and config of `choice`: a name, or an instance of a plugin's config dataclass.
-
-        Raises:
-            PluginError: see `find`. ConfigError: `choice` is neither.
+        """The spec and config of `choice`: a name, or an instance of a plugin's config dataclass. Raises PluginError:
+        see `find`. ConfigError: `choice` is neither.
         """
         if isinstance(choice, str):
             spec = self.find(kind, choice)
@@ -146,10 +140,8 @@ class Registry:
         )
 
     def build(self, kind: str, spec: Spec, config: Any, *arguments: Any) -> Any:
-        """What `spec` builds of `config` and `arguments`, held to its interface, and noted as in use.
-
-        Raises:
-            PluginError: it raises, or builds something else. EmssdError: it says itself what is wrong.
+        """What `spec` builds of `config` and `arguments`, held to its interface, and noted as in use. Raises
+        PluginError: it raises, or builds something else. EmssdError: it says itself what is wrong.
         """
         owner = self.owner(kind, spec.name)
         with guarded(owner, "build"):

@@ -60,10 +60,8 @@ def main(arguments: Seq[str] | None = None) -> None:
 
 
 def report(found: Seq[Section], out: Path, *, title: str, name: str) -> list[Path]:
-    """Write a page of these sections in the folder `out`: Markdown with its plots as files, and one HTML file.
-
-    Raises:
-        OutputError: the files cannot be written.
+    """Write a page of these sections in the folder `out`: Markdown with its plots as files, and one HTML file. Raises
+    OutputError: the files cannot be written.
     """
     from emssd.report.page import html_page
     from emssd.report.sections import Plot

@@ -75,11 +75,8 @@ def curves(
     """Lines over batch sizes or the like.
 
     Args:
-        title, xlabel, ylabel: texts.
-        lines: what is drawn.
         mark: what the legend says of all lines: random weights, replay.
         log: x to the base of 2.
-        level: a horizontal line there.
     """
     figure, axes = _figure(title)
     drawn = [line for line in lines if line.points]

@@ -53,7 +53,6 @@ def html_page(title: str, markdown: str, images: Mapping[str, str]) -> str:
     """The page.
 
     Args:
-        title: of the page.
         markdown: its text; raw HTML in it is shown, not interpreted.
         images: SVG of each image that the text refers to, by its name there.
     """

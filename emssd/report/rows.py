@@ -96,7 +96,6 @@ class Simulation:
 
     Attributes:
         points: each with ``p``, ``batch_size``, ``exact`` and ``simulated``, as `emssd.simulate` makes them.
-        max_acceptance: the longest τ.
     """
 
     source: str
@@ -119,11 +118,7 @@ def per(total: str, number: str) -> Callable[[Row], float]:
 
 
 def read_rows(path: Path) -> list[Row | Simulation]:
-    """The rows of a ``rows.jsonl``.
-
-    Raises:
-        ConfigError: it cannot be read, is empty, or holds something else.
-    """
+    """The rows of a ``rows.jsonl``. Raises ConfigError: it cannot be read, is empty, or holds something else."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
     except (OSError, UnicodeDecodeError) as error:
@@ -139,8 +134,6 @@ def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
 
     Args:
         row: as the experiment wrote it.
-        source: the file of it.
-        where: what errors call it.
 
     Raises:
         ConfigError: it lacks something, or has it in another form; the message says what.

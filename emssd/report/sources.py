@@ -46,10 +46,8 @@ class Material:
 
 
 def read(paths: Iterable[Path]) -> Material:
-    """Read files and folders, which are searched; each file is read once.
-
-    Raises:
-        ConfigError: there is no such path, nothing to show in a folder, or a file of another kind.
+    """Read files and folders, which are searched; each file is read once. Raises ConfigError: there is no such path,
+    nothing to show in a folder, or a file of another kind.
     """
     material = Material()
     for file in {file.resolve(): file for path in paths for file in _files(path)}.values():

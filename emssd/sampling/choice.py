@@ -20,11 +20,22 @@ import torch
 
 from emssd.attention.transfer import on_device
 from emssd.native import loaded_kernels
+from emssd.sampling.matching import MatcherState, masked
 from emssd.sampling.noise import gumbel, noise_state
 from emssd.sampling.params import SamplingParams
 from emssd.sampling.processing import processed
 
-__all__ = ["Node", "alike", "as_arrays", "choose", "greedy_tokens", "is_quick", "kernels_for", "scores_of"]
+__all__ = [
+    "Node",
+    "alike",
+    "as_arrays",
+    "choose",
+    "greedy_tokens",
+    "is_quick",
+    "kernels_for",
+    "scores_of",
+    "within_grammars",
+]
 
 _BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
 _AS_IT_IS = SamplingParams()  # scores that are processed already
@@ -40,6 +51,8 @@ class Node:
         position: index of the chosen token in its row, prompt included.
         prefix: the tokens before it, prompt included; only where `params` read it.
         num_prompt: how many of them are the prompt.
+        state: which tokens may follow by the grammar of the request, if it has one; ``None`` behind a drafted token
+            that may not be there.
     """
 
     params: SamplingParams
@@ -47,6 +60,7 @@ class Node:
     position: int = 0
     prefix: Seq[int] = ()
     num_prompt: int = 0
+    state: MatcherState | None = None
 
 
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
@@ -62,6 +76,7 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
 
     The first wins a tie. The choice is a function of the node and of its own row of logits. The host waits for nothing.
     """
+    logits = within_grammars(logits, nodes)
     chosen = torch.full((len(nodes),), -1, dtype=torch.int64, device=logits.device)
     left: Seq[int] = range(len(nodes))
     if (kernels := kernels_for(logits)) is not None:
@@ -75,8 +90,8 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     for block in alike(nodes, left, logits.shape[1]):
         index = on_device(block, logits.device)
         own = logits if len(block) == len(nodes) else logits[index]
-        is_greedy = nodes[block[0]].params.is_greedy
-        chosen[index] = greedy_tokens(own) if is_greedy else _chosen(own, [nodes[place] for place in block])
+        takes_largest = nodes[block[0]].params.takes_largest
+        chosen[index] = greedy_tokens(own) if takes_largest else _chosen(own, [nodes[place] for place in block])
     return chosen
 
 
@@ -85,7 +100,7 @@ def alike(nodes: Seq[Node], places: Seq[int], num_tokens: int) -> Iterator[list[
     groups: dict[Hashable, list[int]] = {}
     for place in places:
         params = nodes[place].params
-        groups.setdefault(None if params.is_greedy else params.processing, []).append(place)
+        groups.setdefault(None if params.takes_largest else params.processing, []).append(place)
     num_together = max(1, _BLOCK // num_tokens)
     for group in groups.values():
         for start in range(0, len(group), num_together):
@@ -99,8 +114,13 @@ def scores_of(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
         logits: ``[r, vocab]`` of the model.
         nodes: ``[r]``, at least one, all with the same `SamplingParams.processing`.
     """
-    scores = _processed(logits, nodes)
+    scores = _processed(within_grammars(logits, nodes), nodes)
     return scores + _noise(scores, nodes) if nodes[0].params.temperature else scores
+
+
+def within_grammars(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
+    """``[r, vocab]`` `logits` of ``nodes [r]``, with -inf for tokens that a grammar does not allow there."""
+    return masked(logits, [node.state for node in nodes])
 
 
 def _processed(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from emssd.attention.transfer import on_device, to_host
-from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of
+from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of, within_grammars
 
 __all__ = ["behind", "top_draws"]
 
@@ -28,7 +28,10 @@ def behind(node: Node, depth: int, path: Seq[int] = ()) -> Node:
     if node.params.is_greedy or not depth:
         return node
     prefix = [*node.prefix, *path] if node.params.reads_prefix else ()
-    return Node(node.params, node.key, node.position + depth, prefix, node.num_prompt)
+    state = node.state
+    for token in path:
+        state = None if state is None else state.after(token)
+    return Node(node.params, node.key, node.position + depth, prefix, node.num_prompt, state)
 
 
 def top_draws(
@@ -50,7 +53,7 @@ def top_draws(
         width: at least 1; cut to the vocabulary.
         error: above 0; how far the draft model's logits are from the target's.
     """
-    width = min(width, logits.shape[1])
+    width, logits = min(width, logits.shape[1]), within_grammars(logits, nodes)
     both = torch.empty(2, len(nodes), width, dtype=torch.float64, device=logits.device)
     left: Seq[int] = range(len(nodes))
     if (kernels := kernels_for(logits)) is not None:

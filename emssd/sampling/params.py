@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from emssd.errors import ConfigError, did_you_mean
+from emssd.sampling.grammar import Grammar
 
 __all__ = ["MOST_SAMPLES", "SamplingMethod", "SamplingParams"]
 
@@ -22,6 +23,7 @@ _NOT_PROCESSING = (
     "n",
     "logprobs",
     "processed_logprobs",
+    "grammar",
 )  # the first is added apart, as a value that can be hashed
 _LARGEST = 2**63  # a tensor holds integers below it
 _LONGEST = 200  # characters of what was given that an error repeats
@@ -61,6 +63,9 @@ class SamplingParams:
         n: how many texts are drawn for a prompt, at most 65,536. Each is what it would be if it were drawn alone.
         logprobs: give each new token's log-probability, and those of so many of the most probable tokens. They are the
             model's own: of its logits as it gives them, before anything on this list. ``None`` gives none.
+        grammar: the form of the output: ``json`` (any JSON object), a JSON schema or a file that holds one
+            (``SCHEMA.json``), a regular expression (``regex:EXPRESSION``), or a Lark grammar (``lark:GRAMMAR``, or a
+            file ``GRAMMAR.lark``). Tokens that cannot go on with it are left out before all of the above.
         processed_logprobs: `logprobs` are those of the distribution that tokens are drawn from, after all of the above.
 
     Raises:
@@ -82,6 +87,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     processed_logprobs: bool = False
+    grammar: Grammar | Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         self._check_number("temperature", lambda t: t == 0 or t >= _COLDEST, f"it must be 0 or at least {_COLDEST}")
@@ -125,6 +131,8 @@ class SamplingParams:
             if math.isnan(bias) or bias == math.inf:
                 given = _told(self.logit_bias[token])
                 raise ConfigError(f"logit_bias of token {token} is {given}; it must be a finite number, or -inf")
+        if self.grammar is not None:
+            object.__setattr__(self, "grammar", Grammar.of(self.grammar))
         object.__setattr__(self, "logit_bias", MappingProxyType(biases))  # drafters see it, too
 
     def __reduce__(self) -> tuple[Callable[[], SamplingParams], tuple[()]]:
@@ -135,6 +143,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the token is that of the largest logit as the model gives it."""
+        return self.takes_largest and self.grammar is None
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the token is that of the largest logit, as the model gives it, among those that `grammar` allows."""
         return self.temperature == 0 and not self.logit_bias and not self.reads_prefix
 
     @property
@@ -148,10 +161,15 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0 or self.counts_output
 
     @property
+    def reads_path(self) -> bool:
+        """Whether the choice behind a drafted token depends on that token other than through the model."""
+        return self.reads_prefix or self.grammar is not None
+
+    @property
     def processing(self) -> Hashable:
         """All that is done to logits: params with the same can be processed together."""
         every = [getattr(self, each.name) for each in fields(self) if each.name not in _NOT_PROCESSING]
-        return (*every, *self.logit_bias.items())
+        return (*every, *self.logit_bias.items(), self.grammar is None)
 
     @property
     def counts_output(self) -> bool:

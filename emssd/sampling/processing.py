@@ -26,12 +26,14 @@ def processed(
         prefixes: ``[r]`` the tokens before each choice, prompt included; only where `params` read it.
         num_prompt: ``[r]`` how many of these are the prompt; as `prefixes`.
     """
-    scores = logits.double()
+    scores = raw = logits.double()
     if params.logit_bias:
         scores = scores.index_add(1, on_device([*params.logit_bias], scores.device), _biases(params, scores))
     if params.reads_prefix:
         rows = zip(scores.unsqueeze(1), prefixes, num_prompt, strict=True)
         scores = torch.cat([_after(row, params, prefix, length) for row, prefix, length in rows])
+    if params.grammar is not None:  # it also holds where penalties and biases leave none of its tokens
+        scores = torch.where(scores.amax(dim=1, keepdim=True) == -math.inf, raw, scores)
     return warped(scores, params) if params.temperature else scores
 
 

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import NoReturn
 
 from emssd.sampling import SamplingParams
+from emssd.sampling.matching import MatcherState
 from emssd.sequences.logprobs import TokenLogprob
 from emssd.sequences.stopping import Stop
 
@@ -91,6 +92,7 @@ class Row:
         num_steps, num_drafted, num_accepted: verification steps, drafted tokens and accepted draft tokens so far.
         finish_reason: why it ended; ``None`` as long as it runs.
         logprobs: of the generated tokens, if the request asks for them.
+        grammar: which tokens may follow by the grammar of the request, if it has one.
         request_id: that of the request.
     """
 
@@ -103,6 +105,7 @@ class Row:
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    grammar: MatcherState | None = None
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,12 +169,17 @@ class Row:
         self.num_accepted += num_accepted
         self.finish_reason = reason
         self.logprobs += tuple(logprobs[: len(tokens)])
-        list.extend(self.tokens, tokens)
+        self._append(tokens)
 
     def extend(self, new_tokens: Seq[int]) -> None:
         """Append what is `taken` of `new_tokens` and set `finish_reason`; no step is counted and nothing is cached."""
         tokens, self.finish_reason = self.taken(new_tokens)
+        self._append(tokens)
+
+    def _append(self, tokens: Seq[int]) -> None:
         list.extend(self.tokens, tokens)
+        if self.grammar is not None:
+            self.grammar = self.grammar.settled(tokens)
 
 
 class RowView(Row):

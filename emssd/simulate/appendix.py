@@ -40,7 +40,6 @@ class Point:
     """One p and batch size.
 
     Attributes:
-        exact: by closed form.
         simulated: by name, as in `QUANTITIES`.
     """
 
@@ -57,10 +56,8 @@ def appendix_point(
 
     Args:
         p: probability that a drafted token is right, given that those before it are.
-        batch_size: rows.
         max_acceptance: the longest τ, one more than the tokens drafted; the paper's figure has 8.
         num_steps: at least 2.
-        seed: of the simulation.
     """
     trace = geometric_trace(
         p,

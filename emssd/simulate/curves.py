@@ -34,7 +34,6 @@ class StepCurve(ABC):
         """Of all but drafting.
 
         Args:
-            num_tokens: that the step computes.
             num_kv_tokens: tokens of KV that its rows have after it.
         """
 
@@ -59,10 +58,8 @@ class Roofline(StepCurve):
 
     Attributes:
         num_params: parameters that every token meets, each for one multiplication and one addition.
-        weight_bytes: of all weights.
         kv_bytes_per_token: keys and values of one token in all layers.
         bandwidth: of the memory, in bytes/s.
-        flops: arithmetic in FLOP/s.
         overhead: s that every pass takes beside.
         drafts: of each stage's draft model, one pass for each token of depth; ``None``, or no entry, for drafts that
             cost nothing.
@@ -109,10 +106,8 @@ class FittedCurve(StepCurve):
 
     @classmethod
     def fit(cls, steps: Iterable[StepStats], knots: Seq[int] = (0, 16, 64, 256)) -> FittedCurve:
-        """Least squares of relative errors. Steps of several batch sizes and budgets make it good for both.
-
-        Raises:
-            ConfigError: fewer than ten steps.
+        """Least squares of relative errors. Steps of several batch sizes and budgets make it good for both. Raises
+        ConfigError: fewer than ten steps.
         """
         steps = list(steps)
         if len(steps) < 10:
@@ -137,11 +132,7 @@ class FittedCurve(StepCurve):
 
 
 def load_curve(path: Path) -> FittedCurve:
-    """Read what `FittedCurve.save` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
+    """Read what `FittedCurve.save` wrote. Raises ConfigError: the file cannot be read, or holds something else."""
     try:
         return typed(read_json(path.read_bytes()), FittedCurve)
     except OSError as error:

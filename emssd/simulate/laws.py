@@ -34,7 +34,6 @@ def geometric_trace(
         num_prompt, max_new_tokens: tokens of each prompt and of each output.
         concentration: draw each request's own p from a Beta distribution of mean `p` whose parameters have this sum;
             ``None`` gives all the same.
-        seed: of everything random.
 
     Raises:
         ConfigError: values outside of their ranges.

@@ -30,7 +30,6 @@ def roofline(model: str, device: str, num_devices: int = 1, *, draft_model: str 
     Args:
         model: ``llama-70b``, ``llama-8b`` or ``llama-1b``: the shapes of the Llama 3 family.
         device: ``h100`` or ``h200``.
-        num_devices: how many of them.
         draft_model: which model drafts, on the same devices; ``None`` for drafts that cost nothing, as retrieval.
     """
     num_params, kv_bytes = _MODELS[model]

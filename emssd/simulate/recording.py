@@ -96,11 +96,7 @@ def record_trace(engine: Engine, prompts: Iterable[str | Seq[int]], **options: A
 
 
 class StepLog(BudgetPolicy):
-    """Passes everything on to another policy and keeps the figures of every step.
-
-    Args:
-        policy: what decides.
-    """
+    """Passes everything on to another policy and keeps the figures of every step."""
 
     def __init__(self, policy: BudgetPolicy) -> None:
         self.steps: list[StepStats] = []

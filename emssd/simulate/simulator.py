@@ -33,7 +33,6 @@ class Simulation:
 
     Attributes:
         report: with the metrics of ``docs/metrics.md``, in simulated seconds.
-        steps: every step.
         sequences: every request that took part in a step, in order of arrival, where it got to.
     """
 
@@ -47,9 +46,7 @@ class Simulator:
 
     Args:
         trace: what the drafter offers, and what of it is right.
-        scheduler: idle.
         budget: hears of simulated seconds, ``draft`` and ``forward``, all others being 0.
-        curve: how long steps take.
         max_kv_tokens: how many tokens the KV cache holds, in pages of 16; ``None`` for no limit.
         drafters: in the place of those of the trace, such as a `TreeDrafter`.
 
@@ -87,10 +84,8 @@ class Simulator:
             scheduler.add(sequence)
 
     def run(self, max_steps: int | None = None) -> Simulation:
-        """Take steps until all is done, or `max_steps`; a further call goes on from there.
-
-        Raises:
-            ConfigError: `max_steps` below one.
+        """Take steps until all is done, or `max_steps`; a further call goes on from there. Raises ConfigError:
+        `max_steps` below one.
         """
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps is {max_steps}; it must be at least 1")

@@ -44,7 +44,6 @@ class TreeDrafter(Drafter):
 
     Args:
         trace: of the requests that will come; what its own drafters have to offer is not asked.
-        law: shape and chances.
         tells: whether it says how likely its nodes are, as the law has them.
     """
 

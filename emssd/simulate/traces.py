@@ -57,8 +57,6 @@ class RequestTrace:
     """One request, as its drafters see it.
 
     Attributes:
-        num_prompt: tokens of the prompt.
-        max_new_tokens: the request's limit.
         stages: of each drafter, in the order in which they are asked; the target's output is as long as they say.
 
     Raises:
@@ -102,7 +100,6 @@ class Trace:
 
     Attributes:
         num_speculative_tokens: of each drafter the most tokens that it proposes for one row in one step.
-        requests: with ids that differ.
 
     Raises:
         ConfigError: two requests of one id, not one stage for each drafter, or more drafted than a drafter can.
@@ -138,11 +135,7 @@ def save_trace(trace: Trace, path: Path) -> None:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read what `save_trace` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds something else.
-    """
+    """Read what `save_trace` wrote. Raises ConfigError: the file cannot be read, or holds something else."""
     try:
         head, *lines = [read_json(line) for line in path.read_bytes().split(b"\n") if line]
         most = typed(head, _Head).num_speculative_tokens

@@ -28,7 +28,6 @@ class TreeLaw:
         branches: children of each node of the first level's origin, of the first level, and so on.
         chances: by depth, from 1: by rank, how likely that child is the right one. The last entry holds for all deeper
             levels, and ranks without one are never right.
-        seed: of the coins.
 
     Attributes:
         parents: of the nodes, as in `Draft.parents`.

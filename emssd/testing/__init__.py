@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from emssd.testing.machines import BackendMachine
     from emssd.testing.models import tiny_model
     from emssd.testing.oracle import DenseBackend, greedy_reference
+    from emssd.testing.pretended import PretendedCuda
 
 __all__ = [
     "AttentionBackendConformance",
@@ -26,6 +27,7 @@ __all__ = [
     "BudgetPolicyConformance",
     "DenseBackend",
     "DrafterConformance",
+    "PretendedCuda",
     "greedy_reference",
     "tiny_model",
 ]
@@ -36,6 +38,7 @@ _HOMES = {
     "BudgetPolicyConformance": "conformance.budget",
     "DenseBackend": "oracle",
     "DrafterConformance": "conformance.drafter",
+    "PretendedCuda": "pretended",
     "greedy_reference": "oracle",
     "tiny_model": "models",
 }

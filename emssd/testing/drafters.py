@@ -49,7 +49,6 @@ class ChainDrafter(_Informed):
     """Drafts a chain for each row by itself.
 
     Args:
-        vocab_size: of the target.
         num_speculative_tokens: the most tokens drafted for one row in one step.
         references: what the target alone generates, by request id or by prompt (a tuple of token ids). A row without
             one is drafted for as if its reference were empty.
@@ -83,7 +82,6 @@ class RandomDrafter(ChainDrafter):
 
     Args:
         vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
-        seed: of everything random.
     """
 
     def __init__(
@@ -135,9 +133,7 @@ class TreeDrafter(_Informed):
 
     Args:
         vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
-        right: that probability.
         sure: whether it says how sure it is, which means nothing.
-        seed: of everything random.
     """
 
     drafts_trees = True

@@ -22,8 +22,8 @@ WHEELS = {  # bytes, for Python 3.12 on Linux
     "flashinfer_python-0.6.18.post1": 18_348_022,
     "apache_tvm_ffi-0.1.15.post2": 3_312_304,
     "msgspec-0.22.0": 230_377,
-    "hydra_core-1.3.8": 168_949,
-    "omegaconf-2.4.0": 254_152,
+    "hydra_core-1.3.2": 154_547,
+    "omegaconf-2.3.1": 79_502,
     "antlr4_python3_runtime-4.9.3": 144_590,
 }
 KERNEL_BYTES = 2_076_304 + 166_928  # heads of 128 in float16, and the packing of masks, built for 9.0a
@@ -44,7 +44,7 @@ def test_a_part_fits_into_its_ten_minutes(load: Any, part: int) -> None:
     assert parts.PREPARATION_SECONDS + sum(step.limit for step in steps) <= parts.PART_SECONDS <= 600 - 2 * parts.GRACE
     assert all(step.limit > 3 * parts.GRACE for step in steps if step.command), "nothing is cut off as it starts"
     limits = re.findall(r"timeout (\d+)", (BENCHMARKS / "gpu_run.sh").read_text())
-    assert 0 < sum(map(int, limits)) <= parts.PREPARATION_SECONDS
+    assert parts.PREPARATION_SECONDS < sum(map(int, limits)) <= parts.PART_SECONDS / 2, "a cold machine takes longer"
 
 
 @looped("part", range(1, 6))
@@ -110,7 +110,10 @@ def test_a_bundle_can_be_carried(load: Any, bundle: Path) -> None:
     made = load("gpu_bundle")
     total = made.check_size(bundle) + sum(WHEELS.values()) + 6 * KERNEL_BYTES
     assert total < made.LIMIT == 64 * 2**20
-    assert not [name for name in ("docs", "examples", "tools", "emssd/demo/weights") if (bundle / name).exists()]
+    assert not [name for name in ("docs", "examples", "tools") if (bundle / name).exists()]
+    assert list((bundle / "emssd" / "demo" / "weights").rglob("*.safetensors")), (
+        "the check of the ledger decodes with it"
+    )
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?\n", (bundle / "COMMIT").read_text())
 
 

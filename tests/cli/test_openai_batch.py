@@ -167,7 +167,7 @@ GOOD = completion("good")
 NAME = "a"
 REFUSED: list[tuple[Any, str]] = [
     (chat(NAME, tools=[{"type": "function"}]), "{place}: emssd cannot honour tools=[{'type': 'function'}]; leave"),
-    (chat(NAME, response_format={"type": "json_object"}), "{place}: emssd cannot honour response_format="),
+    (chat(NAME, response_format={"type": "json_schema"}), "{place}: response_format is "),
     (chat(NAME, reasoning_effort="low"), "{place}: emssd cannot honour 'reasoning_effort', which is no option of"),
     (chat(NAME, temperatur=1), "did you mean 'temperature'?"),
     (chat(NAME, prompt="x"), "{place}: emssd cannot honour 'prompt', which is no option of /v1/chat/completions"),

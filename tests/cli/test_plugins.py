@@ -189,7 +189,7 @@ def test_a_config_that_hydra_cannot_hold(install: Callable, decode: Callable) ->
     warning, error = result.err.splitlines()
     reason = "drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: "
     assert warning.startswith(f"emssd: warning: {reason}")
-    assert error.startswith("emssd: error: unknown drafter 'third'; choose one of cascade, ")
+    assert error.startswith("emssd: error: unknown drafter 'third'; choose one of anpd, ")
     assert reason in error
     assert result.status == 2
 
@@ -199,7 +199,7 @@ def test_a_good_plugin_is_listed_and_takes_options(
 ) -> None:
     install("good", drafter(options="depth: int = 4\n    names: dict = field(default_factory=dict)"))
     drafters = emssd("--help").out.partition("  drafter\n")[2].partition("  backend\n")[0].splitlines()
-    assert drafters[0].split()[0] == "cascade"
+    assert drafters[0].split()[0] == "anpd"
     assert "third" in [line.strip() for line in drafters]
     composed = emssd("drafter=third", "drafter.depth=5", "drafter.names.any=7", "--cfg", "job", "-p", "drafter").out
     assert "depth: 5" in composed

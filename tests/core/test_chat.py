@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_a_template_without_end_is_stopped(template: str, said: str, monkeypatch
     monkeypatch.setattr("emssd.data.chat._MOST_CHARACTERS", 2000)
     with pytest.raises(PromptError, match=REFUSES + said):
         encode_chat(ASK, make_tokenizer(template), "7")
+
+
+@pytest.mark.timeout(30)
+def test_a_conversation_is_encoded_under_a_debugger() -> None:
+    """Python 3.11 loops forever in a traced call, once an asynchronous exception was taken back."""
+    tracer = sys.gettrace()
+    sys.settrace(lambda *_: lambda *_: None)
+    try:
+        assert encode_chat(ASK, make_tokenizer(PLAIN))
+    finally:
+        sys.settrace(tracer)
 
 
 def test_a_template_that_writes_nothing_is_told_and_is_no_empty_prompt() -> None:

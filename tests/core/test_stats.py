@@ -104,7 +104,7 @@ VALUES = [
     ("decode_kv_tokens", 39 + 26),
     (
         "decode_seconds",
-        {"schedule": 0.0, "draft": 0.5, "plan": 0.5, "forward": 2.0, "verify": 0.5, "other": 0.5},
+        {"schedule": 0.0, "draft": 0.5, "plan": 0.5, "forward": 2.0, "mask": 0.0, "verify": 0.5, "other": 0.5},
     ),
     ("median_decode_step_seconds", 2.0),
     ("num_new_tokens", 12),
@@ -115,7 +115,7 @@ VALUES = [
     ("kv_peak_pool_bytes", 90),
     (
         "seconds",
-        {"schedule": 0.0, "draft": 0.5, "plan": 1.0, "forward": 4.0, "verify": 0.75, "other": 0.75}
+        {"schedule": 0.0, "draft": 0.5, "plan": 1.0, "forward": 4.0, "mask": 0.0, "verify": 0.75, "other": 0.75}
         | {"total": 7.0, "decode": 4.0},
     ),
 ]
@@ -162,7 +162,15 @@ def test_timer_splits_all_of_the_time_into_phases(monkeypatch: pytest.MonkeyPatc
     timer.lap("forward", plan=3.0)  # of these seven seconds
     timer.lap("draft")
     seconds = timer.timed(PREFILL).seconds
-    assert seconds == {"schedule": 0.0, "draft": 4.0, "plan": 3.0, "forward": 4.0, "verify": 0.0, "other": 79.0}
+    assert seconds == {
+        "schedule": 0.0,
+        "draft": 4.0,
+        "plan": 3.0,
+        "forward": 4.0,
+        "mask": 0.0,
+        "verify": 0.0,
+        "other": 79.0,
+    }
 
 
 def test_each_figure_has_a_formula_and_a_unit_on_its_page() -> None:

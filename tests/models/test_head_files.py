@@ -109,7 +109,8 @@ LAYER = {"layers.0.self_attn.q_proj.weight": torch.ones(1), "layers.0.mlp.up_pro
     [
         ({"speculators_model_type": "eagle3"}, {}, "model.safetensors", Format.eagle3),
         ({"speculators_model_type": "dspark"}, {}, "model.safetensors", Format.dflash),
-        ({"speculators_model_type": "xpress"}, {}, "model.safetensors", Format.speculators),
+        ({"speculators_model_type": "xpress"}, {}, "model.safetensors", Format.dflash),
+        ({"speculators_model_type": "dflash9"}, {}, "model.safetensors", Format.speculators),
         ({}, {"0.0.linear.weight"}, "medusa_lm_head.pt", Format.medusa),
         ({}, {"medusa_head.0.0.linear.weight", *LAYER}, "model.safetensors", Format.medusa),
         ({}, {"blocks.0.layers.0.weight", "lm_heads.0.weight"}, "model.safetensors", Format.medusa),

@@ -161,7 +161,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
     model = tiny_model("llama")
     own = model.model.layers[1].mlp.forward
     model.model.layers[1].mlp.forward = lambda hidden: own(hidden) + hidden.mean(1, keepdim=True)
-    with pytest.raises(UnsupportedModelError, match="other logits when further tokens follow it"):
+    with pytest.raises(UnsupportedModelError, match=r"gives (a token )?other logits"):
         Engine.from_model(model, drafter="none", fallback="per_row")
 
 

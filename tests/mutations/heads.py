@@ -12,8 +12,50 @@ EAGLE3 = "plugins/eagle3/emssd_eagle3/"
 MEDUSA = "plugins/medusa/emssd_medusa/drafter.py"
 HYDRA = "plugins/hydra/emssd_hydra/"
 DFLASH = "plugins/dflash/emssd_dflash/"
+_DENSE = ("plugins/dflash/tests/test_block_head.py::test_every_draft_is_that_of_a_dense_pass",)
+_CONTAINER = ("plugins/dflash/tests/test_block_head.py::test_a_container_of_speculators_holds_the_same_head",)
 
 FAULTS = (
+    Fault(
+        "a container's numbers of streams are taken for those of outputs",
+        "dflash",
+        "emssd/heads/containers.py",
+        "[each - 1 for each in ids]",
+        "list(ids)",
+        _CONTAINER,
+    ),
+    Fault(
+        "a block drafter's own columns are taken for the target's ids",
+        "dflash",
+        DFLASH + "drafter.py",
+        "self.target_ids = lane.head.target_ids",
+        "pass",
+        _CONTAINER,
+    ),
+    Fault(
+        "a convolution mixes the token after in place of the one before",
+        "dflash",
+        DFLASH + "head.py",
+        "F.pad(blocks[:, : self._block_size - tap], (0, 0, tap, 0))",
+        "F.pad(blocks[:, tap:], (0, 0, 0, tap))",
+        _DENSE,
+    ),
+    Fault(
+        "a slot remembers nothing of the slots before",
+        "dflash",
+        DFLASH + "drafter.py",
+        "self._memory.get(row.request_id, follows.start())",
+        "follows.start()",
+        _DENSE,
+    ),
+    Fault(
+        "a refiner reads the tokens of the slots themselves",
+        "dflash",
+        DFLASH + "refining.py",
+        "before = torch.cat([first[:, None], chosen[:, :-1]], dim=1)",
+        "before = chosen",
+        _DENSE,
+    ),
     Fault(
         "a token stands beside its own hidden state, and not that of the one before",
         "eagle",

@@ -65,8 +65,11 @@ def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     return out[0].transpose(0, 1)
 
 
+@pytest.mark.parametrize("in_container", [False, True], ids=["the target's checkpoint", "their container"])
 @torch.no_grad()
-def test_it_drafts_what_their_model_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_drafts_what_their_model_computes(
+    in_container: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their later passes read what theirs gave for each place of a text, and see no pair of the first. So does ours."""
     ours = list[tuple[tuple[int, ...], torch.Tensor]]()
     catch_up, heads = PairedDrafter.catch_up, list[MtpHead]()
@@ -77,7 +80,7 @@ def test_it_drafts_what_their_model_computes(tmp_path: Path, monkeypatch: pytest
         return logits
 
     def load(context: DrafterContext) -> PairedDrafter:
-        drafter = load_drafter(MtpConfig(path=str(tmp_path), tree=TreeKind.chain, depth=NUM_STEPS), context)
+        drafter = load_drafter(MtpConfig(path=str(path), tree=TreeKind.chain, depth=NUM_STEPS), context)
         assert isinstance(drafter._head, MtpHead)
         heads.append(drafter._head)
         return drafter
@@ -85,8 +88,12 @@ def test_it_drafts_what_their_model_computes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(PairedDrafter, "catch_up", noted)
     with all_double():
         target = checkpoint(tmp_path)
+        head, path = opened(tmp_path), tmp_path
+        if in_container:
+            path = tmp_path / "container"
+            head.save_pretrained(path)
         texts = decode(target, load, num_new=12)
-        model, head, (own,) = target.model, opened(tmp_path), heads
+        model, (own,) = target.model, heads
         theirs = dict[tuple[int, ...], torch.Tensor]()
         for text in texts:
             tokens = torch.tensor([[*text, *[0] * NUM_STEPS]])

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_anpd import ANPDConfig
 from emssd_cascade import CascadeConfig
 from emssd_draft_model import DraftModelConfig, TreeKind
 from emssd_early_exit import EarlyExitConfig
 from emssd_early_exit import TreeKind as ExitTree
 from emssd_llma import LLMAConfig, Search
 from emssd_lookahead import LookaheadConfig
+from emssd_ngrammys import NGrammysConfig
 from emssd_none import NoneConfig
 from emssd_padded import PaddedConfig
 from emssd_pld import PLDConfig
@@ -30,6 +32,8 @@ from emssd_ragged.backend import ragged_backend
 from emssd_replay import ReplayConfig
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
+from emssd_self_draft import SelfConfig
+from emssd_self_draft import TreeKind as SelfTree
 from emssd_suffix import SuffixConfig
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
@@ -79,6 +83,10 @@ DRAFTERS: dict[str, Any] = {
     "draft_model, sequoia": DraftModelConfig("near", tree=TreeKind.sequoia, **_SHAPE),
     "lookahead": LookaheadConfig(window=3, ngram=3, guesses=3),
     "token_recycling": TokenRecyclingConfig(num_candidates=3, num_nodes=9, depth=4),
+    "anpd": ANPDConfig(num_speculative_tokens=4),
+    "ngrammys": NGrammysConfig(num_candidates=3, num_nodes=9, depth=4),
+    "self, chain": SelfConfig(depth=3),
+    "self, dynamic": SelfConfig(tree=SelfTree.dynamic, **_SHAPE),
     "early_exit, chain": EarlyExitConfig(num_layers=1, tree=ExitTree.chain, depth=3),
     "early_exit, dynamic": EarlyExitConfig(num_layers=1, **_SHAPE),
     "cascade": CascadeConfig(["llma", "draft_model"], {"llma": _COPY, "draft_model": {"path": "near"}}),

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from emssd_draft_model import DraftModelConfig
+from emssd_draft_model.build import shape_of
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sampled import SampledDrafter, SampledShape
-from emssd_draft_model.shapes import shape_of
 
 from emssd.drafters import ModelDrafter
 from emssd.drafting.shapes import Shape

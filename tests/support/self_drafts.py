@@ -17,7 +17,7 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter, DrafterContext
-from emssd.model import BorrowedTarget, TargetModel
+from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
@@ -69,7 +69,11 @@ def make_engine(
         replace(model.kv_cache_spec(chosen.batch_size), continuous=backend == "ragged", max_tokens=limit),
         lambda own: make_backend(own, backend, Registry()),
     )
-    return Engine.assemble(model, None, drafter=build(context), backend=backend, budget="fixed", options=chosen)
+    engine = Engine.assemble(model, None, drafter=build(context), backend=backend, budget="fixed", options=chosen)
+    assert context.target is not None
+    assert isinstance(engine.runner, CausalLMRunner)
+    context.target.attach(engine.runner)
+    return engine
 
 
 @cache

@@ -61,6 +61,13 @@ class TestDraftModel(DrafterConformance):
     num_examples = 2  # a model in the loop takes its time
 
 
+class TestSelf(DrafterConformance):
+    """Without an engine there is no KV cache to share, and nothing is drafted; plugins/self_draft/tests has engines."""
+
+    plugin = "self"
+    num_examples = 2
+
+
 class TestDraftModelStatic(DrafterConformance):
     plugin = "draft_model"
     num_examples = 2
@@ -200,6 +207,16 @@ class TestSuffixWithCache(DrafterConformance):
 class TestLookahead(DrafterConformance):
     plugin = "lookahead"
     options = {"window": 3, "ngram": 3, "guesses": 2}  # noqa: RUF012
+
+
+class TestANPD(DrafterConformance):
+    plugin = "anpd"
+
+
+class TestNGrammys(DrafterConformance):
+    plugin = "ngrammys"
+    options = {"num_candidates": 3, "num_nodes": 6}  # noqa: RUF012
+    learns_across_requests = True
 
 
 class TestTokenRecycling(DrafterConformance):

@@ -28,10 +28,8 @@ class Checksums:
 
     @contextmanager
     def compared(self, told: bytes) -> Iterator[None]:
-        """A step inside this is compared when it is done.
-
-        Raises:
-            GroupError: a process was told, or has computed, something else than process 0.
+        """A step inside this is compared when it is done. Raises GroupError: a process was told, or has computed,
+        something else than process 0.
         """
         computed = list[int]()
 

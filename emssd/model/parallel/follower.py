@@ -26,11 +26,8 @@ MakeBackend = Callable[[Any, KVCacheSpec], AttentionBackend]
 
 
 def follow(group: Group, make_backend: MakeBackend) -> None:
-    """Load, compute and forget what process 0 says, until it has nothing more to say.
-
-    Raises:
-        GroupError: another process has ended.
-        EmssdError: this process cannot do its part; then the others end too.
+    """Load, compute and forget what process 0 says, until it has nothing more to say. Raises GroupError: another
+    process has ended; or EmssdError: this process cannot do its part; then the others end too.
     """
     _Follower(group, make_backend).run()
 

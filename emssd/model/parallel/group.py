@@ -38,8 +38,6 @@ class Group:
 
     Attributes:
         rank: of this process; 0 decides.
-        size: number of processes.
-        device: of this process.
         is_broken: what the processes do is no longer in step, so nothing is said any more.
     """
 
@@ -76,10 +74,8 @@ class Group:
             self._pending.append(message)
 
     def say(self, message: Message) -> bytes:
-        """Process 0: tell the others everything that is noted, and this. Returns it as they get it.
-
-        Raises:
-            GroupError: one of them has ended, or an earlier step failed.
+        """Process 0: tell the others everything that is noted, and this. Returns it as they get it. Raises GroupError:
+        one of them has ended, or an earlier step failed.
         """
         if self.is_broken:
             raise GroupError("an earlier step of this tensor parallel run failed, so the run must be started again")
@@ -94,11 +90,7 @@ class Group:
         return data
 
     def hear(self) -> tuple[list[Message], bytes]:
-        """The others: what process 0 says next, and the same as bytes.
-
-        Raises:
-            GroupError: it has ended.
-        """
+        """The others: what process 0 says next, and the same as bytes. Raises GroupError: it has ended."""
         data, frame = b"", torch.zeros(_FRAME, dtype=torch.uint8)
         with self.in_step():
             while True:
@@ -110,11 +102,7 @@ class Group:
                     return messages_of(data), data
 
     def gathered(self, value: Any) -> list[Any]:
-        """What every process gives, by rank. All of them must call this.
-
-        Raises:
-            GroupError: one of them has ended.
-        """
+        """What every process gives, by rank. All of them must call this. Raises GroupError: one of them has ended."""
         values: list[Any] = [None] * self.size
         with self.in_step():
             self._dist.all_gather_object(values, value, group=self._orders)
@@ -122,10 +110,8 @@ class Group:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """What is done inside succeeds in every process, or is an error in every process.
-
-        Raises:
-            EmssdError: this process failed, or another one.
+        """What is done inside succeeds in every process, or is an error in every process. Raises EmssdError: this
+        process failed, or another one.
         """
         fault: EmssdError | None = None
         try:
@@ -142,9 +128,7 @@ class Group:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """For what all processes do together. If it fails here, the others wait in vain, so nothing is said any more.
-
-        Raises:
-            GroupError: the connection to another process is lost.
+        Raises GroupError: the connection to another process is lost.
         """
         try:
             yield
@@ -212,10 +196,8 @@ class Shard:
 
 @cache
 def join() -> Group:
-    """The group of this process, which the first call joins.
-
-    Raises:
-        ConfigError: torchrun did not start this process, or only this one.
+    """The group of this process, which the first call joins. Raises ConfigError: torchrun did not start this process,
+    or only this one.
     """
     return Group()
 

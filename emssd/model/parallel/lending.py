@@ -14,6 +14,7 @@ from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
 from emssd.model.borrowed import BorrowedTarget
 from emssd.model.parallel.messages import Kind, Message
+from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import ModelRunner
 from emssd.model.streams import Streams
 from emssd.model.target import TargetModel
@@ -76,6 +77,9 @@ class LendingShard(BorrowedTarget):
             "with model.tensor_parallel=true, no drafter runs the target; choose one that has a model or a head of its "
             "own, or reads tokens, such as drafter=suffix"
         )
+
+    def rounded(self, bits: int, num_layers: int | None = None) -> RoundedRunner:
+        return self.first_layers(0, None)  # type: ignore[arg-type, return-value]  # which refuses
 
     def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:
         raise UnsupportedModelError(

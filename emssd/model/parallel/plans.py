@@ -45,10 +45,8 @@ _OWN = {
 
 
 def check_shards(config: Any, size: int) -> None:
-    """Refuse a model that cannot be spread over `size` processes, before any weights are loaded.
-
-    Raises:
-        UnsupportedModelError: Transformers has no plan for it, or its heads do not divide.
+    """Refuse a model that cannot be spread over `size` processes, before any weights are loaded. Raises
+    UnsupportedModelError: Transformers has no plan for it, or its heads do not divide.
     """
     text, name = config.get_text_config(), config.model_type
     if name not in _OWN and not (config.base_model_tp_plan or text.base_model_tp_plan):
@@ -88,10 +86,8 @@ def mend(model: Any, size: int) -> None:
 
 
 def check_heads(target: Any, size: int) -> None:
-    """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them.
-
-    Raises:
-        UnsupportedModelError: with the first such layer.
+    """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them. Raises
+    UnsupportedModelError with the first such layer.
     """
     text = target.model.config.get_text_config()
     whole = text.num_attention_heads

@@ -8,7 +8,7 @@
 
 namespace emssd {
 
-enum class Type { bfloat16, float32, float64, int8 };
+enum class Type { bfloat16, float32, float64, int8, int4 };
 
 // use(with, begin, end) for parts of [0, count) of `grain` or more, on PyTorch's threads.
 void on_threads(int64_t count, int64_t grain, void (*use)(const void*, int64_t, int64_t), const void* with);
@@ -54,7 +54,7 @@ void move(const Pages& pages, const int64_t* sources, const int64_t* targets, in
 // y = x W^T + b. Weights [outputs, in] are laid out as panels: of `panel_width()` outputs, the last ones filled with zeros.
 struct Linear {
   Type type;            // of the weights
-  const void* weights;  // [panels, in, panel width], pairs [panels, in / 2, panel width, 2]
+  const void* weights;  // [panels, in, panel width], pairs [panels, in / 2, panel width, 2], int4 as of `to_groups`
   const float *bias, *scale;  // [panels * panel width]; no scale but for int8
   bool pairs;
   int64_t in, outputs;
@@ -62,6 +62,9 @@ struct Linear {
 
 int64_t panel_width();
 bool takes_pairs();  // whether bfloat16 weights of an even number of inputs are pairs
+int64_t group_bytes();  // of a panel's weights of 4 bits of 32 inputs, with their scales
+// weight [out, in] from -8 to 7, scales [out, groups of 32 inputs] in bfloat16: panels [panels, groups, group bytes].
+void to_groups(const int8_t* weight, const uint16_t* scales, int64_t out, int64_t in, uint8_t* panels);
 void to_panels(const void* weight, const Linear& layer, void* panels);
 void linear(const Linear& layer, Type type, const void* input, int64_t num_rows, void* out);
 
@@ -71,6 +74,15 @@ struct Logits {
   const void* data;
   int64_t rows, size, stride;
 };
+
+// The same with weights as a model has them: [outputs, in] with these strides, and a bias of their type; null for none.
+struct PlainLinear {
+  Type type;  // of weights, bias and inputs
+  const void *weight, *bias;
+  int64_t output_step, input_step, in, outputs;
+};
+
+void linear(const PlainLinear& layer, const void* input, int64_t num_rows, void* out);
 
 // The first of the largest entries of each row: [rows]. NaN counts as larger than any number, as in torch.argmax.
 void argmax(const Logits& logits, int64_t* best);

@@ -42,6 +42,8 @@ TORCH_LIBRARY(emssd_native, library) {
   library.def("free_module_address() -> int", [] { return reinterpret_cast<int64_t>(&free_module); });
   library.def("linear(Tensor input, Tensor handle, int index, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
+  library.def("plain_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
+  library.impl("plain_linear", c10::DispatchKey::CPU, TORCH_FN(plain_linear));
   library.class_<Step>("Step")  // methods: operators with an object as an argument take Python's slow road
       .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, const Integers&, const Integers&, const Integers&,
                        const Integers&, const std::optional<Integers>&, const std::optional<Integers>&, std::vector<double>,

@@ -2,6 +2,8 @@
 // of the inputs.
 
 #include <array>
+#include <cmath>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -28,9 +30,19 @@ typedef int8_t SumBytes __attribute__((vector_size(kLanes)));
 struct FloatCells {
   using Cell = float;
   using Input = float;
+  using Sum = float;
   static constexpr int64_t kWidth = 1;
   static INLINE Sums of(const Cell* cells) { return load<Sums>(cells); }
   static INLINE Sums multiply_add(Sums sum, Sums weights, Input by) { return sum + weights * by; }
+};
+
+struct DoubleCells {
+  using Cell = double;
+  using Input = double;
+  using Sum = double;
+  static constexpr int64_t kWidth = 1;
+  static INLINE Doubles::Part of(const Cell* cells) { return load<Doubles::Part>(cells); }
+  static INLINE Doubles::Part multiply_add(Doubles::Part sum, Doubles::Part weights, Input by) { return sum + weights * by; }
 };
 
 struct HalfCells : FloatCells {
@@ -57,6 +69,7 @@ struct ByteCells : FloatCells {
 struct PairCells {
   using Cell = uint32_t;
   using Input = uint32_t;
+  using Sum = float;
   static constexpr int64_t kWidth = 2;
   static INLINE __m512bh of(const Cell* cells) { return (__m512bh)_mm512_loadu_si512(cells); }
   static INLINE Sums multiply_add(Sums sum, __m512bh weights, Input by) {
@@ -68,6 +81,12 @@ constexpr bool kPairs = true;
 using PairCells = HalfCells;
 constexpr bool kPairs = false;
 #endif
+
+// A panel of a kind with its own sums: as many vectors, of as many numbers as a register holds.
+template <class Kind>
+constexpr int64_t kLanesOf = Wide<typename Kind::Sum>::kOfPart;
+template <class Kind>
+constexpr int64_t kPanelOf = kVectors * kLanesOf<Kind>;
 
 // weight [out, in] of cells as [panels, in, kPanel], zeros behind the last output.
 template <class Cell>
@@ -89,7 +108,9 @@ struct Ahead {
 // N rows of input, as [cells, N], by a panel: sums [N, kPanel].
 template <class Kind, int N>
 void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell* panel, int64_t cells, Ahead ahead,
-                    float* to) {
+                    typename Kind::Sum* to) {
+  using Sums = typename Wide<typename Kind::Sum>::Part;
+  constexpr int64_t kLanes = kLanesOf<Kind>, kPanel = kPanelOf<Kind>;
   Sums sum[N][kVectors];
 #pragma GCC unroll 16
   for (int row = 0; row < N; ++row) {
@@ -131,8 +152,8 @@ template <class T, class Input>
 void across(const T* rows, int64_t count, int64_t cells, Input* to) {
   for (int64_t row = 0; row < count; ++row) {
     for (int64_t cell = 0; cell < cells; ++cell) {
-      if constexpr (std::is_same_v<Input, float>) {
-        to[cell * count + row] = static_cast<float>(rows[row * cells + cell]);
+      if constexpr (!std::is_same_v<Input, uint32_t>) {
+        to[cell * count + row] = static_cast<Input>(rows[row * cells + cell]);
       } else {
         std::memcpy(&to[cell * count + row], rows + (row * cells + cell) * 2, sizeof(Input));
       }
@@ -153,11 +174,17 @@ void finish(const float* sums, const float* scale, const float* bias, int64_t ou
   }
 }
 
-template <class T, class Kind>
-void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
+void finish(const double* sums, const double*, const double* bias, int64_t outputs, double* to) {
+  for (int64_t i = 0; i < std::min(outputs, kPanelOf<DoubleCells>); ++i) to[i] = sums[i] + bias[i];
+}
+
+// Rows [num_rows, in] by all panels: [num_rows, outputs]. panel_at(panel) gives the cells of one, on the thread that asks.
+template <class T, class Kind, class PanelAt>
+void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Kind::Sum* scale,
+              const typename Kind::Sum* bias, T* to, const PanelAt& panel_at) {
+  constexpr int64_t kPanel = kPanelOf<Kind>;
   static const auto kernels = panel_kernels<Kind>(std::make_integer_sequence<int, kMaxRows>{});
   using Input = typename Kind::Input;
-  const int64_t in = layer.in, outputs = layer.outputs;
   constexpr int64_t kCellBytes = kPanel * sizeof(typename Kind::Cell);
   const int64_t cells = in / Kind::kWidth, passes = (num_rows + kMaxRows - 1) / kMaxRows;
   const int64_t share = (num_rows + passes - 1) / passes;
@@ -167,15 +194,13 @@ void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
       across(rows + row * in, std::min(share, num_rows - row), cells, inputs.data() + row * cells);
     }
   });
-  const auto* weights = static_cast<const typename Kind::Cell*>(layer.weights);
-  const float *bias = layer.bias, *scale = layer.scale;
   parallel_for((outputs + kPanel - 1) / kPanel, kTaskSize / (num_rows * in * kPanel) + 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[kMaxRows * kPanel];
+    alignas(64) typename Kind::Sum sums[kMaxRows * kPanel];
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t first = panel * kPanel;
+      const typename Kind::Cell* place = panel_at(panel);
       for (int64_t row = 0; row < num_rows; row += share) {
         const int64_t count = std::min(share, num_rows - row);
-        const auto* place = weights + first * cells;
         // One pass fetches what it needs next. Of several, each fetches its part of the next panel: arithmetic hides memory.
         Ahead ahead{reinterpret_cast<const char*>(place) + kAhead, kCellBytes};
         if (passes > 1) {
@@ -192,8 +217,141 @@ void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
   });
 }
 
+template <class T, class Kind>
+void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
+  const auto* weights = static_cast<const typename Kind::Cell*>(layer.weights);
+  const int64_t size = layer.in / Kind::kWidth * kPanelOf<Kind>;
+  multiply<T, Kind>(rows, num_rows, layer.in, layer.outputs, layer.scale, layer.bias, to,
+                    [=](int64_t panel) { return weights + panel * size; });
+}
+
+// Weights of 4 bits in groups of kGroup inputs, each with a scale; see `Linear`. Inputs are rounded to bytes, group by group
+// of each row, so that products are sums of integers. Only what drafts computes so.
+constexpr int64_t kGroup = 32;
+constexpr int64_t kParts4 = kGroup / 8;  // registers of 4 inputs in the low and 4 in the high halves of the bytes of each output
+constexpr int64_t kGroupBytes = kPanel * (kGroup / 2 + sizeof(BFloat16));  // of a panel: the weights, then the scales
+constexpr int kMaxGroupRows = kRegister == 64 ? 8 : 4;
+
+struct GroupInput {
+  int8_t values[kGroup];
+  float scale;
+  int32_t start;  // of the sum: weights are stored 8 too high
+};
+
+// sum, plus for each output 4 products of weights from 0 to 15 with the bytes of `by`.
+INLINE SumBits add_products(SumBits sum, SumBits weights, uint32_t by) {
+#if defined(__AVX512VNNI__)
+  return (SumBits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(by));
+#elif defined(__AVX512BW__)
+  const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(by));
+  return sum + (SumBits)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(by));
+  return sum + (SumBits)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  for (int place = 0; place < 4; ++place) {
+    sum += (weights >> 8 * place & 0xffu) * static_cast<uint32_t>(static_cast<int8_t>(by >> 8 * place));
+  }
+  return sum;
+#endif
+}
+
+// N rows of inputs, as [groups, N], by a panel: sums [N, kPanel].
+template <int N>
+void multiply_groups(const GroupInput* input, const uint8_t* panel, int64_t groups, float* to) {
+  typedef int32_t SumInts __attribute__((vector_size(4 * kLanes)));
+  Sums sum[N][kVectors];
+#pragma GCC unroll 16
+  for (int row = 0; row < N; ++row) {
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{};
+  }
+#pragma GCC unroll 1
+  for (int64_t group = 0; group < groups; ++group, input += N, panel += kGroupBytes) {
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(panel + kAhead + line);
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) {
+      SumBits weights[2 * kParts4];
+#pragma GCC unroll 16
+      for (int part = 0; part < kParts4; ++part) {
+        const SumBits both = load<SumBits>(panel + (vector * kParts4 + part) * kRegister);
+        weights[part] = both & 0x0f0f0f0fu, weights[kParts4 + part] = both >> 4 & 0x0f0f0f0fu;
+      }
+      const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * kGroup / 2) + vector * kLanes;
+      const Sums scale = HalfCells::of(scales);
+#pragma GCC unroll 16
+      for (int row = 0; row < N; ++row) {
+        SumBits products = SumBits{} + static_cast<uint32_t>(input[row].start);
+#pragma GCC unroll 16
+        for (int part = 0; part < 2 * kParts4; ++part) {
+          uint32_t by;
+          std::memcpy(&by, input[row].values + 4 * part, 4);
+          products = add_products(products, weights[part], by);
+        }
+        sum[row][vector] += __builtin_convertvector((SumInts)products, Sums) * (scale * input[row].scale);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < N; ++row) std::memcpy(to + row * kPanel, sum[row], sizeof(sum[row]));
+}
+
+template <int... kRows>
+auto group_kernels(std::integer_sequence<int, kRows...>) {
+  return std::array{&multiply_groups<kRows + 1>...};
+}
+
+// One row [in] to every `step`-th group from `to` on.
+template <class T>
+void round_inputs(const T* row, int64_t in, GroupInput* to, int64_t step) {
+  for (int64_t first = 0; first < in; first += kGroup, to += step) {
+    float values[kGroup] = {}, largest = 0, nothing = 0;
+    for (int64_t i = 0; i < std::min(kGroup, in - first); ++i) values[i] = static_cast<float>(row[first + i]);
+    for (float value : values) largest = std::max(largest, std::abs(value)), nothing += value * 0;
+    const bool finite = nothing == 0;  // neither infinite nor no number
+    const float inverse = finite && largest > 0 ? 127 / largest : 0;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kGroup; ++i) {
+      const float scaled = finite ? values[i] * inverse : 0;
+      const auto whole = static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f));
+      to->values[i] = static_cast<int8_t>(whole), sum += whole;
+    }
+    to->scale = finite ? largest / 127 : std::numeric_limits<float>::quiet_NaN(), to->start = -8 * sum;
+  }
+}
+
+template <class T>
+void multiply_rounded(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
+  static const auto kernels = group_kernels(std::make_integer_sequence<int, kMaxGroupRows>{});
+  const int64_t in = layer.in, outputs = layer.outputs, groups = (in + kGroup - 1) / kGroup;
+  const int64_t passes = (num_rows + kMaxGroupRows - 1) / kMaxGroupRows, share = (num_rows + passes - 1) / passes;
+  std::vector<GroupInput> inputs(num_rows * groups);
+  parallel_for(num_rows, kTaskSize / in + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t first = row / share * share;
+      round_inputs(rows + row * in, in, inputs.data() + first * groups + row - first, std::min(share, num_rows - first));
+    }
+  });
+  const auto* weights = static_cast<const uint8_t*>(layer.weights);
+  parallel_for((outputs + kPanel - 1) / kPanel, kTaskSize / (num_rows * in * kPanel) + 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[kMaxGroupRows * kPanel];
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first = panel * kPanel;
+      for (int64_t row = 0; row < num_rows; row += share) {
+        const int64_t count = std::min(share, num_rows - row);
+        kernels[count - 1](inputs.data() + row * groups, weights + panel * groups * kGroupBytes, groups, sums);
+        for (int64_t i = 0; i < count; ++i) {
+          finish(sums + i * kPanel, nullptr, layer.bias + first, outputs - first, to + (row + i) * outputs + first);
+        }
+      }
+    }
+  });
+}
+
 template <class T>
 void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
+  if (layer.type == Type::int4) return multiply_rounded<T>(rows, num_rows, layer, to);
   if (layer.type == Type::int8) return multiply<T, ByteCells>(rows, num_rows, layer, to);
   if constexpr (std::is_same_v<T, float>) {
     multiply<T, FloatCells>(rows, num_rows, layer, to);
@@ -204,11 +362,117 @@ void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
   }
 }
 
+// 16 x 16 cells of 4 bytes: column by column, `to_step` apart.
+void transpose(const uint32_t* from, int64_t from_step, uint32_t* to, int64_t to_step) {
+#if defined(__AVX512F__) && !defined(__clang__)
+  typedef uint32_t Row __attribute__((vector_size(64)));
+  Row rows[16], keep, give;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) rows[i] = load<Row>(from + i * from_step);
+#pragma GCC unroll 4
+  for (int step = 1; step < 16; step *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) keep[i] = i & step ? 16 + i - step : i, give[i] = i & step ? 16 + i : i + step;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      if (i & step) continue;
+      const Row one = rows[i], other = rows[i + step];
+      rows[i] = __builtin_shuffle(one, other, keep), rows[i + step] = __builtin_shuffle(one, other, give);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_step, &rows[i], sizeof(Row));
+#else
+  for (int64_t column = 0; column < 16; ++column) {
+    for (int64_t row = 0; row < 16; ++row) to[column * to_step + row] = from[row * from_step + column];
+  }
+#endif
+}
+
+// `outputs` of the weights at `from` as a panel [cells, panel], zeros behind them. A cell is one weight, or two neighbours.
+template <class Kind>
+void lay_out(const typename Kind::Cell* from, int64_t output_step, int64_t cell_step, int64_t outputs, int64_t cells,
+             typename Kind::Cell* to) {
+  constexpr int64_t kPanel = kPanelOf<Kind>;
+  using Cell = typename Kind::Cell;
+  int64_t done = 0;
+  if (sizeof(Cell) == 4 && cell_step == 1 && outputs >= kPanel) {
+    for (; done + 16 <= cells; done += 16) {
+      for (int64_t output = 0; output < kPanel; ++output) {  // too many streams for hardware to foresee
+        __builtin_prefetch(from + output * output_step + done + kAhead / 4 / sizeof(Cell), 0, 2);
+      }
+      for (int64_t output = 0; output < kPanel; output += 16) {
+        transpose(reinterpret_cast<const uint32_t*>(from + output * output_step + done), output_step,
+                  reinterpret_cast<uint32_t*>(to + done * kPanel + output), kPanel);
+      }
+    }
+  }
+  for (int64_t cell = done; cell < cells; ++cell) {
+    for (int64_t output = 0; output < kPanel; ++output) {
+      to[cell * kPanel + output] = output < outputs ? from[output * output_step + cell * cell_step] : Cell{};
+    }
+  }
+}
+
+// Weights stay where they are: the thread that multiplies by a panel lays it out first.
+template <class T, class Kind>
+void multiply_plain(const PlainLinear& layer, const void* input, int64_t num_rows, void* out) {
+  using Cell = typename Kind::Cell;
+  constexpr int64_t kPanel = kPanelOf<Kind>;
+  const int64_t cells = layer.in / Kind::kWidth;
+  std::vector<typename Kind::Sum> bias((layer.outputs + kPanel - 1) / kPanel * kPanel);
+  if (layer.bias) std::copy_n(static_cast<const T*>(layer.bias), layer.outputs, bias.begin());
+  const auto panel_at = [&](int64_t panel) {
+    static thread_local std::vector<Cell> place;
+    place.resize((cells + 1) * kPanel);
+    const auto* from = static_cast<const T*>(layer.weight) + panel * kPanel * layer.output_step;
+    lay_out<Kind>(reinterpret_cast<const Cell*>(from), layer.output_step / Kind::kWidth, layer.input_step,
+                  std::min(kPanel, layer.outputs - panel * kPanel), cells, place.data());
+    return static_cast<const Cell*>(place.data());
+  };
+  multiply<T, Kind>(static_cast<const T*>(input), num_rows, layer.in, layer.outputs, nullptr, bias.data(),
+                    static_cast<T*>(out), panel_at);
+}
+
 }  // namespace
+
+void linear(const PlainLinear& layer, const void* input, int64_t num_rows, void* out) {
+  if (layer.type == Type::float64) return multiply_plain<double, DoubleCells>(layer, input, num_rows, out);
+  if (layer.type == Type::float32) return multiply_plain<float, FloatCells>(layer, input, num_rows, out);
+  const bool pairs = kPairs && layer.in % 2 == 0 && layer.input_step == 1 && layer.output_step % 2 == 0;
+  pairs ? multiply_plain<BFloat16, PairCells>(layer, input, num_rows, out)
+        : multiply_plain<BFloat16, HalfCells>(layer, input, num_rows, out);
+}
 
 int64_t panel_width() { return kPanel; }
 
 bool takes_pairs() { return kPairs; }
+
+int64_t group_bytes() { return kGroupBytes; }
+
+void to_groups(const int8_t* weight, const uint16_t* scales, int64_t out, int64_t in, uint8_t* panels) {
+  const int64_t groups = (in + kGroup - 1) / kGroup;
+  parallel_for((out + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t group = 0; group < groups; ++group) {
+        uint8_t* place = panels + (panel * groups + group) * kGroupBytes;
+        for (int64_t i = 0; i < kPanel; ++i) {
+          const int64_t output = panel * kPanel + i, lane = i % kLanes;
+          uint8_t* bytes = place + i / kLanes * kParts4 * kRegister + 4 * lane;
+          const auto nibble = [&](int64_t input) -> uint8_t {
+            input += group * kGroup;
+            return output < out && input < in ? weight[output * in + input] + 8 : 8;
+          };
+          for (int64_t input = 0; input < kGroup / 2; ++input) {
+            bytes[input / 4 * kRegister + input % 4] = nibble(input) | nibble(kGroup / 2 + input) << 4;
+          }
+          const uint16_t scale = output < out ? scales[output * groups + group] : 0;
+          std::memcpy(place + kPanel * kGroup / 2 + 2 * i, &scale, 2);
+        }
+      }
+    }
+  });
+}
 
 void to_panels(const void* weight, const Linear& layer, void* panels) {
   const auto pack = [&](auto cell, int64_t cells) {

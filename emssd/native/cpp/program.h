@@ -73,6 +73,18 @@ Layer own_layer(const Tensor& weight, const std::optional<Tensor>& bias, const s
   const int64_t out = weight.size(0), in = weight.size(1), width = panel_width(), panels = (out + width - 1) / width;
   Linear own{};
   own.type = type_of(weight), own.in = in, own.outputs = out;
+  if (scale && scale->dim() == 2) {
+    const int64_t groups = (in + 31) / 32;
+    TORCH_CHECK(scale->scalar_type() == at::kBFloat16 && scale->is_contiguous() && scale->size(0) == out && scale->size(1) == groups,
+                "weights of 4 bits have a scale in bfloat16 for each 32 inputs");
+    Tensor packed = at::empty({panels, groups, group_bytes()}, weight.options().dtype(at::kByte));
+    own.type = Type::int4;
+    to_groups(weight.const_data_ptr<int8_t>(), static_cast<const uint16_t*>(scale->const_data_ptr()), out, in,
+              packed.mutable_data_ptr<uint8_t>());
+    Layer layer{own, packed, padded(bias, panels * width), std::nullopt};
+    layer.own->weights = packed.const_data_ptr(), layer.own->bias = layer.bias->const_data_ptr<float>();
+    return layer;
+  }
   TORCH_CHECK(own.type != Type::float64, "no kernel for ", weight.scalar_type());
   own.pairs = takes_pairs() && own.type == Type::bfloat16 && in % 2 == 0;
   Tensor packed = own.pairs ? at::zeros({panels, in / 2, width, 2}, weight.options())
@@ -88,12 +100,32 @@ Layer own_layer(const Tensor& weight, const std::optional<Tensor>& bias, const s
 Tensor own_linear(const Tensor& input, const Linear& layer) {
   const Tensor rows = input.contiguous();
   const Type type = type_of(rows);
-  TORCH_CHECK(type == layer.type || (layer.type == Type::int8 && type != Type::float64), "no kernel for ", rows.scalar_type());
+  const bool rounded = layer.type == Type::int8 || layer.type == Type::int4;
+  TORCH_CHECK(type == layer.type || (rounded && type != Type::float64), "no kernel for ", rows.scalar_type());
   TORCH_CHECK(rows.size(-1) == layer.in, "inputs of ", rows.size(-1), " numbers for a layer of ", layer.in);
   auto sizes = rows.sizes().vec();
   sizes.back() = layer.outputs;
   Tensor out = at::empty(sizes, rows.options());
   if (rows.numel() > 0) emssd::linear(layer, type, rows.const_data_ptr(), rows.numel() / layer.in, out.mutable_data_ptr());
+  return out;
+}
+
+// input [..., in] by a model's own weight [out, in], of any layout: [..., out].
+Tensor plain_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(weight.dim() == 2 && input.size(-1) == weight.size(1), "inputs of ", input.size(-1), " for a weight of ",
+              weight.sizes());
+  TORCH_CHECK(input.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == weight.scalar_type()),
+              "inputs, weight and bias must be of one type");
+  const Tensor rows = input.contiguous();
+  const Tensor own = weight.stride(1) == 1 || weight.stride(0) == 1 ? weight : weight.contiguous();
+  const std::optional<Tensor> added = bias ? std::optional(bias->contiguous()) : std::nullopt;
+  TORCH_CHECK(type_of(own) != Type::int8, "no kernel for int8");
+  const PlainLinear layer{type_of(own), own.const_data_ptr(), added ? added->const_data_ptr() : nullptr,
+                          own.stride(0), own.stride(1), own.size(1), own.size(0)};
+  auto sizes = rows.sizes().vec();
+  sizes.back() = layer.outputs;
+  Tensor out = at::empty(sizes, rows.options());
+  if (out.numel() > 0) emssd::linear(layer, rows.const_data_ptr(), out.numel() / layer.outputs, out.mutable_data_ptr());
   return out;
 }
 
@@ -117,7 +149,8 @@ Tensor new_module() {
   return at::scalar_tensor(number, at::kLong);
 }
 
-// Adds a layer: weight [out, in], bias [out] or none; int8 weights with the scale [out] of each output. Layers are numbered
+// Adds a layer: weight [out, in], bias [out] or none; int8 weights with the scale [out] of each output, or
+// [out, groups] in bfloat16 of each 32 inputs, whose weights are from -8 to 7 and take 4 bits. Layers are numbered
 // from 0. Returns whether inputs of many different sizes are slower than those of few: oneDNN makes a program for each.
 bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& scale) {

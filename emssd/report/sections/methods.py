@@ -28,8 +28,6 @@ def _compare(section: Section, rows: list[Row], *, drafter: str = "", models: Se
     """A table and a plot for each setting, beside the paper's figures.
 
     Args:
-        section: to write.
-        rows: of the experiment.
         drafter, models: of the paper's figures; the first model where that of the rows is not among them.
     """
     found = grids(rows)

@@ -28,7 +28,6 @@ class Floor:
     Attributes:
         byte_seconds: weights and the rows' KV moved once, at the measured bandwidth.
         flop_seconds: the arithmetic of all computed tokens, at the measured rate of a large product.
-        tokens_per_row: computed in a step.
         tokens_per_step: new tokens of a step.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.sampling.choice import Node
+from emssd.sampling.choice import Node, within_grammars
 from emssd.sampling.processing import processed
 
 __all__ = ["probabilities"]
@@ -19,5 +19,5 @@ def probabilities(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
         logits: ``[r, vocab]`` of a model.
         nodes: ``[r]``, at least one, all with the same `SamplingParams.processing`; its temperature is above 0.
     """
-    params = nodes[0].params
+    params, logits = nodes[0].params, within_grammars(logits, nodes)
     return processed(logits, params, [node.prefix for node in nodes], [node.num_prompt for node in nodes]).softmax(-1)

@@ -30,7 +30,6 @@ class Move:
     """What a row does in one step.
 
     Attributes:
-        row: its number.
         prompt: tokens of its prompt, if it begins here.
         sick: if it begins here, whether its keys and values are no numbers where a play says so.
         tree: the parents of its drafted tokens.
@@ -195,11 +194,7 @@ class _Player:
 
 
 def check_same(rule: str, usual: list[list[torch.Tensor]], with_more: list[list[torch.Tensor]], atol: float) -> None:
-    """Hold every token's result to that of the other play.
-
-    Raises:
-        BrokenRule: `rule`.
-    """
+    """Hold every token's result to that of the other play. Raises BrokenRule: `rule`."""
     for expected, got in zip(usual, with_more, strict=True):
         for right, candidates in zip(expected, got, strict=True):
             errors = (candidates.unsqueeze(1) - right.unsqueeze(0)).abs().flatten(2).amax(dim=2)

@@ -10,16 +10,14 @@ from omegaconf import MISSING, MissingMandatoryValue, OmegaConf
 from yaml import YAMLError  # type: ignore[import-untyped]  # it ships no types
 
 from emssd.errors import ConfigError
-from emssd.jobs.config import structured
+from emssd.plugins.structured import structured
 
 __all__ = ["from_text", "made", "round_trip"]
 
 
 def from_text(arguments: Iterable[str]) -> dict[str, Any]:
-    """``["length=3", "names=[a,b]"]`` as the values that they stand for in YAML.
-
-    Raises:
-        ConfigError: a value that is no YAML.
+    """``["length=3", "names=[a,b]"]`` as the values that they stand for in YAML. Raises ConfigError: a value that is no
+    YAML.
     """
     values = OmegaConf.create()
     for argument in arguments:
@@ -34,11 +32,9 @@ def from_text(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def made(config: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass `config` with `values`, converted to the types of its fields.
-
-    Raises:
-        ConfigError: a field that has no default is not among `values`.
-        OmegaConfBaseException: an unknown field, or a value of another type.
+    """An instance of the dataclass `config` with `values`, converted to the types of its fields. Raises ConfigError: a
+    field that has no default is not among `values`; or OmegaConfBaseException: an unknown field, or a value of another
+    type.
     """
     if not (values or _required(config)):
         return config()  # also one that OmegaConf cannot hold, which breaks a rule of its own

@@ -33,9 +33,7 @@ class PolicyWorld:
     """A policy, and drafters in turn that draft what they are told.
 
     Args:
-        watched: the policy.
         num_stages: drafters; of several, the first has nothing for every other length.
-        drafts: what they draft.
     """
 
     def __init__(self, watched: WatchedPolicy, num_stages: int = 1, drafts: Drafts = "chains") -> None:

@@ -102,10 +102,8 @@ def runs(draw: st.DrawFn, models: Seq[str]) -> Run:
 def decode(
     run: Run, make_backend: Callable[[], AttentionBackend], drafter: Drafter | Seq[Drafter], rule: str
 ) -> Engine:
-    """Decode the requests and hold every token to the reference; returns the engine, whose report counts them.
-
-    Raises:
-        BrokenRule: `rule`, where a token differs; or any other that came to light on the way.
+    """Decode the requests and hold every token to the reference; returns the engine, whose report counts them. Raises
+    BrokenRule: `rule`, where a token differs; or any other that came to light on the way.
     """
     with named(f"{rule.partition('.')[0]}.raises", "a run of the engine"):
         backend, spec = run.allocate(make_backend, trees=any(each.drafts_trees for each in drafters_of(drafter)))

@@ -34,7 +34,6 @@ class Setting:
     """A target, what it generates, and what a drafter for it may borrow.
 
     Attributes:
-        name: how failures call it.
         references: what the target generates alone, by prompt.
         context: for drafters; see `setting`.
     """

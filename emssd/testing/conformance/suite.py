@@ -62,11 +62,7 @@ class Suite:
             return options.made(config, self.options)
 
     def spec(self) -> Spec:
-        """What the installed plugin offers.
-
-        Raises:
-            PluginError: it is not installed, or cannot run here.
-        """
+        """What the installed plugin offers. Raises PluginError: it is not installed, or cannot run here."""
         if self.plugin is None:
             makes = {"drafter": "make_drafter", "backend": "make_backend", "budget": "make_policy"}
             raise NotImplementedError(f"{type(self).__name__} must name its plugin, or override {makes[self.kind]}")

@@ -23,7 +23,6 @@ class FadingRegression:
 
     Attributes:
         coefficients: ``[num_features]`` seconds per unit of each feature.
-        num_seen: observations so far.
     """
 
     def __init__(self, num_features: int, half_life: float = 200.0) -> None:

@@ -38,4 +38,4 @@ def _build(config: DFlashConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("dflash", DFlashConfig, _build)]
+    return [DrafterSpec("dflash", DFlashConfig, _build, reads=("dflash",))]

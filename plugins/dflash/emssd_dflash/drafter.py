@@ -1,6 +1,6 @@
 """Drafts chains for the whole batch in one pass of a head over a block of each row.
 
-Chen et al. 2026, DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147.
+Chen et al. 2026, DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147; see `emssd_dflash.refining`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
     that the target has computed, at the token's own position. A block is a row's newest token and then masks. It is
     always as long as the head was trained for, and its KV is dropped at once.
 
-    The Markov head of DSpark adds to the logits of a slot what the token before it gives. So its tokens are chosen one
-    after the other. The confidence is that of the head, where it has one.
+    Where the logits of a slot depend on the token before it, tokens are chosen one after the other. The confidence is
+    that of the head, where it has one.
 
     Args:
         lane: of the head.
@@ -54,6 +54,7 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         self._runner, self._head, self._variant = lane, lane.head, lane.head.variant
         shape = DynamicShape(num_speculative_tokens, num_speculative_tokens, 1)
         super().__init__(shape, self._variant.layers, target, lane)
+        self.target_ids = lane.head.target_ids
 
     @classmethod
     def load(cls, config: DFlashConfig, context: DrafterContext) -> DFlashDrafter:
@@ -88,10 +89,28 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         size, lead = self._variant.block_size, 0 if self._variant.from_anchor else 1
-        slots = [at * size + lead + slot for at, row in enumerate(rows) for slot in range(row.tree.depth)]
+        wanted = [at * size + lead + slot for at, row in enumerate(rows) for slot in range(row.tree.depth)]
         hidden = self._blocks(rows)
-        self._hidden = self._head.norm(hidden[on_device(slots, hidden.device)])
+        slots, self._memory = on_device(wanted, hidden.device), dict[str, torch.Tensor]()
+        if self._head.refines is not None:
+            hidden = self._head.norm(hidden)
+            self._hidden = hidden[slots]
+            return self._refined(rows, hidden)[slots]
+        self._hidden = self._head.norm(hidden[slots])
         return self._head.logits(self._hidden, self._target.project)
+
+    def _refined(self, rows: Seq[GrowingRow], hidden: torch.Tensor) -> torch.Tensor:
+        """The logits ``[r * block_size, draft_vocab]`` of all slots, of ``hidden [r * block_size, hidden]``."""
+        head, in_blocks = self._head, (len(rows), self._variant.block_size)
+        assert head.refines is not None
+        logits = head.logits(hidden, self._target.project)
+        logits, hidden = (each.view(*in_blocks, each.shape[-1]) for each in (logits, hidden))
+        anchor, before = (
+            on_device([row.tokens[max(-back, -len(row.tokens))] for row in rows], hidden.device) for back in (1, 2)
+        )
+        known = (anchor, None) if self._variant.from_anchor else (before, anchor)
+        refined: torch.Tensor = head.refines(logits, hidden, *known, head.to_target)
+        return refined.flatten(0, 1)
 
     def _blocks(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """The hidden states ``[r * block_size, hidden]`` of blocks, before the final norm."""
@@ -104,16 +123,20 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         return hidden
 
     def choices(self, level: Level, logits: torch.Tensor) -> tuple[list[list[int]], list[list[float]]]:
-        if not self._variant.markov_rank:
+        follows = self._head.follows
+        if follows is None and not self._variant.has_confidence:
             return super().choices(level, logits)
         nodes, slots = list(nodes_of(level)), on_device(self._slots_at(level), self._logits.device)
-        before = [row.tree.token_ids[node] if node >= 0 else row.tokens[-1] for row, node in nodes]
-        low = self._head.markov_head.markov_w1(on_device(before, self._logits.device))
-        logits = self._logits[slots] + self._head.markov_head.markov_w2(low)
+        last = [row.tree.token_ids[node] if node >= 0 else row.tokens[-1] for row, node in nodes]
+        before, read, logits = on_device(last, self._logits.device), self._hidden[slots], self._logits[slots]
+        if follows is not None:
+            memory = torch.stack([self._memory.get(row.request_id, follows.start()) for row, _ in nodes])
+            logits, memory = follows(logits, read, before, memory)
+            self._memory = {row.request_id: own for (row, _), own in zip(nodes, memory, strict=True)}
         tokens, log_probs = LevelDrafter.choices(self, level, logits)
         if self._variant.has_confidence:
-            read = self._hidden[slots]
-            read = torch.cat([read, low], dim=-1) if self._variant.confidence_reads_markov else read
+            if self._variant.confidence_reads_markov:
+                read = torch.cat([read, self._head.markov_head.markov_w1(before)], dim=-1)
             sure = self._head.confidence_head.proj(read).double().sigmoid().log().flatten().tolist()
             log_probs = [[each] * len(own) for each, own in zip(sure, tokens, strict=True)]
         return tokens, log_probs

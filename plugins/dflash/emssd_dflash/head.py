@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.drafters import DecoderConfig, HeadLayer, HeadNorm, Rotary, TargetSizes
+from emssd.drafters import HeadLayer, HeadNorm, Rotary, TargetSizes
 from emssd.heads import Embed, Project
 from emssd.heads.layers import Angles, rotated
+from emssd_dflash.refining import Markov, Refiner, Selector, Sizes
 from emssd_dflash.variant import Variant
 
 __all__ = ["BlockAttend", "BlockHead"]
@@ -25,12 +27,55 @@ BlockAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
 head_dim]`` of features and blocks, what attention gives, ``[m, num_heads, head_dim]``."""
 
 
+_Around = Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]
+"""Of what a part of a layer reads, what it reads instead, and a function for what it gives."""
+
+
+def _around_nothing(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    return x, lambda out: out
+
+
+class _Convolution(nn.Module):
+    """Mixes each token of a block with those before it, by weights that the token gives; of DFlash2.
+
+    Args:
+        sizes: of its tensors.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, sizes: Sizes, block_size: int) -> None:
+        super().__init__()
+        (_, taps, size), (width, _) = sizes["base_kernel"], sizes["kernel_projection.weight"]
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, size))
+        self.kernel_projection = nn.Linear(size, width, bias=False)
+        self._taps, self._group, self._block_size = taps, size * 2 * taps // width, block_size
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """``[m, size]`` mixed, and a function that mixes an output ``[m, size]``."""
+        given = self.kernel_projection(x).view(len(x), 2, self._taps, -1).repeat_interleave(self._group, dim=-1)
+        kernels = self.base_kernel + given
+        return self._mixed(x, kernels[:, 0]), lambda out: self._mixed(out, kernels[:, 1])
+
+    def _mixed(self, x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+        blocks, mixed = x.view(-1, self._block_size, x.shape[-1]), torch.zeros_like(x)
+        for tap in range(self._taps):
+            earlier = F.pad(blocks[:, : self._block_size - tap], (0, 0, tap, 0))
+            mixed = mixed + earlier.flatten(0, 1) * kernels[:, tap]
+        return mixed
+
+
 class _BlockLayer(HeadLayer):
     """A layer that computes keys and values of features too, which pass through no layer before it."""
 
-    def __init__(self, config: DecoderConfig, index: int, names: Container[str]) -> None:
-        super().__init__(config, index, names)
-        self._index = index
+    def __init__(self, variant: Variant, index: int, names: Container[str]) -> None:
+        super().__init__(variant.decoder, index, names)
+        self._index, made = index, list[_Around]()
+        for name in ("attention_conv", "mlp_conv"):
+            sizes = variant.sizes(f"layers.{index}.{name}.")
+            made.append(_Convolution(sizes, variant.block_size) if sizes else _around_nothing)
+            if sizes:
+                self.add_module(name, cast("nn.Module", made[-1]))
+        self._convolved = tuple(made)
 
     def block(self, hidden: torch.Tensor, features: torch.Tensor, angles: Angles, attend: BlockAttend) -> torch.Tensor:
         """Hidden states ``[m, hidden_size]`` of blocks.
@@ -41,7 +86,8 @@ class _BlockLayer(HeadLayer):
             angles: of features, and then of blocks.
             attend: computes attention.
         """
-        own, normed = self.self_attn, self.input_layernorm(hidden)
+        own, (attended, through) = self.self_attn, self._convolved
+        normed, finish = attended(self.input_layernorm(hidden))
         read = torch.cat([features, normed])
         by_head = (-1, own.spec.key_dim)
         query = own.q_norm(own.q_proj(normed).unflatten(-1, by_head))
@@ -50,12 +96,13 @@ class _BlockLayer(HeadLayer):
         num_features, (cos, sin) = len(features), angles
         query = rotated(query, (cos[num_features:], sin[num_features:]))
         out = attend(self._index, query, rotated(key, angles), value)
-        hidden = hidden + own.o_proj(out.flatten(1))
-        return cast("torch.Tensor", hidden + self.mlp(self.post_attention_layernorm(hidden)))
+        hidden = hidden + finish(own.o_proj(out.flatten(1)))
+        normed, finish = through(self.post_attention_layernorm(hidden))
+        return hidden + finish(self.mlp(normed))
 
 
 class BlockHead(nn.Module):
-    """A DFlash or DSpark drafter.
+    """A DFlash, DFlash2, DSpark or XPress drafter.
 
     Args:
         variant: what kind it is.
@@ -64,7 +111,12 @@ class BlockHead(nn.Module):
 
     Attributes:
         embed_tokens, lm_head: its own embeddings and vocabulary projection; ``None`` for the target's.
+        follows: corrects a slot's logits once the token before is chosen; ``None`` without.
+        refines: corrects those of a whole block at once; ``None`` without.
+        target_ids: ``[draft_vocab_size]`` the target's ids of the tokens that it drafts; ``None``: it drafts them all.
     """
+
+    target_ids: torch.Tensor | None
 
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
         super().__init__()
@@ -74,15 +126,33 @@ class BlockHead(nn.Module):
         self.rotary = Rotary(config)
         self.fc = nn.Linear(len(variant.layers) * target.hidden_size, size, bias=False)
         self.hidden_norm = HeadNorm(size, eps)
-        self.layers = nn.ModuleList(_BlockLayer(config, index, names) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(_BlockLayer(variant, index, names) for index in range(config.num_layers))
         self.norm = HeadNorm(size, eps)
         own = {name: f"{name}.weight" in names for name in ("embed_tokens", "lm_head")}
         self.embed_tokens = nn.Embedding(target.vocab_size, size) if own["embed_tokens"] else None
-        self.lm_head = nn.Linear(size, target.vocab_size, bias=False) if own["lm_head"] else None
-        if rank := variant.markov_rank:
-            self.markov_head = _Markov(target.vocab_size, rank)
+        self.lm_head = nn.Linear(size, variant.draft_vocab_size, bias=False) if own["lm_head"] else None
+        self.register_buffer("target_ids", None, persistent=False)
+        if sizes := variant.sizes("markov_head."):
+            self.markov_head = Markov(sizes)
+        if sizes := variant.sizes("candidate_selector."):
+            self.candidate_selector = Selector(sizes, variant.top_k)
+        if sizes := variant.sizes("refiner_head."):
+            self.refiner_head = Refiner(sizes, variant.num_passes)
         if variant.has_confidence:
-            self.confidence_head = _Confidence(size + (rank if variant.confidence_reads_markov else 0))
+            (width,) = variant.sizes("confidence_head.proj.")["weight"][1:]
+            self.confidence_head = _Confidence(width)
+
+    @property
+    def follows(self) -> Markov | Selector | None:
+        return getattr(self, "markov_head", None) or getattr(self, "candidate_selector", None)
+
+    @property
+    def refines(self) -> Refiner | None:
+        return getattr(self, "refiner_head", None)
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids of columns of `logits`, of any shape."""
+        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
 
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
         """The KV cache that the head needs beside that of the target; see `emssd_dflash.lane`."""
@@ -111,8 +181,10 @@ class BlockHead(nn.Module):
         return embeds * self.variant.embedding_scale
 
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, vocab]`` of ``hidden [n, hidden_size]`` behind the final norm."""
-        return project(hidden) if self.lm_head is None else self.lm_head(hidden)
+        """Logits ``[n, draft_vocab_size]`` of ``hidden [n, hidden_size]`` behind the final norm."""
+        if self.lm_head is not None:
+            return cast("torch.Tensor", self.lm_head(hidden))
+        return project(hidden) if self.target_ids is None else project(hidden)[:, self.target_ids]
 
     def forward(
         self, embeds: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, attend: BlockAttend
@@ -130,15 +202,6 @@ class BlockHead(nn.Module):
         for layer in self.layers:
             hidden = cast("_BlockLayer", layer).block(hidden, features, (cos[0], sin[0]), attend)
         return hidden
-
-
-class _Markov(nn.Module):
-    """What a token adds to the logits of the next one, by a table of low rank."""
-
-    def __init__(self, vocab_size: int, rank: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
 
 class _Confidence(nn.Module):

@@ -1,4 +1,4 @@
-"""Loads DFlash and DSpark drafters."""
+"""Loads drafters of the DFlash family, from their authors' folders and from containers of ``speculators``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ def load_dflash(path: str, target: TargetSizes, model: Any) -> Loaded[BlockHead]
     """Load a head. Tables of embeddings and logits that are copies of those of the target, `model`, are not kept.
 
     Raises:
-        ConfigError: it is no DFlash or DSpark drafter, or none for this target, or not whole.
+        ConfigError: it is no drafter of the DFlash family, or none for this target, or not whole.
         OutOfMemoryError: the device has no room for it.
     """
     files = HeadFiles.read(path, target, Format.dflash, new_name=lambda name: name.removeprefix("model."))
     drop_copies(files.names, files.checkpoint, model)
     variant = variant_of(files.checkpoint, files.names, target)
-    head = files.filled(lambda: BlockHead(variant, files.names, target))
+    placed = {name: old for name, old in files.names.items() if name not in ("d2t", "t2d")}
+    head = files.filled(lambda: BlockHead(variant, files.names, target), placed)
+    head.target_ids = files.drafted_ids(variant.draft_vocab_size)
     return Loaded(head, variant.layers, _described(files.checkpoint, variant))
 
 
@@ -34,10 +36,9 @@ def _sees(variant: Variant) -> str:
 
 
 def _described(checkpoint: Checkpoint, variant: Variant) -> tuple[str, ...]:
-    kind = "DSpark" if variant.markov_rank or variant.has_confidence else "DFlash"
     slots = "the token behind it" if variant.from_anchor else "its own token"
     return (
-        f"{kind} drafter, read from {checkpoint.source.name}",
+        f"{variant.kind} drafter, read from {checkpoint.source.name}",
         f"reads residual streams before layers {', '.join(map(str, variant.layers))}",
         f"blocks of {variant.block_size} tokens with mask {variant.mask_token_id}, "
         f"{_sees(variant)}; a slot is for {slots}",

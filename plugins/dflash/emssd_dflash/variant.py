@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from emssd.drafters import DecoderConfig, TargetSizes
 from emssd.heads import Checkpoint
 from emssd.heads.files import cannot_load, reading_config
@@ -25,9 +27,11 @@ class Variant:
         causal: ``[num_layers]`` whether a token of the block sees those before it alone.
         from_anchor: whether slot ``i`` of a block is for the token behind it, and not for its own.
         embedding_scale: factor of the embeddings of blocks.
-        markov_rank: of the table of what follows which token; 0 without one, as in DFlash.
-        has_confidence: whether a layer of its own tells how sure it is.
-        confidence_reads_markov: whether that reads the table too.
+        draft_vocab_size: tokens that it can draft.
+        shapes: of all its tensors, by name.
+        kind: by the name of its paper.
+        top_k: the candidates that a DFlash2 drafter chooses among.
+        num_passes: of an XPress drafter, how often it refines a block.
     """
 
     decoder: DecoderConfig
@@ -37,9 +41,25 @@ class Variant:
     causal: tuple[bool, ...]
     from_anchor: bool
     embedding_scale: float
-    markov_rank: int
-    has_confidence: bool
-    confidence_reads_markov: bool
+    draft_vocab_size: int
+    shapes: Mapping[str, torch.Size]
+    kind: str
+    top_k: int
+    num_passes: int
+
+    def sizes(self, part: str) -> dict[str, torch.Size]:
+        """The shapes of the tensors whose names begin with `part`, by the rest of their names."""
+        return {name.removeprefix(part): each for name, each in self.shapes.items() if name.startswith(part)}
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether a layer of its own tells how sure it is."""
+        return "confidence_head.proj.weight" in self.shapes
+
+    @property
+    def confidence_reads_markov(self) -> bool:
+        """Whether that reads the table of what follows which token, too."""
+        return self.shapes["confidence_head.proj.weight"][-1] != self.decoder.hidden_size
 
     @property
     def num_drafts(self) -> int:
@@ -59,10 +79,6 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
         ConfigError: it was trained for another target, or is of a kind that is not supported.
     """
     path, config = checkpoint.path, checkpoint.config
-    if config.get("speculators_model_type") is not None:
-        raise cannot_load(path, "it is in a container of speculators, which is not read for block drafters")
-    if any(name.startswith("candidate_selector.") for name in names):
-        raise cannot_load(path, "it is a DFlash2 drafter, whose convolutions and selector emssd does not have")
     inner = config.get("dflash_config") or {}
     if not isinstance(inner, Mapping):
         raise cannot_load(path, "its dflash_config is no object of JSON")
@@ -85,10 +101,7 @@ def _read(
         raise cannot_load(checkpoint.path, f"its config.json has no {', '.join(missing)}")
     ids = values.get("target_layer_ids") or _spread(decoder.num_layers, target.num_layers)
 
-    def width(name: str) -> int:
-        return checkpoint.tensors[names[name]].shape[-1] if name in names else 0
-
-    confidence = width("confidence_head.proj.weight")
+    kinds = {"candidate_selector": "DFlash2", "refiner_head": "XPress", "markov_head": "DSpark", "confidence": "DSpark"}
     return Variant(
         decoder=decoder,
         block_size=int(values["block_size"]),
@@ -97,9 +110,11 @@ def _read(
         causal=_causal(values, decoder),
         from_anchor=bool(values.get("sample_from_anchor", _is_dspark(values))),
         embedding_scale=float(values.get("input_embedding_scale", 1.0)),
-        markov_rank=width("markov_head.markov_w1.weight"),
-        has_confidence=bool(confidence),
-        confidence_reads_markov=confidence not in (0, decoder.hidden_size),
+        draft_vocab_size=int(values.get("draft_vocab_size") or target.vocab_size),
+        shapes={name: checkpoint.tensors[old].shape for name, old in names.items()},
+        kind=next((kinds[part] for part in kinds if any(name.startswith(part) for name in names)), "DFlash"),
+        top_k=int(values.get("selector_top_k", 16)),
+        num_passes=int(values.get("num_jacobi_passes", 6)),
     )
 
 
@@ -122,6 +137,28 @@ def _spread(num_own: int, num_layers: int) -> list[int]:
     return [round(1 + own * (num_layers - 4) / (num_own - 1)) for own in range(num_own)]
 
 
+_PARTS = {
+    "markov_head.": ("markov_w1.weight", "markov_w2.weight"),
+    "candidate_selector.": ("predecessor_codebook", "successor_codebook", "hidden_projection.weight"),
+    "refiner_head.": (
+        *(f"{name}.weight" for name in ("token_embed", "down_h", "down_g", "in_proj", "readout")),
+        *(f"mlp_{name}.weight" for name in ("gate", "up", "down")),
+        "mix_l",
+    ),
+}
+
+
+def _lacking(variant: Variant, markov_kind: str | None) -> list[str]:
+    """Tensors of parts of which the checkpoint has others."""
+    more = {"gated": ("gate_proj.weight",), "rnn": ("joint_proj.weight",)}.get(markov_kind or "", ())
+    parts = _PARTS | {"markov_head.": (*_PARTS["markov_head."], *more)}
+    for layer in range(variant.decoder.num_layers):
+        for name in ("attention_conv", "mlp_conv"):
+            parts[f"layers.{layer}.{name}."] = ("base_kernel", "kernel_projection.weight")
+    found = ((part, names, variant.sizes(part)) for part, names in parts.items())
+    return [part + name for part, names, own in found if own for name in names if name not in own]
+
+
 def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], target: TargetSizes) -> None:
     size, vocab_size, num_layers = (values.get(name) for name in ("hidden_size", "vocab_size", "num_target_layers"))
     read = ", ".join(str(layer - 1) for layer in variant.layers)
@@ -141,10 +178,12 @@ def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], 
         why = f"its block_size is {variant.block_size}; a block drafts 1 to 4096 tokens"
     elif values.get("use_swa") and not any(variant.decoder.windows):
         why = "its dflash_config has use_swa, and no layer_types say which layers have a sliding window"
-    elif variant.markov_rank and values.get("markov_head_type", "vanilla") != "vanilla":
-        why = f"its Markov head is of type {values['markov_head_type']}; supported is vanilla"
-    elif variant.has_confidence and not variant.markov_rank:
-        why = "it has a confidence head and no Markov head, and a DSpark drafter has both or the latter"
+    elif variant.draft_vocab_size != target.vocab_size and "d2t" not in variant.shapes:
+        why = f"it drafts {variant.draft_vocab_size} tokens of {target.vocab_size}, and no d2t says which"
+    elif variant.has_confidence and variant.confidence_reads_markov and not variant.sizes("markov_head."):
+        why = "its confidence head reads a Markov head, and it has none"
+    elif lacking := _lacking(variant, values.get("markov_head_type")):
+        why = f"of its weights, {', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
     else:
         return
     raise cannot_load(checkpoint.path, why)

@@ -48,6 +48,19 @@ CONFIG: dict[str, Any] = {
 }
 DSPARK = {"projector_type": "dspark", "markov_rank": 3, "sample_from_anchor": True, "enable_confidence_head": True}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+MARKOV = {"markov_head.markov_w1.weight": (VOCAB, 3), "markov_head.markov_w2.weight": (VOCAB, 3)}
+PARTS = ("attention", "mlp")
+XPRESS: dict[str, tuple[int, ...]] = {
+    "refiner_head.token_embed.weight": (VOCAB, 3),
+    "refiner_head.down_h.weight": (3, SIZE),
+    "refiner_head.down_g.weight": (3, SIZE),
+    "refiner_head.in_proj.weight": (3, 9),
+    "refiner_head.mix_l": (3, 5, 5),
+    "refiner_head.mlp_gate.weight": (6, 3),
+    "refiner_head.mlp_up.weight": (6, 3),
+    "refiner_head.mlp_down.weight": (3, 6),
+    "refiner_head.readout.weight": (VOCAB, 3),
+}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "plain": ({}, {}, {}),
     "sliding": (SLIDING, {}, {}),
@@ -91,6 +104,33 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]
         DSPARK,
         {"markov_head.markov_w1.weight": (VOCAB, 3), "markov_head.markov_w2.weight": (VOCAB, 3)},
     ),
+    "dspark with a gate": (
+        {"architectures": ["DSparkDraftModel"]},
+        DSPARK | {"markov_head_type": "gated"},
+        MARKOV | {"markov_head.gate_proj.weight": (3, SIZE + 3), "markov_head.gate_proj.bias": (3,)},
+    ),
+    "dspark with a memory": (
+        {"architectures": ["DSparkDraftModel"]},
+        DSPARK | {"markov_head_type": "rnn"},
+        MARKOV | {"markov_head.joint_proj.weight": (9, SIZE + 6), "markov_head.joint_proj.bias": (9,)},
+    ),
+    "dflash2": (
+        {},
+        {"selector_top_k": 3, "is_causal": False},
+        {
+            **{f"layers.{layer}.{part}_conv.base_kernel": (2, 3, SIZE) for layer in (0, 1) for part in PARTS},
+            **{
+                f"layers.{layer}.{part}_conv.kernel_projection.weight": (2 * 3 * 4, SIZE)
+                for layer in (0, 1)
+                for part in PARTS
+            },
+            "candidate_selector.predecessor_codebook": (VOCAB, 3),
+            "candidate_selector.successor_codebook": (VOCAB, 3),
+            "candidate_selector.hidden_projection.weight": (3, SIZE),
+        },
+    ),
+    "xpress": ({}, {"num_jacobi_passes": 2}, XPRESS),
+    "xpress from the anchor": ({}, {"num_jacobi_passes": 9, "sample_from_anchor": True}, XPRESS),
 }
 
 
@@ -123,6 +163,42 @@ def turned(x: torch.Tensor, positions: Sequence[int], theta: float) -> torch.Ten
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
 
+def dense_kernels(own: Weights, part: str, x: torch.Tensor) -> torch.Tensor | None:
+    """``[B, 2, taps, SIZE]`` weights of each token of a block: of what goes in, and of what comes out."""
+    if (base := own.get(f"{part}base_kernel")) is None:
+        return None
+    given = (x @ own[f"{part}kernel_projection.weight"].T).reshape(len(x), 2, base.shape[1], -1)
+    return base + torch.stack([given[..., i // (SIZE // given.shape[-1])] for i in range(SIZE)], -1)
+
+
+def convolved(x: torch.Tensor, kernels: torch.Tensor | None, which: int) -> torch.Tensor:
+    if kernels is None:
+        return x
+    taps = range(kernels.shape[2])
+    return torch.stack([sum(kernels[i, which, tap] * x[i - tap] for tap in taps if tap <= i) for i in range(len(x))])
+
+
+def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: list[int], passes: int) -> torch.Tensor:
+    """`before` holds the token before the first slot's own, and the first slot's where that is no draft."""
+    r = {name.removeprefix("refiner_head."): each for name, each in w.items() if "refiner_head." in name}
+    logits = base
+    for _ in range(passes):
+        known = [*before, *logits.argmax(-1).tolist()[len(before) - 1 :]][: len(base)]
+        rows = list[torch.Tensor]()
+        for slot, token in enumerate(known):
+            read = [r["down_h.weight"] @ hidden[slot], r["down_g.weight"] @ hidden.mean(0)]
+            rows.append(r["in_proj.weight"] @ torch.cat([*read, r["token_embed.weight"][token]]))
+        mixed = [
+            rows[slot] + sum(r["mix_l"][:, slot, other] * rows[other] for other in range(slot + 1))
+            for slot in range(len(rows))
+        ]
+        x = torch.stack(mixed)
+        gate = x @ r["mlp_gate.weight"].T
+        x = x + (gate * gate.sigmoid() * (x @ r["mlp_up.weight"].T)) @ r["mlp_down.weight"].T
+        logits = base + x @ r["readout.weight"].T
+    return logits
+
+
 def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """Hidden states ``[B, SIZE]`` of a block with the embeddings `block`, behind the hidden states `context` of all."""
     eps, start, size = config["rms_norm_eps"], len(context), len(block)
@@ -136,6 +212,8 @@ def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block
             return (x @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(x), count, -1)
 
         normed = dense_rms(h, own["input_layernorm.weight"], eps)
+        kernels = dense_kernels(own, "attention_conv.", normed)
+        normed = convolved(normed, kernels, 0)
         read = torch.cat([ctx, normed])
         q = dense_rms(by_head(normed, "q", heads), own["self_attn.q_norm.weight"], eps)
         k = dense_rms(by_head(read, "k", kv_heads), own["self_attn.k_norm.weight"], eps)
@@ -154,10 +232,12 @@ def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block
                 scores = k[first : last + 1, group] @ q[i, head] / q.shape[-1] ** 0.5
                 out.append(torch.softmax(scores, 0) @ v[first : last + 1, group])
             rows.append(torch.cat(out))
-        h = h + torch.stack(rows) @ own["self_attn.o_proj.weight"].T
+        h = h + convolved(torch.stack(rows) @ own["self_attn.o_proj.weight"].T, kernels, 1)
         x = dense_rms(h, own["post_attention_layernorm.weight"], eps)
+        kernels = dense_kernels(own, "mlp_conv.", x)
+        x = convolved(x, kernels, 0)
         gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
-        h = h + (gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+        h = h + convolved((gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T, kernels, 1)
     return h
 
 
@@ -170,14 +250,30 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     block = [tokens[-1]] + [inner["mask_token_id"]] * (config["block_size"] - 1)
     embeds = w.get("embed_tokens.weight", model.get_input_embeddings().weight)[block]
     h = dense_block(w, config, context, embeds * inner.get("input_embedding_scale", 1.0))
-    h = h if inner.get("sample_from_anchor", "DSpark" in config["architectures"][0]) else h[1:]
     h = dense_rms(h, w["norm.weight"], config["rms_norm_eps"])
     base = h @ w.get("lm_head.weight", model.lm_head.weight).T
-    found, before = list[tuple[int, float]](), tokens[-1]
+    from_anchor = inner.get("sample_from_anchor", "DSpark" in config["architectures"][0])
+    if "refiner_head.mix_l" in w:
+        known = [tokens[-1]] if from_anchor else [tokens[max(0, len(tokens) - 2)], tokens[-1]]
+        base = dense_refined(w, h, base, known, inner["num_jacobi_passes"])
+    h, base = (each[0 if from_anchor else 1 :] for each in (h, base))
+    found, before, memory = list[tuple[int, float]](), tokens[-1], torch.zeros(3, dtype=torch.float64)
     for slot, logits in zip(h, base, strict=True):
         if "markov_head.markov_w1.weight" in w:
-            low = w["markov_head.markov_w1.weight"][before]
-            logits = logits + w["markov_head.markov_w2.weight"] @ low
+            low = added = w["markov_head.markov_w1.weight"][before]
+            if (proj := w.get("markov_head.gate_proj.weight")) is not None:
+                added = low * (proj @ torch.cat([slot, low]) + w["markov_head.gate_proj.bias"]).sigmoid()
+            if (proj := w.get("markov_head.joint_proj.weight")) is not None:
+                joint = proj @ torch.cat([memory, low, slot]) + w["markov_head.joint_proj.bias"]
+                memory = joint[:3].sigmoid() * memory + (1 - joint[:3].sigmoid()) * joint[3:6].tanh()
+                added = joint[6:].tanh()
+            logits = logits + w["markov_head.markov_w2.weight"] @ added
+        if "candidate_selector.predecessor_codebook" in w:
+            part = {name.removeprefix("candidate_selector."): each for name, each in w.items()}
+            known = part["predecessor_codebook"][before] * (part["hidden_projection.weight"] @ slot)
+            scores = logits + part["successor_codebook"] @ known
+            best = logits.topk(inner["selector_top_k"]).indices
+            logits = torch.full_like(logits, -torch.inf).scatter(0, best, scores[best])
         before = int(logits.argmax())
         sure = float(logits.softmax(-1).max())
         if (proj := w.get("confidence_head.proj.weight")) is not None:
@@ -236,6 +332,46 @@ def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: 
     assert drafter._runner._backend.kv_usage.held == 0
 
 
+@pytest.mark.parametrize("kind", ["plain", "dspark", "dflash2", "xpress"])
+def test_a_container_of_speculators_holds_the_same_head(kind: str, tmp_path: Path) -> None:
+    """One for some of the target's tokens."""
+    _, config, weights = written(tmp_path, kind)
+    drafted = torch.tensor([0, 2, 3, 5, 8, 13])
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight", "refiner_head.readout.weight"):
+        if name in weights or name == "lm_head.weight":
+            weights[name] = weights.get(name, target().model.lm_head.weight.detach().float())[drafted].contiguous()
+    weights |= {"d2t": drafted - torch.arange(len(drafted)), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+    weights["t2d"][drafted] = True
+    inner = config["dflash_config"]
+    layers = {name: config[name] for name in config if name not in ("architectures", "dflash_config", "block_size")}
+    container = {
+        "speculators_model_type": kind if kind != "plain" else "dflash",
+        "transformer_layer_config": layers | {"model_type": "qwen3"},
+        "draft_vocab_size": len(drafted),
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
+        **{name: inner[name] for name in inner if name != "target_layer_ids"},
+        "block_size": config["block_size"],
+        "architectures": config["architectures"],
+    }
+    drafter = load(write_head(tmp_path / "container", container, weights))
+    assert drafter.hidden_layers == tuple(layer + 1 for layer in inner["target_layer_ids"])
+    assert drafter.target_ids is not None
+    assert drafter.target_ids.tolist() == drafted.tolist()
+    whole = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(target(), None, drafter=drafter, backend="ragged", budget="fixed", options=whole)
+    drafts, propose = list[int](), drafter.propose
+
+    def noted(batch: Any, budget: Any) -> Any:
+        draft = propose(batch, budget)
+        drafts.extend(draft.token_ids.tolist())
+        return draft
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    engine.generate(PROMPTS, 6, ignore_eos=True)
+    assert drafts
+    assert set(drafts) <= set(drafted.tolist())
+
+
 def test_a_block_that_sees_its_second_self_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emssd_dflash.lane, "_HIDDEN", 0.0)
     with pytest.raises(PluginError, match="failed in propose: AssertionError"):
@@ -279,7 +415,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "a block without end": ({"block_size": 10**9}, "its block_size is 1000000000; a block drafts 1 to 4096 tokens"),
     "a block of one": ({"block_size": 1}, "its block_size is 1; a block drafts 1 to 4096 tokens"),
     "windows somewhere": ({"dflash_config": INNER | {"use_swa": True}}, "no layer_types say which"),
-    "a container": ({"speculators_model_type": "dflash"}, "in a container of speculators"),
+    "a container of other layers": (
+        {"speculators_model_type": "dflash", "transformer_layer_config": {"model_type": "mamba"}},
+        "its layers are those of mamba",
+    ),
     "another format": ({"speculators_model_type": "eagle3"}, "what it holds is an EAGLE-3 head"),
     "more layers": ({"num_hidden_layers": 3}, "are missing"),
 }
@@ -297,10 +436,20 @@ def test_wrong_files_are_refused_in_one_sentence(fault: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("shapes", "inner", "words"),
     [
-        ({"candidate_selector.hidden_projection.weight": (2, 2)}, {}, "it is a DFlash2 drafter"),
+        ({"candidate_selector.hidden_projection.weight": (2, 2)}, {}, "candidate_selector.predecessor_codebook"),
+        ({"layers.0.mlp_conv.base_kernel": (2, 2, SIZE)}, {}, "layers.0.mlp_conv.kernel_projection.weight is missing"),
+        ({"refiner_head.mix_l": (2, 5, 5)}, {}, "refiner_head.token_embed.weight"),
         ({"layers.0.extra.weight": (2, 2)}, {}, "layers.0.extra.weight is without a place"),
-        ({"confidence_head.proj.weight": (1, SIZE)}, {}, "a confidence head and no Markov head"),
-        ({"markov_head.markov_w1.weight": (VOCAB, 3)}, {"markov_head_type": "rnn"}, "its Markov head is of type rnn"),
+        (
+            {"confidence_head.proj.weight": (1, SIZE + 3)},
+            {},
+            "its confidence head reads a Markov head, and it has none",
+        ),
+        (
+            {"markov_head.markov_w1.weight": (VOCAB, 3)},
+            {"markov_head_type": "rnn"},
+            "markov_head.joint_proj.weight are missing",
+        ),
         ({"markov_head.markov_w1.weight": (VOCAB, 3)}, {}, "markov_head.markov_w2.weight is missing"),
     ],
 )

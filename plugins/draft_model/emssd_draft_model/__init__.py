@@ -71,9 +71,9 @@ class DraftModelConfig:
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
     from emssd.drafters import ModelDrafter, load_draft_model
+    from emssd_draft_model.build import shape_of
     from emssd_draft_model.drafter import DraftModelDrafter
     from emssd_draft_model.sampled import SampledDrafter, SampledShape
-    from emssd_draft_model.shapes import shape_of
 
     shape = shape_of(config)
     if shape is None:
@@ -87,4 +87,4 @@ def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("draft_model", DraftModelConfig, _build)]
+    return [DrafterSpec("draft_model", DraftModelConfig, _build, reads=("causal_lm",))]

@@ -46,11 +46,7 @@ class DraftModelDrafter(ModelDrafter):
 
     @classmethod
     def load(cls, config: DraftModelConfig, context: DrafterContext) -> DraftModelDrafter:
-        """Load the model of `config`.
-
-        Raises:
-            ConfigError: it does not share the target's vocabulary.
-        """
+        """Load the model of `config`. Raises ConfigError: it does not share the target's vocabulary."""
         return cls(load_draft_model(config.path, context), context.vocab_size, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -108,7 +104,7 @@ class DraftModelDrafter(ModelDrafter):
         """Compute the newest of the drafted ``columns [depth, r]``. Returns ``[r]``, what is chosen after them."""
         depth, nodes = len(columns), [row.node for row in rows]
         paths: list[list[int]] = [[]] * len(rows)
-        if any(node.params.reads_prefix for node in nodes):
+        if any(node.params.reads_path for node in nodes):
             drafted = to_host(torch.stack(columns, dim=1).flatten())
             paths = [drafted[start : start + depth] for start in range(0, len(drafted), depth)]
         kv_lens = [len(row.tokens) + depth for row in rows]

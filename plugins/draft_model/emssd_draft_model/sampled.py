@@ -48,7 +48,6 @@ class SampledShape(Shape):
         """Give nodes of the deepest level their children.
 
         Args:
-            drawn: is extended.
             expansions: ``r`` nodes, in the order in which they were drawn.
             q: ``[r, vocab]`` the distribution behind each.
             noise: ``[r, vocab]`` standard exponentials for each; ones give the most probable tokens.
@@ -101,7 +100,6 @@ class SampledDrafter(ModelDrafter):
     Args:
         runner: the draft model; its KV cache takes trees if `shape` has any.
         vocab_size: the target's; ids beyond it are never drafted.
-        shape: of the trees.
     """
 
     shape: SampledShape

@@ -51,9 +51,6 @@ class MeasuredAcceptance:
     """Counts which of the draft model's most probable tokens the target chose, by depth.
 
     A depth that has been seen rarely is taken to be like all depths together, and these like a guess.
-
-    Args:
-        depth, width: of the table.
     """
 
     def __init__(self, depth: int, width: int) -> None:
@@ -135,11 +132,7 @@ class SequoiaShape(Shape):
 
 
 def read_acceptance(path: str) -> list[list[float]]:
-    """The table in a JSON file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no table of probabilities.
-    """
+    """The table in a JSON file. Raises ConfigError: it cannot be read, or is no table of probabilities."""
     wanted = "give a list of the levels, each a list of probabilities by rank that add up to at most 1"
     try:
         levels = json.loads(Path(path).read_text(encoding="utf-8"))

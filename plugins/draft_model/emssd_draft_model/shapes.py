@@ -1,4 +1,4 @@
-"""The `Shape` of a draft model's trees, as its options ask for one."""
+"""Trees of one shape, whatever the draft model computes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 from operator import mul
 
-from emssd.drafters import DynamicShape, GrowingTree, Shape
-from emssd.drafting.shapes import Expansion, check_at_least_one, chosen
+from emssd.drafters import GrowingTree, Shape
+from emssd.drafting.shapes import Expansion
 from emssd.errors import ConfigError
-from emssd_draft_model import DraftModelConfig, TreeKind
 
-__all__ = ["StaticShape", "shape_of"]
+__all__ = ["StaticShape"]
 
 
 class StaticShape(Shape):
@@ -36,30 +35,3 @@ class StaticShape(Shape):
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return sum(min(size, num_nodes) for size in self._levels[: max(0, depth - 1)])
-
-
-def shape_of(config: DraftModelConfig) -> Shape | None:
-    """The shape that `config` asks for; ``None`` for chains.
-
-    Raises:
-        ConfigError: an option cannot work.
-    """
-    from emssd_draft_model.sampled import BeamShape, ChildrenShape
-    from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
-
-    kind = chosen(TreeKind, "tree", config.tree)
-    if config.acceptance is not None and kind is not TreeKind.sequoia:
-        raise ConfigError(f"drafter.acceptance is set, but drafter.tree is {kind.value}; only sequoia plans for it")
-    if kind is TreeKind.static:
-        return StaticShape(config.expansion)
-    if kind is TreeKind.dynamic:
-        return DynamicShape(config.num_nodes, config.depth, config.top_k, config.temperature)
-    if kind is TreeKind.sequoia:
-        check_at_least_one(num_nodes=config.num_nodes, depth=config.depth, top_k=config.top_k)
-        table = None if config.acceptance is None else read_acceptance(config.acceptance)
-        return SequoiaShape(config.num_nodes, config.depth, config.top_k, table)
-    if kind is TreeKind.rsd_c:
-        return ChildrenShape(config.expansion)
-    if kind is TreeKind.rsd_s:
-        return BeamShape(config.width, config.depth)
-    return None

@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
+from emssd_draft_model.build import shape_of
 from emssd_draft_model.sampled import BeamShape, ChildrenShape, SampledShape
-from emssd_draft_model.shapes import shape_of
 from emssd_union.drafter import UnionDrafter
 
 from emssd.decoding.engine import Engine

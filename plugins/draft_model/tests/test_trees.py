@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
+from emssd_draft_model.build import shape_of
 from emssd_draft_model.sequoia import SequoiaShape
-from emssd_draft_model.shapes import StaticShape, shape_of
+from emssd_draft_model.shapes import StaticShape
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 

@@ -32,4 +32,4 @@ def _build(config: EagleConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("eagle", EagleConfig, _build)]
+    return [DrafterSpec("eagle", EagleConfig, _build, reads=("eagle",))]

@@ -55,4 +55,4 @@ def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("eagle3", Eagle3Config, _build)]
+    return [DrafterSpec("eagle3", Eagle3Config, _build, reads=("eagle3", "peagle"))]

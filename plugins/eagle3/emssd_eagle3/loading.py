@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
-
 from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
 from emssd.heads import LAST_NORMED, Checkpoint
 from emssd.heads.files import reading_config
@@ -60,8 +58,7 @@ def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.a
     unused = ("d2t", "t2d") if variant.num_features else ("d2t", "t2d", "fc.weight", "fc.bias")
     placed = {new: name for new, name in names.items() if new not in unused}
     head = files.filled(lambda: Eagle3Head(variant, names, target), placed)
-    if "d2t" in names:
-        head.target_ids = _target_ids(files, variant.draft_vocab_size)
+    head.target_ids = files.drafted_ids(variant.draft_vocab_size)
     return LoadedEagle3(head, layers.layers, _described(checkpoint, variant, layers, head), layers.other)
 
 
@@ -79,21 +76,6 @@ def _tied_head(checkpoint: Checkpoint, names: dict[str, str]) -> str | None:
     """The embeddings, if they are the head's own and its vocabulary projection too."""
     is_tied = checkpoint.config.get("tie_word_embeddings") and "lm_head.weight" not in names
     return names.get("embed_tokens.weight") if is_tied and "d2t" not in names else None
-
-
-def _target_ids(files: HeadFiles, num_tokens: int) -> torch.Tensor:
-    """``[draft_vocab_size]`` the target's ids; `d2t` holds what is to be added to each draft id."""
-    offsets, draftable = files.checkpoint.tensors["d2t"], files.checkpoint.tensors.get("t2d")
-    if tuple(offsets.shape) != (num_tokens,):
-        raise files.cannot(f"its d2t has {offsets.numel()} entries, and it drafts {num_tokens} tokens")
-    ids = torch.arange(len(offsets)) + offsets.long()
-    found = files.target_ids("d2t", ids)
-    if draftable is not None:
-        known = torch.zeros(files.target.vocab_size, dtype=torch.bool)
-        known[ids] = True
-        if not torch.equal(draftable.bool(), known):
-            raise files.cannot("its d2t and t2d name different tokens")
-    return found
 
 
 def _described(checkpoint: Checkpoint, variant: Variant, layers: AuxLayers, head: Eagle3Head) -> tuple[str, ...]:

@@ -61,13 +61,12 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
     container = config.get("speculators_model_type") is not None
     is_parallel = "mask_hidden" in names or config.get("speculators_model_type") == "peagle"
     inner = config.get("eagle_config") or {}
-    values = _of_container(path, config) if container else config
 
     def flag(name: str, default: Any = None) -> Any:
         return next((each[name] for each in (config, inner) if each.get(name) is not None), default)
 
     uses_aux = bool(flag("use_aux_hidden_state", True))
-    decoder = DecoderConfig.read(values, path)
+    decoder = DecoderConfig.read(config, path)
     ids = flag("eagle_aux_hidden_state_layer_ids")
     variant = Variant(
         decoder=decoder,
@@ -83,23 +82,8 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
         container=container,
         mask_token_id=_mask_token_id(path, flag("mask_token_id", flag("pard_token")), target) if is_parallel else None,
     )
-    _check(checkpoint, variant, values, names, target, flag("num_aux_hidden_states"))
+    _check(checkpoint, variant, names, target, flag("num_aux_hidden_states"))
     return variant
-
-
-def _of_container(path: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers' config in a ``speculators`` container, which leaves out what is the default of its class."""
-    from transformers import AutoConfig
-
-    values = dict(config.get("transformer_layer_config") or {})
-    kind = values.pop("model_type", "qwen3")
-    if kind not in ("llama", "qwen3"):
-        raise cannot_load(path, f"its layers are those of {kind}; supported are llama and qwen3")
-    try:
-        return AutoConfig.for_model(kind, **values).to_dict()
-    except Exception as error:  # Transformers checks values with errors of several libraries
-        said = " ".join(str(error).split())[:200].rstrip(" .")
-        raise cannot_load(path, f"Transformers does not take its transformer_layer_config ({said})") from error
 
 
 def _mask_token_id(path: str, token: Any, target: TargetSizes) -> int:
@@ -128,12 +112,11 @@ def _num_features(checkpoint: Checkpoint, names: Mapping[str, str], target: Targ
 def _check(
     checkpoint: Checkpoint,
     variant: Variant,
-    values: Mapping[str, Any],
     names: Mapping[str, str],
     target: TargetSizes,
     num_states: int | None,
 ) -> None:
-    size, vocab_size = variant.decoder.hidden_size, values.get("vocab_size")
+    size, vocab_size = variant.decoder.hidden_size, checkpoint.config.get("vocab_size")
     borrowed = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in names]
     others = checkpoint.config.get("target_hidden_size")
     if vocab_size is not None and vocab_size != target.vocab_size:

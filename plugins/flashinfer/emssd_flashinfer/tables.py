@@ -102,13 +102,14 @@ def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.
     """
     masks = []
     for row, (q_len, kv_len) in enumerate(zip(packed.lengths, packed.kv_lens, strict=True)):
-        mask = torch.ones(kv_len, kv_len, dtype=torch.bool).tril_()
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril_(kv_len - q_len)
         if packed.trees is not None and (tree := packed.trees[row]):
-            mask[-len(tree) :, -len(tree) :] = ancestors(tree)
+            num_new = min(q_len, len(tree))
+            mask[-num_new:, -len(tree) :] = ancestors(tree)[-num_new:]
         if sliding_window is not None:
             positions = torch.tensor(packed.kv_positions(row))
-            mask &= positions > positions[:, None] - sliding_window
-        masks.append(mask[kv_len - q_len :].flatten())
+            mask &= positions > positions[-q_len:, None] - sliding_window
+        masks.append(mask.flatten())
     return torch.cat(masks)
 
 

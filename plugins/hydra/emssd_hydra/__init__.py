@@ -48,4 +48,4 @@ def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("hydra", HydraConfig, _build)]
+    return [DrafterSpec("hydra", HydraConfig, _build, reads=("hydra",))]

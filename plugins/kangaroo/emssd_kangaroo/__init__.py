@@ -41,4 +41,4 @@ def _build(config: KangarooConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("kangaroo", KangarooConfig, _build)]
+    return [DrafterSpec("kangaroo", KangarooConfig, _build, reads=("kangaroo",))]

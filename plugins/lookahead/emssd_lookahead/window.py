@@ -46,7 +46,6 @@ class Window:
     what the target said behind the one above, a step later. So a column is a piece of text that may yet come.
 
     Args:
-        width: W, number of columns.
         levels: ``N - 1`` tokens of each column.
         text: at the beginning all tokens are drawn from this text.
     """

@@ -48,4 +48,4 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("medusa", MedusaConfig, _build)]
+    return [DrafterSpec("medusa", MedusaConfig, _build, reads=("medusa",))]

@@ -40,4 +40,4 @@ def _build(config: MtpConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("mtp", MtpConfig, _build)]
+    return [DrafterSpec("mtp", MtpConfig, _build, reads=("mtp",))]

@@ -1,4 +1,4 @@
-"""Loads layers for multi-token prediction from checkpoints in the layouts of DeepSeek-V3, GLM-4-MoE and Qwen3-Next."""
+"""Loads layers for multi-token prediction in the layouts of DeepSeek-V3, GLM-4-MoE, Qwen3-Next and ``speculators``."""
 
 from __future__ import annotations
 
@@ -89,8 +89,6 @@ def _check(files: HeadFiles, lent: Lent) -> None:
     layers = {int(found[1]) for name in tensors if (found := _LAYER.fullmatch(name)) and _is_mtp(found[2])}
     layers |= {int(found[1]) for name in tensors if (found := re.match(r"mtp\.layers\.(\d+)\.", name))}
     kind = type(decoder.layers[-1]).__name__
-    if files.config.get("speculators_model_type") is not None:
-        raise files.cannot("it is in a container of speculators, which drafter=mtp does not read")
     files.check_sizes(config.get("hidden_size"), config.get("vocab_size"))
     if len(layers) != 1:
         why = f"it has {len(layers)} layers for multi-token prediction; drafter=mtp drafts with exactly one"

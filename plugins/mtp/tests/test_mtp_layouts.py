@@ -305,7 +305,11 @@ def quantized(weights: Weights) -> None:
         (None, {"hidden_size": 32}, "it has a hidden size of 32, and the target's is 16"),
         (None, {"vocab_size": 24}, "its vocabulary has 24 tokens, and the target's has 23"),
         (None, {"mtp_hidden_states_first": True}, "it puts hidden states before embeddings"),
-        (None, {"speculators_model_type": "mtp"}, "it is in a container of speculators"),
+        (
+            None,
+            {"speculators_model_type": "mtp", "transformer_layer_config": {"hidden_size": "wide"}},
+            "Transformers does not take its transformer_layer_config",
+        ),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )

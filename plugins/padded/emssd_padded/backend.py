@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from emssd.attention import (
@@ -106,7 +107,8 @@ class PaddedBackend(AttentionBackend):
             self._table.append(request_id, range(start, start + length))
         self._peak_held = max(self._peak_held, self.kv_usage.held)
         inputs = packed.on(self._spec.device)
-        places, real = (self._index(places) for places in packed.rectangle(range(len(rows))))
+        rectangle = packed.rectangle(range(len(rows)))
+        places, real = map(self._index, rectangle)
         write_rows = self._index(rows).repeat_interleave(longest)
         write_slots = (self._index(starts).unsqueeze(1) + torch.arange(longest, device=places.device)).flatten()
         self._positions[write_rows[real], write_slots[real]] = inputs.position_ids
@@ -127,13 +129,13 @@ class PaddedBackend(AttentionBackend):
         )
         if not self._pad_inputs:
             return StepPlan.ragged(inputs, step, replay)
-        wanted = real[inputs.logit_rows]
-        keep, column_index = torch.unique(wanted % longest, return_inverse=True)
+        wanted = np.array(rectangle[1])[packed.logit_rows.numpy()]  # on the host: no wait
+        keep, columns = np.unique(wanted % longest, return_inverse=True)
         return StepPlan(
             input_ids=inputs.input_ids[places].view(len(rows), longest),
             position_ids=positions,
-            logits_to_keep=keep,
-            logit_index=wanted // longest * len(keep) + column_index,
+            logits_to_keep=self._index(keep.tolist()),
+            logit_index=self._index((wanted // longest * len(keep) + columns).tolist()),
             attention=step,
             replay=replay,
             token_index=real,

@@ -41,4 +41,4 @@ def _build(config: PardConfig, context: DrafterContext) -> Drafter:
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("pard", PardConfig, _build)]
+    return [DrafterSpec("pard", PardConfig, _build, reads=("pard",))]

@@ -49,6 +49,7 @@ class FusedKernels(PagedKernels):
     takes_trees = True
     takes_sinks = True
     takes_devices = True
+    batch_invariant = True
     are_native = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:

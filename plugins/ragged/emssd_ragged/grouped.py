@@ -59,7 +59,6 @@ class GroupedStep:
 
     Attributes:
         slots: ``[nnz]`` int64, where the new KV goes.
-        groups: rows that attend together.
         watch: on devices where a look at each layer's results would make the host wait; else ``None``.
     """
 

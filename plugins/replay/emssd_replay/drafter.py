@@ -39,7 +39,6 @@ class ReplayDrafter(Drafter):
 
     Args:
         config: see `ReplayConfig`.
-        vocab_size: of the target.
 
     Attributes:
         replays: what is replayed, in words.

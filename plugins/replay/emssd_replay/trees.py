@@ -20,7 +20,6 @@ class ReplayTrees(ReplayDrafter):
 
     Args:
         config: see `ReplayConfig`; it has branches.
-        vocab_size: of the target.
 
     Raises:
         ConfigError: impossible branches or chances, or options of chains beside them.

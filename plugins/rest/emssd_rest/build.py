@@ -24,11 +24,9 @@ def build_store(
     """Make the store `folder`. It appears there when it is complete; until then it grows beside it.
 
     Args:
-        folder: must not exist.
         documents: token ids of each document; no draft runs from one into the next. Empty ones are left out.
         tokenizer: what made the ids. A target with another tokenizer refuses the store. Without it, every target
             with a large enough vocabulary takes the store.
-        sources: names, for the record.
 
     Returns:
         What the store is made of.

@@ -22,7 +22,6 @@ def read_corpus(names: Iterable[str], config: RecordsConfig) -> list[tuple[str, 
     Texts of nothing but white space are left out.
 
     Args:
-        names: the files.
         config: ``field``, ``template`` and ``limit``, the most records of each file.
 
     Raises:
@@ -36,21 +35,13 @@ def read_corpus(names: Iterable[str], config: RecordsConfig) -> list[tuple[str, 
 
 
 def encoded(texts: Iterable[tuple[str, str]], tokenizer: Any) -> Iterator[list[int]]:
-    """Token ids of `texts`, as those of a prompt.
-
-    Raises:
-        PromptError: one is no Unicode text.
-    """
+    """Token ids of `texts`, as those of a prompt. Raises PromptError: one is no Unicode text."""
     for place, text in texts:
         yield encode_text(text, tokenizer, place)
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model's folder or hub id, or of ``demo``.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The tokenizer of a model's folder or hub id, or of ``demo``. Raises ConfigError: there is none."""
     from emssd.model import checkpoint
 
     try:

@@ -52,11 +52,7 @@ class RestDrafter(Drafter):
 
     @classmethod
     def load(cls, config: RestConfig, context: DrafterContext) -> RestDrafter:
-        """Open the store of `config`.
-
-        Raises:
-            ConfigError: there is none, or it is of another tokenizer.
-        """
+        """Open the store of `config`. Raises ConfigError: there is none, or it is of another tokenizer."""
         if config.store is None:
             raise ConfigError(
                 "drafter=rest drafts from a datastore: give drafter.store=FOLDER, and make one with "

@@ -40,11 +40,9 @@ class Header:
 
     Attributes:
         num_tokens: of all documents, their ends not counted.
-        num_documents: as named.
         num_ids: every id in the store is below this.
         vocab_size: entries of the tokenizer that made the ids; 0 where they were given.
         tokenizer: `fingerprint` of it; empty where ids were given.
-        sources: names of the files.
     """
 
     num_tokens: _Count
@@ -60,11 +58,7 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> Header:
-        """The header in `text`.
-
-        Raises:
-            ValueError: it holds something else; the message says what.
-        """
+        """The header in `text`. Raises ValueError: it holds something else; the message says what."""
         values = read_json(text)
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
             raise ValueError("it is of another program")
@@ -78,7 +72,6 @@ class Store:
     """An open datastore.
 
     Attributes:
-        path: its folder.
         header: what it is made of.
         tokens: ``[n]`` big-endian uint16 or uint32, ``n = num_tokens + num_documents``: ids plus one, and `END`.
         suffixes: ``[n]`` int32 or int64.
@@ -91,10 +84,8 @@ class Store:
 
     @classmethod
     def open(cls, folder: str | Path) -> Store:
-        """Map the store in `folder` into memory.
-
-        Raises:
-            ConfigError: there is none, it is of another version, or it is damaged as far as a quick look can tell.
+        """Map the store in `folder` into memory. Raises ConfigError: there is none, it is of another version, or it is
+        damaged as far as a quick look can tell.
         """
         path = Path(folder).expanduser()
         make = f"make one with: emssd-rest build CORPUS.jsonl {folder} --tokenizer MODEL"
@@ -130,10 +121,7 @@ def fingerprint(tokenizer: Any) -> str:
 def join_documents(documents: Iterable[Seq[int]]) -> tuple[npt.NDArray[Any], Header]:
     """The array ``tokens [n]`` of `documents`, which are lists of ids, and its header, still without names.
 
-    Empty documents are left out.
-
-    Raises:
-        ConfigError: there is no token at all, or a negative id.
+    Empty documents are left out. Raises ConfigError: there is no token at all, or a negative id.
     """
     parts = []
     for document in documents:
@@ -152,11 +140,7 @@ def join_documents(documents: Iterable[Seq[int]]) -> tuple[npt.NDArray[Any], Hea
 
 
 def _mapped(path: Path) -> npt.NDArray[Any]:
-    """The array in a file, without the cost of numpy's memmap class.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The array in a file, without the cost of numpy's memmap class. Raises ValueError: it cannot be read."""
     try:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except Exception as error:  # numpy reads the head of a file as Python, so that any byte may raise anything

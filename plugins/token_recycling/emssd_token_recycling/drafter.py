@@ -32,7 +32,6 @@ def grow(table: Mapping[int, Seq[int]], origin: int, shares: Seq[float], num_nod
         table: by token, the candidates behind it.
         origin: the newest token of a row.
         shares: by rank, how often the target takes that candidate; each below 1, and none above the one before.
-        num_nodes, depth: limits.
     """
     tree: Tree = []
     waiting = [(-shares[0], 0, -1, origin, 0, 1)] if num_nodes and depth and origin in table else []

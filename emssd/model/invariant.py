@@ -1,0 +1,136 @@
+"""Arithmetic that gives a row the same bits in any batch: what a model on a CPU calls in the place of PyTorch's.
+
+PyTorch's matrix products add up in an order that depends on the number of rows, and its activations compute the last
+numbers of a tensor, or of a thread's part of it, by another formula. Both are replaced within `BatchInvariant`, in the
+thread that enters it. By default no pass does; see `TargetModel`. Nothing of the model or of PyTorch is written to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # PyTorch's own name for it
+from torch.overrides import TorchFunctionMode
+
+from emssd.native import load_kernels, why_unavailable
+
+__all__ = ["BatchInvariant", "why_not_invariant"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_VECTORS = 64  # numbers; of each type a whole number of PyTorch's vectors, taken two at a time
+_GRAIN = 32_768  # numbers that PyTorch gives a thread at least
+
+
+def why_not_invariant(device: torch.device, dtype: torch.dtype) -> str | None:
+    """In words, why there is no such arithmetic for a model; ``None`` if there is. To answer, it may build kernels."""
+    if device.type != "cpu":
+        return f"it is on {device}"
+    if dtype not in _DTYPES:
+        return f"no kernel computes {str(dtype).removeprefix('torch.')}"
+    return why_unavailable()
+
+
+class BatchInvariant(TorchFunctionMode):
+    """Within, what this thread computes of a row on a CPU does not depend on the rows beside it.
+
+    Gradients are PyTorch's. One object may be entered by several threads.
+
+    Attributes:
+        missed: names of functions that were called and are not replaced, though their bits may depend on the batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        load_kernels()
+        self.missed = set[str]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if (rule := _RULES.get(func)) is not None and (found := rule(func, *args, **given)) is not None:
+            return found
+        if func in _VARYING and not (func in _PRODUCTS and args[0].shape[-1] == 1):
+            self.missed.add(func.__name__)
+        return func(*args, **given)
+
+
+class _Linear(torch.autograd.Function):
+    """The kernel, with the gradients of `torch.nn.functional.linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(source, weight)
+        return _product(source, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        source, weight = ctx.saved_tensors
+        grad, wanted = grads[0], ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            grad @ weight if wanted[0] else None,
+            rows.t() @ source.flatten(0, -2) if wanted[1] else None,
+            rows.sum(0) if wanted[2] else None,
+        )
+
+
+def _product(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return cast("torch.Tensor", torch.ops.emssd_native.plain_linear.default(source, weight, bias))
+
+
+def _linear(
+    func: Any,
+    input: torch.Tensor,  # noqa: A002 - PyTorch's name, here and below
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if input.dtype not in _DTYPES or any(each.device.type != "cpu" or each.dtype != input.dtype for each in tensors):
+        return None
+    with torch._C.DisableTorchFunction():
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            source = input if input.ndim > 1 else input.unsqueeze(0)
+            out: torch.Tensor = _Linear.apply(source, weight, bias)  # type: ignore[no-untyped-call]  # not annotated
+            return out if input.ndim > 1 else out.squeeze(0)
+        return _product(input, weight, bias)
+
+
+def _matmul(func: Any, input: torch.Tensor, other: torch.Tensor, **more: Any) -> torch.Tensor | None:  # noqa: A002
+    if more or not isinstance(other, torch.Tensor) or other.ndim != 2:
+        return None
+    return _linear(func, input, other.t())
+
+
+def _addmm(func: Any, *given: torch.Tensor, **more: Any) -> torch.Tensor | None:
+    return None if more or len(given) != 3 or given[0].ndim != 1 else _linear(func, given[1], given[2].t(), given[0])
+
+
+def _by_element(func: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any, **more: Any) -> Any:  # noqa: A002
+    """A function of each number, of as many numbers as all threads fill their vectors with."""
+    if input.device.type != "cpu" or not input.is_floating_point():
+        return None
+    count = size = input.numel()
+    while size % (_VECTORS * (threads := max(1, min(torch.get_num_threads(), math.ceil(size / _GRAIN))))):
+        size += _VECTORS * threads - size % (_VECTORS * threads)
+    with torch._C.DisableTorchFunction():
+        if size == count:
+            return func(input.contiguous(), *args, **more)
+        more.pop("inplace", None)
+        filled = F.pad(input.reshape(-1), (0, size - count))
+        return func(filled, *args, **more)[:count].view(input.shape)
+
+
+_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm}
+_ELEMENTS = (F.silu, F.gelu, F.softplus, F.sigmoid, F.tanh, F.mish, F.elu, F.logsigmoid, torch.sigmoid, torch.tanh,
+             torch.Tensor.sigmoid, torch.Tensor.tanh, torch.exp, torch.Tensor.exp, torch.sin, torch.Tensor.sin,
+             torch.cos, torch.Tensor.cos, torch.erf, torch.special.expm1)  # fmt: skip
+_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_PRODUCTS - {torch.bmm}, _matmul),
+    **dict.fromkeys(_ELEMENTS, _by_element),
+    F.linear: _linear,
+    torch.addmm: _addmm,
+}
+_VARYING = _RULES.keys() - {*_ELEMENTS} | {torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.einsum, F.conv1d}
+_VARYING |= {torch.conv1d, F.scaled_dot_product_attention, getattr(F, "grouped_mm", None)}

@@ -1,0 +1,264 @@
+"""Outputs of a grammar: which tokens may follow a text, computed once for each text by the library llguidance.
+
+`MatcherState` is a function of the text alone. One matcher serves all states of a row. It goes from state to state:
+back to where their texts part, then forward. So a draft, be it a tree, leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from emssd.attention.transfer import on_device
+from emssd.errors import ConfigError
+from emssd.sampling.grammar import Grammar
+
+__all__ = ["Grammars", "MatcherState", "masked"]
+
+Words = npt.NDArray[np.int32]
+
+
+class MatcherState:
+    """What may follow the text of a row, or the text that leads to a node of its draft. It can only be read.
+
+    Two states with the same text are the same object, as long as the row has not gone on without it.
+    """
+
+    __slots__ = ("_children", "_depth", "_mask", "_matcher", "_parent", "_token", "has_ended")
+
+    def __init__(self, matcher: _Matcher, parent: MatcherState | None = None, token: int = -1, *, ended: bool) -> None:
+        self._matcher, self._parent, self._token, self.has_ended = matcher, parent, token, ended
+        self._depth: int = 0 if parent is None else parent._depth + 1
+        self._children: dict[int, MatcherState | None] = {}
+        self._mask: Words | None = None
+
+    @property
+    def mask(self) -> Words:
+        """``[ceil(vocab / 32)]``: bit ``i % 32`` of word ``i // 32`` tells whether token ``i`` may follow."""
+        if self._mask is None:
+            self._mask = self._matcher.mask(self)
+        return self._mask
+
+    def allows(self, token: int) -> bool:
+        """Whether `token` may follow."""
+        return bool(self.mask[token >> 5] >> (token & 31) & 1)
+
+    def after(self, token: int) -> MatcherState | None:
+        """The state behind `token`; ``None`` if it may not follow."""
+        if token not in self._children:
+            self._children[token] = self._matcher.child(self, token)
+        return self._children[token]
+
+    def forced(self, limit: int) -> list[int]:
+        """The tokens that must follow, at most `limit`, as far as there is no choice."""
+        return self._matcher.forced(self)[:limit] if limit > 0 else []
+
+    def settled(self, tokens: Seq[int]) -> MatcherState:
+        """The state behind `tokens`, which are the row's now; what is known of other continuations is dropped."""
+        state = self
+        for token in tokens:
+            following = state.after(token)
+            assert following is not None, "the target chooses among what may follow"
+            state._children, state._mask = {}, None
+            state = following
+        return state
+
+
+class _Matcher:
+    """The matcher of one row, which stands behind the text of the newest entry of `_stack`."""
+
+    def __init__(self, own: Any, grammar: Grammar, ends: frozenset[int], num_words: int, eos: int) -> None:
+        self._own, self._grammar, self._ends, self._num_words = own, grammar, sorted(ends), num_words
+        self._not_from_library = sorted({*ends, eos})
+        self.start = MatcherState(self, ended=False)
+        self._stack = [self.start]
+
+    def mask(self, state: MatcherState) -> Words:
+        words = np.zeros(self._num_words, dtype=np.int32)
+        if not state.has_ended:
+            self._go_to(state)
+            known = np.frombuffer(self._own.compute_bitmask(), dtype=np.int32)[: self._num_words]
+            self._check()
+            words[: len(known)] = known
+        for token in self._not_from_library:
+            words[token >> 5] &= ~_bit(token)
+        if state.has_ended or self._own.is_accepting():
+            for token in self._ends:
+                words[token >> 5] |= _bit(token)
+        if not words.any():
+            raise ConfigError(
+                f"no token of the model can go on with an output of the grammar {self._grammar.text:.60}; is its "
+                f"alphabet in the vocabulary?"
+            )
+        words.setflags(write=False)
+        return words
+
+    def child(self, state: MatcherState, token: int) -> MatcherState | None:
+        if token in self._not_from_library or state._mask is not None or state.has_ended:
+            if not state.allows(token):
+                return None
+            return MatcherState(self, state, token, ended=token in self._ends)
+        self._go_to(state)
+        forced = self._own.compute_ff_tokens()
+        if (forced and forced[0] != token) or self._own.try_consume_tokens([token]) != 1:
+            return None
+        self._stack.append(child := MatcherState(self, state, token, ended=False))
+        return child
+
+    def forced(self, state: MatcherState) -> list[int]:
+        if state.has_ended:
+            return []
+        self._go_to(state)
+        tokens: list[int] = self._own.compute_ff_tokens()
+        num_consumed = self._own.try_consume_tokens(tokens)
+        if self._own.is_stopped() and not self._own.is_error() and len(self._ends) == 1:
+            tokens = [*tokens[:num_consumed], *self._ends]
+        self._own.rollback(num_consumed)
+        self._check()
+        return tokens
+
+    def _go_to(self, state: MatcherState) -> None:
+        """Back to where the texts part, then forward."""
+        way, at = list[MatcherState](), state
+        while at._depth >= len(self._stack) or self._stack[at._depth] is not at:
+            way.append(at)
+            assert at._parent is not None
+            at = at._parent
+        if num_back := len(self._stack) - 1 - at._depth:
+            self._own.rollback(num_back)
+            del self._stack[at._depth + 1 :]
+        for each in reversed(way):
+            self._own.consume_token(each._token)
+            self._stack.append(each)
+        self._check()
+
+    def _check(self) -> None:
+        if self._own.is_error():
+            reason = str(self._own.get_error()).strip().partition("\n")[0]
+            raise ConfigError(f"llguidance cannot go on with the grammar {self._grammar.text:.60}: {reason}")
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << (token & 31)).astype(np.int32)
+
+
+class Grammars:
+    """Grammars for the tokenizer of an engine.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or ``None``.
+        vocab_size: of the model.
+
+    Attributes:
+        waited: seconds for which the latest step waited for masks.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._valid = set[Grammar]()
+        self._workers: ThreadPoolExecutor | None = None
+        self.waited = 0.0
+
+    def begin(self, grammar: Any, ends: Iterable[int]) -> MatcherState:
+        """The state in front of an output.
+
+        Args:
+            grammar: of the output, as `Grammar.of` takes it.
+            ends: token ids that end a row.
+
+        Raises:
+            ConfigError: the grammar, the tokenizer, or the installation cannot serve; or no token ends a row.
+        """
+        grammar, known = Grammar.of(grammar), self._known
+        ends = frozenset(token for token in ends if token < self._vocab_size)
+        if not ends:
+            raise ConfigError(
+                "grammar: the model names no EOS token, so that no output could end behind the last token"
+            )
+        text = self._written(grammar)
+        if grammar not in self._valid:
+            is_wrong, said = known.LLMatcher.validate_grammar_with_warnings(text, self._own_tokenizer)
+            if is_wrong or said:
+                what = grammar.kind.replace("json_schema", "JSON schema").replace("lark", "Lark grammar")
+                what = what.replace("regex", "regular expression")
+                raise ConfigError(f"grammar: llguidance cannot follow this {what}: {' '.join(said[0].split()):.300}")
+            self._valid.add(grammar)
+        own = known.LLMatcher(self._own_tokenizer, text)
+        if own.is_error():
+            raise ConfigError(f"grammar: llguidance cannot follow it: {' '.join(own.get_error().split()):.300}")
+        eos = int(self._own_tokenizer.eos_token)
+        return _Matcher(own, grammar, ends, -(-self._vocab_size // 32), eos).start
+
+    @contextmanager
+    def beside(self, states: Seq[MatcherState]) -> Iterator[None]:
+        """Compute the masks of `states` on a thread of their own, during what is done within."""
+        if not states:
+            self.waited = 0.0
+            yield
+            return
+        self._workers = self._workers or ThreadPoolExecutor(1, "emssd-masks")
+        running = self._workers.submit(_fill, states)
+        try:
+            yield
+        finally:
+            start = time.perf_counter()
+            running.exception()  # a failed step, too, leaves no thread at work
+            self.waited = time.perf_counter() - start
+        running.result()
+
+    def _written(self, grammar: Grammar) -> str:
+        matcher = self._known.LLMatcher
+        if grammar.kind == "json_schema":
+            return str(matcher.grammar_from_json_schema(grammar.text))
+        return str((matcher.grammar_from_regex if grammar.kind == "regex" else matcher.grammar_from_lark)(grammar.text))
+
+    @cached_property
+    def _known(self) -> Any:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ConfigError("a grammar needs the library llguidance: pip install 'emssd[grammar]'") from error
+        return llguidance
+
+    @cached_property
+    def _own_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise ConfigError("a grammar speaks of text, but the engine has no tokenizer; pass one")
+        from llguidance.hf import from_tokenizer
+
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
+        except Exception as error:  # of a Rust library, which says no more of it
+            kind = type(self._tokenizer).__name__
+            raise ConfigError(f"grammar: llguidance cannot read this tokenizer, a {kind}: {error}") from error
+
+
+def _fill(states: Seq[MatcherState]) -> None:
+    for state in states:
+        _ = state.mask
+
+
+def masked(logits: torch.Tensor, states: Seq[MatcherState | None]) -> torch.Tensor:
+    """``[r, vocab]`` like `logits`, with -inf for tokens that the state of their row does not allow.
+
+    Rows without a state are as they were. In the others no token that is allowed is at -inf or NaN, so that one of them
+    is chosen whatever the model gives.
+    """
+    places = [place for place, state in enumerate(states) if state is not None]
+    if not places:
+        return logits
+    words = np.stack([state.mask for state in states if state is not None])
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=words.shape[1] * 32, bitorder="little")
+    allowed = torch.from_numpy(bits[:, : logits.shape[1]]).to(logits.device, torch.bool)
+    index = on_device(places, logits.device)
+    own = logits[index].nan_to_num(nan=0.0).masked_fill(~allowed, -torch.inf)
+    return own if len(places) == len(states) else logits.index_copy(0, index, own)

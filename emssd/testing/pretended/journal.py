@@ -1,0 +1,127 @@
+"""`Journal`: what happened on a pretended device, and the recording that is being made."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["DeviceMixError", "Journal", "Note"]
+
+_PASSED_OVER = (
+    *(str(Path(str(each.__file__)).parent) for each in (torch, sys.modules[__package__])),
+    contextlib.__file__,
+)
+
+
+class DeviceMixError(RuntimeError):
+    """An operation takes tensors of the host and of the device, which a GPU does not."""
+
+
+class Note(NamedTuple):
+    """Something that happened.
+
+    Attributes:
+        what: in a few words.
+        where: file and line of the code that did it, as ``emssd/decoding/verify.py:101``, PyTorch's own passed over.
+    """
+
+    what: str
+    where: str
+
+
+class Journal:
+    """What happened on a device.
+
+    Attributes:
+        waits: of the host for the device.
+        illegal: what a CUDA graph cannot record, and was done while one was recorded.
+        recording: what the graph that is being recorded does; ``None`` if there is none.
+        made: tensors that it made.
+        num_launches: operations that a GPU would launch a kernel for; views are none.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[Note] = []
+        self.illegal: list[Note] = []
+        self.recording: list[Callable[[], object]] | None = None
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.num_launches = 0
+        self._depth = 0  # of kernels that stand for compiled ones
+        self._pinned: dict[int, torch.Tensor] = {}  # by address of their storage
+
+    @property
+    def in_kernel(self) -> bool:
+        """Whether code runs that stands for a compiled kernel. It may read anything."""
+        return self._depth > 0
+
+    def waited(self, what: str) -> None:
+        """The host waited for the device."""
+        if not self.in_kernel:
+            self.waits.append(Note(what, _where()))
+            self.not_in_capture(what)
+
+    def not_in_capture(self, what: str) -> None:
+        """Something was done that a CUDA graph cannot record."""
+        if self.recording is not None and not self.in_kernel:
+            self.illegal.append(Note(what, _where()))
+
+    def copied_to_device(self, source: torch.Tensor, what: str, non_blocking: bool) -> None:
+        """A tensor of the host was copied to the device."""
+        if source.numel() == 0:
+            return
+        if not non_blocking:
+            self.waited(f"{what} to the device, blocking")
+        else:
+            self.not_in_capture(f"{what} to the device" + ("" if self.is_pinned(source) else ", of pageable memory"))
+
+    def copied_to_host(self, target: torch.Tensor | None, what: str, non_blocking: bool) -> None:
+        """A tensor of the device was copied to `target`, or to new memory of the host, which is pageable."""
+        if non_blocking and target is not None and self.is_pinned(target):
+            self.not_in_capture(f"{what} to the host")
+        else:
+            self.waited(f"{what} to the host" + (", into pageable memory" if non_blocking else ""))
+
+    def launched(self, again: Callable[[], object]) -> None:
+        """A kernel was launched; `again` does what a replay of it does."""
+        if self.in_kernel:
+            return
+        self.num_launches += 1
+        if self.recording is not None:
+            self.recording.append(again)
+
+    def kernel(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function`, which stands for one compiled kernel. A replay runs it again, with the same tensors."""
+        result = self.unnoted(function, *args)
+        self.launched(lambda: self.unnoted(function, *args))
+        return result
+
+    def unnoted(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function`, and note nothing of what it does."""
+        self._depth += 1
+        try:
+            return function(*args)
+        finally:
+            self._depth -= 1
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that the memory of `tensor` is pinned."""
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in pinned memory."""
+        return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() in self._pinned
+
+
+def _where() -> str:
+    """File and line of the innermost code that is neither PyTorch's nor of this package."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
+        frame = frame.f_back
+    return "?" if frame is None else f"{'/'.join(Path(frame.f_code.co_filename).parts[-3:])}:{frame.f_lineno}"

@@ -1,0 +1,40 @@
+"""Plugin `drafter=anpd`: drafts token by token from the n-grams of the row's own text, the longest first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emssd.drafting import Drafter, DrafterContext
+from emssd.plugins import DrafterSpec, hookimpl
+
+__all__ = ["ANPDConfig", "emssd_drafters"]
+
+
+@dataclass
+class ANPDConfig:
+    """Options of `drafter=anpd` (Ou et al. 2024, "Adaptive N-gram Parallel Decoding", arXiv 2404.08698).
+
+    Other than a copy, a draft follows the text's latest habit at each token, and may so join several places.
+
+    Attributes:
+        max_ngram_size: tokens of the longest n-gram that is looked for behind which a token is drafted (4; with that
+            token these are the 5-grams of the paper).
+        min_ngram_size: the shortest (1).
+        num_speculative_tokens: the most tokens drafted per row and step.
+    """
+
+    max_ngram_size: int = 4
+    min_ngram_size: int = 1
+    num_speculative_tokens: int = 8
+
+
+def _build(config: ANPDConfig, context: DrafterContext) -> Drafter:
+    from emssd_anpd.drafter import ANPDDrafter
+
+    return ANPDDrafter(config)
+
+
+@hookimpl
+def emssd_drafters() -> list[DrafterSpec]:
+    """Offer the drafter."""
+    return [DrafterSpec("anpd", ANPDConfig, _build)]

@@ -1,0 +1,137 @@
+"""What the tokens of a block add to each other's logits: tables, selectors and networks behind the layers of a head.
+
+A `Markov` head is DSpark's (arXiv 2607.05147), a `Selector` DFlash2's (github.com/z-lab/dflash), a `Refiner` XPress's
+(the library ``speculators`` 0.9).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["Markov", "Refiner", "Selector", "Sizes"]
+
+Sizes = Mapping[str, torch.Size]
+"""Shapes of a head's tensors by name."""
+
+
+def _linear(size: Sequence[int], bias: bool = False) -> nn.Linear:
+    """A layer whose weight has this size."""
+    out_features, in_features = size
+    return nn.Linear(in_features, out_features, bias=bias)
+
+
+class Markov(nn.Module):
+    """What the token before adds to a slot's logits, by a table of low rank.
+
+    Args:
+        sizes: of its tensors. Which are there tells the kind: one with a gate reads the slot's hidden state, and a
+            recurrent one the slots before.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        (vocab_size, rank), (drafted, _) = sizes["markov_w1.weight"], sizes["markov_w2.weight"]
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+        self.gate_proj, self.joint_proj = (
+            _linear(sizes[f"{name}.weight"], bias=True) if f"{name}.weight" in sizes else None
+            for name in ("gate_proj", "joint_proj")
+        )
+
+    def start(self) -> torch.Tensor:
+        """The memory ``[rank]`` before the first slot."""
+        return self.markov_w1.weight.new_zeros(self.markov_w1.embedding_dim)
+
+    def forward(
+        self, logits: torch.Tensor, hidden: torch.Tensor, before: torch.Tensor, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits ``[n, draft_vocab]``, and the memory for the next slots.
+
+        Args:
+            logits: ``[n, draft_vocab]`` of slots.
+            hidden: ``[n, hidden_size]`` there, behind the final norm.
+            before: ``[n]`` the token before each.
+            memory: ``[n, rank]`` of the slots before.
+        """
+        low = self.markov_w1(before)
+        if self.gate_proj is not None:
+            low = self.gate_proj(torch.cat([hidden, low], dim=-1)).sigmoid() * low
+        elif self.joint_proj is not None:
+            gate, new, out = self.joint_proj(torch.cat([memory, low, hidden], dim=-1)).chunk(3, dim=-1)
+            gate, low = gate.sigmoid(), out.tanh()
+            memory = gate * memory + (1 - gate) * new.tanh()
+        return logits + self.markov_w2(low), memory
+
+
+class Selector(nn.Module):
+    """Chooses among a slot's likeliest tokens by what they have to do with the token before and the hidden state."""
+
+    def __init__(self, sizes: Sizes, top_k: int) -> None:
+        super().__init__()
+        self.predecessor_codebook, self.successor_codebook = (
+            nn.Parameter(torch.empty(sizes[f"{name}_codebook"])) for name in ("predecessor", "successor")
+        )
+        self.hidden_projection = _linear(sizes["hidden_projection.weight"])
+        self._top_k = top_k
+
+    def start(self) -> torch.Tensor:
+        """It has no memory."""
+        return self.predecessor_codebook.new_zeros(0)
+
+    def forward(
+        self, logits: torch.Tensor, hidden: torch.Tensor, before: torch.Tensor, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Markov.forward`; tokens that are no candidates are impossible."""
+        found, ids = logits.topk(min(self._top_k, logits.shape[-1]))
+        known = (self.predecessor_codebook[before] * self.hidden_projection(hidden)).unsqueeze(-2)
+        more = (known * self.successor_codebook[ids]).sum(dim=-1)
+        return torch.full_like(logits, -math.inf).scatter(-1, ids, found + more), memory
+
+
+class Refiner(nn.Module):
+    """Reads all first choices of a block and corrects its logits, again and again."""
+
+    def __init__(self, sizes: Sizes, num_passes: int) -> None:
+        super().__init__()
+        self.token_embed = nn.Embedding(*sizes["token_embed.weight"])
+        self.down_h, self.down_g, self.in_proj, self.mlp_gate, self.mlp_up, self.mlp_down, self.readout = (
+            _linear(sizes[f"{name}.weight"])
+            for name in ("down_h", "down_g", "in_proj", "mlp_gate", "mlp_up", "mlp_down", "readout")
+        )
+        self.mix_l = nn.Parameter(torch.empty(sizes["mix_l"]))
+        self._num_passes = num_passes
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        first: torch.Tensor,
+        anchor: torch.Tensor | None,
+        to_target: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Logits ``[r, block, draft_vocab]``.
+
+        Args:
+            logits: of that shape.
+            hidden: ``[r, block, hidden_size]`` there, behind the final norm.
+            first: ``[r]`` the token before the first slot's own.
+            anchor: ``[r]`` the token of the first slot, where that is known; ``None`` where it is drafted.
+            to_target: the target's ids of columns of `logits`.
+        """
+        mean = hidden.mean(dim=1, keepdim=True).expand_as(hidden)
+        read, refined = torch.cat([self.down_h(hidden), self.down_g(mean)], dim=-1), logits
+        for _ in range(self._num_passes):
+            chosen = to_target(refined.argmax(dim=-1))
+            if anchor is not None:
+                chosen[:, 0] = anchor
+            before = torch.cat([first[:, None], chosen[:, :-1]], dim=1)
+            x = self.in_proj(torch.cat([read, self.token_embed(before)], dim=-1))
+            x = x + torch.einsum("ckj,njc->nkc", self.mix_l.tril(), x)
+            x = x + self.mlp_down(F.silu(self.mlp_gate(x)) * self.mlp_up(x))
+            refined = logits + self.readout(x)
+        return refined

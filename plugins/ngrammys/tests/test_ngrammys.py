@@ -1,0 +1,104 @@
+"""N-Grammys draft trees of the likeliest n-grams of the text and bigrams of the target."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from emssd_ngrammys import NGrammysConfig
+from emssd_ngrammys.drafter import NGrammysDrafter
+
+from emssd.decoding.engine import Engine
+from emssd.drafting import Draft, Outcome
+from emssd.drafting.growth import Tree
+from emssd.errors import ConfigError
+from emssd.sequences import Batch, Request, Row
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+
+PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]
+
+
+def seen(drafter: NGrammysDrafter, row: Row, draft: Draft, candidates: list[list[int]]) -> None:
+    """The target computed the newest token of `row` and a draft of which it took nothing."""
+    drafter.observe(
+        Outcome(
+            batch=Batch([row]),
+            draft=draft,
+            accepted=((),),
+            target_ids=(tuple(each[0] for each in candidates),),
+            candidates=(tuple(map(tuple, candidates)),),
+        )
+    )
+
+
+def tree_of(drafter: NGrammysDrafter, tokens: tuple[int, ...], name: str = "a", budget: int = 99) -> Tree:
+    draft = drafter.propose(Batch([Row(Request(name, tokens, 64, frozenset()))]), [budget])
+    return Tree(draft.token_ids.tolist(), list(draft.parents or ()), list(draft.confidence or ()))
+
+
+def products(tree: Tree) -> dict[tuple[int, ...], float]:
+    """The product of the confidences on each path."""
+    ways, found = list[tuple[int, ...]](), dict[tuple[int, ...], float]()
+    for token, parent, sure in zip(*tree, strict=True):
+        before = ways[parent] if parent >= 0 else ()
+        ways.append((*before, token))
+        found[ways[-1]] = sure * (found[before] if before else 1.0)
+    return found
+
+
+def test_bigrams_and_ngrams_share_the_probability() -> None:
+    drafter = NGrammysDrafter(NGrammysConfig(num_candidates=2, depth=1, bigram_share=0.4))
+    row = Row(Request("a", (1, 2, 1, 3, 1), 64, frozenset()))
+    draft = drafter.propose(Batch([row]), [9])
+    assert draft.token_ids.tolist() == [3, 2]  # half each; the latest comes first
+    seen(drafter, row, draft, [[7, 2], [8, 1], [9, 1]])
+    assert products(tree_of(drafter, (1, 2, 1, 3, 1), "b")) == pytest.approx(
+        {(2,): 0.6 * 0.5 + 0.4 * 0.25, (3,): 0.3, (7,): 0.4 * 0.5}
+    )
+    assert products(tree_of(drafter, (5, 3), "c")) == pytest.approx({(8,): 0.5, (1,): 0.25})  # the text says nothing
+    assert products(tree_of(drafter, (5, 2), "d")) == pytest.approx({(9,): 0.5, (1,): 0.25})
+
+
+def test_the_tree_has_the_likeliest_ways() -> None:
+    drafter = NGrammysDrafter(NGrammysConfig(num_candidates=2, num_nodes=9, depth=3))
+    table = {1: (2, 3), 2: (3, 1), 3: (1, 2)}
+    drafter._bigrams = dict(table)
+    found = products(tree_of(drafter, (4, 1)))
+    likely = dict[tuple[int, ...], float]()
+    for length in (1, 2, 3):
+        for ranks in product((0, 1), repeat=length):
+            way, chance = [1], 1.0
+            for rank in ranks:
+                way.append(table[way[-1]][rank])
+                chance *= 0.5 ** (rank + 1)
+            likely[tuple(way[1:])] = chance
+    assert sorted(found.values()) == pytest.approx(sorted(sorted(likely.values(), reverse=True)[:9]))
+    assert all(likely[way] == pytest.approx(chance) for way, chance in found.items())
+
+
+def test_it_forgets_what_it_should() -> None:
+    drafter = NGrammysDrafter(NGrammysConfig())
+    drafter._bigrams = {1: (5,)}
+    assert tree_of(drafter, (2, 1, 2)).token_ids[0] == 1
+    drafter.release(["a"])
+    assert tree_of(drafter, (3, 4, 2)).token_ids == []
+    assert tree_of(drafter, (3, 4, 1), "b").token_ids == [5]
+    drafter.reset()
+    assert tree_of(drafter, (3, 4, 1), "c").token_ids == []
+
+
+def test_it_changes_no_token() -> None:
+    model = tiny_model("llama")
+    engine = Engine.from_model(model, None, drafter=NGrammysDrafter(NGrammysConfig()), budget="fixed", batch_size=3)
+    for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, 20, ignore_eos=True), strict=True):
+        assert done.token_ids == tuple(greedy_reference(model, prompt, 20))
+    assert engine.report.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_nodes": 0}, {"depth": 0}, {"num_candidates": 0}, {"max_ngram_size": 0}, {"bigram_share": 1.5}]
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        NGrammysDrafter(NGrammysConfig(**options))  # type: ignore[arg-type]

@@ -1,0 +1,237 @@
+"""The target's own rounded weights draft on its own KV cache: no token changes, and exact weights are accepted in full.
+
+Oracles: plain decoding and sampling by hand; products in PyTorch. float64 but where the kernels are tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import emssd_self_draft
+import pytest
+import torch
+from emssd_self_draft import SelfConfig
+
+import emssd.drafters.levels
+import emssd.model.rounded
+from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack_nodes
+from emssd.drafters import GrowingRow, SharedDrafter
+from emssd.drafting import Drafter, DrafterContext
+from emssd.errors import ConfigError
+from emssd.model.int8 import rounded
+from emssd.model.rounded import RoundedRunner
+from emssd.native import load_kernels
+from emssd.testing.models import tiny_model
+from tests.support.self_drafts import KINDS, decode, make_engine, run_in_little_memory
+from tests.support.tiers import looped
+
+DEPTH = 4
+SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "dynamic": {"tree": "dynamic", "num_nodes": 14, "top_k": 3}}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES)
+
+
+def drafter(**options: Any) -> Callable[[DrafterContext], Drafter]:
+    def build(context: DrafterContext) -> Drafter:
+        (spec,) = emssd_self_draft.emssd_drafters()
+        made: SharedDrafter = spec.build(SelfConfig(**({"depth": DEPTH} | options)), context)
+        made.shape.temperature = 0.01
+        return made
+
+    return build
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is rounded, so the drafter is the target."""
+
+    class Kept:
+        def __init__(self, weight: torch.Tensor) -> None:
+            self.weight = weight
+
+        def dense(self, dtype: torch.dtype) -> torch.Tensor:
+            return self.weight
+
+    monkeypatch.setattr(emssd.model.rounded, "rounded", lambda weight, bits: Kept(weight))
+
+
+@pytest.mark.usefixtures("exact")
+@looped("backend", ["ragged", "padded"])
+@looped("kinds", KINDS)
+@EVERY_SHAPE
+def test_exact_weights_are_always_accepted(shape: str, kinds: str, backend: str) -> None:
+    engine = make_engine(drafter(**SHAPES[shape]), backend)
+    decode(engine, KINDS[kinds])
+    (at_first, *_), accepted = sorted(engine.report.acceptance_histogram), engine.report.mean_acceptance_length
+    assert at_first == 1
+    assert accepted > 3.5
+    if shape == "chain":
+        assert engine.report.num_accepted == engine.report.num_drafted
+
+
+@looped("bits", [4, 8])
+@looped("kinds", KINDS)
+@EVERY_SHAPE
+def test_rounded_weights_change_no_token(shape: str, kinds: str, bits: int) -> None:
+    engine = make_engine(drafter(bits=bits, **SHAPES[shape]))
+    decode(engine, KINDS[kinds])
+    assert engine.report.num_accepted > 0
+
+
+def test_the_first_layers_alone() -> None:
+    engine = make_engine(drafter(layers=1))
+    decode(engine)
+    assert engine.report.num_drafted > 0
+
+
+@EVERY_SHAPE
+def test_rows_that_are_preempted_and_prompts_in_pieces(shape: str) -> None:
+    run_in_little_memory(drafter(**SHAPES[shape]))
+
+
+def positions_of_nodes(patch: pytest.MonkeyPatch) -> None:
+    def shifted(*arguments: Any) -> Any:
+        packed = pack_nodes(*arguments)
+        return replace(packed, position_ids=packed.position_ids + 1)
+
+    patch.setattr(emssd.drafters.levels, "pack_nodes", shifted)
+
+
+def logits_of_other_rows(patch: pytest.MonkeyPatch) -> None:
+    catch_up = SharedDrafter.catch_up
+
+    def rolled(self: Any, rows: list[GrowingRow]) -> torch.Tensor:
+        return catch_up(self, rows).roll(1, 0)
+
+    patch.setattr(SharedDrafter, "catch_up", rolled)
+
+
+FAULTS = {"nodes one position too deep": positions_of_nodes, "logits of other rows": logits_of_other_rows}
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_accepted_less_and_no_token_changes(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[fault](monkeypatch)
+    engine = make_engine(drafter())
+    decode(engine)
+    assert engine.report.num_accepted < engine.report.num_drafted
+
+
+def test_kv_in_a_committed_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests see it if a draft writes where the target has committed."""
+    run = RoundedRunner.run
+
+    def one_too_early(self: Any, packed: Any) -> Any:
+        if min(packed.kv_lens) < 3:
+            return run(self, packed)
+        before = tuple(length - 1 for length in packed.kv_lens)
+        return run(self, replace(packed, kv_lens=before, position_ids=packed.position_ids - 1))
+
+    monkeypatch.setattr(RoundedRunner, "run", one_too_early)
+    with pytest.raises(AssertionError):
+        decode(make_engine(drafter()))
+
+
+def test_a_draft_computes_no_token_that_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slot of the committed KV is written, in any pass of a draft."""
+    committed, starts = dict[str, int](), list[bool]()
+    run, begin = RoundedRunner.run, SharedDrafter._begin
+
+    def noted(self: Any, batch: Any, budget: Any) -> Any:
+        committed.update({row.request_id: row.num_cached for row in batch})
+        return begin(self, batch, budget)
+
+    def checked(self: Any, packed: Any) -> Any:
+        rows = zip(packed.request_ids, packed.kv_lens, packed.lengths, strict=True)
+        starts.extend(end - length >= committed[name] for name, end, length in rows)
+        return run(self, packed)
+
+    monkeypatch.setattr(SharedDrafter, "_begin", noted)
+    monkeypatch.setattr(RoundedRunner, "run", checked)
+    decode(make_engine(drafter(**SHAPES["dynamic"])))
+    assert starts
+    assert all(starts)
+
+
+def test_a_model_that_changes_is_rounded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two runs all weights become others; the drafts are right only if their copy does."""
+    model = tiny_model("llama", vocab_size=13, dtype=torch.float32)
+    options = {"budget": "fixed", "drafter": SelfConfig(bits=8), "batch_size": 2}
+    made = list[int]()
+    original = emssd.model.rounded.RoundedWeights
+
+    def counted(module: Any, bits: int) -> Any:
+        made.append(bits)
+        return original(module, bits)
+
+    monkeypatch.setattr(emssd.model.rounded, "RoundedWeights", counted)
+    engine = Engine.from_model(model, **options)
+    engine.generate([[1, 2, 3]], 6, ignore_eos=True)
+    engine.generate([[1, 2, 3]], 6, ignore_eos=True)
+    assert made == [8]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    (text,) = engine.generate([[1, 2, 3]], 6, ignore_eos=True)
+    assert made == [8, 8]
+    (plain,) = Engine.from_model(model, drafter="none", budget="fixed").generate([[1, 2, 3]], 6, ignore_eos=True)
+    assert text.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("sizes", [(1, 1), (33, 31), (70, 32), (40, 100)])
+def test_the_kernel_multiplies_what_4_bits_stand_for(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Beside float64, on inputs that bytes hold exactly; any number of rows gives the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    num_out, num_in = sizes
+    weight = torch.randn(num_out, num_in, generator=generator)
+    own, kernels = rounded(weight, 4), load_kernels()
+    handle = kernels.new_module()
+    kernels.add_weight(handle, own.values, None, own.scale)
+    rows = torch.randint(-126, 127, (19, num_in), generator=generator).double()
+    rows[:, ::32] = 127  # so that the scale of each group of inputs is 1
+    rows[3] = 0
+    out = kernels.linear(rows.to(dtype), handle, 0, num_out)
+    expected = rows @ own.dense(torch.float64).T
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-3)
+    for count in (1, 2, 7, 8, 9):
+        assert torch.equal(kernels.linear(rows[:count].to(dtype), handle, 0, num_out), out[:count])
+
+
+def test_nan_stays_in_its_row() -> None:
+    own, kernels = rounded(torch.ones(5, 64), 4), load_kernels()
+    handle = kernels.new_module()
+    kernels.add_weight(handle, own.values, None, own.scale)
+    rows = torch.ones(3, 64)
+    rows[1, 7] = float("nan")
+    out = kernels.linear(rows, handle, 0, 5)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_four_bits_are_near_the_weight() -> None:
+    """Within half a step, but for the side that has one number less: a whole one there."""
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    step = rounded(weight, 4).scale.abs().float().repeat_interleave(32, 1)
+    off = (rounded(weight, 4).dense(torch.float32) - weight).abs()
+    assert bool((off <= 1.02 * step).all())
+    assert float((off / step).mean()) < 0.3
+    assert torch.equal(rounded(torch.zeros(2, 40), 4).dense(torch.float32), torch.zeros(2, 40))
+
+
+@looped(
+    ("options", "words"),
+    [
+        ({"bits": 3}, "drafter.bits is 3; choose 4 or 8"),
+        ({"layers": 4}, "drafter.layers is 4; choose 1 to 3, as the target has"),
+        ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
+        ({"tree": "static"}, "drafter.tree is 'static'; choose one of chain, dynamic"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_engine(drafter(**options))
+    assert str(raised.value) == words

@@ -1,0 +1,86 @@
+"""Structured output from the command line, from records and from OpenAI's batch files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emssd.data.openai_batch import OpenAIBatchConfig, openai_batch_prompts
+from emssd.data.prompts import Prompt
+from emssd.jobs.config import RunConfig, SamplingConfig
+from emssd.jobs.resume import _request_digest
+from emssd.sampling import SamplingParams
+
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'emssd[grammar]'")
+
+
+def test_response_formats_of_a_batch_are_grammars(tmp_path: Path) -> None:
+    forms = [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}]
+    forms += [{"type": "text"}, {"type": "json_schema"}]
+    lines = [
+        {"custom_id": str(row), "method": "POST", "url": "/v1/chat/completions"}
+        | {"body": {"messages": [{"role": "user", "content": "x"}], "response_format": form}}
+        for row, form in enumerate(forms)
+    ]
+    path = tmp_path / "batch.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second, third, wrong = openai_batch_prompts(OpenAIBatchConfig(path=str(path)))
+    assert isinstance(first, Prompt) and isinstance(second, Prompt) and isinstance(third, Prompt)  # noqa: PT018
+    assert first.sampling is not None
+    assert first.sampling["grammar"] == "json"
+    assert second.sampling is not None
+    assert second.sampling["grammar"] == {"type": "null"}
+    assert "grammar" not in (third.sampling or {})
+    assert not isinstance(wrong, Prompt)
+    assert "response_format is" in wrong.error
+
+
+def test_a_job_is_resumed_with_the_same_grammar_only(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "null"}')
+    config = RunConfig(sampling=SamplingConfig(grammar=str(schema)))
+    before = _request_digest(config, Prompt("0", "x"))
+    assert before == _request_digest(config, Prompt("0", "x"))
+    schema.write_text('{"type": "integer"}')
+    assert before != _request_digest(config, Prompt("0", "x"))
+    plain = RunConfig(sampling=SamplingConfig())
+    assert _request_digest(plain, Prompt("0", "x")) == _request_digest(plain, Prompt("0", "x", sampling={}))
+
+
+def test_a_file_holds_a_schema_or_a_lark_grammar(tmp_path: Path) -> None:
+    (tmp_path / "list.lark").write_text('start: "a"')
+    grammar = SamplingParams(grammar=str(tmp_path / "list.lark")).grammar
+    assert grammar == SamplingParams(grammar='lark:start: "a"').grammar
+
+
+def test_the_command_line_gives_valid_rows_equal_to_those_without_drafts(decode: Callable) -> None:
+    """The expression is taken as it stands, and `check=plain` decodes without forced tokens."""
+    result = decode("sampling.grammar=regex:(yes|no): [0-9]{2}, a", "check=plain")
+    assert result.metrics["check"]["exact"] == 5
+    assert result.metrics["mean_acceptance_length"] > 1.5
+    assert result.metrics["greedy"]["mean_acceptance_length"] == 1
+    for row in result.rows:
+        assert re.fullmatch(r"(yes|no): [0-9]{2}, a", row["text"]), row
+        assert row["finish_reason"] == "eos"
+
+
+def test_a_grammar_that_cannot_be_is_refused_in_a_sentence(decode: Callable) -> None:
+    assert "sampling.grammar: llguidance cannot follow" in decode("sampling.grammar=regex:(a").sentence
+    assert "sampling.grammar is 'no grammar'" in decode("sampling.grammar=no grammar").sentence
+
+
+def test_a_prompt_whose_grammar_cannot_be_is_skipped(decode: Callable, work: Path) -> None:
+    records = [
+        {"prompt": "ab", "how": {"grammar": how}} for how in ("regex:[0-9]", {"type": "array", "uniqueItems": True})
+    ]
+    (work / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options = ("data=jsonl", "data.path=records.jsonl", "data.sampling_field=how", "on_error=skip")
+    result = decode(*options)
+    (row,) = result.rows
+    assert re.fullmatch("[0-9]", row["text"])
+    (error,) = map(json.loads, (result.folder / "errors.jsonl").read_text().splitlines())
+    assert "uniqueItems" in error["error"]

@@ -1,0 +1,128 @@
+"""*Batch-invariant*: log-probabilities are the same bits for any batch, drafts, pieces, preemptions; nox -s bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from emssd_none import NoneDrafter
+from emssd_ragged.backend import ragged_backend
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from emssd.attention import LayerSpec
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting import Drafter
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.invariant import BatchInvariant
+from emssd.sampling import SamplingParams
+from emssd.sequences import Request
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
+from emssd.testing.models import tiny_model
+from tests.support.tiers import only
+
+VOCAB = 23
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+CHOSEN = [("llama", torch.float32), ("gpt2", torch.bfloat16), ("gemma2", torch.float64), ("qwen2_moe", torch.float32)]
+EXAMPLES = int(os.environ.get("EMSSD_BITS_EXAMPLES", "0"))
+ARCHITECTURES = ("llama", "gpt2", "opt", "gemma2", "qwen3", "gpt_neox", "phi", "qwen2_moe")
+
+
+@cache
+def target(architecture: str, dtype: torch.dtype) -> TargetModel:
+    model = tiny_model(architecture, dtype=dtype, vocab_size=VOCAB, max_model_len=96, std=0.12)
+    return TargetModel(model, batch_invariant=True)
+
+
+def requests() -> list[Request]:
+    kinds = [
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(temperature=1.2, seed=3, logprobs=0),
+        SamplingParams(temperature=0.8, top_k=5, seed=4, repetition_penalty=1.3, logprobs=1, processed_logprobs=True),
+    ]
+    prompts: list[tuple[int, ...]] = [(1, 2, 3), (4,) * 19, tuple(range(1, 22)), (5, 6), (1, 2, 3, 9)]
+    return [Request(f"r{number}", ids, 12, sampling=kinds[number % len(kinds)]) for number, ids in enumerate(prompts)]
+
+
+def decoded(
+    served: TargetModel, drafter: Drafter, batch_size: int, tokens_a_step: int = 64, max_tokens: int | None = None
+) -> dict[str, Any]:
+    """By request, tokens and log-probabilities."""
+    backend = ragged_backend()
+    spec = dataclasses.replace(served.kv_cache_spec(batch_size), continuous=True, trees=True, max_tokens=max_tokens)
+    backend.allocate(dataclasses.replace(spec, prefix_caching=True))
+    runner = CausalLMRunner(served, backend)
+    assert runner.batch_invariance == "yes"
+    scheduler = ContinuousScheduler(batch_size, tokens_a_step, headroom=0)
+    engine = Engine(runner, drafter, scheduler=scheduler, on_drafter_error="fail")
+    return {each.request_id: (each.token_ids, each.logprobs) for each in engine.run(requests())}
+
+
+@cache
+def alone(architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    return decoded(target(architecture, dtype), NoneDrafter(), 1)
+
+
+def drafted(kind: str, texts: dict[str, tuple[int, ...]]) -> Drafter:
+    if kind == "none":
+        return NoneDrafter()
+    return {"perfect": PerfectDrafter, "random": RandomDrafter, "trees": TreeDrafter}[kind](VOCAB, 5, texts)
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), only([*product(ARCHITECTURES, DTYPES)], ci=CHOSEN))
+@settings(max_examples=EXAMPLES or 1, phases=[Phase.explicit, Phase.generate][: 2 if EXAMPLES else 1], deadline=None)
+@example(kind="trees", batch_size=4, tokens_a_step=13, max_tokens=112)
+@given(
+    kind=st.sampled_from(["none", "perfect", "random", "trees"]),
+    batch_size=st.integers(1, 5),
+    tokens_a_step=st.sampled_from([8, 13, 64]),
+    max_tokens=st.sampled_from([None, 112]),
+)
+def test_tokens_and_log_probabilities_are_those_of_a_row_alone(
+    architecture: str, dtype: torch.dtype, kind: str, batch_size: int, tokens_a_step: int, max_tokens: int | None
+) -> None:
+    expected = alone(architecture, dtype)
+    texts = {name: tokens for name, (tokens, _) in expected.items()}
+    found = decoded(target(architecture, dtype), drafted(kind, texts), batch_size, tokens_a_step, max_tokens)
+    assert found == expected
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_without_the_option_passes_are_pytorchs_own(asked: bool) -> None:
+    served = TargetModel(tiny_model("llama", vocab_size=VOCAB), batch_invariant=asked)
+    runner = CausalLMRunner(served, backend := ragged_backend())
+    backend.allocate(served.kv_cache_spec(1))
+    assert runner.batch_invariance == ("yes" if asked else "no: model.batch_invariant=false")
+    modes = set[int]()
+
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+        modes.add(torch._C._len_torch_function_stack())
+        return torch.zeros_like(qkv[0])
+
+    served.run(torch.ones(1, 3, dtype=torch.long), torch.arange(3)[None], attend)
+    assert modes == {int(asked)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 33, 96])
+def test_what_is_replaced_gives_a_row_its_bits_in_any_batch(size: int, dtype: torch.dtype) -> None:
+    import torch.nn.functional as F
+
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(n, size, generator=generator).to(dtype) for n in (40, 70))
+    bias, flipped = torch.randn(70, generator=generator).to(dtype), weight.t().contiguous()
+    functions = (lambda x: F.linear(x, weight, bias), lambda x: torch.addmm(bias, x, flipped), lambda x: x @ flipped,
+                 F.silu, F.gelu, torch.sigmoid, F.softplus)  # fmt: skip
+    with BatchInvariant() as arithmetic:
+        for function in functions:
+            whole = function(rows)
+            for start, stop in ((0, 1), (3, 5), (7, 24), (39, 40)):
+                assert torch.equal(function(rows[start:stop]), whole[start:stop])
+    assert not arithmetic.missed
+    torch.testing.assert_close(F.linear(rows, weight, bias), functions[0](rows))

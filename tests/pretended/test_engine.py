@@ -1,0 +1,119 @@
+"""All drafters on the pretended device: tokens, waits of the host, and what a CUDA graph cannot record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_flashinfer import FlashInferConfig
+
+from emssd.decoding.caches import make_backend
+from emssd.decoding.engine import Engine
+from emssd.drafters.levels import LevelDrafter
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.plugins.registry import Registry
+from emssd.sampling import SamplingParams
+from emssd.sequences import Row
+from emssd.testing import PretendedCuda, tiny_model
+from tests.pretended.conftest import pytestmark as pytestmark
+from tests.support.looking_back import looking_back_model, write_looking_back_block
+from tests.support.perfect_head import perfect_target, write_perfect_eagle, write_perfect_eagle3, write_perfect_mtp
+from tests.support.perfect_hydra import write_perfect_hydra
+from tests.support.perfect_medusa import lagging_target, write_perfect_medusa
+from tests.support.random_heads import random_head
+
+BACKENDS = {"eager": FlashInferConfig(cuda_graphs=False), "recorded": FlashInferConfig()}
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
+NEW = 8
+ONCE_A_RUN = ("emssd/model/guard.py", "emssd/model/borrowed.py")  # a look at the model's tensors
+
+
+class Case(NamedTuple):
+    """A model and how it is drafted for."""
+
+    model: Callable[[], Any]
+    drafter: str
+    options: Callable[[Path], dict[str, Any]] = lambda folder: {}
+
+
+def llama() -> Any:
+    return tiny_model("llama")
+
+
+def head(write: Callable[..., Any], **options: Any) -> Callable[[Path], dict[str, Any]]:
+    return lambda folder: {"path": str(write(folder)), **options}
+
+
+CASES = {
+    "none": Case(llama, "none"),
+    "llma": Case(llama, "llma"),
+    "pld": Case(llama, "pld"),
+    "suffix": Case(llama, "suffix"),
+    "lookahead": Case(llama, "lookahead"),
+    "token_recycling": Case(llama, "token_recycling"),
+    "early_exit": Case(llama, "early_exit"),
+    "draft_model": Case(llama, "draft_model"),
+    "eagle": Case(perfect_target, "eagle", head(write_perfect_eagle)),
+    "eagle3": Case(perfect_target, "eagle3", head(write_perfect_eagle3)),
+    "peagle": Case(perfect_target, "eagle3", lambda folder: {"path": random_head("peagle").path}),
+    "mtp": Case(perfect_target, "mtp", head(write_perfect_mtp)),
+    "medusa": Case(lagging_target, "medusa", head(write_perfect_medusa)),
+    "hydra": Case(perfect_target, "hydra", head(write_perfect_hydra)),
+    "dflash": Case(looking_back_model, "dflash", head(write_looking_back_block)),
+}
+
+
+def prompts_of(model: Any) -> list[list[int]]:
+    size = model.config.get_text_config().vocab_size
+    return [[token % size for token in prompt] for prompt in ([1, 5, 6, 5, 6, 5], [1], [1, 4, 4, 4, 4, 3], [2, 3])]
+
+
+@cache
+def expected(case: str, sampling: SamplingParams | None) -> list[tuple[int, ...]]:
+    """On the CPU, without a draft."""
+    model = CASES[case].model()
+    engine = Engine.from_model(model, drafter="none", backend="ragged", batch_size=3)
+    done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
+    return [each.token_ids for each in done]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_level(
+    name: str, sampling: SamplingParams | None, backend: str, request: pytest.FixtureRequest, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    case, wanted = CASES[name], expected(name, sampling)
+    device: PretendedCuda = request.getfixturevalue("device")
+    if name != "draft_model":
+        drafter = Registry().find("drafter", case.drafter).config(**case.options(tmp_path / "head"))
+    model = case.model().to("cuda")
+    if name == "draft_model":
+        twin = TargetModel(tiny_model("llama", seed=1).to("cuda"))
+        runner = CausalLMRunner(twin, make_backend(twin.kv_cache_spec(3), BACKENDS[backend], Registry()))
+        drafter = DraftModelDrafter(runner, twin.vocab_size, 4)
+    engine = Engine.from_model(
+        model, drafter=drafter, backend=BACKENDS[backend], batch_size=3, on_drafter_error="fail", budget="fixed"
+    )
+    asked: list[int] = []  # for the likeliest tokens after the nodes of a level
+    likeliest, step = LevelDrafter._likeliest, engine.step
+    monkeypatch.setattr(LevelDrafter, "_likeliest", lambda *args: (asked.append(1), likeliest(*args))[1])
+
+    def counted_step() -> list[Row]:
+        device.waits.clear()
+        asked.clear()
+        finished = step()
+        waits = [each for each in device.waits if not each.where.startswith(ONCE_A_RUN)]
+        assert len(waits) == 1 + len(asked), waits
+        return finished
+
+    monkeypatch.setattr(engine, "step", counted_step)
+    done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
+    assert [each.token_ids for each in done] == wanted
+    assert not device.illegal, device.illegal
+    assert engine.report.num_drafted or name in ("none", "llma", "pld"), "nothing to copy in these texts"

@@ -1,0 +1,394 @@
+"""Outputs of a grammar: valid, and those of the same run without drafts, whatever drafts, in any batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import regex
+import torch
+
+from emssd.attention import AttentionBackend
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafting import Draft, Drafter
+from emssd.drafting.budget import FixedBudget
+from emssd.errors import ConfigError
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sampling import SamplingParams
+from emssd.sampling.grammar import Grammar
+from emssd.sampling.matching import Grammars, MatcherState, masked
+from emssd.sequences import FinishReason, Generation, Request
+from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
+from emssd.testing.models import tiny_model
+from tests.support.draft_models import draft_model_drafter
+from tests.support.grammars import EOS, is_valid, random_grammar, tokenizer
+from tests.support.trees import TREE_BACKENDS
+
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'emssd[grammar]'")
+
+VOCAB = len(tokenizer()) + 5  # a model's vocabulary is often larger
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+PERSON = COMPACT | {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 3}, "true": {"type": "boolean"}},
+    "required": ["name", "true"],
+    "additionalProperties": False,
+}
+SAMPLINGS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.3, "top_k": 9, "top_p": 0.9},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    {"temperature": 1.0, "logit_bias": {20: 3.0, 21: -float("inf")}, "logprobs": 2, "processed_logprobs": True},
+]
+Texts = dict[str, tuple[int, ...]]
+
+
+@cache
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama", vocab_size=VOCAB, max_model_len=96, std=0.15))
+
+
+@cache
+def other_model() -> TargetModel:
+    model = tiny_model("llama", vocab_size=VOCAB, max_model_len=96, std=0.15)
+    with torch.no_grad():
+        model.lm_head.weight.add_(tiny_model("llama", seed=1, vocab_size=VOCAB, std=0.05).lm_head.weight)
+    return TargetModel(model)
+
+
+def of_plugin(name: str, **options: Any) -> Callable[[Texts, int], Drafter]:
+    def make(texts: Texts, seed: int) -> Drafter:
+        from emssd.plugins.registry import Registry
+
+        registry = Registry()
+        plugin = registry.find("drafter", name)
+        context = SimpleNamespace(vocab_size=VOCAB, tokenizer=tokenizer(), target=None)
+        made: Drafter = registry.build("drafter", plugin, plugin.config(**options), context)
+        return made
+
+    return make
+
+
+DRAFTERS: dict[str, Callable[[Texts, int], Drafter]] = {
+    "right and wrong trees": lambda texts, seed: TreeDrafter(VOCAB, 9, texts, right=0.8, seed=seed),
+    "random trees": lambda texts, seed: TreeDrafter(VOCAB, 6, seed=seed),
+    "random chains": lambda texts, seed: RandomDrafter(VOCAB, 5, texts, seed=seed),
+    "draft model, chain": lambda texts, seed: draft_model_drafter(other_model(), "chain", VOCAB),
+    "draft model, trees": lambda texts, seed: draft_model_drafter(other_model(), "dynamic", VOCAB),
+    "draft model, sampled": lambda texts, seed: draft_model_drafter(other_model(), "rsd_s", VOCAB),
+    "suffix": of_plugin("suffix"),
+    "token_recycling": of_plugin("token_recycling"),
+    "lookahead": of_plugin("lookahead"),
+}
+
+
+class Nothing(Drafter):
+    def propose(self, batch: Any, budget: Seq[int]) -> Draft:
+        return Draft.empty(len(batch))
+
+
+def make_engine(drafter: Drafter, batch_size: int = 3, max_tokens: int | None = None) -> Engine:
+    backend: AttentionBackend = TREE_BACKENDS["ragged-page-3"]()
+    backend.allocate(replace(target().kv_cache_spec(batch_size), continuous=True, max_tokens=max_tokens, trees=True))
+    runner, scheduler = CausalLMRunner(target(), backend), ContinuousScheduler(batch_size, headroom=1)
+    engine = Engine(
+        runner, drafter, tokenizer=tokenizer(), scheduler=scheduler, budget=FixedBudget(), on_drafter_error="fail"
+    )
+    engine.eos_token_ids = frozenset([EOS])
+    return engine
+
+
+def requests(grammars: Seq[Any], limit: int = 24, **options: Any) -> list[Request]:
+    return [
+        Request(str(row), (40 + row, 50, 60), limit, frozenset([EOS]), sampling=SamplingParams(grammar=each, **options))
+        for row, each in enumerate(grammars)
+    ]
+
+
+def decode(engine: Engine, asked: Seq[Request]) -> dict[str, Generation]:
+    return {done.request_id: done for done in engine.run(asked)}
+
+
+def plainly(asked: Seq[Request]) -> dict[str, Generation]:
+    """One row at a time, without any draft."""
+    engine = make_engine(Nothing(), 1)
+    engine.drafting.forces = False
+    found = decode(engine, asked)
+    assert engine.report.num_drafted == 0
+    return found
+
+
+def check(seed: int, num_rows: int = 3) -> int:
+    """Decode random grammars; returns how many texts ended."""
+    grammars = [random_grammar(seed * 1000 + row) for row in range(num_rows)]
+    asked = requests(grammars, seed=seed, **SAMPLINGS[seed % len(SAMPLINGS)])
+    expected = plainly(asked)
+    texts = {name: done.token_ids for name, done in expected.items()}
+    names = [*DRAFTERS]
+    name, draw = names[seed % len(names)], random.Random(seed)
+    engine = make_engine(DRAFTERS[name](texts, seed), draw.choice([1, 2, 3]), draw.choice([None, 45]))
+    found = decode(engine, asked)
+    for row, grammar in enumerate(grammars):
+        done, plain = found[str(row)], expected[str(row)]
+        assert done.token_ids == plain.token_ids, (name, grammar)
+        assert done.finish_reason is plain.finish_reason
+        if done.finish_reason is FinishReason.EOS:
+            assert is_valid(done.text or "", grammar), (grammar, done.text)
+        assert done.logprobs is None or all(np.isfinite(each.logprob) for each in done.logprobs)
+    return sum(done.finish_reason is FinishReason.EOS for done in found.values())
+
+
+@pytest.mark.parametrize("part", range(9))
+def test_texts_are_valid_and_those_of_the_run_without_drafts(part: int) -> None:
+    assert sum(check(part + 9 * turn, 2) for turn in range(2)) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(10))
+def test_ten_thousand_texts_are_valid_and_those_of_the_run_without_drafts(part: int) -> None:
+    num_ended = sum(check(1000 + part * 334 + turn) for turn in range(334))
+    assert num_ended > 500
+
+
+def test_preempted_rows_go_on_with_the_same_text() -> None:
+    asked = requests([PERSON] * 4, temperature=1.0)
+    expected = plainly(asked)
+    engine = make_engine(TreeDrafter(VOCAB, 9, {n: d.token_ids for n, d in expected.items()}, right=0.8), 4, 45)
+    found = decode(engine, asked)
+    assert {name: each.token_ids for name, each in found.items()} == {n: d.token_ids for n, d in expected.items()}
+    assert engine.report.num_preempted > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_masks_are_those_of_partial_matching_by_an_engine_of_regular_expressions(seed: int) -> None:
+    grammar = next(each for each in map(random_grammar, range(100 * seed, 100 * seed + 99)) if each.kind == "regex")
+    draw, state, text, known = random.Random(seed), begun(grammar), "", tokenizer()
+    for _ in range(8):
+        viable = {
+            token
+            for token in range(3, len(known))
+            if "\ufffd" not in (piece := known.decode([token]))
+            and regex.fullmatch(grammar.text, text + piece, partial=True)
+        }
+        allowed = allowed_by(state)
+        complete = regex.fullmatch(grammar.text, text) is not None
+        assert (EOS in allowed) == complete
+        byte_tokens = {token for token in allowed if "\ufffd" in known.decode([token])}  # parts of a character
+        forced = state.forced(1)
+        if forced and forced != [EOS]:
+            assert allowed == set(forced) <= viable
+        else:
+            assert allowed - {EOS} - byte_tokens == viable
+            assert not byte_tokens or "[^" in grammar.text
+        choices = sorted(allowed - byte_tokens - {EOS})
+        if not choices:
+            break
+        token = draw.choice(choices)
+        following = state.after(token)
+        assert following is not None
+        state, text = following, text + known.decode([token])
+
+
+def begun(grammar: Any) -> MatcherState:
+    return Grammars(tokenizer(), VOCAB).begin(Grammar.of(grammar), [EOS])
+
+
+def allowed_by(state: MatcherState) -> set[int]:
+    return {token for token in range(VOCAB) if state.allows(token)}
+
+
+def test_states_in_any_order_are_those_of_a_matcher_that_only_went_forward() -> None:
+    draw, grammars = random.Random(0), Grammars(tokenizer(), VOCAB)
+    for seed in range(6):
+        grammar = random_grammar(seed)
+        known = {(): grammars.begin(grammar, [EOS])}
+        for _ in range(25):
+            path = draw.choice([*known])
+            state = known[path]
+            forced = state.forced(4)
+            token = draw.choice(sorted(allowed_by(state)))
+            if forced:
+                assert token == forced[0]
+            if (following := state.after(token)) is not None and not following.has_ended:
+                known[(*path, token)] = following
+        for path, state in known.items():
+            fresh: MatcherState | None = grammars.begin(grammar, [EOS])
+            for token in path:
+                assert fresh is not None
+                assert fresh.allows(token)
+                fresh = fresh.after(token)
+            assert fresh is not None
+            assert (fresh.mask == state.mask).all()
+
+
+def test_greedy_texts_are_those_of_whole_passes_with_brute_force_masks() -> None:
+    """The judge is partial matching and one pass of the whole text for each token; nothing of emssd is used."""
+    expression, known = "(name|ab){2,4}: [0-9]{2}(true|false)", tokenizer()
+    (asked,) = requests([f"regex:{expression}"], temperature=0.0)
+    tokens, text = list(asked.prompt_ids), ""
+    while len(tokens) < 27:
+        logits = target().model(torch.tensor([tokens])).logits[0, -1].detach()
+        pieces = {token: known.decode([token]) for token in range(3, len(known))}
+        allowed = [each for each, piece in pieces.items() if regex.fullmatch(expression, text + piece, partial=True)]
+        if not allowed:
+            break
+        whole = [each for each in allowed if forced_whole(pieces[each], text, expression, pieces)]
+        token = max(whole or allowed, key=lambda each: float(logits[each]))
+        tokens.append(token)
+        text += pieces[token]
+    done = decode(make_engine(TreeDrafter(VOCAB, 8, seed=1)), [asked])["0"]
+    assert done.text == text
+    assert regex.fullmatch(expression, text)
+
+
+def forced_whole(piece: str, text: str, expression: str, pieces: dict[int, str]) -> bool:
+    """Whether `piece` is the longest of the tokens, where all that are allowed begin alike."""
+    allowed = [each for each in pieces.values() if regex.fullmatch(expression, text + each, partial=True)]
+    longest = max(allowed, key=len)
+    return piece == longest and all(longest.startswith(each) for each in allowed)
+
+
+def test_forced_tokens_are_drafted_and_all_of_them_accepted() -> None:
+    asked = requests([PERSON] * 3, temperature=1.0)
+    engine = make_engine(Nothing())
+    found = decode(engine, asked)
+    assert engine.report.num_drafted == engine.report.num_accepted > 10
+    assert {n: d.token_ids for n, d in found.items()} == {n: d.token_ids for n, d in plainly(asked).items()}
+
+
+def test_what_a_grammar_forbids_is_not_verified() -> None:
+    asked = requests([PERSON], temperature=1.0)
+    (expected,) = plainly(asked).values()
+
+    class Stray(Drafter):
+        num_speculative_tokens, drafts_trees = 4, True
+
+        def propose(self, batch: Any, budget: Seq[int]) -> Draft:
+            (row,) = batch
+            right = list(expected.token_ids[len(row.output_ids) :][:2])
+            tree = [(2, -1), (right[0], -1), (7, 0), *[(token, 1) for token in right[1:]]][: budget[0]]
+            return Draft.from_trees([tree]).shallow([max(0, row.num_remaining - 1)])
+
+    engine = make_engine(Stray())
+    seen = list[Draft]()
+    inner = engine.drafting.propose
+    engine.drafting.propose = lambda *given: seen.append(inner(*given)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+    assert decode(engine, asked)["0"].token_ids == expected.token_ids
+    state = begun(PERSON)
+    assert not state.allows(2)
+    assert all(2 not in draft.token_ids.tolist() for draft in seen)
+    assert any(draft.indptr[-1] for draft in seen)
+
+
+@pytest.mark.parametrize("name", ["right and wrong trees", "draft model, sampled", "draft model, chain"])
+def test_residual_sampling_gives_valid_texts(name: str) -> None:
+    asked = requests([PERSON] * 4, temperature=1.0, method="residual", limit=40)
+    engine = make_engine(DRAFTERS[name]({}, 0))
+    for done in decode(engine, asked).values():
+        assert done.finish_reason is FinishReason.EOS
+        assert is_valid(done.text or "", Grammar.of(PERSON))
+
+
+def test_samples_of_a_prompt_have_matchers_of_their_own() -> None:
+    asked = replace(requests([PERSON], temperature=1.0)[0], sampling=SamplingParams(grammar=PERSON, n=4))
+    texts = [done.text for done in make_engine(RandomDrafter(VOCAB, 4), 2).run([asked])]
+    assert len(set(texts)) > 1
+    assert all(is_valid(text or "", Grammar.of(PERSON)) for text in texts)
+
+
+def test_the_finish_reason_says_where_a_text_was_cut() -> None:
+    (short,) = requests([PERSON], limit=3, temperature=1.0)
+    assert decode(make_engine(Nothing()), [short])["0"].finish_reason is FinishReason.LENGTH
+    (whole,) = requests([PERSON], temperature=1.0)
+    done = decode(make_engine(Nothing()), [whole])["0"]
+    assert (done.finish_reason, done.token_ids[-1]) == (FinishReason.EOS, EOS)
+
+
+def test_without_eos_in_a_request_the_text_goes_on_with_eos_to_its_limit() -> None:
+    asked = replace(requests(["regex:ab"], limit=6)[0], eos_token_ids=frozenset())
+    done = decode(make_engine(RandomDrafter(VOCAB, 4)), [asked])["0"]
+    assert done.text == "ab"
+    assert done.token_ids[-1] == EOS
+    assert done.finish_reason is FinishReason.LENGTH
+
+
+def test_own_log_probabilities_are_the_models_and_processed_ones_those_behind_the_mask() -> None:
+    (own,) = requests(["regex:(true|10)name"], temperature=1.0, logprobs=0)
+    processed = replace(own, sampling=replace(own.sampling, processed_logprobs=True))
+    first = decode(make_engine(RandomDrafter(VOCAB, 4)), [own])["0"]
+    second = decode(make_engine(RandomDrafter(VOCAB, 4)), [processed])["0"]
+    assert first.logprobs is not None
+    assert second.logprobs is not None
+    assert first.token_ids == second.token_ids
+    assert second.logprobs[-1].logprob == 0.0, "only EOS is left"
+    assert first.logprobs[-1].logprob < -1
+    logits = target().model(torch.tensor([own.prompt_ids])).logits[0, -1].double().detach()
+    assert first.logprobs[0].logprob == pytest.approx(float(logits.log_softmax(0)[first.token_ids[0]]))
+    alone = masked(logits[None], [begun("regex:(true|10)name")])[0]
+    assert second.logprobs[0].logprob == pytest.approx(float(alone.log_softmax(0)[first.token_ids[0]]))
+
+
+def test_a_grammar_holds_where_a_bias_or_the_model_leaves_none_of_its_tokens() -> None:
+    known = tokenizer()
+    bias = {token: -float("inf") for token in range(VOCAB) if "b" in known.decode([token])}
+    (asked,) = requests(["regex:abc"], temperature=1.0, logit_bias=bias)
+    assert decode(make_engine(RandomDrafter(VOCAB, 3)), [asked])["0"].text == "abc"
+    logits = torch.full((2, VOCAB), torch.nan)
+    logits[1] = -torch.inf
+    state = begun("regex:abc")
+    chosen = masked(logits, [state, state]).argmax(dim=1).tolist()
+    assert all(state.allows(token) for token in chosen)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("regex:(a", "regular expression"),
+        ("lark:start: nothing", "Lark grammar"),
+        ({"type": "nonsense"}, "JSON schema"),
+    ],
+)
+def test_grammars_that_cannot_be_followed_are_refused_before_anything_runs(grammar: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_engine(Nothing()).add(requests([grammar])[0])
+
+
+@pytest.mark.parametrize("value", ["person", 5, "regex:", "{", "[1]", "missing.json", ["a"], {"a": {1}}])
+def test_values_that_are_no_grammar_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="grammar is"):
+        SamplingParams(grammar=value)
+
+
+def test_engines_that_know_no_text_or_no_end_refuse_grammars() -> None:
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        Grammars(None, VOCAB).begin(Grammar.of("json"), [EOS])
+    with pytest.raises(ConfigError, match="no EOS"):
+        Grammars(tokenizer(), VOCAB).begin(Grammar.of("json"), [])
+    with pytest.raises(ConfigError, match="cannot read this tokenizer"):
+        Grammars(object(), VOCAB).begin(Grammar.of("json"), [EOS])
+
+
+def test_rows_with_and_without_a_grammar_share_a_batch() -> None:
+    free = Request("free", (40, 50, 60), 20, frozenset([EOS]), sampling=SamplingParams(temperature=1.0))
+    asked = [free, *requests([PERSON, "regex:(ab)*10"], temperature=1.0)]
+    expected = plainly(asked)
+    engine = make_engine(TreeDrafter(VOCAB, 6, {n: d.token_ids for n, d in expected.items()}))
+    assert {n: d.token_ids for n, d in decode(engine, asked).items()} == {n: d.token_ids for n, d in expected.items()}
+
+
+def test_all_that_is_right_is_accepted() -> None:
+    asked = requests([PERSON] * 3, temperature=1.0)
+    expected = plainly(asked)
+    engine = make_engine(PerfectDrafter(VOCAB, 4, {n: d.token_ids for n, d in expected.items()}))
+    decode(engine, asked)
+    assert engine.report.num_accepted == engine.report.num_drafted
