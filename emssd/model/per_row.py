@@ -166,7 +166,11 @@ class PerRow:
 
             mixer, values = mixer_of_pass(), [leaves[place].flatten(0, 1) for place in call.by_token]
             with implementation("eager"), mixed_by(None):
-                results = run(values) if mixer is None else mixer.run_rows(values, run)  # without rows, all are one
+                if mixer is not None:
+                    results = mixer.run_rows(values, run)
+                else:  # nobody knows rows, nor wants these results to be right
+                    pieces = zip(*(each.split(self._length) for each in values), strict=True)
+                    results = [torch.cat(each) for each in zip(*(run([*piece]) for piece in pieces), strict=True)]
             shape, found = leaves[call.by_token[0]].shape[:2], [None] * len(layout[0])
             for place, result in zip(call.outputs, results, strict=True):
                 found[place] = result.view(*shape, *result.shape[1:])  # type: ignore[call-overload]
@@ -318,7 +322,8 @@ class _Search:
             return False
         lengths = [self._rows.num_tokens, *map(len, self._rows.rows)]
         shapes = [each.shape for each in (packed, *alone)]
-        dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=False)) if list(sizes) == lengths]
+        # Elsewhere than first or second, tokens are keys: of masks and tables, which a module gets as they are.
+        dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=False)) if list(sizes) == lengths and dim < 2]
         if len(dims) != 1 or len({len(shape) for shape in shapes}) != 1:
             return False
         owner = self._rows.owner

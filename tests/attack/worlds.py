@@ -18,7 +18,7 @@ from emssd.model.target import Computed
 
 from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller
-from .zoo import KINDS, MAY_BE_REFUSED, draw_model
+from .zoo import BY_ROW, KINDS, MAY_BE_REFUSED, draw_model
 
 __all__ = ["Planted", "Watch", "WatchedBackend", "WatchedTarget", "World", "draw_world", "spoil", "twin"]
 
@@ -102,7 +102,10 @@ def draw_world(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            target = TargetModel(model, compile=compiled, frozen=foul)  # such a model is refused when a run begins
+            fallback = "per_row" if kind in BY_ROW else "none"
+            target = TargetModel(
+                model, compile=compiled, frozen=foul, fallback=fallback
+            )  # such a model is refused when a run begins
     except UnsupportedModelError:
         if kind in MAY_BE_REFUSED:
             return None

@@ -10,6 +10,8 @@ STATES = "emssd/model/states.py"
 MIXING = "emssd/model/mixing.py"
 KERNEL = "emssd/native/cpp/recurrence.cpp"
 WRITTEN_OUT = "tests/models/test_states.py::test_every_token_is_that_of_the_recurrence_written_out"
+PER_ROW = "emssd/model/per_row.py"
+ROW_BY_ROW = "tests/models/test_per_row.py::test_tokens_are_those_of_the_forward_pass"
 FORWARD = "tests/models/test_states.py::test_tokens_are_those_of_the_forward_pass"
 
 FAULTS = (
@@ -84,5 +86,53 @@ FAULTS = (
         '.clamp(*of["dt_limit"])',
         "",
         (FORWARD,),
+    ),
+    Fault(
+        "a module that runs row by row forgets committed tokens",
+        "states",
+        STATES,
+        "if not self._whole and not row.ahead and",
+        "if not row.ahead and",
+        (ROW_BY_ROW,),
+    ),
+    Fault(
+        "a module that runs row by row keeps inputs of rejected siblings",
+        "states",
+        STATES,
+        "for index in moved))",
+        "for index in range(num_fixed, kv_len)))",
+        (ROW_BY_ROW,),
+    ),
+    Fault(
+        "results of a branch go to other nodes",
+        "states",
+        STATES,
+        "= result[new]",
+        "= result[: len(new)]",
+        (ROW_BY_ROW,),
+    ),
+    Fault(
+        "a preempted row keeps its text for modules that run row by row",
+        "states",
+        STATES,
+        "            self._rows.pop(name, None)\n",
+        "",
+        ("tests/models/test_per_row.py::test_rows_that_are_preempted_begin_again",),
+    ),
+    Fault(
+        "masks are those of the first texts",
+        "states",
+        PER_ROW,
+        "mixer.longest > self._length:",
+        "mixer.longest < 0:",
+        (ROW_BY_ROW,),
+    ),
+    Fault(
+        "tokens may see later ones",
+        "states",
+        "emssd/model/probe.py",
+        "    if not change <= PROBE_TOLERANCE[target.dtype]:\n",
+        "    if change != change:\n",
+        ("tests/models/test_per_row.py::test_a_model_whose_tokens_see_later_ones_is_refused",),
     ),
 )
