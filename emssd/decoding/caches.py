@@ -73,18 +73,19 @@ class Caches:
         """
         limit = kv_bytes(self._limit(), self.target.device, lambda: free_for(self.target))
         states = sum(spec.bytes_per_row * spec.max_batch_size for _, _, spec in self._made)
-        if limit is not None and states:
-            limit -= states
-            if limit <= 0:
-                raise ConfigError(
-                    f"kv_memory must hold the states of {self.target.max_batch_size} rows, which take "
-                    f"{states / 2**20:,.3g} MiB, and KV beside them; raise kv_memory, or lower batch_size"
-                )
         costs = []
         for owner, backend, spec in self._made:
             with guarded(owner, "bytes_per_token"):
                 costs.append((backend.bytes_per_token(spec), spec.bytes_per_token()))
-        max_tokens = [None] * len(costs) if limit is None else shares(limit, costs)
+        has_kv = any(held for held, _ in costs)  # else there are states alone
+        if limit is not None and states:
+            limit -= states
+            if limit < has_kv:
+                raise ConfigError(
+                    f"kv_memory must hold the states of {self.target.max_batch_size} rows, which take "
+                    f"{states / 2**20:,.3g} MiB, and KV beside them; raise kv_memory, or lower batch_size"
+                )
+        max_tokens = [None] * len(costs) if limit is None or not has_kv else shares(limit, costs)
         made = zip(self._made, max_tokens, strict=True)
         specs = [dataclasses.replace(spec, max_tokens=most) for (_, _, spec), most in made]
         for (owner, backend, _), spec in zip(self._made, specs, strict=True):

@@ -61,7 +61,8 @@ def _less_of(ask: Ask) -> Iterator[dict[str, object]]:
         yield {"arrives": 0}
     if ask.sampling is not None:
         yield {"sampling": None}
-        for name, value in vars(SamplingParams()).items():
+        plain = SamplingParams()
+        for name, value in ((each.name, getattr(plain, each.name)) for each in fields(plain)):
             if name != "temperature" and getattr(ask.sampling, name) != value:
                 yield {"sampling": replace(ask.sampling, **{name: value})}
     if ask.limit > 1:

@@ -101,7 +101,7 @@ def test_rows_that_are_preempted_begin_again() -> None:
 def test_whole_texts_count_as_memory() -> None:
     with pytest.raises(ConfigError, match=r"states of 3 rows, which take .* MiB, and KV"):
         engine_of("gptj", "none", kv_memory="20KiB")
-    engine = engine_of("gptj", "none")
+    engine = engine_of("gptj", "none", kv_memory="10MiB")  # there is no KV to divide it among
     assert engine.target.bytes_per_row >= 2 * 64 * 32 * 8  # the inputs of two modules
     check("gptj", engine)
     assert engine.report.kv_usage.peak_held >= 3 * engine.target.bytes_per_row
