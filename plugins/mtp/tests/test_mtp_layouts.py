@@ -50,11 +50,18 @@ LATENT: dict[str, Any] = {
     "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "num_key_value_heads": 4, "head_dim": 4,
 }  # fmt: skip
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "full_attention"], "head_dim": 16, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm4_moe", EXPERTS | {"use_qk_norm": True}),
     "deepseek": ("deepseek_v3", EXPERTS | LATENT),
-    "qwen": ("qwen3", {}),  # the layout of Qwen3-Next, whose own models are refused
-}
+    "qwen": ("qwen3", {}),  # the layout of Qwen3-Next
+    "qwen3_next": ("qwen3_next", LINEAR | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                                           "shared_expert_intermediate_size": 12}),
+    "qwen3_5": ("qwen3_5_text", LINEAR),
+}  # fmt: skip
 EXTRA = {"enorm": (SIZE,), "hnorm": (SIZE,), "eh_proj": (SIZE, 2 * SIZE), "shared_head.norm": (SIZE,)}
 MTP_NAMES = {
     "enorm": "pre_fc_norm_embedding",
@@ -99,7 +106,7 @@ def made(kind: str, own_tables: bool = False) -> Made:
     if not own_tables:  # as most files have them: copies
         weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
         weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    if kind == "qwen":
+    if kind.startswith("qwen"):
         weights = {_as_mtp(name): each for name, each in weights.items() if "shared_head.head" not in name}
         weights = {name: each for name, each in weights.items() if name != "mtp.layers.0.embed_tokens.weight"}
     values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": NUM_LAYERS}
@@ -150,7 +157,9 @@ def lent(kind: str, own_tables: bool = False) -> Lent:
 def naive(head: Made, inputs: torch.Tensor) -> torch.Tensor:
     """What the formulas give for pairs ``[n, 2 * SIZE]``, ``[n, SIZE]``. The layer is Transformers', on whole texts."""
     embeds, features = inputs.chunk(2, dim=-1)
-    halves = dense_rms(embeds, head.extra["enorm"], 1e-5), dense_rms(features, head.extra["hnorm"], 1e-5)
+    plus = float(head.longer.config.model_type in ("qwen3_next", "qwen3_5_text"))  # whose norms multiply by 1 + w
+    enorm, hnorm, norm = (head.extra[name] + plus for name in ("enorm", "hnorm", "shared_head.norm"))
+    halves = dense_rms(embeds, enorm, 1e-5), dense_rms(features, hnorm, 1e-5)
     fused = (torch.cat(halves, -1) @ head.extra["eh_proj"].T)[None]
     model, places = head.longer, torch.arange(len(inputs))[None]
     model.config._attn_implementation, model.config._experts_implementation = "eager", "eager"
@@ -158,7 +167,7 @@ def naive(head: Made, inputs: torch.Tensor) -> torch.Tensor:
     out = model.model.layers[NUM_LAYERS](
         fused, attention_mask=mask, position_ids=places, position_embeddings=model.model.rotary_emb(fused, places)
     )
-    return dense_rms(out[0], head.extra["shared_head.norm"], 1e-5)
+    return dense_rms(out[0], norm, 1e-5)
 
 
 @looped("backend", ["ragged", "padded"])
