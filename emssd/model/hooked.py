@@ -85,7 +85,8 @@ class HookedModel:
         self.keeps_states = self.counts_calls = install(model)
         self.per_row: PerRow | None = None
         self.attention = ATTENTION_NAME
-        self._names = {*inspect.signature(type(model).forward).parameters}  # the module's own may be wrapped
+        known = inspect.signature(type(model).forward).parameters.values()  # the module's own may be wrapped
+        self._names = {"kwargs" if each.kind is each.VAR_KEYWORD else each.name for each in known}
         self.takes_positions = bool({"position_ids", "kwargs"} & self._names)
         self.lock = lock_of(model)
         self.is_spread = is_spread(model)

@@ -170,7 +170,7 @@ def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: C
     options = ("drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "data.limit=1", "max_new_tokens=2")
     sentence = emssd("-m", *options, "output_dir=out", "progress=false").sentence
     assert sentence.startswith(
-        "drafter 'llma' has no option 'num_speculative_tokens', which belongs to drafter=dflash, draft_model, "
+        "drafter 'llma' has no option 'num_speculative_tokens', which belongs to drafter=anpd, dflash, draft_model, "
     )
     assert ". It has match_length, copy_length" in sentence
 

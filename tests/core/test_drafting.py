@@ -137,6 +137,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.costly("several whole runs")
 @looped("fault", FAULTS)
 def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_that_of_greedy(
     fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]

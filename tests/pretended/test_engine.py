@@ -24,7 +24,6 @@ from tests.support.looking_back import looking_back_model, write_looking_back_bl
 from tests.support.perfect_head import perfect_target, write_perfect_eagle, write_perfect_eagle3, write_perfect_mtp
 from tests.support.perfect_hydra import write_perfect_hydra
 from tests.support.perfect_medusa import lagging_target, write_perfect_medusa
-from tests.support.random_heads import random_head
 
 BACKENDS = {"eager": FlashInferConfig(cuda_graphs=False), "recorded": FlashInferConfig()}
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
@@ -59,7 +58,6 @@ CASES = {
     "draft_model": Case(llama, "draft_model"),
     "eagle": Case(perfect_target, "eagle", head(write_perfect_eagle)),
     "eagle3": Case(perfect_target, "eagle3", head(write_perfect_eagle3)),
-    "peagle": Case(perfect_target, "eagle3", lambda folder: {"path": random_head("peagle").path}),
     "mtp": Case(perfect_target, "mtp", head(write_perfect_mtp)),
     "medusa": Case(lagging_target, "medusa", head(write_perfect_medusa)),
     "hydra": Case(perfect_target, "hydra", head(write_perfect_hydra)),

@@ -401,6 +401,7 @@ def test_a_draft_model_that_is_the_target_has_a_way_to_the_last_level_accepted_i
     assert drafter._runner.usage.held == 0
 
 
+@pytest.mark.costly("two models, on all kinds of trees")
 @pytest.mark.parametrize("kind", SHAPES)
 @looped("limit", [2, 20])
 @looped("eos", [frozenset(), frozenset({5, 7})])

@@ -57,6 +57,7 @@ def test_building_it_by_hand_gives_the_reason_too(monkeypatch: pytest.MonkeyPatc
         spec.build(FlashInferConfig())
 
 
+@pytest.mark.costly("a process of its own")
 def test_importing_and_asking_loads_no_flashinfer_and_starts_no_cuda() -> None:
     code = (
         "import sys, emssd_flashinfer as plugin\n"

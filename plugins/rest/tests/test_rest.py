@@ -77,6 +77,7 @@ def test_with_its_own_outputs_in_the_store_the_target_decodes_the_same_in_few_st
 
 
 # A first run of a model takes seconds, and explaining a failure minutes.
+@pytest.mark.costly("many random stores")
 @settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
 @given(

@@ -86,6 +86,7 @@ def test_the_first_layers_alone() -> None:
     assert engine.report.num_drafted > 0
 
 
+@pytest.mark.costly("little memory makes many steps")
 @EVERY_SHAPE
 def test_rows_that_are_preempted_and_prompts_in_pieces(shape: str) -> None:
     run_in_little_memory(drafter(**SHAPES[shape]))

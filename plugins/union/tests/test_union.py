@@ -279,7 +279,7 @@ def test_unknown_options_are_refused_with_those_there_are() -> None:
 
 
 def test_an_unknown_drafter_is_refused_with_those_there_are() -> None:
-    with pytest.raises(PluginError, match=r"unknown drafter 'lama'; did you mean 'llma'\? choose one of cascade, "):
+    with pytest.raises(PluginError, match=r"unknown drafter 'lama'; did you mean 'llma'\? choose one of anpd, "):
         assembled(UnionConfig(["lama"]))
 
 
