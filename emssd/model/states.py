@@ -90,6 +90,7 @@ class _Path:
         inputs: of each token the place of its inputs in this step.
         outputs: of each token its place among the fed ones; -1 if another path computes it, or an earlier step did.
         save: after so many tokens the state goes to `save_slot`; 0 for never.
+        shared: so many of its tokens are the first ones of the path before, whose row it shares.
     """
 
     slot: int
@@ -97,6 +98,7 @@ class _Path:
     outputs: list[int]
     save: int = 0
     save_slot: int = -1
+    shared: int = 0
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class _Step:
     Attributes:
         carried: places of kept inputs among those of the latest step; they come first in this one.
         places: of each new token, in the order of their inputs, its place among the fed ones.
-        paths: longest first.
+        paths: row by row, branches of a tree in the order of a walk through it.
         rows: all rows as they are after the pass.
         parents: of each of this step's inputs that of the token before; -1 before the first.
     """
@@ -119,13 +121,13 @@ class _Step:
     _tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of all paths, ``[2, length]`` inputs and outputs, and ``[paths, 5]`` the paths, for the kernel."""
+        """The tokens of all paths, ``[2, length]`` inputs and outputs, and ``[paths, 6]`` the paths, for the kernel."""
         if self._tables is None:
             ends = [*accumulate(len(path.inputs) for path in self.paths)]
             tokens = [[each for path in self.paths for each in path.inputs]]
             tokens.append([each for path in self.paths for each in path.outputs])
             paths = [
-                [path.slot, end - len(path.inputs), end, path.save, path.save_slot]
+                [path.slot, end - len(path.inputs), end, path.save, path.save_slot, path.shared]
                 for path, end in zip(self.paths, ends, strict=True)
             ]
             self._tables = torch.tensor(tokens), torch.tensor(paths)
@@ -232,7 +234,6 @@ class StateCache:
             new = range(num_inputs, num_inputs := num_inputs + len(feed.places))
             step.places += feed.places
             known[name] = self._plan_row(step, name, replace(known[name], kept=(*known[name].kept, *new)), feed)
-        step.paths.sort(key=lambda path: -len(path.inputs))
         step.rows = known
         return step
 
@@ -249,19 +250,22 @@ class StateCache:
         if not self._whole and not row.ahead and feed.num_drafts < len(feed.places):
             save = feed.kv_len - feed.num_drafts
         done: set[int] = set()
-        inner = set(parents.values())
+        inner, branches, before = set(parents.values()), list[list[int]](), list[int]()
         for leaf in range(feed.start, feed.kv_len):
             if leaf in inner:
                 continue
             indices = [leaf]
             while (parent := parents[indices[-1]]) >= base:
                 indices.append(parent)
-            indices.reverse()
+            branches.append(indices[::-1])
+        for indices in sorted(branches):
             outputs = [feed.places[i - feed.start] if i >= feed.start and i not in done else -1 for i in indices]
             path = _Path(slot + from_slot if base else -1, [row.kept[i - row.first] for i in indices], outputs)
             if save and not done:
                 path.save, path.save_slot = save - base, slot + (not row.flipped)
+            path.shared = sum(one == other for one, other in zip(before, indices, strict=False))
             done.update(indices)
+            before = indices
             step.paths.append(path)
         return replace(row, ahead=save) if save else row
 
@@ -271,7 +275,7 @@ class _Mixer:
 
     def __init__(self, cache: StateCache, step: _Step) -> None:
         self._cache, self._step = cache, step
-        self.longest = len(step.paths[0].inputs)
+        self.longest = max(len(path.inputs) for path in step.paths)
         self.inputs: list[torch.Tensor] = []
         self.states = dict(cache._states)
         self.history = cache._history
@@ -303,12 +307,13 @@ class _Mixer:
         sizes = [shape.numel() for shape in shapes]
         if layer not in self.states:
             self.states[layer] = kept.new_zeros(0, heads, num_keys, num_values)
-        slots, paths = self._room_for(layer), self._step.paths
+        slots = self._room_for(layer)
         if slots.device.type == "cpu" and why_unavailable() is None:
             tables, rates = self._step.tables(), rates if rates is None else rates.contiguous()
             return cast(
                 "torch.Tensor", load_kernels().recur(kept, query.contiguous(), slots, rates, *tables, *decay.shape[2:])
             )
+        paths = sorted(self._step.paths, key=lambda path: -len(path.inputs))
         starts = torch.tensor([path.slot for path in paths], device=kept.device)
         state = slots[starts.clamp_min(0)].masked_fill((starts < 0)[:, None, None, None], 0)
         out = torch.zeros_like(value)

@@ -72,6 +72,14 @@ FAULTS = (
         (WRITTEN_OUT,),
     ),
     Fault(
+        "a branch goes on from a node before its own, in C++",
+        "states",
+        KERNEL,
+        "if (later->shared == i + 1)",
+        "if (later->shared == i + 2)",
+        (WRITTEN_OUT,),
+    ),
+    Fault(
         "keys are not normed",
         "states",
         MIXING,

@@ -125,7 +125,7 @@ struct Recurrence {
 struct Path {
   int64_t slot;
   const int64_t *inputs, *outputs;
-  int64_t length, save, save_slot;
+  int64_t length, save, save_slot, shared;  // `shared`: its first tokens are the first ones of the path before
 };
 
 // Follows all paths; no two save to one slot, and none starts from a slot that another saves to.

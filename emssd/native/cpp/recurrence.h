@@ -8,8 +8,8 @@ namespace {
 
 // inputs [tokens, width]: key [heads, k], value [heads, v], decay [heads, k or 1, v or 1] and beta [heads] or none.
 // query [fed, heads, k]; states [slots, heads, k, v]; rates [k, v]. tokens [2, length] int64: places of inputs and of
-// outputs, -1 for none. paths [paths, 5] int64: the state before, -1 for zeros; their tokens, from and to; after how many
-// the state is saved, and where. Returns [fed, heads, v], with zeros where no path has an output.
+// outputs, -1 for none. paths [paths, 6] int64: the state before, -1 for zeros; their tokens, from and to; after how many
+// the state is saved, and where; how many the path before has computed. Returns [fed, heads, v], with zeros where no path has an output.
 Tensor recur(const Tensor& inputs, const Tensor& query, Tensor& states, const std::optional<Tensor>& rates, const Tensor& tokens,
              const Tensor& paths, int64_t decay_keys, int64_t decay_values) {
   const int64_t heads = states.size(1), keys = states.size(2), values = states.size(3), width = inputs.size(1);
@@ -25,10 +25,11 @@ Tensor recur(const Tensor& inputs, const Tensor& query, Tensor& states, const st
   const int64_t *places = tokens.const_data_ptr<int64_t>(), *all = paths.const_data_ptr<int64_t>(), length = tokens.size(1);
   std::vector<Path> followed;
   for (int64_t i = 0; i < paths.size(0); ++i) {
-    const int64_t* path = all + 5 * i;
-    TORCH_CHECK(0 <= path[1] && path[1] <= path[2] && path[2] <= length && path[0] < states.size(0) && path[4] < states.size(0),
+    const int64_t* path = all + 6 * i;
+    TORCH_CHECK(0 <= path[1] && path[1] <= path[2] && path[2] <= length && path[0] < states.size(0) && path[4] < states.size(0) &&
+                    path[5] <= (i == 0 ? 0 : path[-4] - path[-5]) && path[5] < std::max<int64_t>(path[2] - path[1], 1),
                 "paths lie within the step");
-    followed.push_back({path[0], places + path[1], places + length + path[1], path[2] - path[1], path[3], path[4]});
+    followed.push_back({path[0], places + path[1], places + length + path[1], path[2] - path[1], path[3], path[4], path[5]});
   }
   const Recurrence layer{type_of(states), inputs.const_data_ptr(), query.const_data_ptr(), states.mutable_data_ptr(),
                          rates ? rates->const_data_ptr() : nullptr, out.mutable_data_ptr(), heads, keys, values, width,
