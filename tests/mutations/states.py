@@ -72,11 +72,11 @@ FAULTS = (
         (WRITTEN_OUT,),
     ),
     Fault(
-        "a branch goes on from a node before its own, in C++",
+        "a branch goes on from the end of the one before, in C++",
         "states",
         KERNEL,
-        "if (later->shared == i + 1)",
-        "if (later->shared == i + 2)",
+        "if (path.shared > 0) std::copy_n",
+        "if (path.shared < 0) std::copy_n",
         (WRITTEN_OUT,),
     ),
     Fault(
@@ -118,14 +118,6 @@ FAULTS = (
         "= result[new]",
         "= result[: len(new)]",
         (ROW_BY_ROW,),
-    ),
-    Fault(
-        "a preempted row keeps its text for modules that run row by row",
-        "states",
-        STATES,
-        "            self._rows.pop(name, None)\n",
-        "",
-        ("tests/models/test_per_row.py::test_rows_that_are_preempted_begin_again",),
     ),
     Fault(
         "masks are those of the first texts",
