@@ -96,7 +96,7 @@ def test_two_devices_give_the_tokens_of_one(
     assert [list(row.token_ids) for row in engine.generate(PROMPTS, 16)] == expected
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "mistral", "phi"])
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "mistral", "phi", "qwen3_5_text"])
 def test_hooks_and_weights_that_come_when_they_are_used_change_no_token(architecture: str) -> None:
     expected = [greedy_reference(tiny_model(architecture), prompt, 16, {2}) for prompt in PROMPTS]
     offloaded = accelerate.cpu_offload(tiny_model(architecture), execution_device=CPU)

@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {},  # a sliding window of 7
     "gpt_neox": {},  # queries, keys and values of a head lie side by side in one matrix
     "opt": {},  # the plan is ours
+    "qwen3_5_text": {},  # layers that keep a state
     "granitemoe_swa": {},  # experts, attention sinks, and a sliding window in one layer
 }
 DRAFTERS = ("none", "suffix", "llma", "draft_model", "tree")
