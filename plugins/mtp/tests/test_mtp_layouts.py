@@ -229,7 +229,7 @@ def test_tables_are_the_targets_where_they_are_copies_and_their_own_where_not(ki
 
 
 @looped("tree", [TreeKind.chain, TreeKind.dynamic])
-@looped("kind", KINDS)
+@looped("kind", ["glm", "deepseek", "qwen3_next", "qwen3_5"])
 def test_no_token_depends_on_it(kind: str, tree: TreeKind) -> None:
     model = target(kind)
     spec = model.kv_cache_spec(3)
