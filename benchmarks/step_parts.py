@@ -67,10 +67,10 @@ class Steps:
         self.prompts = torch.randint(4, model.vocab_size, (batch_size, context + 1)).tolist()
         self.context, self.batch = context, self.sampled(SamplingParams())
         for row in self.batch:
-            row.set_cached(0)
+            row.num_cached = 0
         self.runner.run(pack([], Draft.empty(0), [(row, context) for row in self.batch]))
         for row in self.batch:
-            row.set_cached(context)
+            row.num_cached = context
 
     def sampled(self, params: SamplingParams) -> Batch:
         """The rows, sampled in that way."""

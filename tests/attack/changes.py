@@ -65,7 +65,7 @@ def _trained(model: Any, rng: random.Random) -> None:
 
 def _replaced(model: Any, rng: random.Random) -> None:
     """Another module in the place of a linear layer; what it computes is an older one's with other weights."""
-    name, old = rng.choice([each for each in model.named_modules() if isinstance(each[1], torch.nn.Linear)])
+    name, old = rng.choice([each for each in model.named_modules() if type(each[1]) is torch.nn.Linear])
     new = torch.nn.Linear(old.in_features, old.out_features, old.bias is not None, dtype=old.weight.dtype)
     new.load_state_dict({key: _drawn(rng, value) for key, value in old.state_dict().items()})
     model.set_submodule(name, new.requires_grad_(old.weight.requires_grad))
@@ -73,7 +73,7 @@ def _replaced(model: Any, rng: random.Random) -> None:
 
 def _hooked(model: Any, rng: random.Random) -> None:
     """As adapters do it: the weights stay, and a layer gives something else."""
-    layers = [each for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    layers = [each for each in model.modules() if type(each) is torch.nn.Linear]
     factor = rng.choice((-1.0, 0.3, 2.0))
     rng.choice(layers).register_forward_hook(lambda module, given, output: output * factor)
 
