@@ -81,7 +81,7 @@ def nightly(session: nox.Session) -> None:
 def coverage(session: nox.Session) -> None:
     """The tests of CI must cover at least 95 % of all branches. To trace them takes as long again as to run them."""
     measured = ["--cov-branch", *(f"--cov={package}" for package in MEASURED)]
-    session.run(*PYTEST, *measured, "-m", CI, *session.posargs)
+    session.run(*PYTEST, *measured, "-m", f"pretended or {CI}", *session.posargs)  # CI runs both sessions
 
 
 def _say_cpu_seconds(session: nox.Session, run: Callable[[], object]) -> None:
