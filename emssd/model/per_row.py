@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["PerRow", "find_fault"]
 
 _LENGTHS = (11, 23)  # of the passes that show which sizes of arguments are the number of tokens
+_LONG = 1023  # of the pass that shows whether these are the number of tokens in long texts, too
 _Tensors = dict[int, torch.Tensor]
 
 
@@ -92,6 +93,15 @@ class PerRow:
             return True
         return False
 
+    def learn_long_texts(self) -> None:
+        """See how the modules are called in a long text, where models may pad.
+
+        Raises:
+            UnsupportedModelError: they get other tokens than the text's.
+        """
+        if self._calls:
+            self._learn_tables(min(_LONG, self.target.max_model_len - 1))
+
     def _may(self, name: str, module: torch.nn.Module) -> bool:
         """Whether it may be one of them: no layers are in it, as nobody could take hidden states between these."""
         lists = (each for each in module.modules() if isinstance(each, torch.nn.ModuleList))
@@ -116,10 +126,17 @@ class PerRow:
         return found
 
     def _learn_tables(self, length: int) -> None:
-        seen = self._seen(self.names, length)
+        with running(self.target):
+            seen = self._seen(self.names, length)
         for name, call in self._calls.items():
+            given = seen[name][0][0]
+            if any(given[place].shape[1] != length for place in call.by_token):
+                raise UnsupportedModelError(
+                    f"{type(self.target.model).__name__} cannot be served: {name} gets other numbers of tokens than a "
+                    f"text of {length} has, as models that pad do; try a smaller model.max_model_len"
+                )
             for place, sizes in call.sizes.items():
-                new = seen[name][0][0][place]
+                new = given[place]
                 if not torch.equal(_cut(new, sizes, self._length), _cut(call.tables[place], sizes, self._length)):
                     raise UnsupportedModelError(
                         f"{type(self.target.model).__name__} cannot be served: {name} gets other masks for the same "
