@@ -53,7 +53,7 @@ class PageTable:
     @property
     def num_used(self) -> int:
         """Pages that belong to sequences."""
-        return self.num_pages - len(self._free) - len(self._idle)
+        return len(self._holders) - len(self._free) - len(self._idle)
 
     def fits(self, lengths: Mapping[str, int]) -> bool:
         """Whether the pool could hold sequences of these lengths, by request id, and no others.

@@ -34,11 +34,6 @@ class KVPool:
         self.keys = [torch.zeros(0, *keys, dtype=dtype, device=device) for keys, _ in shapes]
         self.values = [torch.zeros(0, *values, dtype=dtype, device=device) for _, values in shapes]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.num_pages * self.page_bytes
-
     def enlarge(self, num_pages: int) -> None:
         """Make room for `num_pages` pages and keep what the pages hold. After an error, it can be called again."""
         for pool in (self.keys, self.values):

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from emssd.drafters import DecoderConfig, Format, HeadFiles, Lent, Loaded, PairedDrafter, TargetSizes, shape_of
+from emssd.drafters import (
+    LAST_NORMED,
+    DecoderConfig,
+    Format,
+    HeadFiles,
+    Lent,
+    Loaded,
+    PairedDrafter,
+    TargetSizes,
+    head_path,
+    shape_of,
+)
 from emssd.drafting import DrafterContext
-from emssd.heads import LAST_NORMED
-from emssd.heads.options import head_path
 from emssd_eagle import EagleConfig
 from emssd_eagle.head import EagleHead
 

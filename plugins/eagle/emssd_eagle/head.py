@@ -11,9 +11,7 @@ from collections.abc import Container
 import torch
 from torch import nn
 
-from emssd.drafters import DecoderConfig, HeadLayer, PairedHead, Rotary
-from emssd.heads import Project
-from emssd.heads.layers import Attend
+from emssd.drafters import Attend, DecoderConfig, HeadLayer, PairedHead, Project, Rotary
 
 __all__ = ["EagleHead"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from emssd.drafters import Lent, PairedDrafter, shape_of
+from emssd.drafters import Lent, PairedDrafter, chosen, head_path, shape_of
 from emssd.drafting import DrafterContext
-from emssd.drafting.shapes import chosen
-from emssd.heads.options import head_path
 from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_eagle3.loading import load_eagle3
 from emssd_eagle3.measuring import MeasuringDrafter

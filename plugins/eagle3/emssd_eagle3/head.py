@@ -12,10 +12,18 @@ from typing import cast
 import torch
 from torch import nn
 
-from emssd.drafters import DecoderConfig, HeadLayer, HeadNorm, PairedHead, Rotary, TargetSizes
-from emssd.heads import Project
-from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.layers import Angles, Attend
+from emssd.drafters import (
+    Angles,
+    Attend,
+    DecoderConfig,
+    HeadLayer,
+    HeadNorm,
+    PairedHead,
+    Project,
+    Rotary,
+    TargetSizes,
+    keep_bytes,
+)
 from emssd_eagle3.variant import Variant
 
 __all__ = ["Eagle3Head"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emssd.drafters import LAST_NORMED
 from emssd.errors import ConfigError
-from emssd.heads import LAST_NORMED
 from emssd_eagle3 import LayerIds
 
 __all__ = ["AuxLayers", "LayerIds", "aux_layers"]

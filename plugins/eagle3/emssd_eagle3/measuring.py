@@ -7,8 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.decoding.packing import pack_nodes
-from emssd.drafters import Lent, PairedDrafter, PairedHead, Shape
+from emssd.drafters import Lent, PairedDrafter, PairedHead, Shape, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Batch
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emssd.drafters import DecoderConfig, TargetSizes
-from emssd.heads import Checkpoint
-from emssd.heads.files import cannot_load
+from emssd.drafters import Checkpoint, DecoderConfig, TargetSizes, cannot_load
 
 __all__ = ["Variant", "variant_of"]
 

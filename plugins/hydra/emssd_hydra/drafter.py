@@ -10,14 +10,21 @@ from dataclasses import replace
 
 import torch
 
-from emssd.attention import Kept
-from emssd.attention.transfer import on_device
-from emssd.decoding.packing import pack_nodes
-from emssd.drafters import GrowingRow, HeadLane, Lent, Shape, StatesDrafter, nodes_of, shape_of
-from emssd.drafters.levels import Level
+from emssd.attention import Kept, on_device
+from emssd.drafters import (
+    GrowingRow,
+    HeadLane,
+    Lent,
+    Level,
+    Shape,
+    StatesDrafter,
+    head_path,
+    keep_bytes,
+    nodes_of,
+    pack_nodes,
+    shape_of,
+)
 from emssd.drafting import DrafterContext
-from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
 from emssd_hydra import HydraConfig
 from emssd_hydra.loading import LoadedHydra, load_hydra

@@ -8,16 +8,16 @@ from emssd.drafters import (
     Format,
     HeadFiles,
     HeadLane,
+    LayerHead,
     Lent,
     Loaded,
     ModelDrafter,
     TargetSizes,
+    check_at_least_one,
     shallow_runner,
 )
 from emssd.drafting import Drafter, DrafterContext
-from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
-from emssd.heads import LayerHead
 from emssd_kangaroo import KangarooConfig
 from emssd_kangaroo.runner import KangarooRunner
 

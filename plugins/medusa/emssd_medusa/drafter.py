@@ -10,11 +10,18 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.drafters import GrowingRow, Lent, Shape, SlotDrafter, StatesDrafter, shape_of
+from emssd.drafters import (
+    LAST_NORMED,
+    GrowingRow,
+    Lent,
+    Shape,
+    SlotDrafter,
+    StatesDrafter,
+    head_path,
+    keep_bytes,
+    shape_of,
+)
 from emssd.drafting import DrafterContext
-from emssd.heads import LAST_NORMED
-from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
 from emssd_medusa import MedusaConfig
 from emssd_medusa.heads import MedusaHeads

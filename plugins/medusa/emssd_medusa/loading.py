@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
-from emssd.heads import LAST_NORMED, Checkpoint, rename
+from emssd.drafters import LAST_NORMED, Checkpoint, Format, HeadFiles, Loaded, TargetSizes, rename
 from emssd_medusa.heads import MedusaHeads
 
 __all__ = ["load_medusa"]

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from emssd.attention import LayerSpec
-from emssd.drafters import PairedHead
+from emssd.drafters import Attend, PairedHead, Project
 from emssd.errors import UnsupportedModelError
-from emssd.heads import Attend, Project
-from emssd.model.interface import ATTENTION_NAME
-from emssd.model.interface import Attend as LayerAttend
+from emssd.model import ATTENTION_NAME
+from emssd.model import Attend as LayerAttend
 
 __all__ = ["MtpHead"]
 

@@ -9,10 +9,18 @@ from dataclasses import replace
 
 import torch
 
-from emssd.drafters import Format, HeadFiles, Lent, Loaded
+from emssd.drafters import (
+    LAST_NORMED,
+    Checkpoint,
+    Format,
+    HeadFiles,
+    Lent,
+    Loaded,
+    drop_copies,
+    made_empty,
+    reading_config,
+)
 from emssd.errors import EmssdError
-from emssd.heads import LAST_NORMED, Checkpoint, drop_copies, made_empty
-from emssd.heads.files import reading_config
 from emssd_mtp.head import MtpHead
 
 __all__ = ["load_mtp"]

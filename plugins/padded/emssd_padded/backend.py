@@ -17,11 +17,11 @@ from emssd.attention import (
     PackedInputs,
     StepMask,
     StepPlan,
+    StepWatch,
+    hidden_nodes,
     masked_attention,
+    on_device,
 )
-from emssd.attention.seen import StepWatch
-from emssd.attention.transfer import on_device
-from emssd.attention.trees import hidden_nodes
 from emssd_padded.slab import SlabTable
 
 __all__ = ["PaddedBackend", "PaddedStep"]

@@ -9,18 +9,20 @@ import torch
 
 from emssd.attention import (
     KVCacheSpec,
+    KVPool,
     LayerSpec,
     PackedInputs,
     PagedKernels,
+    PageShapes,
+    PageTable,
     StepMask,
     StepPlan,
+    StepWatch,
+    depths,
+    hidden_nodes,
     masked_attention,
+    on_device,
 )
-from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool, PageShapes
-from emssd.attention.seen import StepWatch
-from emssd.attention.transfer import on_device
-from emssd.attention.trees import depths, hidden_nodes
 
 __all__ = ["GroupedKernels", "GroupedStep", "RowGroup"]
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from emssd.attention.transfer import to_host
-from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.checked import CheckedDrafter
+from emssd.attention import to_host
+from emssd.drafting import CheckedDrafter, Draft, Drafter, Outcome
 from emssd.sequences import Batch
 from emssd_union.merging import RowDraft, accepted_nodes, children_of, merge, places
 
