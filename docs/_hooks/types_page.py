@@ -48,6 +48,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "emssd.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
     "emssd.native": ("load_kernels", "why_unavailable"),
+    "emssd.console": ("steady",),
     "emssd.files": ("atomic_folder",),
 }
 """Modules of which only some names are public."""
