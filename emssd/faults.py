@@ -19,7 +19,7 @@ _LONGEST = 600  # characters of a stranger's message
 
 
 def told(error: BaseException) -> str:
-    """What went wrong, in one printable line with the class of the exception; a `PluginError` needs none."""
+    """An error as one printable line with the class of the exception; a `PluginError` needs none."""
     try:
         text = str(error)
     except BaseException as other:  # a stranger's exception may be as broken as what raised it

@@ -103,7 +103,7 @@ class PackedInputs:
         return tokens, places
 
     def on(self, device: torch.device) -> StepInputs:
-        """What the model reads, moved to `device` in one copy."""
+        """The model's inputs, moved to `device` in one copy."""
         if self.drafted is None:
             return StepInputs(*together([self.input_ids, self.position_ids, self.logit_rows], device))
         inputs = [self.input_ids, self.position_ids, self.logit_rows, self.drafted.places]

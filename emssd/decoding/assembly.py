@@ -241,7 +241,7 @@ def _options(given: dict[str, Any]) -> EngineOptions:
 
 
 def eos_token_ids(target: TargetModel, tokenizer: Any) -> frozenset[int]:
-    """What ends a sequence: the model's generation config, else its config, else its tokenizer; may be empty.
+    """The tokens that end a sequence: the model's generation config, else its config, else its tokenizer; may be empty.
 
     Raises:
         ConfigError: these are no token ids.

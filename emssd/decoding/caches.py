@@ -102,7 +102,7 @@ class Caches:
         return ContinuousScheduler(options.batch_size, options.max_step_tokens, worst_case=worst_case)
 
     def _limit(self) -> str | None:
-        """What the user asks for; else, on a GPU, most of what is free, if the backend keeps to limits at all."""
+        """The user's limit; else, on a GPU, most of the free memory, if the backend keeps to limits at all."""
         if self.options.kv_memory is not None or self.target.device.type == "cpu":
             return self.options.kv_memory
         limited = dataclasses.replace(self.target, max_tokens=1)

@@ -136,7 +136,7 @@ def _first_difference(
 
 
 def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
-    """What may have been compared at `node`, ``[vocab]`` each: scores, and those behind cut-offs that rounding moved.
+    """Scores that may have been compared at `node`, ``[vocab]`` each, also with cut-offs that rounding moved.
 
     Top-k and the like cut sharply, so that a token at the edge is in or out by the last bits of logits.
     """

@@ -1,4 +1,4 @@
-"""What the target chooses behind the newest token of every row, and behind every token of its draft."""
+"""The target's choice after the newest token of every row, and after every token of its draft."""
 
 from __future__ import annotations
 

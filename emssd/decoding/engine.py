@@ -280,7 +280,7 @@ class Engine(Assembled):
             raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
 
     def _schedule(self) -> tuple[Schedule, Batch]:
-        """What this step computes, and its batch as plugins see it; rows that lose their KV to others give it back."""
+        """The schedule of this step, and its batch as plugins see it. Preempted rows give their KV back."""
         if not self._in_run:
             self.runner.begin()
         self._in_run = True

@@ -1,4 +1,4 @@
-"""What plugins and the report get after a step: its `Outcome`, and its figures."""
+"""The `Outcome` of a step, for plugins, and its figures, for the report."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def make_runner(
 
 
 def lent(target: TargetModel) -> BorrowedTarget:
-    """What drafters may borrow of a target, whole or in shards."""
+    """The parts of a target, whole or in shards, that drafters may borrow."""
     return BorrowedTarget(target) if target.shard is None else LendingShard(target)
 
 

@@ -29,7 +29,7 @@ class Prefill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the next step computes.
+    """The work of the next step.
 
     Attributes:
         batch: rows whose tokens are all computed by this step, so that they can be drafted for and verified.

@@ -122,7 +122,7 @@ class LevelDrafter(Drafter):
         return self._goes_on is None and isinstance(shape, DynamicShape) and shape.width == 1 and self._all_greedy
 
     def chain_of(self, rows: Seq[GrowingRow], table: torch.Tensor | None = None) -> Chain:
-        """What `Program.run_chain` is to draft, of greedy chains."""
+        """The greedy chains that `Program.run_chain` is to draft."""
         shape = self.shape
         assert isinstance(shape, DynamicShape), "chains of another shape"
         lengths = [min(row.tree.depth, row.tree.max_cached + 1) for row in rows]

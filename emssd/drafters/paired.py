@@ -103,7 +103,7 @@ class PairedDrafter(StatesDrafter):
         return logits
 
     def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """What the head reads, ``[nnz, 2 * hidden]``, of tokens beside ``features [nnz, hidden]``."""
+        """The head's inputs ``[nnz, 2 * hidden]``: tokens beside ``features [nnz, hidden]``."""
         return torch.cat(
             [self._head.embed(on_device(token_ids, features.device), self._target.embed), features], dim=-1
         )

@@ -47,7 +47,7 @@ class HiddenStates:
             yield name, start, tuple([states[begin:end] for states in self.states])
 
     def of(self, layers: Seq[int]) -> HiddenStates:
-        """Those of `layers`, in this order, with tensors of their own."""
+        """The states of `layers`, in this order, in tensors of their own."""
         states = tuple([self.states[self.layers.index(layer)] for layer in layers])
         if self.places is not None:
             index = on_device(self.places, states[0].device) if states else None

@@ -62,7 +62,7 @@ class DraftStages:
 
     @property
     def policy(self) -> BudgetPolicy:
-        """What decides before each drafter, between its passes, and afterwards."""
+        """The budget policy: it decides before each drafter, between its passes, and afterwards."""
         return self._policy
 
     @policy.setter
@@ -233,7 +233,7 @@ def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
 
 
 def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
-    """What of each row to verify if the policy wants ``lengths [B]``: rows with a `q` are left whole.
+    """The number of tokens to verify of each row, if the policy wants ``lengths [B]``: rows with a `q` are left whole.
 
     Otherwise tokens would be dropped by what they are, or by what followed them; see `emssd.sampling.residual`.
     """

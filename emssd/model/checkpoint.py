@@ -1,4 +1,4 @@
-"""What a folder or hub id holds, whole or not at all: config, weights and tokenizer; if not, one sentence on why."""
+"""Reads config, weights and tokenizer of a folder or hub id, whole or not at all; if not, one sentence on why."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _cannot(path: str, why: str) -> ConfigError:
 
 
 def _sentence(error: Exception) -> str:
-    """What `error` says, in one line; its type too, where the text alone would say little."""
+    """The message of `error` in one line; its type too, where the text alone would say little."""
     from huggingface_hub.errors import StrictDataclassError
 
     text = " ".join(_ANSI.sub("", str(error)).split())

@@ -100,7 +100,7 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
-    """What `run`, like `HookedModel.run`, gives for two short sequences packed into one row.
+    """The outputs of `run`, a function like `HookedModel.run`, for two short sequences packed into one row.
 
     Returns:
         Logits ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.

@@ -1,4 +1,4 @@
-"""What is registered with Transformers: the attention function that models call, and the masks that they ask for."""
+"""Registers with Transformers the attention function that models call, and the masks that they ask for."""
 
 from __future__ import annotations
 

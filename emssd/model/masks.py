@@ -1,4 +1,4 @@
-"""What a model asks through its attention masks alone: a sliding window, or what emssd does not serve."""
+"""Finds the rules that a model states in its masks alone: a sliding window, or one that emssd does not serve."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def _dims(one: torch.Tensor, other: torch.Tensor, short: int, long: int) -> tupl
 
 @dataclass(slots=True)
 class _Events:
-    """What goes into modules and comes out of them in a pass, in order: key, module that runs then, tensors."""
+    """The inputs and outputs of modules in a pass, in order: key, module that runs then, tensors."""
 
     seen: dict[tuple[Any, ...], tuple[str, list[Any]]] = field(default_factory=dict)
     stack: list[str] = field(default_factory=lambda: [""])

@@ -191,7 +191,7 @@ def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
 
 @contextmanager
 def running(target: HookedModel) -> Iterator[None]:
-    """What a model cannot do is no traceback: no kernel for this dtype or device, inputs beyond tokens, no memory."""
+    """Turns a model's failure into a sentence: no kernel for this dtype or device, inputs beyond tokens, no memory."""
     try:
         with torch.inference_mode():
             yield

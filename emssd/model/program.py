@@ -25,7 +25,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Chain(NamedTuple):
-    """What `Program.run_chain` drafts.
+    """The chains that `Program.run_chain` drafts.
 
     Attributes:
         lengths: ``[r]`` tokens of each row, at least 1.
@@ -139,7 +139,7 @@ class Program:
         return tokens, shares
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What the program calls in the place of attention."""
+        """Called by the program in place of attention."""
         assert self._attend is not None, "attention outside of a step"
         count = self._num_tokens
         try:

@@ -20,7 +20,7 @@ __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner"]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What one step computed.
+    """The results of one step.
 
     Attributes:
         logits: ``[R, vocab]``, one row for each of the step's `PackedInputs.logit_rows`.
@@ -178,7 +178,7 @@ class CausalLMRunner(ModelRunner):
         return tokens
 
     def _announce(self, packed: PackedInputs) -> None:
-        """What is to happen between a plan that succeeded and its pass."""
+        """Called between a plan that succeeded and its pass."""
 
     def _compute(self, plan: StepPlan) -> Computed:
         return self.model(plan, self.backend, self._hidden)

@@ -137,4 +137,4 @@ def _handed_on(*arguments: Any, **keywords: Any) -> torch.Tensor:
 
 
 def _ignored(*_: Any) -> None:
-    """What a hook does in other threads."""
+    """The hook in other threads: it does nothing."""

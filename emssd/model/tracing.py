@@ -38,7 +38,7 @@ logger = logging.getLogger("emssd")
 
 
 class _Traced(torch.nn.Module):
-    """What is exported: one step, with attention as an operator. It gives logits, and the hidden states asked for."""
+    """The module to export: one step, with attention as an operator. It gives logits, and the wanted hidden states."""
 
     def __init__(self, target: HookedModel, hidden: tuple[int, ...]) -> None:
         super().__init__()

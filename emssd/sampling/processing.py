@@ -38,7 +38,7 @@ def processed(
 
 
 def warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What temperature, top-k, top-p, min-p and typical-p leave of ``scores [r, vocab]``; -inf for other tokens."""
+    """``scores [r, vocab]`` after temperature, top-k, top-p, min-p and typical-p; -inf for tokens that these drop."""
     from transformers.generation import logits_process as of
 
     if params.temperature != 1:

@@ -1,4 +1,4 @@
-"""What is known of one drafter: how good its drafts are for each row, how long it takes, and when to try it again."""
+"""Measures of one drafter: how good its drafts are for each row, how long it takes, and when to try it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between EAGLE-3 heads: the flags of their configs, in one place."""
+"""The differences between EAGLE-3 heads: the flags of their configs, in one place."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _ALIGNMENT = 8  # slots; a divisor of `_SLOT_ROUNDING`
 
 @dataclass(slots=True)
 class PaddedStep:
-    """What `PaddedBackend.forward` reads: queries ``[B, n_max]`` attend over keys ``[B, slots]``.
+    """The inputs of `PaddedBackend.forward`: queries ``[B, n_max]`` attend over keys ``[B, slots]``.
 
     Attributes:
         places: ``[B * n_max]`` int64, the fed token at each place of the rectangle of queries; places behind the end

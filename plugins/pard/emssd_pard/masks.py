@@ -14,7 +14,7 @@ _NAMES = ("pard_token", "ptd_token_id")  # of the authors, and what vLLM reads b
 
 
 def config_of(path: str) -> Mapping[str, Any]:
-    """What ``config.json`` of a model holds that was loaded from this folder or hub id."""
+    """The ``config.json`` of a model that was loaded from this folder or hub id."""
     from transformers import PretrainedConfig
 
     local = Path(path).expanduser()

@@ -57,7 +57,7 @@ class RowGroup:
 
 @dataclass(slots=True)
 class GroupedStep:
-    """What `GroupedKernels.forward` reads.
+    """The inputs of `GroupedKernels.forward`.
 
     Attributes:
         slots: ``[nnz]`` int64, where the new KV goes.
@@ -176,7 +176,7 @@ class GroupedKernels(PagedKernels):
         )
 
     def _mask(self, packed: PackedInputs, rows: list[int], positions: torch.Tensor, num_slots: int) -> StepMask:
-        """What the queries of `rows`, at ``positions [r, n]``, see of `num_slots` tokens of KV each."""
+        """The mask of the queries of `rows` at ``positions [r, n]``, over `num_slots` tokens of KV each."""
         device = self._spec.device
         trees = [packed.trees[row] for row in rows] if packed.trees is not None else []
         if not any(trees):

@@ -15,7 +15,7 @@ __all__ = ["SelfConfig", "TreeKind", "emssd_drafters"]
 
 
 class TreeKind(str, Enum):
-    """What a row's draft looks like."""
+    """The shape of a row's draft."""
 
     chain = "chain"
     dynamic = "dynamic"
