@@ -89,7 +89,8 @@ class guarded(process_kept):  # noqa: N801
         reason = error or left
         if reason is None or isinstance(error, KeyboardInterrupt):
             return False
-        if not isinstance(reason, DraftError if self._in_step else EmssdError) or reason is left:
+        passes = DraftError if self._in_step else EmssdError
+        if reason is left or not isinstance(reason, passes):
             failure = PluginError(f"{self._owner} failed in {self._where}: {told(reason)}")
             failure.__cause__ = reason
         elif self._failed is None:

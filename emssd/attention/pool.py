@@ -56,8 +56,6 @@ def fixed_num_pages(spec: KVCacheSpec, page_size: int, page_bytes: int, free_byt
     heads and the page of the padding tokens count against it, so a few tokens less may fit.
 
     Args:
-        spec: of the cache.
-        page_size: tokens per page.
         page_bytes: bytes of one page over all layers.
         free_bytes: bytes of the device that the pool may take.
 

@@ -91,7 +91,6 @@ def compare(
 
     Args:
         generations, plain: of the same requests, in the same order.
-        runner: of the target.
         sampling: by request id, how both chose their tokens; greedily by default.
         states: by request id, the state in front of the output, of those with a grammar.
     """

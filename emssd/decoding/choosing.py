@@ -31,7 +31,6 @@ def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Te
 
     Args:
         logits: ``[R, vocab]``: of each row the logits behind its newest token, then behind each of its drafted tokens.
-        rows: of the step.
         draft: trees for them; all ids are in the vocabulary.
     """
     if all(map(_is_greedy, rows)):
@@ -51,7 +50,6 @@ def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[in
     Args:
         logits: ``[B + num_draft, vocab]``: of each row the logits behind its newest token, then behind each of its
             drafted tokens.
-        rows: of the step.
         draft: trees for them; all ids are in the vocabulary.
     """
     found = dict[int, Verdict]()

@@ -24,10 +24,8 @@ def outcome_of(
     """The outcome of a step whose rows have been advanced.
 
     Args:
-        batch: its rows.
         draft, verified: what was verified, and the result of each row.
         packed: the step: the rows of the batch, each with its draft behind its tokens, then pieces of prompts.
-        output: what the target computed.
     """
     best = [each.candidates for each in verified if each.candidates is not None]
     return Outcome(

@@ -21,7 +21,6 @@ def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tu
     A GPU's host waits once. A probability that is not a number counts as 0, as behind a model that overflowed.
 
     Args:
-        logits: of any floating type.
         width: at least 1; cut to the vocabulary.
         temperature: that logits are divided by.
     """

@@ -138,9 +138,7 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, 
     """A copy of `draft` that keeps the rules, and that nobody else can write to; see `check_draft`.
 
     The distributions of its `q` are not copied, as they are large. Who writes to them says something else about them.
-
-    Raises:
-        DraftError: it is no `Draft`, or breaks a rule.
+    Raises DraftError: it is no `Draft`, or breaks a rule.
     """
     if not isinstance(draft, Draft):
         raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.drafting.Draft")
@@ -163,9 +161,7 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
     """Test a draft against the rules of the interface.
 
     Args:
-        draft: what a drafter returned.
         batch, budget: the arguments of `Drafter.propose`.
-        vocab_size: of the target.
         trees: the drafter's `drafts_trees`.
 
     Raises:
@@ -260,10 +256,8 @@ def _check_q(draft: Draft, vocab_size: int) -> None:
 
 
 def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
-    """Test ids against the vocabulary; those on a device are tested when verification brings them to the host.
-
-    Raises:
-        DraftError: an id is outside of it.
+    """Test ids against the vocabulary; those on a device are tested when verification brings them to the host. Raises
+    DraftError: an id is outside of it.
     """
     low, high = min(token_ids, default=0), max(token_ids, default=0)
     if low < 0 or high >= vocab_size:

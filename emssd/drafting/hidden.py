@@ -56,11 +56,7 @@ class HiddenStates:
 
 
 def checked_layers(layers: object) -> tuple[int, ...]:
-    """`Drafter.hidden_layers` as it should be.
-
-    Raises:
-        DraftError: it is something else.
-    """
+    """`Drafter.hidden_layers` as it should be. Raises DraftError: it is something else."""
     if not isinstance(layers, (tuple, list)) or not all(type(layer) is int and layer >= -1 for layer in layers):
         raise DraftError(
             f"its hidden_layers are {layers!r}; give a tuple of integers: 0 for what the target's first layer gets, "

@@ -148,10 +148,8 @@ class DraftStages:
         return {name for name, answer in zip(names, answers, strict=False) if answer}
 
     def _asked(self, method: str, limits: Seq[int], *arguments: Any) -> list[int]:
-        """The decision of a `method` of the policy.
-
-        Raises:
-            PluginError: it fails, or gives anything else than one number in ``0..limits[row]`` for each row.
+        """The decision of a `method` of the policy. Raises PluginError: it fails, or gives anything else than one
+        number in ``0..limits[row]`` for each row.
         """
         with guarded(self._policy_name, method, in_step=True):
             lengths = list(map(index, getattr(self._policy, method)(*arguments)))

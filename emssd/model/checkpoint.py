@@ -127,10 +127,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def files_of(path: str) -> list[Path]:
-    """The files that loading `path` reads, in order; none of a hub id that is not on this machine.
-
-    Raises:
-        ConfigError: a folder that is not there.
+    """The files that loading `path` reads, in order; none of a hub id that is not on this machine. Raises ConfigError:
+    a folder that is not there.
     """
     from huggingface_hub import snapshot_download
 
@@ -144,11 +142,7 @@ def files_of(path: str) -> list[Path]:
 
 
 def _source(path: str) -> str:
-    """The folder of an embedded model, or `path` itself.
-
-    Raises:
-        ConfigError: a folder that is not there.
-    """
+    """The folder of an embedded model, or `path` itself. Raises ConfigError: a folder that is not there."""
     if path in _EMBEDDED:
         from emssd.demo import model_path
 

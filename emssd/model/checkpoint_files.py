@@ -25,9 +25,7 @@ _AGAIN = "copy or download it again"
 
 def check_json(source: str) -> None:
     """Make sure that the small files of the folder `source` are objects of JSON, and all shards of weights are there.
-
-    Raises:
-        ConfigError: with the file.
+    Raises ConfigError with the file.
     """
     folder = Path(source)
     if not folder.is_dir():

@@ -52,7 +52,6 @@ class HookedModel:
     """A causal LM that is called with another attention. Between two calls the model is left as it was.
 
     Attributes:
-        shard: as given.
         device: where the logits come out, and all else is that is not a layer's own.
         is_spread: whether Accelerate moves what the model computes from device to device.
         layers: shape and rules of each attention layer, once they are known.

@@ -48,11 +48,7 @@ class _Call:
 
 @dataclass(slots=True)
 class PerRow:
-    """The modules of a model that run row by row.
-
-    Args:
-        target: whose model it is.
-    """
+    """The modules of a model that run row by row."""
 
     target: HookedModel
     _calls: dict[str, _Call] = field(default_factory=dict)

@@ -172,7 +172,6 @@ class StateCache:
         """For the pass of a step.
 
         Args:
-            packed: the step.
             token_index: ``[nnz]``, see `emssd.attention.StepPlan`.
         """
         places = range(packed.num_tokens) if token_index is None else token_index.tolist()

@@ -156,7 +156,6 @@ def as_arrays(rows: Seq[int], nodes: Seq[Node], num_tokens: int) -> list[torch.T
     Args:
         rows: ``[n]`` of the logits, which are on the CPU.
         nodes: ``[n]``, whose params are quick.
-        num_tokens: of the vocabulary.
     """
     each = [node.params for node in nodes]
     warps = [value for p in each for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]

@@ -22,7 +22,6 @@ def processed(
 
     Args:
         logits: ``[r, vocab]`` of the model.
-        params: of all of them.
         prefixes: ``[r]`` the tokens before each choice, prompt included; only where `params` read it.
         num_prompt: ``[r]`` how many of these are the prompt; as `prefixes`.
     """

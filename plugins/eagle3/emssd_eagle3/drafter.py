@@ -13,11 +13,8 @@ __all__ = ["load_drafter"]
 
 
 def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter:
-    """A drafter with the head of `config`.
-
-    Raises:
-        ConfigError: an option cannot work, or there is no such head for this target.
-        OutOfMemoryError: the target's device has no room for it.
+    """A drafter with the head of `config`. Raises ConfigError: an option cannot work, or there is no such head for this
+    target; or OutOfMemoryError: the target's device has no room for it.
     """
     shape = shape_of(config, "emssd.heads", top_k=config.top_k)
     layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)

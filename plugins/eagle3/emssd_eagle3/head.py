@@ -48,9 +48,7 @@ class Eagle3Head(PairedHead):
     """An EAGLE-3 head.
 
     Args:
-        variant: what kind it is.
         names: of the module's tensors that the checkpoint has.
-        target: that it drafts for.
 
     Attributes:
         mask_token_id: of a head that drafts in parallel, the token in the place of those that are drafted.
@@ -108,7 +106,6 @@ class Eagle3Head(PairedHead):
         Args:
             inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
             position_ids: ``[b, n]``.
-            attend: computes attention.
         """
         embeds, features = inputs.chunk(2, dim=-1)
         angles = self.rotary(position_ids, inputs.dtype)

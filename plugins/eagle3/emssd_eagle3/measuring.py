@@ -34,10 +34,7 @@ class MeasuringDrafter(PairedDrafter):
     give the hidden states of both.
 
     Args:
-        head: with its weights.
         readings: the likelier first, which is kept if they do equally well.
-        shape: of the trees.
-        lent: what it borrows.
     """
 
     def __init__(self, head: PairedHead, readings: tuple[Reading, Reading], shape: Shape, lent: Lent) -> None:

@@ -23,7 +23,6 @@ class Variant:
         norm_before_fc: one norm over all hidden states before `fc`.
         fc_norm: a norm for each hidden state before `fc`.
         norm_output: the feature that is fed back is normed, once for itself and the logits.
-        logit_scale: factor of the logits.
         layer_ids: the config's numbers of the target's layers, whose meaning differs; ``None`` without.
         nested_ids: they stand in ``eagle_config``, where SGLang and SpecForge have them.
         container: of the library ``speculators``.

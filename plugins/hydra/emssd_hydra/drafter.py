@@ -57,11 +57,8 @@ class HydraDrafter(StatesDrafter):
 
     @classmethod
     def load(cls, config: HydraConfig, context: DrafterContext) -> HydraDrafter:
-        """Load the heads of `config`.
-
-        Raises:
-            ConfigError: an option cannot work, or there are no such heads for this target.
-            OutOfMemoryError: the target's device has no room for them.
+        """Load the heads of `config`. Raises ConfigError: an option cannot work, or there are no such heads for this
+        target; or OutOfMemoryError: the target's device has no room for them.
         """
         shape_of(config, "emssd_hydra", top_k=config.top_k)
         path, lent = head_path(config.path, "hydra"), Lent.by(context, "hydra")

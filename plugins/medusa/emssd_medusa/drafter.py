@@ -37,9 +37,7 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
     token from it. The head at 0 guesses the first drafted token. No head knows what the others guess.
 
     Args:
-        heads: with their weights.
         shape: of the trees; one child for each node makes chains.
-        target: that they draft for.
     """
 
     hidden_layers = (LAST_NORMED,)
@@ -51,11 +49,8 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
 
     @classmethod
     def load(cls, config: MedusaConfig, context: DrafterContext) -> MedusaDrafter:
-        """Load the heads of `config`.
-
-        Raises:
-            ConfigError: an option cannot work, or there are no such heads for this target.
-            OutOfMemoryError: the target's device has no room for them.
+        """Load the heads of `config`. Raises ConfigError: an option cannot work, or there are no such heads for this
+        target; or OutOfMemoryError: the target's device has no room for them.
         """
         shape_of(config, "emssd_medusa", top_k=config.num_nodes)
         path, lent = head_path(config.path, "medusa"), Lent.by(context, "medusa")

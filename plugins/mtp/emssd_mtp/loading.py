@@ -45,7 +45,6 @@ def load_mtp(path: str, lent: Lent) -> Loaded[MtpHead]:
 
     Args:
         path: folder, file of weights or hub id of the target's checkpoint, or of one with the layer alone.
-        lent: the target.
 
     Raises:
         ConfigError: there is no such layer, or none for this target, or it is not whole.

@@ -50,10 +50,8 @@ class PardDrafter(SlotDrafter, ModelDrafter):
 
     @classmethod
     def load(cls, config: PardConfig, context: DrafterContext) -> PardDrafter:
-        """Load the model of `config`.
-
-        Raises:
-            ConfigError: it does not share the target's vocabulary, or was not trained to draft in parallel.
+        """Load the model of `config`. Raises ConfigError: it does not share the target's vocabulary, or was not trained
+        to draft in parallel.
         """
         if config.path is None:
             raise ConfigError("drafter=pard drafts with a model that was trained for it: give drafter.path=FOLDER")

@@ -29,7 +29,6 @@ def mask_token(path: str, config: Mapping[str, Any], vocab_size: int, chosen: in
         path: of the model, for messages.
         config: the values of its ``config.json``.
         vocab_size: of the draft model, which may be larger than the target's.
-        chosen: the user's own.
 
     Raises:
         ConfigError: there is none, or the model is one of PARD-2.
