@@ -18,9 +18,10 @@ from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import uniforms
 from emssd.sequences import Row
 
-__all__ = ["choices", "drawn_nodes", "first_node", "nodes_of", "states_in", "states_of", "verdicts"]
+__all__ = ["GREEDY", "choices", "drawn_nodes", "first_node", "nodes_of", "states_in", "states_of", "verdicts"]
 
-_GREEDY = Node(SamplingParams(temperature=0.0))
+GREEDY = Node(SamplingParams(temperature=0.0))
+"""The node of a row of which nothing but greedy tokens is wanted, wherever it is."""
 
 
 def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Tensor:
@@ -75,7 +76,7 @@ def nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
     Those of a row with `residual` sampling are greedy: nobody knows beforehand what `verdicts` will draw there.
     """
     if _is_greedy(row):
-        yield from [_GREEDY] * (1 + len(draft.tree(place)))
+        yield from [GREEDY] * (1 + len(draft.tree(place)))
     else:
         yield from drawn_nodes(row, draft, place)
 

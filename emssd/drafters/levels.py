@@ -15,7 +15,7 @@ import torch
 
 from emssd.attention import PackedInputs
 from emssd.attention.transfer import on_device, to_host
-from emssd.decoding.choosing import first_node
+from emssd.decoding.choosing import GREEDY, first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import likelihood, top_choices, top_tokens
 from emssd.drafters.lanes import Lane
@@ -90,7 +90,7 @@ class LevelDrafter(Drafter):
         rows = self._begin(batch, budget)
         if not rows:
             return Draft.empty(len(batch))
-        self._all_greedy = False not in [row.node.params.is_greedy for row in rows]
+        self._all_greedy = False not in [row.node is GREEDY or row.node.params.is_greedy for row in rows]
         if not self.grow_chains(rows):
             self._grow_trees(rows)
         self.finish(rows)
@@ -143,7 +143,7 @@ class LevelDrafter(Drafter):
 
     def node_of(self, row: Row) -> Node:
         """Where the target chooses the token after the newest one of `row`."""
-        return first_node(row)
+        return GREEDY if row.request.sampling is None else first_node(row)
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
         """The rows that may and can draft."""
