@@ -17,7 +17,7 @@ __all__ = ["HeadLane", "KVCache", "Lane", "fed"]
 
 
 class KVCache(Protocol):
-    """What a `Lane` needs of an `AttentionBackend` or a `ModelRunner`."""
+    """The methods that a `Lane` needs of an `AttentionBackend` or a `ModelRunner`."""
 
     def commit(self, kept: Kept) -> None: ...
     def release(self, request_ids: Iterable[str]) -> None: ...

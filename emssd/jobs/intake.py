@@ -194,10 +194,8 @@ def to_requests(
 
 
 def _check_grammar(config: RunConfig, engine: Engine, prompt: Prompt, request: Request) -> None:
-    """Make sure that outputs can be held to the grammar of `request`, if it has one.
-
-    Raises:
-        PromptError: they cannot, and `prompt` names it. ConfigError: it is that of the run.
+    """Make sure that outputs can be held to the grammar of `request`, if it has one. Raises PromptError: they cannot,
+    and `prompt` names it. ConfigError: it is that of the run.
     """
     if request.sampling is None or request.sampling.grammar is None:
         return

@@ -49,11 +49,7 @@ class _Call:
 
 @dataclass(slots=True)
 class PerRow:
-    """The modules of a model that run row by row.
-
-    Args:
-        target: whose model it is.
-    """
+    """The modules of a model that run row by row."""
 
     target: HookedModel
     _calls: dict[str, _Call] = field(default_factory=dict)
@@ -236,7 +232,7 @@ def _dims(one: torch.Tensor, other: torch.Tensor, short: int, long: int) -> tupl
 
 @dataclass(slots=True)
 class _Events:
-    """What goes into modules and comes out of them in a pass, in order: key, module that runs then, tensors."""
+    """The inputs and outputs of modules in a pass, in order: key, module that runs then, tensors."""
 
     seen: dict[tuple[Any, ...], tuple[str, list[Any]]] = field(default_factory=dict)
     stack: list[str] = field(default_factory=lambda: [""])

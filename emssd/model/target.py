@@ -42,7 +42,7 @@ _PAYS = 4  # times as long as compiling: a program saves about half of that, and
 
 
 class Computed(NamedTuple):
-    """What a pass gives.
+    """The results of a pass.
 
     Attributes:
         logits: ``[b * m, vocab]`` of a whole plan, ``[R, vocab]`` of the wanted rows.

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.attention.pool import KVPool
-from emssd.attention.transfer import on_device
+from emssd.attention import KVCacheSpec, KVPool, LayerSpec, on_device
 from emssd.errors import ConfigError, OutOfMemoryError, PluginError
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, StaticInputs

@@ -12,12 +12,17 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from emssd.attention.interface import KVCacheSpec, LayerSpec, StepPlan
-from emssd.attention.packed import PackedInputs
-from emssd.attention.paged import PagedKernels
-from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool, PageShapes
-from emssd.attention.transfer import on_device
+from emssd.attention import (
+    KVCacheSpec,
+    KVPool,
+    LayerSpec,
+    PackedInputs,
+    PagedKernels,
+    PageShapes,
+    PageTable,
+    StepPlan,
+    on_device,
+)
 from emssd.errors import ConfigError
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, page_metadata, tree_mask
