@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError

@@ -190,11 +190,9 @@ class Grammars:
         if grammar not in self._valid:
             is_wrong, said = known.LLMatcher.validate_grammar_with_warnings(text, self._own_tokenizer)
             if is_wrong or said:
-                what = grammar.kind.replace("json_schema", "JSON schema").replace("lark", "Lark grammar")
-                what = what.replace("regex", "regular expression")
-                raise ConfigError(
-                    f"sampling.grammar: llguidance cannot follow this {what}: {' '.join(said[0].split()):.300}"
-                )
+                names = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+                what, told = names[grammar.kind], f"{' '.join(said[0].split()):.300}"
+                raise ConfigError(f"sampling.grammar: llguidance cannot follow this {what}: {told}")
             self._valid.add(grammar)
         matcher = _Matcher(known.LLMatcher(self._own_tokenizer, text), grammar, ends, self._own_tokenizer)
         matcher.check()
