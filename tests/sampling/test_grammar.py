@@ -233,6 +233,20 @@ def test_the_finish_reason_says_where_a_text_was_cut() -> None:
     assert (done.finish_reason, done.token_ids[-1]) == (FinishReason.EOS, EOS)
 
 
+def test_stop_strings_and_limits_cut_in_the_middle_of_a_value_at_the_same_token_whatever_drafts() -> None:
+    sampling = SamplingParams(temperature=1.0, grammar=r'regex:\{"name": "[ab10]{6}", "true": (true|10)\}')
+    for drafter in ("none", "suffix", RandomDrafter(VOCAB, 5), TreeDrafter(VOCAB, 8, seed=2)):
+        engine = make_engine(drafter)
+        (stopped,) = engine.generate([(40, 50, 60)], 30, stop=["1", "0", "b"], sampling=sampling)
+        (cut,) = engine.generate([(40, 50, 60)], 4, sampling=sampling)
+        (whole,) = engine.generate([(40, 50, 60)], 30, sampling=sampling)
+        assert (stopped.finish_reason, cut.finish_reason) == (FinishReason.STOP, FinishReason.LENGTH)
+        assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+        assert cut.token_ids == whole.token_ids[:4]
+        assert not is_valid(stopped.text or "", Grammar.of(sampling.grammar))
+        assert is_valid(whole.text or "", Grammar.of(sampling.grammar))
+
+
 def test_without_eos_in_a_request_the_text_goes_on_with_eos_to_its_limit() -> None:
     asked = replace(requests(["regex:ab"], limit=6)[0], eos_token_ids=frozenset())
     done = decode(make_engine(RandomDrafter(VOCAB, 4)), [asked])["0"]
