@@ -90,7 +90,7 @@ class guarded(process_kept):  # noqa: N801
         if reason is None or isinstance(error, KeyboardInterrupt):
             return False
         passes = DraftError if self._in_step else EmssdError
-        if reason is left or not isinstance(reason, passes):
+        if not isinstance(reason, passes) or (left is not None and reason is left):
             failure = PluginError(f"{self._owner} failed in {self._where}: {told(reason)}")
             failure.__cause__ = reason
         elif self._failed is None:

@@ -183,6 +183,7 @@ class Assembled:
             budget=budget,
             eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else frozenset(eos),
             budget_name=budget_name,
+            force_tokens=options.force_tokens,
         )
 
 

@@ -49,6 +49,7 @@ class Engine(Assembled):
         drafter_name, budget_name: how errors call the drafter and the budget policy.
         on_drafter_error: ``"disable"`` goes on without a drafter that fails, with a warning; ``"fail"`` raises.
         make_timer: makes what times a step.
+        force_tokens: draft the tokens to which a grammar leaves no choice, in front of the drafters.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Engine(Assembled):
         budget_name: str | None = None,
         on_drafter_error: str = "disable",
         make_timer: Callable[[], StepTimer] = StepTimer,
+        force_tokens: bool = True,
     ) -> None:
         self.runner = runner
         drafters = [drafter] if isinstance(drafter, Drafter) else drafter
@@ -83,7 +85,7 @@ class Engine(Assembled):
         self.scheduler = scheduler or ContinuousScheduler(batch_size)
         self.batch_size = self.scheduler.batch_size
         self.report = RunReport()
-        self.grammars = Grammars(tokenizer, runner.vocab_size)
+        self.grammars, self.force_tokens = Grammars(tokenizer, runner.vocab_size), force_tokens
         self._make_timer = make_timer
         self._finished: list[Row] = []  # to be returned by `step`
         self._in_run = self._has_grammars = False
@@ -257,7 +259,8 @@ class Engine(Assembled):
         if request.sampling is not None and request.sampling.grammar is not None:
             self._has_grammars = True
             row.grammar = self.grammars.begin(request.sampling.grammar, request.eos_token_ids or self.eos_token_ids)
-            self.drafting.force_tokens(self.runner.vocab_size)
+            if self.force_tokens:
+                self.drafting.force_tokens(self.runner.vocab_size)
         if not self.runner.fits({request.request_id: row.max_length}):
             raise PromptError(
                 f"request {request.request_id} takes up to {row.max_length} tokens of KV cache, {num_prompt} of "

@@ -38,9 +38,6 @@ class DraftStages:
         drafters: at least one.
         policy: decides before each drafter what it may draft, and afterwards what of it is verified.
         policy_name: how messages call the plugin that it comes from.
-
-    Attributes:
-        forces: whether tokens that grammars force are drafted.
     """
 
     def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
@@ -50,13 +47,12 @@ class DraftStages:
         self._most: list[int] = []  # of each drafter, once asked for in this step
         self._step: BudgetStep | None = None  # that is being drafted for
         self._failed: PluginError | None = None  # of the policy, while a drafter asked it
-        self.forces = True
         self.stats: tuple[StageStats, ...] = ()  # of the latest step
         self.seconds = 0.0  # inside the drafters' `propose` in it
 
     def force_tokens(self, vocab_size: int) -> None:
         """From now on, draft the tokens that grammars force, in front of all others. Called between steps."""
-        if self.forces and not any(isinstance(each.drafter, ForcedTokens) for each in self.drafters):
+        if not any(isinstance(each.drafter, ForcedTokens) for each in self.drafters):
             self._most = []
             self.drafters = (CheckedDrafter(ForcedTokens(), "of forced tokens", vocab_size), *self.drafters)
 
