@@ -44,6 +44,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "Chain",
         "ModelOutput",
         "ModelRunner",
+        "RoundedRunner",
+        "TargetModel",
         "counted_on",
         "load_tokenizer",
     ),
