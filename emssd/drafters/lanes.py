@@ -150,9 +150,8 @@ class HeadLane(Lane):
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return self._backend.forward(plan, layer, query, key, value)
 
-        inputs = (fed(plan, inputs) if plan.replay is None else self._in_place(plan, inputs)).unflatten(
-            0, plan.input_ids.shape
-        )
+        inputs = fed(plan, inputs) if plan.replay is None else self._in_place(plan, inputs)
+        inputs = inputs.view(*plan.input_ids.shape, -1)
 
         def compute() -> tuple[torch.Tensor, ...]:
             hidden = self.head(inputs, plan.position_ids, attend)[:, plan.logits_to_keep].flatten(0, 1)

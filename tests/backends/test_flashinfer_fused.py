@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 from emssd_flashinfer.fused import Fusing, Group, fused
-from emssd_flashinfer.kernel_source import FUNCTIONS
+from emssd_flashinfer.kernel_source import FUNCTIONS, kernel_source
 from emssd_flashinfer.traced import VIEWS, Op, Trace, UntraceableError, run
 from emssd_flashinfer.triton_kernels import TritonKernels, inexact_functions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emssd.attention import PagedBackend
+from emssd.attention import Kept, KVCacheSpec, PagedBackend
 from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack_nodes
+from emssd.drafters import HeadLane
 from emssd.errors import PluginError
+from emssd.heads.config import DecoderConfig
+from emssd.heads.head import LayerHead
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
@@ -44,17 +48,17 @@ def runner_of(model: Any, fusing: Fusing | None, capture: Any = rerun) -> Causal
     return CausalLMRunner(target, backend)
 
 
-def history(model: Any, fusing: Fusing | None) -> list[torch.Tensor]:
+def history(model: Any, fusing: Fusing | None, num_tokens: int = 6) -> list[torch.Tensor]:
     """The logits of all steps of a run with drafts, which are accepted and rejected."""
     runner, found = runner_of(model, fusing), list[torch.Tensor]()
     compute = runner._compute
     runner._compute = lambda plan: (out := compute(plan), found.append(out.logits.clone()))[0]  # type: ignore[method-assign]
     engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
-    engine.generate([[1, 5, 6], [9], [8, 2, 8], [4, 4]], 6, ignore_eos=True)
+    engine.generate([[1, 5, 6], [9], [8, 2, 8], [4, 4]], num_tokens, ignore_eos=True)
     return found
 
 
-class Kept(Fusing):
+class Noting(Fusing):
     """Keeps the operations of the last pass, as they were and with fewer launches."""
 
     def _fewer(self, plain: list[Op], *others: Any) -> list[Op]:
@@ -66,8 +70,8 @@ def launches(architecture: str) -> tuple[Counter[str], Counter[str]]:
     """Per layer: before and after; views launch nothing."""
     counts = []
     for num_layers in (2, 3):
-        kept = Kept(Twins(), ALL_JOINED)
-        history(model_of(architecture, num_layers), kept)
+        kept = Noting(Twins(), ALL_JOINED)
+        history(model_of(architecture, num_layers), kept, 1)
         counts.append([
             Counter(getattr(op.function, "__name__", "") for op in ops if op.function not in VIEWS)
             for ops in (kept.plain, kept.fewer)
@@ -85,8 +89,8 @@ def test_a_recorded_layer_launches_so_much(architecture: str, before: int, after
 @pytest.mark.parametrize(("layers_worth", "products"), [(0, 7), (1, 6), (2, 5)])
 def test_products_are_joined_as_far_as_memory_goes(layers_worth: int, products: int) -> None:
     """Queries, keys and values come first, as they save two launches with the least memory."""
-    kept = Kept(Twins(), layers_worth * 2 * (64 + 2 * 32) * 32)
-    history(model_of("llama"), kept)
+    kept = Noting(Twins(), layers_worth * 2 * (64 + 2 * 32) * 32)
+    history(model_of("llama"), kept, 1)
     assert sum(op.function is A.mm.default for op in kept.fewer) == products * 2 + 1, "of the vocabulary"
 
 
@@ -198,7 +202,7 @@ class TestRefusals:
         assert "round otherwise" in caplog.text
 
     def test_a_product_that_rounds_otherwise_stays_apart(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Other(Kept):
+        class Other(Noting):
             def _joined_weight(self, weights: Any) -> torch.Tensor:
                 return super()._joined_weight(weights) * 1.01
 
@@ -266,6 +270,30 @@ def test_a_model_that_cannot_be_recorded_runs_without_a_graph() -> None:
     assert len(calls) == 1
 
 
+def test_a_recorded_head_computes_what_it_is_fed() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    head = LayerHead(DecoderConfig.read(sizes, "here"), ()).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    spec = KVCacheSpec(head.specs, torch.float64, torch.device("cpu"), 3, 32)
+    found = []
+    for kernels in (ReferenceKernels((16,), capture=rerun), ReferenceKernels((16,))):
+        backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
+        backend.allocate(spec)
+        lane, seed = HeadLane(head, backend), torch.Generator().manual_seed(1)
+        with torch.inference_mode():
+            for lengths in ([4, 5], [1, 2], [2, 1], [4, 5]):  # a recording is replayed, and another is padded
+                kv_lens = [lane.held.get(name, 0) + length for name, length in zip("ab", lengths, strict=True)]
+                packed = pack_nodes(["a", "b"], torch.zeros(sum(lengths), dtype=torch.int64), lengths, kv_lens)
+                inputs = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=seed)
+                found.append(lane.run(packed, inputs).clone())
+                lane.commit(Kept(("a", "b"), tuple(kv_lens)))
+        assert (len(kernels._recordings) > 1) == (kernels._capture is not None)
+    for recorded, eager in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(recorded, eager)
+
+
 INTERPRETED = """import triton
 import triton.language as tl
 
@@ -276,10 +304,6 @@ def exp(x):
 @triton.jit
 def rsqrt(x):
     return tl.rsqrt(x)
-
-@triton.jit
-def div_rn(x, y):
-    return tl.div_rn(x, y)
 
 @triton.jit
 """
@@ -303,3 +327,33 @@ def test_tritons_interpreter_reads_the_text_alike(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(found[0], turned)
     assert torch.equal(found[1], squares)
     assert torch.equal(pages, stored)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with a PyTorch for CUDA")
+def test_tritons_compiler_takes_the_text_and_fuses_no_product_with_a_sum() -> None:
+    """For a Hopper GPU, which need not be there. Only `exp` has instructions that take subnormal numbers for zeros."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    class Compiled(TritonKernels):
+        def __call__(self, group: Group) -> Callable[..., None]:
+            super().__call__(group)
+            text = kernel_source("fused", group.ops, group.inputs, group.outputs)
+            kernel = self._compiled[text]
+            types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+            pointers = {f"p{place}": types[value.dtype] for place, value in enumerate(group.inputs)}
+            pointers |= {f"q{place}": types[value.dtype] for place, value in enumerate(group.outputs)}
+            rest = {name: "i32" for name in kernel.arg_names if name.startswith("n")} | {"BLOCK": "constexpr"}
+            made = triton.compile(
+                ASTSource(kernel, pointers | rest, {"BLOCK": 1024}),
+                target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False},
+            )  # fmt: skip
+            assert made.asm["cubin"]
+            program = made.asm["ptx"]
+            if "exp(" not in text:
+                assert not [word for word in ("fma.rn.f32", ".ftz") if word in program]
+            return group.as_it_is
+
+    history(model_of("llama"), Fusing(Compiled(), ALL_JOINED), 1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig
+from emssd_flashinfer.graphs import CudaGraphCapture
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
@@ -33,6 +34,9 @@ BACKENDS = {
 }
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 NEW = 8
+RECORDED_TWICE = ("draft_model", "eagle", "eagle3", "mtp")
+"""Whose own passes are recorded beside the target's."""
+
 ONCE_A_RUN = ("emssd/model/guard.py", "emssd/model/borrowed.py", "emssd_flashinfer/fused.py")
 """Where the host looks at the model's tensors, and at what a recording gives; paths end as they are noted."""
 
@@ -91,6 +95,7 @@ def expected(case: str, sampling: SamplingParams | None) -> list[tuple[int, ...]
         *itertools.product(CASES, [None, SAMPLED], ["eager", "recorded"]),
         *itertools.product(["suffix", "draft_model", "eagle3"], [None], ["fused"]),
     ],
+    ids=lambda value: value if isinstance(value, str) else "sampled" if value else "greedy",
 )
 def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_level(
     name: str, sampling: SamplingParams | None, backend: str, request: pytest.FixtureRequest, tmp_path: Path,
@@ -120,8 +125,14 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
         assert len(waits) == 1 + len(asked), waits
         return finished
 
+    captures = set[int]()
+    capture = CudaGraphCapture.__call__
+    monkeypatch.setattr(
+        CudaGraphCapture, "__call__", lambda own, compute: (captures.add(id(own)), capture(own, compute))[1]
+    )
     monkeypatch.setattr(engine, "step", counted_step)
     done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
     assert [each.token_ids for each in done] == wanted
     assert not device.illegal, device.illegal
+    assert backend == "eager" or len(captures) == 1 + (name in RECORDED_TWICE)
     assert engine.report.num_drafted or name in ("none", "llma", "pld"), "nothing to copy in these texts"

@@ -46,7 +46,7 @@ class Read(Twins):
     def __call__(self, group: Group) -> Callable[..., None]:
         text = kernel_source("fused", group.ops, group.inputs, group.outputs)
         self.texts.append(text)
-        names = {"tl": _LANGUAGE, "exp": torch.exp, "rsqrt": torch.rsqrt, "div_rn": torch.div}
+        names = {"tl": _LANGUAGE, "exp": torch.exp, "rsqrt": torch.rsqrt}
         exec(text, names)
         sizes = num_elements(group.outputs, [op for op in group.ops if op.stores])
         return partial(self._launch, names["fused"], sizes)
@@ -80,7 +80,7 @@ def _store(pointer: _Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 _LANGUAGE = SimpleNamespace(
-    arange=torch.arange, load=_load, store=_store, abs=torch.abs,
+    arange=torch.arange, div_rn=torch.div, load=_load, store=_store, abs=torch.abs,
     where=lambda condition, one, other: torch.where(torch.as_tensor(condition), one, other),
     float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, constexpr=int,
 )  # fmt: skip

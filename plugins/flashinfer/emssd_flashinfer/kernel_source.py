@@ -18,7 +18,7 @@ from emssd_flashinfer.traced import Op, Value
 __all__ = ["FUNCTIONS", "can_be_fused", "is_view", "kernel_source", "num_elements"]
 
 _A: Any = torch.ops.aten
-FUNCTIONS = {_A.silu.default: "div_rn({0}, 1.0 + exp(-{0}))", _A.rsqrt.default: "rsqrt({0})"}
+FUNCTIONS = {_A.silu.default: "tl.div_rn({0}, 1.0 + exp(-{0}))", _A.rsqrt.default: "rsqrt({0})"}
 """Operations whose last bit depends on who computes them."""
 
 _POINTWISE = FUNCTIONS | {
@@ -105,8 +105,9 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 def _stretches(outputs: Seq[Value], stores: Seq[Op]) -> dict[_Layout, list[Value | Op]]:
     """What is stored, by shape and strides."""
     found: dict[_Layout, list[Value | Op]] = {}
-    for each in (*outputs, *stores):
-        value = each.args[3] if isinstance(each, Op) else each
+    every: list[Value | Op] = [*outputs, *stores]
+    for each in every:
+        value: Value = each.args[3] if isinstance(each, Op) else each
         found.setdefault((value.shape, value.stride), []).append(each)
     return found
 
@@ -198,7 +199,7 @@ class _Writer:
 
 def _before_view(op: Op, value: Value, at: tuple[str, ...]) -> tuple[str, ...]:
     """Where that is, in what the view looks at, which the view has at `at`."""
-    source, rest, found = op.args[0].shape, op.args[1:], [*at]
+    source, rest, found = op.args[0].shape, list[Any](op.args[1:]), [*at]
     if op.function in (_A.transpose.int, _A.t.default):
         one, other = (place % len(source) for place in (rest or range(len(source))))
         found[one], found[other] = found[other], found[one]
@@ -207,7 +208,7 @@ def _before_view(op: Op, value: Value, at: tuple[str, ...]) -> tuple[str, ...]:
     elif op.function is _A.expand.default:
         found = found[len(at) - len(source) :]
     elif op.function is _A.slice.Tensor:
-        dim, start, _, step = (*rest, *(0, None, None, 1)[len(rest) :])
+        dim, start, _, step = [*rest, *[0, None, None, 1][len(rest) :]]
         first = range(source[dim])[slice(start, None)].start
         found[dim] = f"({found[dim]} * {step} + {first})"
     elif op.function in (_A.view.default, _A._unsafe_view.default):

@@ -124,7 +124,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             raise UntraceableError(f"{name}: who writes to it is not seen")
         if not all(isinstance(each, torch.Tensor) for each in tree_leaves(out)):
             raise UntraceableError(f"{name}: the host reads it")
-        given = tree_map(self._as_value, (args, kwargs))
+        given: tuple[Any, dict[str, Any]] = tree_map(self._as_value, (args, kwargs))
         reads = _values(given)
         if function in VIEWS:
             if all(value.tensor is not None for value in reads):
@@ -134,10 +134,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 for tensor, value in zip(tree_leaves(out), self._views[asked].made, strict=True):
                     self._known[tensor] = value
                 return
-        if writes:
-            self._views.clear()
         made = tree_map(self._made, out)
-        self.ops.append(Op(function, *given, made, writes, writes and self.storing))
+        self.ops.append(Op(function, given[0], given[1], made, writes, writes and self.storing))
         if function in VIEWS:
             self._views[asked] = self.ops[-1]
 

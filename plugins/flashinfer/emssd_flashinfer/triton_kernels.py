@@ -17,9 +17,14 @@ from emssd_flashinfer.traced import Op, Value
 __all__ = ["TritonKernels", "inexact_functions"]
 
 _BLOCK, _CHUNK, _INFINITY = 1024, 1 << 24, 0x7F800000
+# What PyTorch's kernels are compiled to; Triton's own `rsqrt` takes subnormal numbers for zeros.
 _HEAD = """import triton
 import triton.language as tl
-from triton.language.extra.libdevice import exp, rsqrt, div_rn
+from triton.language.extra.libdevice import exp
+
+@triton.jit
+def rsqrt(x):
+    return tl.inline_asm_elementwise("rsqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 @triton.jit
 """
