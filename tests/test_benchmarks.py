@@ -96,3 +96,14 @@ def test_the_plot_of_the_demo_is_measured_and_drawn(tmp_path: Path) -> None:
     assert "data.limit=2" in measured["provenance"]["command"]
     plot = (tmp_path / "plot.svg").read_text()
     assert [plot.count(f"drafter={name}<") for name in ("suffix", "llma", "none")] == [1, 1, 0]
+
+
+@pytest.mark.benchmark
+def test_launches_are_counted_and_a_llama_layer_has_at_most_sixteen(tmp_path: Path) -> None:
+    out = tmp_path / "launches.json"
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--out", str(out)], check=True, timeout=300
+    )
+    rows = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["Llama-3-8B"]["before"] == 43
+    assert rows["Llama-3-8B"]["queries, keys, values joined"] <= 16
