@@ -88,7 +88,6 @@ def compare(
 
     Args:
         generations, plain: of the same requests, in the same order.
-        runner: of the target.
         rows: by request id, as it began, which says how both chose their tokens; greedily by default.
     """
     num_exact = 0
@@ -123,7 +122,7 @@ def _first_difference(ours: Generation, theirs: Generation, runner: ModelRunner,
 
 
 def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
-    """What may have been compared at `node`, ``[vocab]`` each: scores, and those behind cut-offs that rounding moved.
+    """Scores that may have been compared at `node`, ``[vocab]`` each, also with cut-offs that rounding moved.
 
     Top-k and the like cut sharply, so that a token at the edge is in or out by the last bits of logits.
     """

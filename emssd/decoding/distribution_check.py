@@ -45,7 +45,6 @@ class DistributionReport:
     """Whether tokens have the law of plain decoding.
 
     Attributes:
-        num_tokens: tested.
         num_impossible: of these, how many top-k and the like leave out in the plain pass. Rounding makes very few.
         p_bins: how probable it is that the counts of the G-test are at least so uneven, if they have that law.
         p_likelihood: how probable it is that the likelihood is at least so far from what is expected.

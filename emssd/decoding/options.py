@@ -26,7 +26,7 @@ class Admission(str, Enum):
 
 
 class OnDrafterError(str, Enum):
-    """What happens when a drafter fails."""
+    """The consequence of a drafter's failure."""
 
     disable = "disable"
     fail = "fail"

@@ -158,7 +158,6 @@ class Grammars:
 
     Args:
         tokenizer: a Hugging Face tokenizer, or ``None``.
-        vocab_size: of the model.
 
     Attributes:
         waited: seconds for which the latest step waited for masks.
