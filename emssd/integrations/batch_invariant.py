@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
             raise ConfigError("within batch_invariant, a model takes input_ids and keywords, and no KV cache")
         masks = (kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         rows = _Rows(target, registry.build("backend", *ragged), input_ids, *masks)
-        keywords = {"emssd_attend": with_windows(rows.attend, target._windows)}
+        keywords = {"emssd_attend": with_windows(target._apart(rows.attend), target._windows)}
         kwargs |= {"position_ids": rows.positions, "use_cache": False}
         with _pass(target, keywords), _checkpoints(own, target, keywords), torch.autocast("cpu", enabled=False):
             return forward(input_ids, **keywords, **kwargs)
@@ -80,25 +81,18 @@ def _pass(target: TargetModel, keywords: dict[str, Any]) -> Iterator[None]:
 @contextmanager
 def _checkpoints(model: Any, target: TargetModel, keywords: dict[str, Any]) -> Iterator[None]:
     """Layers that a trainer computes again in its backward pass compute the same there."""
-    before = {each: each._gradient_checkpointing_func for each in model.modules() if _checkpointed(each)}
+    wanted = [each for each in model.modules() if each.training and getattr(each, "gradient_checkpointing", False)]
+    before = {each: each._gradient_checkpointing_func for each in wanted}
     try:
         for module, own in before.items():
             if own.keywords.get("use_reentrant") is not False:
                 raise ConfigError("within batch_invariant, gradient checkpointing needs use_reentrant=False")
-            again = {"context_fn": lambda: (nullcontext(), _pass(target, keywords))}
-            module._gradient_checkpointing_func = _with(own, again)
+            again = partial(own, context_fn=lambda: (nullcontext(), _pass(target, keywords)))
+            module._gradient_checkpointing_func = again
         yield
     finally:
         for module, own in before.items():
             module._gradient_checkpointing_func = own
-
-
-def _checkpointed(module: Any) -> bool:
-    return module.training and getattr(module, "gradient_checkpointing", False)
-
-
-def _with(function: Any, more: dict[str, Any]) -> Any:
-    return lambda *args, **kwargs: function(*args, **kwargs, **more)
 
 
 class _Rows:
@@ -137,9 +131,8 @@ class _Rows:
 
     def attend(self, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         """What `emssd.model.interface.Attend` asks."""
-        with torch._C.DisableTorchFunction():
-            out: torch.Tensor = _Attention.apply(self, layer, seen, *qkv)  # type: ignore[no-untyped-call]
-            return out
+        out: torch.Tensor = _Attention.apply(self, layer, seen, *qkv)  # type: ignore[no-untyped-call]
+        return out
 
 
 class _Attention(torch.autograd.Function):

@@ -61,6 +61,8 @@ def of_rules(kind: str, dtype: torch.dtype, length: int = 64) -> World:
         pytest.param("stops", range(1, 2), marks=pytest.mark.nightly),
         ("rounded", range(1, 2)),
         ("foul", range(1)),
+        ("bits", range(1)),
+        pytest.param("bits", range(1, 6), marks=pytest.mark.nightly),
         ("faults", range(1, 2)),
         ("sins", range(2, 3)),
     ],
