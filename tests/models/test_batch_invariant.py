@@ -91,20 +91,24 @@ def test_adapters_are_trained_with_the_bits_of_the_rollout() -> None:
     assert grown == {name for name, each in model.named_parameters() if "lora_" in name}
 
 
-@pytest.mark.parametrize(("architecture", "checkpointing"), only(CHECKPOINTS, ci=[("llama", True), ("gemma2", False)]))
+@pytest.mark.parametrize(
+    ("architecture", "checkpointing"), only(CHECKPOINTS, ci=[("llama", True), ("gpt2", False), ("gemma2", False)])
+)
 def test_gradients_are_those_of_the_model(architecture: str, checkpointing: bool) -> None:
     model = make_model(architecture, torch.float64).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     model.set_attn_implementation("eager" if architecture == "gemma2" else "sdpa")
-    ids = torch.arange(30).view(2, 15) % VOCAB
+    ids, mask = torch.arange(30).view(2, 15) % VOCAB, torch.ones(2, 15, dtype=torch.long)
+    mask[0, 11:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     if checkpointing:
         model.gradient_checkpointing_enable()
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(**batch).loss.backward()
         return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
     plain = gradients()
