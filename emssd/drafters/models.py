@@ -120,7 +120,7 @@ class ModelDrafter(LevelDrafter):
 
 
 def _ranks(tree: GrowingTree, tokens: Seq[int]) -> list[int | None]:
-    """What the target chose, as `Shape.learn` wants it, from a row's new `tokens`."""
+    """The target's choices in a row's new `tokens`, as `Shape.learn` takes them."""
     ranks: list[int | None] = []
     for node, token in zip([-1, *tree.follow(tokens)], tokens, strict=False):
         if node not in tree.choices:

@@ -1,4 +1,4 @@
-"""What is generated: a `Request` from outside, the `Row` that it grows into, and the `Generation` that comes out."""
+"""A `Request` from outside, the `Row` that it grows into, and the `Generation` that comes out."""
 
 from emssd.sampling.matching import MatcherState
 from emssd.sequences.generation import Generation

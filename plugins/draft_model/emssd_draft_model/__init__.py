@@ -70,10 +70,9 @@ class DraftModelConfig:
 
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import ModelDrafter, load_draft_model
+    from emssd.drafters import ModelDrafter, SampledDrafter, SampledShape, load_draft_model
     from emssd_draft_model.build import shape_of
     from emssd_draft_model.drafter import DraftModelDrafter
-    from emssd_draft_model.sampled import SampledDrafter, SampledShape
 
     shape = shape_of(config)
     if shape is None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from emssd.drafters import DynamicShape, Shape
-from emssd.drafting.shapes import check_at_least_one, chosen
+from emssd.drafters import BeamShape, ChildrenShape, DynamicShape, Shape, StaticShape, check_at_least_one, chosen
 from emssd.errors import ConfigError
 from emssd_draft_model import DraftModelConfig, TreeKind
-from emssd_draft_model.sampled import BeamShape, ChildrenShape
 from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
-from emssd_draft_model.shapes import StaticShape
 
 __all__ = ["shape_of"]
 

@@ -11,14 +11,22 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.transfer import on_device, to_host
-from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter, load_draft_model
+from emssd.attention import on_device, to_host
+from emssd.drafters import (
+    DynamicShape,
+    GrowingRow,
+    ModelDrafter,
+    Node,
+    behind,
+    choose,
+    greedy_tokens,
+    load_draft_model,
+    pack,
+    pack_nodes,
+)
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
-from emssd.sampling.choice import Node, choose, greedy_tokens
-from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 from emssd_draft_model import DraftModelConfig
 
