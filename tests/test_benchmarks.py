@@ -34,6 +34,15 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
 
 
 @pytest.mark.benchmark
+def test_the_price_of_batch_invariant_is_measured() -> None:
+    from benchmarks.batch_invariant_cost import main
+    from emssd.demo import model_path
+
+    rows = main(["--model", str(model_path("target")), "--shapes", "2x16", "--turns", "1", "--ragged"])
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+
+
+@pytest.mark.benchmark
 def test_engines_are_compared_and_their_rows_are_equal(tmp_path: Path) -> None:
     """Drafters, budgets, trees, sampling, batching and admission; the last cell samples, so its rows differ."""
     out, draft = tmp_path / "rows.json", "drafter=draft_model drafter.path=demo-draft"
