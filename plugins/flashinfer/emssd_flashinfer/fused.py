@@ -108,7 +108,8 @@ class Fusing:
     def _fewer(self, plain: list[Op], results: Any, expected: Any) -> list[Op]:
         """`plain` with fewer launches, and with the same bits on what is there now."""
         ops = joined(plain, self._joined_weight, self._most)
-        if ops is not plain and not _same_bits(run(ops, results, look=True), expected):
+        seen = results, [op.args[3] for op in plain if op.stores]  # KV, too, which a later step may read
+        if ops is not plain and not _same_bits(run(ops, seen, look=True), run(plain, seen)):
             _LOG.warning("linear layers of one input stay apart: one product rounds otherwise")
             run(plain, results, look=True)
             ops = plain
