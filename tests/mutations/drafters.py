@@ -143,6 +143,26 @@ FAULTS = (
         ),
     ),
     Fault(
+        "a group drafts from outputs of other prompts",
+        "suffix",
+        SUFFIX + "sources.py",
+        "return row.request.prompt_ids if self._config.per_prompt else ()",
+        "return ()",
+        (
+            "plugins/suffix/tests/test_suffix.py::test_samples_of_a_prompt_draft_from_each_other_and_from_earlier_epochs_and_other_prompts_do_not",
+        ),
+    ),
+    Fault(
+        "the latest prompt is forgotten first",
+        "suffix",
+        SUFFIX + "sources.py",
+        "self._caches.pop(next(iter(self._caches)))",
+        "self._caches.popitem()[1]",
+        (
+            "plugins/suffix/tests/test_suffix.py::test_the_prompts_that_ended_longest_ago_are_forgotten_first_and_the_memory_is_bounded",
+        ),
+    ),
+    Fault(
         "the matched token is drafted again",
         "rest",
         REST,
