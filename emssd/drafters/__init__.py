@@ -6,7 +6,7 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 
 from emssd.drafters.lanes import HeadLane, Lane
 from emssd.drafters.levels import GrowingRow, LevelDrafter, SlotDrafter, nodes_of
-from emssd.drafters.loading import load_draft_model, shallow_runner
+from emssd.drafters.loading import check_vocabulary, load_draft_model, same_vocabulary, shallow_runner
 from emssd.drafters.models import ModelDrafter
 from emssd.drafters.paired import PairedDrafter
 from emssd.drafters.shared import SharedDrafter
@@ -58,8 +58,10 @@ __all__ = [
     "TargetSizes",
     "TreeKind",
     "TreeOptions",
+    "check_vocabulary",
     "load_draft_model",
     "nodes_of",
+    "same_vocabulary",
     "shallow_runner",
     "shape_of",
 ]

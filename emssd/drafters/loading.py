@@ -9,7 +9,7 @@ from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 
-__all__ = ["load_draft_model", "shallow_runner"]
+__all__ = ["check_vocabulary", "load_draft_model", "same_vocabulary", "shallow_runner"]
 
 
 def load_draft_model(path: str, context: DrafterContext, *, trees: bool = False) -> ModelRunner:
@@ -19,13 +19,19 @@ def load_draft_model(path: str, context: DrafterContext, *, trees: bool = False)
         ConfigError: it does not share the target's vocabulary.
     """
     runner, tokenizer = context.load_runner(path, trees=True) if trees else context.load_runner(path)
-    _check_vocabulary(path, runner, tokenizer, context)
+    check_vocabulary(path, runner, tokenizer, context)
     return runner
 
 
-def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
+def same_vocabulary(one: Any, other: Any) -> bool:
+    """Whether two tokenizers have the same tokens."""
+    return bool(one.get_vocab() == other.get_vocab())
+
+
+def check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
+    """Make sure that a draft model has the target's tokens. Raises ConfigError: it does not, and what is possible."""
     if tokenizer is not None and context.tokenizer is not None:
-        if tokenizer.get_vocab() == context.tokenizer.get_vocab():
+        if same_vocabulary(tokenizer, context.tokenizer):
             return  # vocabulary sizes of the models may still differ by unused padding ids
         what = f"its tokenizer ({len(tokenizer)} tokens) is not the target's ({len(context.tokenizer)} tokens)"
     elif model.vocab_size == context.vocab_size:
@@ -34,7 +40,8 @@ def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: Dr
         what = f"its vocabulary has {model.vocab_size} tokens and the target's {context.vocab_size}"
     raise ConfigError(
         f"draft model {path!r} cannot draft for this target: {what}. Set drafter.path to a model that was trained "
-        f"with the target's tokenizer, usually a smaller one of the same family."
+        f"with the target's tokenizer, usually a smaller one of the same family. Where the drafter has "
+        f"the option, drafter.vocabulary=auto lets one with another tokenizer draft by the text."
     )
 
 
