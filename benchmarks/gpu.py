@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --shape opt-6.7b --out results/gpu.json # all batch sizes and contexts
     python benchmarks/gpu.py --device cpu --shape tiny --quick       # proves that this program works, nothing else
 
-Models have the shapes of OPT and random weights that make their greedy text known (`gpu_models.py`), so that every
+Models have real shapes and random weights that make their greedy text known (`gpu_models.py`), so that every
 run's tokens are checked and acceptance can be set: "replay" rows draft 7 tokens, of which as many are right as the
 wanted acceptance length says; they stand for a drafter that costs nothing. The floor of a step is what it must move at
 the rate of a copy on the same card, or compute at the rate of a large matrix product, whichever takes longer.
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from gpu_hf import hf_decode
 from gpu_measure import DRAFTED, decode, rates, verify_step
-from gpu_models import SHAPES, opt_model
+from gpu_models import SHAPES, model_of_shape
 from gpu_parts import DEVICE_FAILED
 from gpu_profile import profile_step
 from gpu_tables import print_tables
@@ -159,7 +159,7 @@ def measure_shape(shape: str, arguments: argparse.Namespace, results: dict[str, 
     """
     device = torch.device(arguments.device)
     longest = max(contexts_of(shape, arguments.quick)) + arguments.new_tokens + DRAFTED + 1
-    target = TargetModel(opt_model(SHAPES[shape], _dtype(device), device, longest), max_model_len=longest)
+    target = TargetModel(model_of_shape(SHAPES[shape], _dtype(device), device, longest), max_model_len=longest)
     known = {name for name, row in results["pieces"].items() if not (arguments.again and "failed" in row)}
     todo = [piece for piece in pieces(target, shape, arguments) if piece[0] not in known]
     for number, (name, measure) in enumerate(todo, 1):

@@ -20,8 +20,9 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 _HEAD = """# Models
 
 Every causal language model of Transformers {transformers}: {num_types} types, drawn tiny and with random weights in
-float64, in {num_cases} variants. Ragged batches are decoded with drafts that are right, wrong and long at random, past
-every window and threshold, and compared token for token with the model's own eager forward pass over each row alone.
+float64, in {num_cases} variants. Ragged batches are decoded with chains and trees that are right, wrong and long at
+random, past every window and threshold, and compared token for token with the model's own eager forward pass over each
+row alone. One row has a prompt of 100 tokens, fed in pieces, in the {long} variants that take so many.
 
 {served} types are served with exactly those tokens, {per_row} of them with `model.fallback=per_row`; {refused} are
 refused with a reason, and {not_built} could not be drawn tiny. Tokens were wrong in {wrong} variants.
@@ -59,6 +60,7 @@ def page(results: dict[str, Any]) -> str:
         per_row=counts["per_row"],
         refused=counts["refused"],
         not_built=counts["not built"],
+        long=sum(case.get("long_prompt", False) for case in cases),
         wrong=sum(case["outcome"] in ("wrong", "failed") for case in cases),
     )
     for outcome, title in _SECTIONS.items():

@@ -1,7 +1,8 @@
 """Decodes with a tiny model of every causal LM that Transformers has, and compares token for token.
 
 The oracle is the model's own forward pass with eager attention, over the whole of each row alone and again for every
-token, in float64. The drafter of the sweep knows what is right and drafts right, wrong and long chains at random.
+token, in float64. The drafter of the sweep knows what is right and drafts right, wrong and long chains and trees at
+random. One prompt, where positions suffice, is longer than a chunk of linear attention, and it comes in pieces.
 
     python benchmarks/model_sweep.py                     # all; writes docs/results/model_sweep.json and the page
     python benchmarks/model_sweep.py --only phimoe,opt   # some; prints
@@ -23,6 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,6 +41,7 @@ from emssd.model.support import check_config
 __all__ = ["KnowingDrafter", "Result", "sweep", "sweep_one"]
 
 PROMPT_LENGTHS = (17, 1, 26, 9, 12)  # windows and thresholds are of 5 to 12 tokens
+LONG_PROMPT, STEP_TOKENS = 100, 40
 NEW_TOKENS, BATCH_SIZE, MAX_MODEL_LEN = 20, 3, 48
 _MOST_PARAMETERS = 20_000_000
 
@@ -57,6 +60,7 @@ class Result:
         num_wrong: rows of other tokens than the oracle's.
         num_accepted: drafted tokens that were accepted.
         fallback: what `model.fallback` had to be.
+        long_prompt: whether the long prompt was among the rows.
     """
 
     model_type: str
@@ -66,28 +70,43 @@ class Result:
     num_wrong: int = 0
     num_accepted: int = 0
     fallback: str = "none"
+    long_prompt: bool = False
 
 
 class KnowingDrafter(Drafter):
-    """Knows what every row will be, and drafts any part of it, with errors of its own, up to eight tokens."""
+    """Knows what every row will be, and drafts any part of it, with errors of its own, up to eight tokens.
+
+    Half of its drafts are trees: other tokens stand anywhere between those of the chain.
+    """
 
     num_speculative_tokens = 8
+    drafts_trees = True
 
     def __init__(self, rows: Iterable[Seq[int]]) -> None:
         self._rows = [list(row) for row in rows]
         self._random = random.Random(0)
 
     def propose(self, batch: Any, budget: Seq[int]) -> Draft:
-        return Draft.from_chains(
-            self._chain(list(sequence.tokens), limit) for sequence, limit in zip(batch, budget, strict=True)
+        return Draft.from_trees(
+            self._tree(list(row.tokens), limit, row.num_remaining - 1) for row, limit in zip(batch, budget, strict=True)
         )
 
-    def _chain(self, tokens: list[int], limit: int) -> list[int]:
+    def _tree(self, tokens: list[int], limit: int, depth: int) -> list[tuple[int, int]]:
         right = next((row[len(tokens) :] for row in self._rows if row[: len(tokens)] == tokens), [])
         chain = (right + [self._random.randrange(VOCAB_SIZE) for _ in range(limit)])[: self._random.randint(0, limit)]
         if chain and self._random.random() < 0.5:
             chain[self._random.randrange(len(chain))] = self._random.randrange(VOCAB_SIZE)
-        return chain
+        branches, nodes, depths, last = self._random.random() < 0.5, list[tuple[int, int]](), [0], -1
+        for token in chain[:depth]:
+            while branches and len(nodes) < limit - 1 and self._random.random() < 0.4:
+                parent = self._random.choice([node for node in range(-1, len(nodes)) if depths[node + 1] < depth])
+                nodes.append((self._random.randrange(VOCAB_SIZE), parent))
+                depths.append(depths[parent + 1] + 1)
+            if len(nodes) < limit:
+                nodes.append((token, last))
+                depths.append(depths[last + 1] + 1)
+                last = len(nodes) - 1
+        return nodes
 
 
 def build_models(config: Any) -> tuple[Any, Any]:
@@ -115,10 +134,13 @@ def build_models(config: Any) -> tuple[Any, Any]:
     return model, oracle
 
 
-def prompts() -> list[list[int]]:
-    """Ragged rows of ids that are no special ones."""
-    chosen = random.Random(1)
-    return [[chosen.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
+def prompts(model: Any, fallback: str) -> list[list[int]]:
+    """Ragged rows of ids that are no special ones, as long as the model allows."""
+    chosen, lengths = random.Random(1), [*PROMPT_LENGTHS]
+    with suppress(EmssdError):
+        Engine.from_model(model, max_model_len=LONG_PROMPT + NEW_TOKENS, drafter="none", fallback=fallback)
+        lengths.append(LONG_PROMPT)
+    return [[chosen.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
 @torch.inference_mode()
@@ -134,7 +156,7 @@ def sweep_one(model_type: str, variant: str) -> Result | None:
     """Build, decode and compare one model; ``None`` where the type has no such variant."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    outcome, reason, num_wrong, num_accepted, fallback = NOT_BUILT, "", 0, 0, "none"
+    outcome, reason, num_wrong, num_accepted, fallback, given = NOT_BUILT, "", 0, 0, "none", []
     try:
         config = build_config(model_type, variant)
         if config is None:
@@ -156,24 +178,26 @@ def sweep_one(model_type: str, variant: str) -> Result | None:
             reason, fallback = _said(error), "per_row"
             Engine.from_model(model, max_model_len=MAX_MODEL_LEN, drafter="none", fallback=fallback)
         outcome = NOT_BUILT
-        rows = [greedy(oracle, prompt) for prompt in prompts()]
+        given = prompts(model, fallback)
+        rows = [greedy(oracle, prompt) for prompt in given]
         outcome = FAILED
-        num_wrong, num_accepted = decode(model, rows, fallback)
+        num_wrong, num_accepted = decode(model, given, rows, fallback)
         outcome = WRONG if num_wrong else SERVED
     except Exception as error:  # whatever models raise
         if outcome == REFUSED and not isinstance(error, EmssdError):
             outcome = FAILED
         reason = _said(error)
-    return Result(model_type, variant, outcome, reason, num_wrong, num_accepted, fallback)
+    long_prompt = len(given) > len(PROMPT_LENGTHS)
+    return Result(model_type, variant, outcome, reason, num_wrong, num_accepted, fallback, long_prompt)
 
 
-def decode(model: Any, rows: list[list[int]], fallback: str) -> tuple[int, int]:
-    """Decode what `rows` begin with. Returns how many come out otherwise, and how many drafted tokens were accepted."""
+def decode(model: Any, given: list[list[int]], rows: list[list[int]], fallback: str) -> tuple[int, int]:
+    """Decode prompts. Returns how many `rows` come out otherwise, and how many drafted tokens were accepted."""
     engine = Engine.from_model(
-        model, max_model_len=MAX_MODEL_LEN, drafter=KnowingDrafter(rows), budget="fixed", batch_size=BATCH_SIZE,
-        on_drafter_error="fail", fallback=fallback,
+        model, max_model_len=max(MAX_MODEL_LEN, *map(len, rows)), drafter=KnowingDrafter(rows), budget="fixed",
+        batch_size=BATCH_SIZE, on_drafter_error="fail", fallback=fallback, max_step_tokens=STEP_TOKENS,
     )  # fmt: skip
-    done = engine.generate(prompts(), NEW_TOKENS, ignore_eos=True)
+    done = engine.generate(given, NEW_TOKENS, ignore_eos=True)
     wrong = sum([*ours.prompt_ids, *ours.token_ids] != row for ours, row in zip(done, rows, strict=True))
     return wrong, engine.report.num_accepted
 

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["VARIANTS", "VOCAB_SIZE", "build_config", "causal_lm_types", "variants"]
 
-VOCAB_SIZE, MAX_MODEL_LEN, NUM_LAYERS = 61, 64, 2
+VOCAB_SIZE, MAX_MODEL_LEN, NUM_LAYERS = 61, 128, 2
 
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(["vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "text_vocab_size"], VOCAB_SIZE),
@@ -117,10 +117,10 @@ _BY_HAND: dict[str, dict[str, dict[str, Any]]] = {
               "one head": {"num_key_value_heads": 1, "pretraining_tp": 1}},
     "llama4_text": {"full": {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "moe_layers": [1]},
                     "early": {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "moe_layers": [1],
-                              "floor_scale": 100},
+                              "floor_scale": 200},
                     "untuned": {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "moe_layers": [1],
                                 "attn_temperature_tuning": False},
-                    "one chunk": {"attention_chunk_size": 64, "floor_scale": 100}},
+                    "one chunk": {"attention_chunk_size": 128, "floor_scale": 200}},
     "mistral": {"full": {"sliding_window": None}},
     "opt": {"after": {"do_layer_norm_before": False}, "one": {"word_embed_proj_dim": 32}},
     "phi3": {"longrope": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4,

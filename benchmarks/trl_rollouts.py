@@ -35,6 +35,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-tokens", type=int, default=100_000, help="of earlier rollouts that suffix remembers")
     parser.add_argument("--only", nargs="+", help="words of the rollouts to train with, such as memory; all by default")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time, where other programs run beside it")
+    parser.add_argument("--budget", default="adaptive", help="of the cells with suffix")
+    parser.add_argument(
+        "--suffix", nargs="+", default=[], metavar="NAME=NUMBER", help="options of suffix, in all its cells"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     return parser
@@ -89,12 +94,12 @@ def train(name: str, rollouts: Any, arguments: argparse.Namespace) -> dict[str, 
             rollout_func=rollouts,
         )
         generate, seconds, tokens, steps = trainer._generate, list[float](), list[int](), list[int]()
-        texts = list[list[list[int]]]()
+        texts, clock = list[list[list[int]]](), time.process_time if arguments.cpu_time else time.perf_counter
 
         def timed(prompts: list[Any]) -> Any:
-            start = time.perf_counter()
+            start = clock()
             found = generate(prompts)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
             tokens.append(sum(map(len, found[1])))
             texts.append([list(ids) for ids in found[1]])
             steps.append(max(map(len, found[1])) if rollouts is None else rollouts.report.num_steps)
@@ -132,14 +137,19 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
     arguments = make_parser().parse_args(argv)
     warnings.filterwarnings("ignore", module="trl")
+    remembers: dict[str, Any] = {"cache_tokens": arguments.cache_tokens}
+    group = remembers | {"per_prompt": True, "cache_bias": 0}
+    given = {name: json.loads(value) for name, value in (option.split("=") for option in arguments.suffix)}
+
+    def suffix(**options: Any) -> Rollouts:
+        return Rollouts(drafter=SuffixConfig(**options, **given), budget=arguments.budget)
+
     choices = {
         "`generate` of Transformers": None,
         "emssd, `drafter=none`": Rollouts(drafter="none"),
-        "emssd, `drafter=suffix`": Rollouts(drafter="suffix"),
-        "emssd, `suffix` that remembers": Rollouts(drafter=SuffixConfig(cache_tokens=arguments.cache_tokens)),
-        "emssd, `suffix` with group memory": Rollouts(
-            drafter=SuffixConfig(cache_tokens=arguments.cache_tokens, per_prompt=True, cache_bias=0)
-        ),
+        "emssd, `drafter=suffix`": suffix(),
+        "emssd, `suffix` that remembers": suffix(**remembers),
+        "emssd, `suffix` with group memory": suffix(**group),
     }
     if arguments.only:
         choices = {name: each for name, each in choices.items() if any(word in name for word in arguments.only)}

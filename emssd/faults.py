@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ _LONGEST = 600  # characters of a stranger's message
 
 
 def told(error: BaseException) -> str:
-    """What went wrong, in one printable line with the class of the exception; a `PluginError` needs none."""
+    """An error as one printable line with the class of the exception; a `PluginError` needs none."""
     try:
         text = str(error)
     except BaseException as other:  # a stranger's exception may be as broken as what raised it
@@ -45,9 +45,10 @@ class process_kept:  # noqa: N801  # a context manager, as those of contextlib
     def __enter__(self) -> None:
         self._before, self._environment = _settings(), {} if self._in_step else dict(os.environ)
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool | None:
         if (left := self._left_behind()) and error is None:
             raise left
+        return None
 
     def _left_behind(self) -> PluginError | None:
         """The error that names what the body has changed, which is changed back."""
@@ -70,20 +71,37 @@ class guarded(process_kept):  # noqa: N801
     Args:
         owner: how messages call the plugin.
         where: which of its functions the body calls.
+        failed: gets the error in place of the caller; the body then ends as if it had succeeded.
 
     Raises:
         PluginError: in the place of the plugin's own exception, or as `process_kept` does.
     """
 
-    def __init__(self, owner: str, where: str, *, in_step: bool = False) -> None:
-        self._owner, self._where, self._in_step = owner, where, in_step
+    def __init__(
+        self, owner: str, where: str, *, in_step: bool = False, failed: Callable[[PluginError], None] | None = None
+    ) -> None:
+        self._owner, self._where, self._in_step, self._failed = owner, where, in_step, failed
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if error is None and self._in_step and _settings() == self._before:
+            return False  # as nearly always
         left = self._left_behind()
-        if isinstance(error, (KeyboardInterrupt, DraftError if self._in_step else EmssdError)):
-            return
-        if (reason := error or left) is not None:
-            raise PluginError(f"{self._owner} failed in {self._where}: {told(reason)}") from reason
+        reason = error or left
+        if reason is None or isinstance(error, KeyboardInterrupt):
+            return False
+        passes = DraftError if self._in_step else EmssdError
+        if not isinstance(reason, passes) or (left is not None and reason is left):
+            failure = PluginError(f"{self._owner} failed in {self._where}: {told(reason)}")
+            failure.__cause__ = reason
+        elif self._failed is None:
+            return False  # it passes as it is
+        else:
+            assert isinstance(reason, PluginError)
+            failure = reason
+        if self._failed is None:
+            raise failure from reason
+        self._failed(failure)
+        return True
 
 
 def _settings() -> tuple[Any, ...]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from emssd import attention, data, drafters, drafting, model, plugins, sequences
@@ -25,7 +29,30 @@ MODULES = (
     "emssd.data",
     "emssd.errors",
     "emssd.testing",
+    "emssd.simulate",
+    "emssd.native",
+    "emssd.metrics",
+    "emssd.console",
+    "emssd.files",
 )
+PARTS: dict[str, tuple[str, ...]] = {
+    "emssd.model": (
+        "ATTENTION_NAME",
+        "Attend",
+        "BorrowedTarget",
+        "Chain",
+        "ModelOutput",
+        "ModelRunner",
+        "counted_on",
+        "load_tokenizer",
+    ),
+    "emssd.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
+    "emssd.native": ("load_kernels", "why_unavailable"),
+    "emssd.console": ("steady",),
+    "emssd.files": ("atomic_folder",),
+}
+"""Modules of which only some names are public."""
+
 CLASSES: dict[str, list[type]] = {
     "Offering": [plugins.DrafterSpec, plugins.BackendSpec, plugins.BudgetSpec, plugins.PromptSourceSpec],
     "Drafting": [drafting.Drafter, drafting.Draft, drafting.Outcome, drafting.HiddenStates, drafting.DrafterContext],
@@ -72,7 +99,9 @@ This page is made from the docstrings.
 
 ## Public modules
 
-A plugin imports from these modules. What they do not list may change in any version.
+A plugin imports these names and no others; so do the plugins of this project. All else may change in any version. Names
+with a link are the *interfaces*, described below. The others are *parts*, which spare a plugin some work
+([decision 45](../decisions/0045-public-modules.md)).
 """
 
 
@@ -94,13 +123,28 @@ def _modules() -> Iterator[str]:
         yield f"- `{module}`: {_sentence(import_module(module))}"
         for name in public(module):
             link = f"[`{name}`](#{name.lower()})" if name in described else f"`{name}`"
-            yield f"    - {link}: {_sentence(getattr(import_module(module), name))}"
+            yield f"    - {link}: {_said(getattr(import_module(module), name), name)}"
     yield ""
 
 
 def public(module: str) -> list[str]:
     """The names that a public module lists."""
-    return [name for name in import_module(module).__all__ if not name.startswith("_")]
+    return [name for name in PARTS.get(module, import_module(module).__all__) if not name.startswith("_")]
+
+
+def _said(value: object, name: str) -> str:
+    """The first sentence about a name; that of an alias or a number is the string after its assignment."""
+    is_alias = value is Any or not (inspect.isclass(value) or inspect.isfunction(value))
+    if not is_alias or getattr(value, "__module__", "emssd") == "pluggy._hooks":
+        return _sentence(value)
+    for module in [each for key, each in sys.modules.items() if key.startswith("emssd.")]:
+        if vars(module).get(name) is value and (path := getattr(module, "__file__", None)) is not None:
+            body = ast.parse(Path(path).read_text(encoding="utf-8")).body
+            for before, after in pairwise(body):
+                is_it = isinstance(before, ast.Assign) and getattr(before.targets[0], "id", None) == name
+                if is_it and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                    return str(after.value.value).partition("\n")[0]
+    return _sentence(value)
 
 
 def _sentence(documented: object) -> str:

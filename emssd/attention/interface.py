@@ -50,7 +50,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What a KV cache must hold, and how it is used.
+    """The contents of a KV cache, and how it is used.
 
     Attributes:
         layers: shape and rules of each layer.
@@ -95,7 +95,7 @@ _Replay = Callable[[Callable[[], Any]], Any]
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the model is fed in one step, and what the backend prepared for its attention.
+    """The model's inputs of one step, and the backend's preparation of its attention.
 
     Attributes:
         input_ids, position_ids: ``[b, n]`` what the model is fed: ``[1, nnz]`` ragged, ``[B, n_max]`` padded. Tokens
@@ -132,7 +132,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What stays of each row's KV.
+    """The part of each row's KV that stays.
 
     Attributes:
         request_ids: ``[B]``.
@@ -238,7 +238,7 @@ class AttentionBackend(ABC):
         """
 
     def native_step(self, plan: StepPlan) -> NativeStep | None:
-        """What C++ code needs to do the same as `forward`, in all layers; ``None`` if only `forward` can.
+        """The handle with which C++ code does the same as `forward`, in all layers; ``None`` if only `forward` can.
 
         A compiled program asks for it, and then calls no `forward` in this step.
         """

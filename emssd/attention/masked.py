@@ -16,7 +16,7 @@ _SLOW_ALONE = (torch.bfloat16, torch.float16)
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What attention adds to its scores: 0 where a query sees a key, and minus infinity elsewhere.
+    """The mask that attention adds to its scores: 0 where a query sees a key, and minus infinity elsewhere.
 
     Args:
         visible: ``[b, n, m]`` bool; every query sees at least one key.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +75,7 @@ class PackedInputs:
     @property
     def lengths(self) -> list[int]:
         """``[B]`` number of tokens of each row."""
-        return [stop - start for start, stop in pairwise(self.qo_indptr)]
+        return list(map(sub, self.qo_indptr[1:], self.qo_indptr))
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +103,7 @@ class PackedInputs:
         return tokens, places
 
     def on(self, device: torch.device) -> StepInputs:
-        """What the model reads, moved to `device` in one copy."""
+        """The model's inputs, moved to `device` in one copy."""
         if self.drafted is None:
             return StepInputs(*together([self.input_ids, self.position_ids, self.logit_rows], device))
         inputs = [self.input_ids, self.position_ids, self.logit_rows, self.drafted.places]

@@ -187,7 +187,9 @@ class PagedBackend(AttentionBackend):
 
     @property
     def kv_usage(self) -> KVUsage:
-        return KVUsage(self._table.num_used * self._pool.page_bytes, self._peak_held, self._pool.num_bytes)
+        return KVUsage(
+            self._table.num_used * self._pool.page_bytes, self._peak_held, self._pool.num_pages * self._pool.page_bytes
+        )
 
     def _serving(self, spec: KVCacheSpec) -> PagedKernels:
         """The first kernels that can serve `spec`; the last if none can."""
@@ -201,12 +203,13 @@ class PagedBackend(AttentionBackend):
 
     def _move(self, kept: Kept) -> None:
         """Move the KV of accepted tree nodes to where it would be if they had been a chain."""
-        sources: list[int] = []
-        targets: list[int] = []
-        for request_id, _, after in kept.moves():
+        if not kept.sources or not (moves := kept.moves()):
+            return
+        sources, targets = list[int](), list[int]()
+        for request_id, _, after in moves:
             self._table.make_own(request_id, after[0])
         self._follow_table()
-        for request_id, before, after in kept.moves():
+        for request_id, before, after in moves:
             sources += self._table.slots(request_id, before)
             targets += self._table.slots(request_id, after)
         if sources and self._pool.keys:  # a model without attention has none

@@ -53,7 +53,7 @@ class PageTable:
     @property
     def num_used(self) -> int:
         """Pages that belong to sequences."""
-        return self.num_pages - len(self._free) - len(self._idle)
+        return len(self._holders) - len(self._free) - len(self._idle)
 
     def fits(self, lengths: Mapping[str, int]) -> bool:
         """Whether the pool could hold sequences of these lengths, by request id, and no others.
@@ -221,7 +221,7 @@ class PageTable:
         """One sequence holds this page no longer."""
         self._holders[page] -= 1
         if not self._holders[page]:
-            if page in self._known:
+            if page in self._known.pages:
                 self._idle[page] = None
             else:
                 self._free.append(page)

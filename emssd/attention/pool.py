@@ -34,11 +34,6 @@ class KVPool:
         self.keys = [torch.zeros(0, *keys, dtype=dtype, device=device) for keys, _ in shapes]
         self.values = [torch.zeros(0, *values, dtype=dtype, device=device) for _, values in shapes]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.num_pages * self.page_bytes
-
     def enlarge(self, num_pages: int) -> None:
         """Make room for `num_pages` pages and keep what the pages hold. After an error, it can be called again."""
         for pool in (self.keys, self.values):
@@ -61,8 +56,6 @@ def fixed_num_pages(spec: KVCacheSpec, page_size: int, page_bytes: int, free_byt
     heads and the page of the padding tokens count against it, so a few tokens less may fit.
 
     Args:
-        spec: of the cache.
-        page_size: tokens per page.
         page_bytes: bytes of one page over all layers.
         free_bytes: bytes of the device that the pool may take.
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import count
+from operator import eq
 
 import torch
 
 __all__ = ["Parents", "ancestors", "depths", "hidden_nodes", "is_chain", "path"]
 
 Parents = Seq[int]
+"""The parents of a tree's nodes, as the module says."""
 
 
 def depths(parents: Parents) -> list[int]:
@@ -37,7 +40,7 @@ def ancestors(parents: Parents) -> torch.Tensor:
 
 def is_chain(parents: Parents) -> bool:
     """Whether each node is the child of the one before."""
-    return all(parent == node - 1 for node, parent in enumerate(parents))
+    return all(map(eq, parents, count(-1)))
 
 
 def path(parents: Parents, node: int) -> list[int]:

@@ -74,7 +74,7 @@ def _lines(checkpoint: Checkpoint, kind: Format, lacking: list[str], readers: li
 
 
 def _lacking(checkpoint: Checkpoint, kind: Format) -> Iterator[str]:
-    """What every checkpoint of this kind has, and this one has not."""
+    """The tensors that every checkpoint of this kind has, and this one lacks."""
     config = {**checkpoint.config, **(checkpoint.config.get("dflash_config") or {})}
     own = {name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in checkpoint.tensors}
     yield from (f"{name} in config.json" for name in _OPTIONS.get(kind, ()) if config.get(name) is None)

@@ -1,5 +1,7 @@
 """Prompts: where they come from, and how they become token ids."""
 
-from emssd.data.prompts import FailedPrompt, Prompt
+from emssd.data.prompts import FailedPrompt, Prompt, encode_text
+from emssd.data.records import read_texts
+from emssd.data.typed import read_json, typed
 
-__all__ = ["FailedPrompt", "Prompt"]
+__all__ = ["FailedPrompt", "Prompt", "encode_text", "read_json", "read_texts", "typed"]

@@ -24,6 +24,7 @@ __all__ = [
     "read_bytes",
     "read_records",
     "read_text",
+    "read_texts",
     "records_in",
     "text_in",
     "to_prompts",
@@ -245,3 +246,28 @@ def _filled(template: str, record: dict[str, Any], complaint: str) -> str:
         return unescaped(template).format(**record)
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError) as error:  # what str.format raises
         raise PromptError(f"{complaint}. {template!r} gives {type(error).__name__}: {error}") from error
+
+
+def read_texts(
+    names: Iterable[str], *, field: str = "text", template: str | None = None, limit: int | None = None
+) -> list[tuple[str, str]]:
+    """Place and text of each document: a record of a ``.jsonl`` file, or the whole of any other file.
+
+    Texts of nothing but white space are left out. Raises PromptError: a file or a record cannot be read.
+
+    Args:
+        names: of the files.
+        field, template, limit: see `RecordsConfig`; `limit` is of each file.
+    """
+    config, texts = RecordsConfig(field=field, template=template, limit=limit), list[tuple[str, str]]()
+    for name in names:
+        path = existing_file(name, "")
+        if path.suffix != ".jsonl":
+            texts.append((path.name, read_text(path)))
+            continue
+        plain = "files whose names do not end in .jsonl are read as plain text"
+        for prompt in to_prompts(read_records(path, plain), config, path.name):
+            if isinstance(prompt, FailedPrompt):
+                raise PromptError(prompt.error)
+            texts.append((prompt.prompt_id, prompt.text))
+    return [(place, text) for place, text in texts if text.strip()]

@@ -150,10 +150,7 @@ class Assembled:
         """Make an engine for `target`, which is ready to run.
 
         Args:
-            target, tokenizer: the model.
             drafter, backend, budget: as in `from_pretrained`.
-            options: of the engine.
-            registry: the plugins.
             eos: what ends a sequence; what the model says by default.
             load: loads the models of drafters.
         """
@@ -186,6 +183,7 @@ class Assembled:
             budget=budget,
             eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else frozenset(eos),
             budget_name=budget_name,
+            force_tokens=options.force_tokens,
         )
 
 
@@ -241,10 +239,8 @@ def _options(given: dict[str, Any]) -> EngineOptions:
 
 
 def eos_token_ids(target: TargetModel, tokenizer: Any) -> frozenset[int]:
-    """What ends a sequence: the model's generation config, else its config, else its tokenizer; may be empty.
-
-    Raises:
-        ConfigError: these are no token ids.
+    """The tokens that end a sequence: the model's generation config, else its config, else its tokenizer; may be empty.
+    Raises ConfigError: these are no token ids.
     """
     for source in (getattr(target.model, "generation_config", None), target.model.config, tokenizer):
         eos = getattr(source, "eos_token_id", None)

@@ -21,11 +21,7 @@ _GPU_SHARE = "0.9"  # of the free memory; the rest is for activations
 
 
 def make_backend(spec: KVCacheSpec, choice: Any, registry: Registry) -> AttentionBackend:
-    """A backend allocated for `spec`.
-
-    Raises:
-        PluginError: the backend cannot serve it, with its reasons.
-    """
+    """A backend allocated for `spec`. Raises PluginError: the backend cannot serve it, with its reasons."""
     owner, backend = _built(spec, choice, registry)
     with guarded(owner, "allocate"):
         backend.allocate(spec)
@@ -38,9 +34,7 @@ class Caches:
 
     Args:
         backend: name or config of the plugin that all of them use.
-        options: of the engine.
         target: what the target's cache has to hold.
-        registry: the plugins.
     """
 
     backend: Any
@@ -54,10 +48,8 @@ class Caches:
         self.target = dataclasses.replace(self.target, continuous=self._is_continuous(), prefix_caching=caching)
 
     def make(self, other: KVCacheSpec | None = None, *, trees: bool = False) -> AttentionBackend:
-        """The target's backend, or that of a drafter's model with the cache `other`; of use after `allocate`.
-
-        Raises:
-            PluginError: the backend cannot serve it, with its reasons.
+        """The target's backend, or that of a drafter's model with the cache `other`; of use after `allocate`. Raises
+        PluginError: the backend cannot serve it, with its reasons.
         """
         spec = dataclasses.replace(other or self.target, continuous=self.target.continuous, trees=trees)
         asked = spec if self._limit() is None else dataclasses.replace(spec, max_tokens=1)
@@ -67,9 +59,7 @@ class Caches:
 
     def allocate(self) -> list[KVCacheSpec]:
         """Divide the memory among all that were made. Returns what each is allocated for, in the order of `make`.
-
-        Raises:
-            ConfigError: the user's limit is none.
+        Raises ConfigError: the user's limit is none.
         """
         limit = kv_bytes(self._limit(), self.target.device, lambda: free_for(self.target))
         states = sum(spec.bytes_per_row * spec.max_batch_size for _, _, spec in self._made)
@@ -102,7 +92,7 @@ class Caches:
         return ContinuousScheduler(options.batch_size, options.max_step_tokens, worst_case=worst_case)
 
     def _limit(self) -> str | None:
-        """What the user asks for; else, on a GPU, most of what is free, if the backend keeps to limits at all."""
+        """The user's limit; else, on a GPU, most of the free memory, if the backend keeps to limits at all."""
         if self.options.kv_memory is not None or self.target.device.type == "cpu":
             return self.options.kv_memory
         limited = dataclasses.replace(self.target, max_tokens=1)
@@ -124,7 +114,6 @@ def shares(limit: int, costs: list[tuple[int, int]]) -> list[int]:
     """The `max_tokens` of caches that together take at most `limit` bytes and all hold equally many tokens.
 
     Args:
-        limit: in bytes.
         costs: for each cache the bytes that a token takes in it, and those that `KVCacheSpec.max_tokens` counts for
             one: the memory of so many tokens is what the cache may take, padding or not.
     """

@@ -9,14 +9,12 @@ from itertools import permutations, product
 
 import torch
 
+from emssd.decoding.choosing import drawn_nodes
 from emssd.decoding.distribution_check import DistributionReport
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import ModelRunner
-from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, scores_of
-from emssd.sampling.matching import MatcherState
-from emssd.sampling.noise import noise_key
 from emssd.sampling.processing import processed
 from emssd.sequences import Generation, Request, Row
 
@@ -82,8 +80,7 @@ def compare(
     generations: Seq[Generation],
     plain: Seq[Generation],
     runner: ModelRunner,
-    sampling: Mapping[str, SamplingParams | None] | None = None,
-    states: Mapping[str, MatcherState] | None = None,
+    rows: Mapping[str, Row] | None = None,
 ) -> CheckReport:
     """Compare `generations` with `plain`, row by row.
 
@@ -91,9 +88,7 @@ def compare(
 
     Args:
         generations, plain: of the same requests, in the same order.
-        runner: of the target.
-        sampling: by request id, how both chose their tokens; greedily by default.
-        states: by request id, the state in front of the output, of those with a grammar.
+        rows: by request id, as it began, which says how both chose their tokens; greedily by default.
     """
     num_exact = 0
     differences = []
@@ -101,18 +96,11 @@ def compare(
         if ours.token_ids == theirs.token_ids:
             num_exact += 1
         else:
-            state = (states or {}).get(ours.request_id)
-            differences.append(_first_difference(ours, theirs, runner, (sampling or {}).get(ours.request_id), state))
+            differences.append(_first_difference(ours, theirs, runner, (rows or {}).get(ours.request_id)))
     return CheckReport(num_exact, tuple(differences))
 
 
-def _first_difference(
-    ours: Generation,
-    theirs: Generation,
-    runner: ModelRunner,
-    params: SamplingParams | None,
-    state: MatcherState | None,
-) -> Difference:
+def _first_difference(ours: Generation, theirs: Generation, runner: ModelRunner, begun: Row | None) -> Difference:
     pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
     shorter = min(len(ours.token_ids), len(theirs.token_ids))
     position = next((i for i, (token, greedy) in pairs if token != greedy), shorter)
@@ -122,13 +110,11 @@ def _first_difference(
     logits = _logits_after(prefix, runner)
     tolerance = TIE_TOLERANCE[runner.dtype] * float(logits.abs().max())
     compared, tokens = [logits], [each for each in (token, greedy_token) if each is not None]
-    if params is not None:
-        key, num_prompt = noise_key(params.seed, ours.request_id, ours.sample), len(ours.prompt_ids)
-        if state is not None:
-            for token_id in ours.token_ids[:position]:
-                state = None if state is None else state.after(token_id)
-        compared = _compared(logits, Node(params, key, len(prefix), prefix, num_prompt, state), tokens, tolerance)
-        tolerance /= params.temperature or 1.0
+    if begun is not None and begun.request.sampling is not None:
+        row = Row(replace(begun.request, sample=ours.sample), grammar=begun.grammar)
+        row.extend(ours.token_ids[:position])
+        compared = _compared(logits, next(drawn_nodes(row, Draft.empty(1), 0)), tokens, tolerance)
+        tolerance /= begun.request.sampling.temperature or 1.0
     margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
     if len(tokens) == 2:
         margin = max(min(float(scores.max() - scores[each]) for scores in compared) for each in tokens)
@@ -136,7 +122,7 @@ def _first_difference(
 
 
 def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
-    """What may have been compared at `node`, ``[vocab]`` each: scores, and those behind cut-offs that rounding moved.
+    """Scores that may have been compared at `node`, ``[vocab]`` each, also with cut-offs that rounding moved.
 
     Top-k and the like cut sharply, so that a token at the edge is in or out by the last bits of logits.
     """

@@ -1,4 +1,4 @@
-"""What the target chooses behind the newest token of every row, and behind every token of its draft."""
+"""The target's choice after the newest token of every row, and after every token of its draft."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import uniforms
 from emssd.sequences import Row
 
-__all__ = ["choices", "drawn_nodes", "first_node", "nodes_of", "states_in", "states_of", "verdicts"]
+__all__ = ["GREEDY", "choices", "drawn_nodes", "first_node", "nodes_of", "states_in", "states_of", "verdicts"]
 
-_GREEDY = Node(SamplingParams(temperature=0.0))
+GREEDY = Node(SamplingParams(temperature=0.0))
+"""The node of a row of which nothing but greedy tokens is wanted, wherever it is."""
 
 
 def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Tensor:
@@ -31,7 +32,6 @@ def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Te
 
     Args:
         logits: ``[R, vocab]``: of each row the logits behind its newest token, then behind each of its drafted tokens.
-        rows: of the step.
         draft: trees for them; all ids are in the vocabulary.
     """
     if all(map(_is_greedy, rows)):
@@ -51,7 +51,6 @@ def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[in
     Args:
         logits: ``[B + num_draft, vocab]``: of each row the logits behind its newest token, then behind each of its
             drafted tokens.
-        rows: of the step.
         draft: trees for them; all ids are in the vocabulary.
     """
     found = dict[int, Verdict]()
@@ -77,7 +76,7 @@ def nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
     Those of a row with `residual` sampling are greedy: nobody knows beforehand what `verdicts` will draw there.
     """
     if _is_greedy(row):
-        yield from [_GREEDY] * (1 + len(draft.tree(place)))
+        yield from [GREEDY] * (1 + len(draft.tree(place)))
     else:
         yield from drawn_nodes(row, draft, place)
 

@@ -28,8 +28,6 @@ from emssd.decoding.choosing import drawn_nodes
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import ModelRunner
-from emssd.sampling import SamplingParams
-from emssd.sampling.matching import MatcherState
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import uniforms
 from emssd.sequences import Generation, Request, Row
@@ -47,7 +45,6 @@ class DistributionReport:
     """Whether tokens have the law of plain decoding.
 
     Attributes:
-        num_tokens: tested.
         num_impossible: of these, how many top-k and the like leave out in the plain pass. Rounding makes very few.
         p_bins: how probable it is that the counts of the G-test are at least so uneven, if they have that law.
         p_likelihood: how probable it is that the likelihood is at least so far from what is expected.
@@ -70,21 +67,16 @@ class DistributionReport:
 
 
 def check_distribution(
-    generations: Seq[Generation],
-    runner: ModelRunner,
-    sampling: Mapping[str, SamplingParams],
-    states: Mapping[str, MatcherState] | None = None,
+    generations: Seq[Generation], runner: ModelRunner, rows: Mapping[str, Row]
 ) -> DistributionReport:
     """Test the tokens of `generations` together.
 
     Args:
         generations: rows that were sampled, at least one.
         runner: of the target; it must be idle.
-        sampling: by request id, how their tokens were drawn.
-        states: by request id, the state in front of the output, of those with a grammar.
+        rows: by request id, as it began, which says how their tokens were drawn.
     """
-    known = states or {}
-    parts = [_tokens_of(row, runner, sampling[row.request_id], known.get(row.request_id)) for row in generations]
+    parts = [_tokens_of(each, runner, rows[each.request_id]) for each in generations]
     before, own, surprise, spread = torch.cat(parts).unbind(1)
     draw = uniforms(0, "check", 0)
     places = before + own * torch.tensor([draw() for _ in own], dtype=torch.float64)
@@ -110,13 +102,11 @@ def _p_normal(deviation: float, variance: float) -> float:
 
 
 @torch.inference_mode()
-def _tokens_of(
-    row: Generation, runner: ModelRunner, params: SamplingParams, state: MatcherState | None
-) -> torch.Tensor:
-    """``[n, 4]`` on the host, for each token of `row`; see `_token_numbers`."""
-    tokens = row.token_ids
-    request = Request("emssd.decoding.distribution_check", row.prompt_ids, len(tokens), sampling=params)
-    sequence, chain = Row(request, grammar=state), Draft.from_chains([tokens[:-1]])
+def _tokens_of(done: Generation, runner: ModelRunner, begun: Row) -> torch.Tensor:
+    """``[n, 4]`` on the host, for each token of `done`; see `_token_numbers`."""
+    tokens, params = done.token_ids, begun.request.sampling
+    request = Request("emssd.decoding.distribution_check", done.prompt_ids, len(tokens), sampling=params)
+    sequence, chain = Row(request, grammar=begun.grammar), Draft.from_chains([tokens[:-1]])
     try:
         logits = runner.run(pack([sequence], chain)).logits
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from emssd.decoding.outcome import outcome_of, step_stats
 from emssd.decoding.packing import pack
 from emssd.decoding.prefixes import Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
-from emssd.decoding.verify import Verified, best_tokens, verify
+from emssd.decoding.verify import Verified, best_tokens, greedy_tokens, verify
 from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome, StepStats
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
@@ -49,6 +49,7 @@ class Engine(Assembled):
         drafter_name, budget_name: how errors call the drafter and the budget policy.
         on_drafter_error: ``"disable"`` goes on without a drafter that fails, with a warning; ``"fail"`` raises.
         make_timer: makes what times a step.
+        force_tokens: draft the tokens to which a grammar leaves no choice, in front of the drafters.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Engine(Assembled):
         budget_name: str | None = None,
         on_drafter_error: str = "disable",
         make_timer: Callable[[], StepTimer] = StepTimer,
+        force_tokens: bool = True,
     ) -> None:
         self.runner = runner
         drafters = [drafter] if isinstance(drafter, Drafter) else drafter
@@ -83,10 +85,10 @@ class Engine(Assembled):
         self.scheduler = scheduler or ContinuousScheduler(batch_size)
         self.batch_size = self.scheduler.batch_size
         self.report = RunReport()
-        self.grammars = Grammars(tokenizer, runner.vocab_size)
+        self.grammars, self.force_tokens = Grammars(tokenizer, runner.vocab_size), force_tokens
         self._make_timer = make_timer
         self._finished: list[Row] = []  # to be returned by `step`
-        self._in_run = False
+        self._in_run = self._has_grammars = False
 
     @property
     def scheduler(self) -> Scheduler:
@@ -116,20 +118,19 @@ class Engine(Assembled):
         All or nothing: after an exception, the next call goes on from where no step was lost or done in part. If a
         plugin fails once the tokens are there, the step counts, and the next call returns the rows that it finished.
         """
-        if self.scheduler.has_work:
-            timer = self._make_timer()
-            schedule = self._schedule()
-            draft = self.drafting.propose(Batch.view(schedule.batch.rows), schedule.limits, schedule.num_prefill_tokens)
+        if self._scheduler.has_work:
+            timer, (schedule, batch) = self._make_timer(), self._schedule()
+            draft = self.drafting.propose(batch, schedule.limits, schedule.num_prefill_tokens)
             timer.lap("schedule", draft=self.drafting.seconds)
             packed = pack(schedule.batch.rows, known := draft.within(self.runner.vocab_size), schedule.prefills)
             timer.lap("plan")
-            with self.grammars.beside(states_in(schedule.batch.rows, known)):
+            with self._masks_of(schedule.batch.rows, known) if self._has_grammars else nullcontext():
                 output = self.runner.run(packed)
             timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
             verified = self._verify(schedule.batch.rows, draft, known, output.logits)
             timer.lap("verify")
             self._advance(schedule, draft, verified)
-            outcome = outcome_of(Batch.view(schedule.batch.rows), draft, verified, packed, output)
+            outcome = outcome_of(batch, draft, verified, packed, output)
             self._conclude(schedule, outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 
@@ -256,8 +257,10 @@ class Engine(Assembled):
             request.sampling.check_vocabulary(self.runner.vocab_size)
         row = Row(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))
         if request.sampling is not None and request.sampling.grammar is not None:
+            self._has_grammars = True
             row.grammar = self.grammars.begin(request.sampling.grammar, request.eos_token_ids or self.eos_token_ids)
-            self.drafting.force_tokens(self.runner.vocab_size)
+            if self.force_tokens:
+                self.drafting.force_tokens(self.runner.vocab_size)
         if not self.runner.fits({request.request_id: row.max_length}):
             raise PromptError(
                 f"request {request.request_id} takes up to {row.max_length} tokens of KV cache, {num_prompt} of "
@@ -279,22 +282,35 @@ class Engine(Assembled):
         except SystemExit as error:
             raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
 
-    def _schedule(self) -> Schedule:
-        """What this step computes; rows that lose their KV to others give it back."""
+    def _schedule(self) -> tuple[Schedule, Batch]:
+        """The schedule of this step, and its batch as plugins see it. Preempted rows give their KV back."""
         if not self._in_run:
             self.runner.begin()
         self._in_run = True
-        schedule = self.scheduler.select(self.runner.fits, self.drafting.num_speculative_tokens)
-        self._free(schedule.preempted)
-        return schedule
+        schedule = self._scheduler.select(self.runner.fits, self.drafting.num_speculative_tokens)
+        if schedule.preempted:
+            self._free(schedule.preempted)
+        return schedule, Batch.view(schedule.batch.rows)
+
+    def _masks_of(self, rows: Seq[Row], draft: Draft) -> AbstractContextManager[None]:
+        """Computes the masks of grammars during what is done within."""
+        return self.grammars.beside(states_in(rows, draft))
 
     def _verify(self, rows: Seq[Row], draft: Draft, known: Draft, logits: torch.Tensor) -> list[Verified]:
         """Compare the draft of each row with the choices of the target; `known` has ids of the vocabulary only."""
-        drawn, best = verdicts(logits, rows, known), best_tokens(logits, self.drafting.num_candidates)
-        verified = verify(choices(logits, rows, known), draft, best, drawn)
+        best = best_tokens(logits, self.drafting.num_candidates)
+        is_plain = [row.request.sampling for row in rows].count(None) == len(
+            rows
+        )  # nothing but greedy tokens is wanted
+        if is_plain:
+            verified = verify(greedy_tokens(logits), draft, best)
+        else:
+            drawn = verdicts(logits, rows, known)
+            verified = verify(choices(logits, rows, known), draft, best, drawn)
         if not draft.on_host:
             self.drafting.check_ids([each.drafted for each in verified])
-        add_logprobs(logits, rows, draft, verified)
+        if not is_plain:
+            add_logprobs(logits, rows, draft, verified)
         return verified
 
     def _advance(self, schedule: Schedule, draft: Draft, verified: Seq[Verified]) -> None:
@@ -315,13 +331,14 @@ class Engine(Assembled):
         for piece in pieces:
             piece.row.num_cached += piece.num_tokens
         finished = [row for row in rows if row.finish_reason is not None]
-        self.scheduler.retire(finished)
+        self._scheduler.retire(finished)
         self._finished += finished
-        self.prefixes.publish(prompts)
-        self._in_run = self.scheduler.has_work
+        if prompts:
+            self.prefixes.publish(prompts)
+        self._in_run = self._scheduler.has_work
 
     def _stats(self, schedule: Schedule, packed: PackedInputs, output: ModelOutput, outcome: Outcome) -> StepStats:
-        usage, num_waiting = self.runner.usage, self.scheduler.num_waiting
+        usage, num_waiting = self.runner.usage, self._scheduler.num_waiting
         return step_stats(schedule, packed, output, outcome, usage, self.drafting.stats, num_waiting)
 
     def _conclude(self, schedule: Schedule, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:

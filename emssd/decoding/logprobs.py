@@ -27,7 +27,6 @@ def add_logprobs(logits: torch.Tensor, rows: Iterable[Row], draft: Draft, verifi
 
     Args:
         logits: ``[R, vocab]``: for each row the logits behind its newest token, then behind each of its drafted tokens.
-        rows, draft, verified: of the step.
     """
     widths = [_width(row) for row in rows]
     if widths.count(None) == len(widths):

@@ -26,7 +26,7 @@ class Admission(str, Enum):
 
 
 class OnDrafterError(str, Enum):
-    """What happens when a drafter fails."""
+    """The consequence of a drafter's failure."""
 
     disable = "disable"
     fail = "fail"
@@ -48,6 +48,7 @@ class EngineOptions:
         prefix_caching: prompts that begin alike share the KV of what they share, in whole pages, so that it is computed
             once; ``false`` computes every prompt on its own. Backends without pages never share.
         on_drafter_error: ``disable`` goes on without a drafter that fails; ``fail`` ends the run.
+        force_tokens: draft the tokens to which a grammar leaves no choice, in front of the drafter.
     """
 
     batch_size: int = 8
@@ -57,3 +58,4 @@ class EngineOptions:
     admission: Admission = Admission.preempt
     prefix_caching: bool = True
     on_drafter_error: OnDrafterError = OnDrafterError.disable
+    force_tokens: bool = True

@@ -1,4 +1,4 @@
-"""What plugins and the report get after a step: its `Outcome`, and its figures."""
+"""The `Outcome` of a step, for plugins, and its figures, for the report."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ def outcome_of(
     """The outcome of a step whose rows have been advanced.
 
     Args:
-        batch: its rows.
         draft, verified: what was verified, and the result of each row.
         packed: the step: the rows of the batch, each with its draft behind its tokens, then pieces of prompts.
-        output: what the target computed.
     """
     best = [each.candidates for each in verified if each.candidates is not None]
     return Outcome(
@@ -74,14 +72,14 @@ def step_stats(
     num_waiting: int,
 ) -> StepStats:
     """Count a step whose rows have been advanced; `usage` is that after its commit."""
-    drafted = tuple(outcome.draft.lengths)
-    deep, by_depth = _depths(outcome.draft)
-    num_before = sum(packed.kv_lens[: len(outcome.batch)]) - sum(drafted)
+    drafted, num_rows, num_tokens = tuple(outcome.draft.lengths), len(outcome.batch.rows), packed.num_tokens
+    deep, by_depth = _depths(outcome.draft, drafted)
+    num_before = sum(packed.kv_lens[:num_rows]) - sum(drafted)
     return StepStats(
-        is_prefill=packed.num_tokens > len(outcome.batch) + sum(drafted),
+        is_prefill=num_tokens > num_rows + sum(drafted),
         num_rows=packed.num_rows,
         num_waiting=num_waiting,
-        num_tokens=packed.num_tokens,
+        num_tokens=num_tokens,
         num_kv_tokens=sum(packed.kv_lens),
         num_new_tokens=sum([len(row.tokens) for row in outcome.batch.rows]) - num_before,
         drafted=drafted,
@@ -97,13 +95,13 @@ def step_stats(
     )
 
 
-def _depths(draft: Draft) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _depths(draft: Draft, lengths: Seq[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``[B]`` the depth of each row's tree, and how many nodes of all rows have each depth, from 1."""
     rows: Seq[Seq[int]]
     if draft.parents is None:
-        rows = [range(1, length + 1) for length in draft.lengths]
+        rows = [range(1, length + 1) for length in lengths]
     else:
-        rows = [depths(draft.tree(row)) for row in range(draft.num_rows)]
+        rows = list(map(depths, map(draft.tree, range(len(lengths)))))
     deep, counts = tuple([max(row, default=0) for row in rows]), Counter(chain.from_iterable(rows))
     return deep, tuple([counts[depth] for depth in range(1, max(deep, default=0) + 1)])
 

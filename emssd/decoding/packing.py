@@ -41,7 +41,8 @@ def pack(rows: Iterable[Packable], draft: Draft, prefills: Iterable[tuple[Packab
     cached: list[int] = []
     known: list[int] = []  # tokens of each row that are not cached, without its draft
     input_ids: list[int] = []
-    lengths, drafted = draft.lengths, draft.token_ids.tolist() if draft.on_host else [0] * draft.indptr[-1]
+    lengths, on_host = draft.lengths, draft.on_host
+    drafted = draft.token_ids.tolist() if on_host else [0] * draft.indptr[-1]
     for row, start, length in zip(rows, draft.indptr[:-1], lengths, strict=True):
         new = row.tokens[row.num_cached :]
         request_ids.append(row.request_id)
@@ -59,8 +60,8 @@ def pack(rows: Iterable[Packable], draft: Draft, prefills: Iterable[tuple[Packab
     new_tokens[: len(lengths)] += num_drafted
     stops, kv_lens = new_tokens.cumsum(), num_cached + new_tokens
     drafts = stops[: len(lengths)] - num_drafted  # where the draft of each row begins
-    trees = None if draft.parents is None else [_branches(draft.tree(row)) for row in range(len(lengths))]
-    places = None if draft.on_host else torch.from_numpy(runs(drafts, num_drafted))
+    trees = None if draft.parents is None else list(map(_branches, map(draft.tree, range(len(lengths)))))
+    places = None if on_host else torch.from_numpy(runs(drafts, num_drafted))
     return PackedInputs(
         request_ids=tuple(request_ids),
         input_ids=torch.from_numpy(np.array(input_ids, dtype=np.int64)),
@@ -89,7 +90,7 @@ def pack_nodes(
         kv_lens: ``[B]`` the KV length of each row with them.
         trees: ``[B]`` parents of all drafted tokens of a row, those that are cached first; ``None`` for chains.
     """
-    branches = [()] * len(request_ids) if trees is None else [_branches(tree) for tree in trees]
+    branches = [()] * len(request_ids) if trees is None else list(map(_branches, trees))
     new, ends = np.array(lengths), np.array(kv_lens)
     stops = new.cumsum()
     num_tokens = int(stops[-1])

@@ -23,11 +23,9 @@ def make_runner(
     """The runner of a target, whole or in shards.
 
     Args:
-        target: the model.
         backend: made by `choice`, and allocated for `spec`.
         spec: what it has to hold.
         choice: name or config of the backend's plugin.
-        registry: the plugins.
     """
     if target.shard is None:
         return CausalLMRunner(target, backend)
@@ -37,17 +35,14 @@ def make_runner(
 
 
 def lent(target: TargetModel) -> BorrowedTarget:
-    """What drafters may borrow of a target, whole or in shards."""
+    """The parts of a target, whole or in shards, that drafters may borrow."""
     return BorrowedTarget(target) if target.shard is None else LendingShard(target)
 
 
 def follow_unless_first(registry: Registry) -> None:
-    """Process 0 of a tensor parallel run goes on; the others do their part here until it ends, and end then.
-
-    Raises:
-        ConfigError: torchrun did not start this process.
-        GroupError: another process has ended.
-        SystemExit: process 0 has ended as it should.
+    """Process 0 of a tensor parallel run goes on; the others do their part here until it ends, and end then. Raises
+    ConfigError: torchrun did not start this process; or GroupError: another process has ended; or SystemExit: process 0
+    has ended as it should.
     """
 
     def make(recipe: tuple[str, dict[str, Any]], spec: KVCacheSpec) -> AttentionBackend:

@@ -14,7 +14,7 @@ __all__ = ["NONE_SHARED", "Prefixes"]
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """What rows share through `runner`; nothing without one, or if its ``prefix_unit`` is 0.
+    """The KV that rows share through `runner`; none without one, or if its ``prefix_unit`` is 0.
 
     Only committed tokens are ever published: those of prompts that are computed, and those of rows that leave.
     """
@@ -45,7 +45,7 @@ class Prefixes:
                 self.runner.publish_prefix(row.request_id, row.tokens[: row.num_cached])
 
     def waits(self, rows: Seq[Row]) -> set[str]:
-        """Those of `rows`, by request id, that would compute what an earlier one is about to compute.
+        """The rows, by request id, whose prefix an earlier row of this step is computing.
 
         They wait until it is committed, and adopt it then. The earliest never waits, so there is always progress.
         """

@@ -29,7 +29,7 @@ class Prefill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the next step computes.
+    """The work of the next step.
 
     Attributes:
         batch: rows whose tokens are all computed by this step, so that they can be drafted for and verified.
@@ -48,7 +48,7 @@ class Schedule:
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of all pieces together."""
-        return sum([piece.num_tokens for piece in self.prefills])
+        return sum([piece.num_tokens for piece in self.prefills]) if self.prefills else 0
 
 
 class Scheduler(ABC):
@@ -131,7 +131,8 @@ class Scheduler(ABC):
 
     def _recover(self) -> None:
         """Waiting rows hold no KV, not even after a call of `select` that failed."""
-        self.prefixes.give_back(islice(self._waiting, self.batch_size))
+        if self._waiting:
+            self.prefixes.give_back(islice(self._waiting, self.batch_size))
 
 
 class StaticScheduler(Scheduler):
@@ -190,9 +191,11 @@ class ContinuousScheduler(Scheduler):
         admitted = [] if preempted else self._admit(running, self._length_to_come, fits)
         running = [*running, *admitted]
         prompts = [row for row in running if len(row.tokens) > row.num_cached + 1]
-        num_adopted = sum(row.num_cached for row in admitted) + sum([self.prefixes.adopt(row) for row in prompts])
-        waits = self.prefixes.waits(prompts)
-        rows = [row for row in running if row.request_id not in waits]
+        num_adopted, rows = sum([row.num_cached for row in admitted]) if admitted else 0, running
+        if prompts:
+            num_adopted += sum([self.prefixes.adopt(row) for row in prompts])
+            waits = self.prefixes.waits(prompts)
+            rows = [row for row in running if row.request_id not in waits]
         needs = [len(row.tokens) - row.num_cached for row in rows]
         budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
         shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
@@ -203,7 +206,8 @@ class ContinuousScheduler(Scheduler):
                 complete.append(row)
             elif share:
                 pieces.append(Prefill(row, share))
-        lengths |= _lengths(admitted)
+        if admitted:
+            lengths |= _lengths(admitted)
         limits = _fitting_limits(complete, lengths, num_speculative_tokens, self.trees, fits)
         for _ in admitted:  # nothing but KV has changed up to here, where `fits` may fail
             self._waiting.popleft()
@@ -227,12 +231,12 @@ def _fitting_limits(
     rows: list[Row], lengths: dict[str, int], num_speculative_tokens: int, trees: bool, fits: Fits
 ) -> tuple[int, ...]:
     """``[B]`` for `rows`, which are some of those with `lengths`. Where the cache is nearly full they draft less."""
-    names = [row.request_id for row in rows]
     while True:
         limits = _draft_limits(rows, num_speculative_tokens, trees)
         if not any(limits):
             return limits
-        if fits(lengths | {name: lengths[name] + limit for name, limit in zip(names, limits, strict=True)}):
+        drafting = {row.request_id: len(row.tokens) + limit for row, limit in zip(rows, limits, strict=True)}
+        if fits(lengths | drafting):
             return limits
         num_speculative_tokens //= 2
 

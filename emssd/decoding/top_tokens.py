@@ -21,7 +21,6 @@ def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tu
     A GPU's host waits once. A probability that is not a number counts as 0, as behind a model that overflowed.
 
     Args:
-        logits: of any floating type.
         width: at least 1; cut to the vocabulary.
         temperature: that logits are divided by.
     """
@@ -32,11 +31,10 @@ def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tu
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         values, ids = scaled.topk(width, dim=1)
         both = torch.stack([ids.double(), (values - scaled.logsumexp(dim=1, keepdim=True)).double()])
-    host = to_host(both.flatten())
-    starts = range(0, num_rows * width, width)
-    tokens = [[int(token) for token in host[start : start + width]] for start in starts]
-    shares = [host[start + num_rows * width : start + (num_rows + 1) * width] for start in starts]
-    return tokens, [[likelihood(share) for share in row] for row in shares]
+    host, starts = to_host(both.flatten()), range(0, num_rows * width, width)
+    tokens = list(map(int, host[: num_rows * width]))
+    shares = [share if share <= 0 else (0.0 if share > 0 else -math.inf) for share in host[num_rows * width :]]
+    return [tokens[start : start + width] for start in starts], [shares[start : start + width] for start in starts]
 
 
 def likelihood(share: float) -> float:

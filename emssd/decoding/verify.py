@@ -89,16 +89,16 @@ def _on_host(
 
     One copy to the host brings everything that the step needs to know, and is the only time that the host waits.
     """
-    wanted = [choices]
+    wanted, on_host = [choices], draft.on_host
     if candidates is not None:
         wanted.append(candidates.flatten())
-    if not draft.on_host:
+    if not on_host:
         wanted.append(draft.token_ids)
     host = to_host(torch.cat(wanted) if len(wanted) > 1 else choices)
     num_rows, number = len(choices), 0 if candidates is None else candidates.shape[1]
     end = num_rows * (1 + number)
-    drafted = draft.token_ids.tolist() if draft.on_host else host[end:]
-    best = [host[at : at + number] for at in range(num_rows, end, number or 1)]
+    drafted = draft.token_ids.tolist() if on_host else host[end:]
+    best = [host[at : at + number] for at in range(num_rows, end, number)] if number else []
     return host[:num_rows], drafted, best
 
 

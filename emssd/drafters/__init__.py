@@ -4,36 +4,57 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 `PairedDrafter`. Other drafters are subclasses of `ModelDrafter`, `StatesDrafter` or `SlotDrafter`.
 """
 
-from emssd.drafters.lanes import HeadLane, Lane
-from emssd.drafters.levels import GrowingRow, LevelDrafter, SlotDrafter, nodes_of
-from emssd.drafters.loading import check_vocabulary, load_draft_model, same_vocabulary, shallow_runner
+from emssd.decoding.packing import pack, pack_nodes
+from emssd.drafters.lanes import HeadLane, Lane, fed
+from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
+from emssd.drafters.loading import load_draft_model, shallow_runner
 from emssd.drafters.models import ModelDrafter
 from emssd.drafters.paired import PairedDrafter
+from emssd.drafters.sampled import BeamShape, ChildrenShape, SampledDrafter, SampledShape
 from emssd.drafters.shared import SharedDrafter
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Shape
+from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape, check_at_least_one, chosen
 from emssd.heads import (
+    LAST_NORMED,
+    Attend,
     Checkpoint,
     DecoderConfig,
+    Embed,
     Format,
     Head,
     HeadFiles,
     HeadLayer,
     HeadNorm,
+    LayerHead,
     Loaded,
+    Project,
     Rotary,
     TargetSizes,
+    drop_copies,
+    made_empty,
+    rename,
 )
+from emssd.heads.as_bytes import keep_bytes
+from emssd.heads.files import cannot_load, reading_config
+from emssd.heads.layers import Angles, rotated
 from emssd.heads.lent import Lent
-from emssd.heads.options import TreeKind, TreeOptions, shape_of
+from emssd.heads.options import TreeKind, TreeOptions, head_path, shape_of
 from emssd.heads.pairs import PairedHead
-from emssd.sampling.choice import Node
+from emssd.sampling.choice import Node, choose, greedy_tokens
+from emssd.sampling.draws import behind
 
 __all__ = [
+    "LAST_NORMED",
+    "Angles",
+    "Attend",
+    "BeamShape",
     "Checkpoint",
+    "ChildrenShape",
     "DecoderConfig",
     "DynamicShape",
+    "Embed",
+    "Expansion",
     "Format",
     "GrowingRow",
     "GrowingTree",
@@ -43,25 +64,45 @@ __all__ = [
     "HeadLayer",
     "HeadNorm",
     "Lane",
+    "LayerHead",
     "Lent",
+    "Level",
     "LevelDrafter",
     "Loaded",
     "ModelDrafter",
     "Node",
     "PairedDrafter",
     "PairedHead",
+    "Project",
     "Rotary",
+    "SampledDrafter",
+    "SampledShape",
     "Shape",
     "SharedDrafter",
     "SlotDrafter",
     "StatesDrafter",
+    "StaticShape",
     "TargetSizes",
     "TreeKind",
     "TreeOptions",
-    "check_vocabulary",
+    "behind",
+    "cannot_load",
+    "check_at_least_one",
+    "choose",
+    "chosen",
+    "drop_copies",
+    "fed",
+    "greedy_tokens",
+    "head_path",
+    "keep_bytes",
     "load_draft_model",
+    "made_empty",
     "nodes_of",
-    "same_vocabulary",
+    "pack",
+    "pack_nodes",
+    "reading_config",
+    "rename",
+    "rotated",
     "shallow_runner",
     "shape_of",
 ]

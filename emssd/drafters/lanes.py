@@ -17,7 +17,7 @@ __all__ = ["HeadLane", "KVCache", "Lane", "fed"]
 
 
 class KVCache(Protocol):
-    """What a `Lane` needs of an `AttentionBackend` or a `ModelRunner`."""
+    """The methods that a `Lane` needs of an `AttentionBackend` or a `ModelRunner`."""
 
     def commit(self, kept: Kept) -> None: ...
     def release(self, request_ids: Iterable[str]) -> None: ...
@@ -85,6 +85,7 @@ class HeadLane(Lane):
         super().__init__(backend)
         self.head, self._backend = head, backend
         self._compiled = compiled_head(head) if compile else None
+        self._fixed: dict[int, torch.Tensor] = {}  # what recorded steps read, by their number of tokens
 
     @property
     def runs_chains(self) -> bool:
@@ -149,16 +150,31 @@ class HeadLane(Lane):
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return self._backend.forward(plan, layer, query, key, value)
 
-        inputs = fed(plan, inputs).view(*plan.input_ids.shape, -1)
+        inputs = fed(plan, inputs) if plan.replay is None else self._in_place(plan, inputs)
+        inputs = inputs.view(*plan.input_ids.shape, -1)
+
+        def compute() -> tuple[torch.Tensor, ...]:
+            hidden = self.head(inputs, plan.position_ids, attend)[:, plan.logits_to_keep].flatten(0, 1)
+            logits = self.head.own_logits(hidden)
+            return (hidden,) if logits is None else (hidden, logits)
+
         outputs: tuple[torch.Tensor, ...]
         if self._compiled is not None:
             step = self._backend.native_step(plan)
             outputs = self._compiled(inputs, plan.position_ids, attend, plan.logits_to_keep, step)
         else:
-            hidden = self.head(inputs, plan.position_ids, attend)
-            outputs = (hidden[:, plan.logits_to_keep].flatten(0, 1),)
+            outputs = compute() if plan.replay is None else plan.replay(compute)
         index = plan.logit_index
         return outputs if index is None else tuple(each[index] for each in outputs)
+
+    def _in_place(self, plan: StepPlan, inputs: torch.Tensor) -> torch.Tensor:
+        """`fed`, where all recorded steps of this size read it."""
+        size = plan.input_ids.numel()
+        if size not in self._fixed:
+            self._fixed[size] = inputs.new_zeros(size, inputs.shape[1])
+        self._fixed[size][: len(inputs)] = inputs
+        self._fixed[size][len(inputs) :] = 0
+        return self._fixed[size]
 
 
 def fed(plan: StepPlan, values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +15,13 @@ import torch
 
 from emssd.attention import PackedInputs
 from emssd.attention.transfer import on_device, to_host
-from emssd.decoding.choosing import first_node
+from emssd.decoding.choosing import GREEDY, first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import likelihood, top_choices, top_tokens
 from emssd.drafters.lanes import Lane
 from emssd.drafting import Draft, Drafter, GoesOn
 from emssd.drafting.budget import DraftedNode
-from emssd.drafting.levels import Expansion, GrowingTree, joined_best
+from emssd.drafting.levels import Child, Expansion, GrowingTree, joined_best
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.model.program import Chain
 from emssd.sampling.choice import Node
@@ -82,6 +81,7 @@ class LevelDrafter(Drafter):
         self.num_speculative_tokens, self.drafts_trees = shape.num_nodes, shape.width > 1
         self.shape, self._vocab_size, self._lane = shape, vocab_size, lane
         self._goes_on: GoesOn | None = None
+        self._all_greedy = False  # all rows of the draft
 
     def end_by(self, goes_on: GoesOn | None) -> None:
         self._goes_on = goes_on
@@ -90,6 +90,7 @@ class LevelDrafter(Drafter):
         rows = self._begin(batch, budget)
         if not rows:
             return Draft.empty(len(batch))
+        self._all_greedy = False not in [row.node is GREEDY or row.node.params.is_greedy for row in rows]
         if not self.grow_chains(rows):
             self._grow_trees(rows)
         self.finish(rows)
@@ -117,11 +118,11 @@ class LevelDrafter(Drafter):
 
     def are_greedy_chains(self, rows: Seq[GrowingRow]) -> bool:
         """Whether `Program.run_chain` drafts what is asked for."""
-        shape, greedy = self.shape, all(row.node.params.is_greedy for row in rows)
-        return self._goes_on is None and isinstance(shape, DynamicShape) and shape.width == 1 and greedy
+        shape = self.shape
+        return self._goes_on is None and isinstance(shape, DynamicShape) and shape.width == 1 and self._all_greedy
 
     def chain_of(self, rows: Seq[GrowingRow], table: torch.Tensor | None = None) -> Chain:
-        """What `Program.run_chain` is to draft, of greedy chains."""
+        """The greedy chains that `Program.run_chain` is to draft."""
         shape = self.shape
         assert isinstance(shape, DynamicShape), "chains of another shape"
         lengths = [min(row.tree.depth, row.tree.max_cached + 1) for row in rows]
@@ -142,7 +143,7 @@ class LevelDrafter(Drafter):
 
     def node_of(self, row: Row) -> Node:
         """Where the target chooses the token after the newest one of `row`."""
-        return first_node(row)
+        return GREEDY if row.request.sampling is None else first_node(row)
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
         """The rows that may and can draft."""
@@ -171,15 +172,16 @@ class LevelDrafter(Drafter):
         """Give each node of a level its children."""
         choices = zip(*self.choices(level, logits), strict=True)
         for row, expansions in level:
-            children = []
+            children = list[Child]()
             for (node, ranks), (tokens, log_probs) in zip(expansions, choices, strict=False):
                 row.tree.choices[node] = tokens
-                children += [(node, rank, tokens[rank], log_probs[rank]) for rank in ranks if rank < len(tokens)]
+                for rank in ranks[: len(tokens)]:
+                    children.append((node, rank, tokens[rank], log_probs[rank]))
             row.tree.add_level(children)
 
     def choices(self, level: Level, logits: torch.Tensor) -> Choices:
         """The tokens after each node of a level that the target most likely chooses, from the logits there."""
-        greedy = all(row.node.params.is_greedy for row, _ in level)
+        greedy = self._all_greedy or all(row.node.params.is_greedy for row, _ in level)
         return self._likeliest(logits, None if greedy else self._nodes(level))
 
     def _nodes(self, level: Level) -> list[Node]:
@@ -204,7 +206,7 @@ class LevelDrafter(Drafter):
             columns, log_probs = top_tokens(logits, width, temperature)
             if self.target_ids is not None:
                 ids = self._ids
-                columns = [[ids[column] for column in row] for row in columns]
+                columns = [list(map(ids.__getitem__, row)) for row in columns]
             return columns, log_probs
         if self.target_ids is None:
             return top_choices(logits, nodes, width, temperature)
@@ -241,15 +243,15 @@ class LevelDrafter(Drafter):
             expansions = self.shape.expand(tree, tree.frontier())
             if self.caches_nodes:
                 expansions = expansions[: tree.max_cached - len(tree.cached)]
-                tree.cache(node for node, _ in expansions)
+                tree.cache([node for node, _ in expansions])
             if expansions:
                 level.append((row, expansions))
         return level
 
 
-def nodes_of(level: Level) -> Iterator[tuple[GrowingRow, int]]:
+def nodes_of(level: Level) -> list[tuple[GrowingRow, int]]:
     """The nodes of a level, in the order in which they are computed."""
-    return ((row, node) for row, expansions in level for node, _ in expansions)
+    return [(row, node) for row, expansions in level for node, _ in expansions]
 
 
 def pack_level(level: Level) -> PackedInputs:

@@ -9,7 +9,7 @@ from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 
-__all__ = ["check_vocabulary", "load_draft_model", "same_vocabulary", "shallow_runner"]
+__all__ = ["load_draft_model", "shallow_runner"]
 
 
 def load_draft_model(path: str, context: DrafterContext, *, trees: bool = False) -> ModelRunner:
@@ -19,19 +19,13 @@ def load_draft_model(path: str, context: DrafterContext, *, trees: bool = False)
         ConfigError: it does not share the target's vocabulary.
     """
     runner, tokenizer = context.load_runner(path, trees=True) if trees else context.load_runner(path)
-    check_vocabulary(path, runner, tokenizer, context)
+    _check_vocabulary(path, runner, tokenizer, context)
     return runner
 
 
-def same_vocabulary(one: Any, other: Any) -> bool:
-    """Whether two tokenizers have the same tokens."""
-    return bool(one.get_vocab() == other.get_vocab())
-
-
-def check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
-    """Make sure that a draft model has the target's tokens. Raises ConfigError: it does not, and what is possible."""
+def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
     if tokenizer is not None and context.tokenizer is not None:
-        if same_vocabulary(tokenizer, context.tokenizer):
+        if tokenizer.get_vocab() == context.tokenizer.get_vocab():
             return  # vocabulary sizes of the models may still differ by unused padding ids
         what = f"its tokenizer ({len(tokenizer)} tokens) is not the target's ({len(context.tokenizer)} tokens)"
     elif model.vocab_size == context.vocab_size:

@@ -49,7 +49,8 @@ class PairedDrafter(StatesDrafter):
         return self._head.features(hidden)
 
     def finish(self, rows: Seq[GrowingRow]) -> None:
-        self._runner.commit(Kept(tuple(row.request_id for row in rows), tuple(row.tree.num_tokens for row in rows)))
+        names, num_tokens = zip(*[(row.request_id, row.tree.num_tokens) for row in rows], strict=True)
+        self._runner.commit(Kept(names, num_tokens))
 
     def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
         """Greedy chains, if the head is compiled with its own logits."""
@@ -85,7 +86,7 @@ class PairedDrafter(StatesDrafter):
 
     def compute(self, level: Level) -> torch.Tensor:
         """Compute the nodes of a level, each beside the output after its parent."""
-        nodes = list(nodes_of(level))
+        nodes = nodes_of(level)
         parents = [self._places[row.request_id, row.tree.parents[node]] for row, node in nodes]
         packed = pack_level(level)
         logits = self._run(
@@ -102,7 +103,7 @@ class PairedDrafter(StatesDrafter):
         return logits
 
     def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """What the head reads, ``[nnz, 2 * hidden]``, of tokens beside ``features [nnz, hidden]``."""
+        """The head's inputs ``[nnz, 2 * hidden]``: tokens beside ``features [nnz, hidden]``."""
         return torch.cat(
             [self._head.embed(on_device(token_ids, features.device), self._target.embed), features], dim=-1
         )

@@ -59,7 +59,7 @@ class KnownStates:
         return self.pieces[0][min(self.num_used, num_tokens - 1) - self.start : num_tokens - self.start]
 
     def used(self, num_tokens: int) -> None:
-        """Those of the first `num_tokens` tokens were used. The last of them is kept."""
+        """Drop the states of the first `num_tokens` tokens, which were used, but for the last."""
         while self.start + len(self.pieces[0]) < num_tokens:
             self.start += len(self.pieces.pop(0))
         self.pieces[0] = self.pieces[0][num_tokens - 1 - self.start :].clone()
@@ -127,7 +127,7 @@ class StatesDrafter(LevelDrafter):
             self._waiting.pop(request_id, None)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What is kept of tokens, ``[n, …]``, from their hidden states ``[n, states * hidden_size]`` side by side."""
+        """Features of tokens, ``[n, …]``, from their hidden states ``[n, states * hidden_size]`` side by side."""
         return hidden
 
     def tree_of(self, row: Row, num_nodes: int, depth: int) -> GrowingTree | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
 
@@ -46,6 +45,7 @@ class CheckedDrafter(Drafter):
             raise ConfigError(f"on_drafter_error is {on_error!r}; choose disable or fail")
         self.drafter = drafter
         self.name = type(drafter).__name__ if name is None else f"{name}"
+        self._owner = f"drafter {self.name}"
         with guarded(f"drafter {self.name}", "drafts_trees"):
             self.drafts_trees = bool(drafter.drafts_trees)
         try:
@@ -68,7 +68,7 @@ class CheckedDrafter(Drafter):
         return self._count("num_candidates")
 
     def _count(self, name: str) -> int:
-        with self._guarded(name):
+        with guarded(self._owner, name, in_step=True, failed=self._fail):
             number = 0 if self.failure else getattr(self.drafter, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise DraftError(f"its {name} is {number!r}; it must be an integer, at least 0")
@@ -83,17 +83,17 @@ class CheckedDrafter(Drafter):
         Raises:
             DraftError: it broke a rule, with ``on_error="fail"``. PluginError: it raised.
         """
-        if self.failure or not batch:
+        if self.failure or not batch.rows:
             return Draft.empty(len(batch))
         limits = tuple(budget)
-        with self._guarded("propose"):
+        with guarded(self._owner, "propose", in_step=True, failed=self._fail):
             draft = self.drafter.propose(batch, limits)
             return own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
         return Draft.empty(len(batch))
 
     def end_by(self, goes_on: GoesOn | None) -> None:
         """Pass it on."""
-        with self._guarded("end_by"):
+        with guarded(self._owner, "end_by", in_step=True, failed=self._fail):
             self.drafter.end_by(goes_on)
 
     def check_ids(self, drafted: Seq[int]) -> None:
@@ -105,34 +105,27 @@ class CheckedDrafter(Drafter):
 
     def observe(self, outcome: Outcome) -> None:
         """Pass the outcome on, with the hidden states that the drafter wants."""
-        if self.failure or not (outcome.batch or (self.hidden_layers and outcome.hidden is not None)):
+        if self.failure or not (outcome.batch.rows or (self.hidden_layers and outcome.hidden is not None)):
             return
-        with self._guarded("observe"):
+        with guarded(self._owner, "observe", in_step=True, failed=self._fail):
             hidden = outcome.hidden.of(self.hidden_layers) if outcome.hidden and self.hidden_layers else None
             self.drafter.observe(outcome if hidden is outcome.hidden else replace(outcome, hidden=hidden))
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Pass it on, also to a drafter that failed, which may still hold something of these requests."""
-        with self._guarded("release"):
+        with guarded(self._owner, "release", in_step=True, failed=self._fail):
             self.drafter.release(request_ids)
 
     def reset(self) -> None:
         """Pass it on; a drafter that failed may be left with what it has."""
         if not self.failure:
-            with self._guarded("reset"):
+            with guarded(self._owner, "reset", in_step=True, failed=self._fail):
                 self.drafter.reset()
 
-    @contextmanager
-    def _guarded(self, where: str) -> Iterator[None]:
-        """For a call of the drafter: whatever it does against the rules is a failure of its own, counted once."""
-        try:
-            with guarded(f"drafter {self.name}", where, in_step=True):
-                yield
-        except PluginError as error:
-            if not self.failure:
-                self._fail(error)
-
     def _fail(self, failure: PluginError) -> None:
+        """Whatever the drafter does against the rules is a failure of its own, counted once."""
+        if self.failure:
+            return
         if isinstance(failure, DraftError):
             failure = DraftError(f"drafter {self.name} broke its interface: {told(failure)}")
         if self._on_error == "fail":
@@ -145,9 +138,7 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, 
     """A copy of `draft` that keeps the rules, and that nobody else can write to; see `check_draft`.
 
     The distributions of its `q` are not copied, as they are large. Who writes to them says something else about them.
-
-    Raises:
-        DraftError: it is no `Draft`, or breaks a rule.
+    Raises DraftError: it is no `Draft`, or breaks a rule.
     """
     if not isinstance(draft, Draft):
         raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.drafting.Draft")
@@ -170,9 +161,7 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
     """Test a draft against the rules of the interface.
 
     Args:
-        draft: what a drafter returned.
         batch, budget: the arguments of `Drafter.propose`.
-        vocab_size: of the target.
         trees: the drafter's `drafts_trees`.
 
     Raises:
@@ -185,7 +174,7 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
             f"its token_ids are {draft.token_ids.dtype} of {draft.token_ids.ndim} dimensions; "
             f"give one int64 tensor of all rows' tokens"
         )
-    if draft.num_rows != len(batch) or draft.indptr[0] != 0 or draft.indptr[-1] != draft.token_ids.numel():
+    if len(draft.indptr) - 1 != len(batch.rows) or draft.indptr[0] != 0 or draft.indptr[-1] != draft.token_ids.numel():
         raise DraftError(
             f"its draft has {draft.num_rows} rows over {draft.token_ids.numel()} tokens (indptr {draft.indptr}), "
             f"but the batch has {len(batch)} rows; return one chain or tree, possibly empty, per row"
@@ -267,10 +256,8 @@ def _check_q(draft: Draft, vocab_size: int) -> None:
 
 
 def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
-    """Test ids against the vocabulary; those on a device are tested when verification brings them to the host.
-
-    Raises:
-        DraftError: an id is outside of it.
+    """Test ids against the vocabulary; those on a device are tested when verification brings them to the host. Raises
+    DraftError: an id is outside of it.
     """
     low, high = min(token_ids, default=0), max(token_ids, default=0)
     if low < 0 or high >= vocab_size:

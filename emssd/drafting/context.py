@@ -21,7 +21,7 @@ class LoadRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """What a drafter may need to know or to borrow when it is built; handed to the plugin's ``build``.
+    """The knowledge and the parts that a drafter may need when it is built; handed to the plugin's ``build``.
 
     Attributes:
         vocab_size: drafted ids must be below it.

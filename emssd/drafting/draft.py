@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from operator import sub
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,7 +83,7 @@ class Draft:
     @property
     def lengths(self) -> list[int]:
         """Number of drafted tokens of each row."""
-        return [stop - start for start, stop in zip(self.indptr, self.indptr[1:], strict=False)]
+        return list(map(sub, self.indptr[1:], self.indptr))
 
     def tree(self, row: int) -> Parents:
         """The parents of a row's nodes, also where it is a chain."""

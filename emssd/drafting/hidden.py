@@ -44,23 +44,19 @@ class HiddenStates:
     def rows(self) -> Iterator[tuple[str, int, tuple[torch.Tensor, ...]]]:
         """Request id, position of the first token, and the states ``[n_i, width]`` of each layer, row after row."""
         for name, start, (begin, end) in zip(self.request_ids, self.starts, pairwise(self.indptr), strict=True):
-            yield name, start, tuple(states[begin:end] for states in self.states)
+            yield name, start, tuple([states[begin:end] for states in self.states])
 
     def of(self, layers: Seq[int]) -> HiddenStates:
-        """Those of `layers`, in this order, with tensors of their own."""
-        states = tuple(self.states[self.layers.index(layer)] for layer in layers)
+        """The states of `layers`, in this order, in tensors of their own."""
+        states = tuple([self.states[self.layers.index(layer)] for layer in layers])
         if self.places is not None:
             index = on_device(self.places, states[0].device) if states else None
-            states = tuple(each[index] for each in states)
+            states = tuple([each[index] for each in states])
         return replace(self, layers=tuple(layers), states=states, places=None)
 
 
 def checked_layers(layers: object) -> tuple[int, ...]:
-    """`Drafter.hidden_layers` as it should be.
-
-    Raises:
-        DraftError: it is something else.
-    """
+    """`Drafter.hidden_layers` as it should be. Raises DraftError: it is something else."""
     if not isinstance(layers, (tuple, list)) or not all(type(layer) is int and layer >= -1 for layer in layers):
         raise DraftError(
             f"its hidden_layers are {layers!r}; give a tuple of integers: 0 for what the target's first layer gets, "

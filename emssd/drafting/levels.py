@@ -80,13 +80,13 @@ class GrowingTree:
         parents, ranks, token_ids, log_probs = zip(*children, strict=True)
         scores, before = log_probs, self.scores
         if parents[0] >= 0:
-            scores = tuple(before[parent] + log_prob for parent, log_prob in zip(parents, log_probs, strict=True))
+            scores = tuple([before[parent] + log_prob for parent, log_prob in zip(parents, log_probs, strict=True)])
         self.parents.extend(parents)
         self.ranks.extend(ranks)
         self.token_ids.extend(token_ids)
         self.log_probs.extend(log_probs)
         self.scores.extend(scores)
-        self._best.extend((-score, node) for node, score in enumerate(scores, start))
+        self._best += [(-score, node) for node, score in enumerate(scores, start)]
         self._best.sort()
         del self._best[self.num_nodes :]  # what is not among the best by now never will be
 
@@ -136,9 +136,9 @@ def joined_best(trees: Seq[GrowingTree | None], *, chains: bool = False) -> Draf
         best = [] if tree is None else tree.best()
         if tree is not None:
             places = {node: place for place, node in enumerate(best)} | {-1: -1}
-            token_ids.extend(tree.token_ids[node] for node in best)
-            parents.extend(places[tree.parents[node]] for node in best)
-            confidence.extend(math.exp(tree.log_probs[node]) for node in best)
+            token_ids += [tree.token_ids[node] for node in best]
+            parents += [places[tree.parents[node]] for node in best]
+            confidence += [math.exp(tree.log_probs[node]) for node in best]
         indptr.append(indptr[-1] + len(best))
     tokens = torch.tensor(token_ids, dtype=torch.int64)
     return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))

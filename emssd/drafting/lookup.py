@@ -25,10 +25,8 @@ class NGramIndex:
     """Finds the n-grams of a growing text that have enough tokens behind them.
 
     Args:
-        size: n.
         num_behind: how many tokens must follow an n-gram before it counts.
         occurrence: which places of an n-gram are found, if it has several.
-        num_places: how many of them.
     """
 
     def __init__(self, size: int, num_behind: int, occurrence: Occurrence, num_places: int = 1) -> None:

@@ -38,28 +38,27 @@ class DraftStages:
         drafters: at least one.
         policy: decides before each drafter what it may draft, and afterwards what of it is verified.
         policy_name: how messages call the plugin that it comes from.
-
-    Attributes:
-        forces: whether tokens that grammars force are drafted.
     """
 
     def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
         self.drafters = tuple(drafters)
         self._policy_name = f"budget policy {policy_name or type(policy).__name__}"
         self.policy = policy
+        self._most: list[int] = []  # of each drafter, once asked for in this step
         self._step: BudgetStep | None = None  # that is being drafted for
         self._failed: PluginError | None = None  # of the policy, while a drafter asked it
-        self.forces = True
         self.stats: tuple[StageStats, ...] = ()  # of the latest step
+        self.seconds = 0.0  # inside the drafters' `propose` in it
 
     def force_tokens(self, vocab_size: int) -> None:
         """From now on, draft the tokens that grammars force, in front of all others. Called between steps."""
-        if self.forces and not any(isinstance(each.drafter, ForcedTokens) for each in self.drafters):
+        if not any(isinstance(each.drafter, ForcedTokens) for each in self.drafters):
+            self._most = []
             self.drafters = (CheckedDrafter(ForcedTokens(), "of forced tokens", vocab_size), *self.drafters)
 
     @property
     def policy(self) -> BudgetPolicy:
-        """What decides before each drafter, between its passes, and afterwards."""
+        """The budget policy: it decides before each drafter, between its passes, and afterwards."""
         return self._policy
 
     @policy.setter
@@ -72,7 +71,8 @@ class DraftStages:
     @property
     def num_speculative_tokens(self) -> int:
         """The most tokens that any of the drafters proposes for one row in one step."""
-        return max([drafter.num_speculative_tokens for drafter in self.drafters])
+        self._most = [drafter.num_speculative_tokens for drafter in self.drafters]
+        return max(self._most)
 
     @property
     def drafts_trees(self) -> bool:
@@ -89,17 +89,15 @@ class DraftStages:
         """All hidden states that any of the drafters wants."""
         return tuple(sorted({layer for drafter in self.drafters for layer in drafter.hidden_layers}))
 
-    @property
-    def seconds(self) -> float:
-        """Seconds inside the drafters' `propose` in the latest step."""
-        return sum([stage.seconds for stage in self.stats])
-
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
         """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
-        for stage, drafter in enumerate(self.drafters):
+        self.seconds, num_rows = 0.0, len(batch.rows)
+        every = self._most or [drafter.num_speculative_tokens for drafter in self.drafters]
+        self._most = []
+        for stage, (drafter, most) in enumerate(zip(self.drafters, every, strict=True)):
             self._failed = None
-            step = self._step = BudgetStep(batch, _limits(drafter, batch, still), num_other, stage)
+            step = self._step = BudgetStep(batch, _limits(drafter, most, batch, still), num_other, stage)
             is_forced = isinstance(drafter.drafter, ForcedTokens)  # each is accepted, so it saves a step
             budget = self._asked("allot", step.limits, step)
             budget = list(step.limits) if is_forced else budget
@@ -112,7 +110,7 @@ class DraftStages:
                 raise failed
             proposed = _allowed(proposed, batch, drafter)
             if depth is not None and not is_forced:
-                proposed = proposed.shallow([depth] * len(batch))
+                proposed = proposed.shallow([depth] * num_rows)
             drafted = proposed.lengths
             lengths = self._asked("trim", drafted, step, proposed)
             if is_forced:
@@ -121,11 +119,12 @@ class DraftStages:
                 lengths = list(_untrimmed(proposed, lengths))
                 proposed = proposed.cut(lengths)
             parts.append(proposed)
+            self.seconds += seconds
             stats.append(StageStats(tuple(budget), tuple(lengths), seconds))
             num_other += proposed.indptr[-1]
             still = [0 if length else limit for limit, length in zip(still, lengths, strict=True)]
         self.stats = tuple(stats)
-        return parts[0] if len(parts) == 1 else _joined(parts, len(batch))
+        return parts[0] if len(parts) == 1 else _joined(parts, num_rows)
 
     def check_ids(self, drafted: Seq[Seq[int]]) -> None:
         """Check the ids ``[B]`` of each row's draft, now that they are on the host: each drafter its own."""
@@ -145,13 +144,11 @@ class DraftStages:
         return {name for name, answer in zip(names, answers, strict=False) if answer}
 
     def _asked(self, method: str, limits: Seq[int], *arguments: Any) -> list[int]:
-        """The decision of a `method` of the policy.
-
-        Raises:
-            PluginError: it fails, or gives anything else than one number in ``0..limits[row]`` for each row.
+        """The decision of a `method` of the policy. Raises PluginError: it fails, or gives anything else than one
+        number in ``0..limits[row]`` for each row.
         """
         with guarded(self._policy_name, method, in_step=True):
-            lengths = [index(length) for length in getattr(self._policy, method)(*arguments)]
+            lengths = list(map(index, getattr(self._policy, method)(*arguments)))
         if len(lengths) != len(limits) or min(lengths, default=0) < 0 or any(map(gt, lengths, limits)):
             raise PluginError(
                 f"{self._policy_name} broke its interface: {method} gave {lengths}, "
@@ -195,11 +192,10 @@ class DraftStages:
             drafter.reset()
 
 
-def _limits(drafter: CheckedDrafter, batch: Batch, still: Seq[int]) -> tuple[int, ...]:
+def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -> tuple[int, ...]:
     """``[B]`` the most that `drafter` can draft for each row: a chain ends before the row does."""
-    most = drafter.num_speculative_tokens
     if drafter.drafts_trees:
-        return tuple(min(limit, most, _MOST_NODES) for limit in still)
+        return tuple([min(limit, most, _MOST_NODES) for limit in still])
     return tuple(
         [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
     )
@@ -210,7 +206,7 @@ def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
 
     Rows with a `q` stay as they are, as in `_untrimmed`: the target never accepts what is not allowed.
     """
-    if not draft.indptr[-1] or not any(row.grammar is not None for row in batch):
+    if not draft.indptr[-1] or [row.grammar for row in batch.rows].count(None) == len(batch.rows):
         return draft
     if not draft.on_host:
         draft = replace(draft, token_ids=draft.token_ids.cpu())
@@ -231,7 +227,7 @@ def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
 
 
 def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
-    """What of each row to verify if the policy wants ``lengths [B]``: rows with a `q` are left whole.
+    """The number of tokens to verify of each row, if the policy wants ``lengths [B]``: rows with a `q` are left whole.
 
     Otherwise tokens would be dropped by what they are, or by what followed them; see `emssd.sampling.residual`.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from emssd.decoding.engine import Engine
@@ -35,15 +36,14 @@ def make_engine(
             target.compile_if_it_pays(num_steps(target.max_model_len))
         if config.experiment is not None:
             machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
-    engine = Engine.assemble(
+    plain = baseline is not None or not config.speculate
+    return Engine.assemble(
         target,
         tokenizer,
-        drafter="none" if baseline is not None or not config.speculate else config.drafter,
+        drafter="none" if plain else config.drafter,
         backend=config.backend,
         budget=config.budget,
-        options=config,
+        options=replace(config, force_tokens=False) if plain else config,
         registry=registry,
         load=partial(models.draft, trust_remote_code=config.model.trust_remote_code, fallback=config.model.fallback),
     )
-    engine.drafting.forces = baseline is None and config.speculate
-    return engine

@@ -184,29 +184,16 @@ def to_requests(
             sampling = sampling_of(config, prompt, engine.runner.vocab_size)
             stop = stops(common if prompt.stop is None else prompt.stop)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
-            _check_grammar(config, engine, prompt, request)
             engine.row(request)  # can the model go on from it, and is there room for it alone?
-        except PromptError as error:
+        except (PromptError, ConfigError) as error:
+            if isinstance(error, ConfigError):
+                if (prompt.sampling or {}).get("grammar") is None:
+                    raise
+                error = PromptError(f"prompt {prompt.prompt_id}: {error}")
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
         else:
             requests += [each for each in request.samples() if (prompt.prompt_id, each.sample) not in finished]
     return requests
-
-
-def _check_grammar(config: RunConfig, engine: Engine, prompt: Prompt, request: Request) -> None:
-    """Make sure that outputs can be held to the grammar of `request`, if it has one.
-
-    Raises:
-        PromptError: they cannot, and `prompt` names it. ConfigError: it is that of the run.
-    """
-    if request.sampling is None or request.sampling.grammar is None:
-        return
-    try:
-        engine.grammars.begin(request.sampling.grammar, request.eos_token_ids or engine.eos_token_ids)
-    except ConfigError as error:
-        if (prompt.sampling or {}).get("grammar") is not None:
-            raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
-        raise ConfigError(f"sampling.{error}") from error
 
 
 def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> list[int]:

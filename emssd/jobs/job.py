@@ -265,15 +265,13 @@ class _Run:
         spec = target.kv_cache_spec(1)
         backend = make_backend(spec, config.backend, self.registry)
         judge = make_runner(target, backend, spec, config.backend, self.registry)
-        sampling = {request.prompt_id: request.sampling for request in requests}
-        drawn = {name: params for name, params in sampling.items() if params is not None and params.is_residual}
-        begun = [(request.prompt_id, engine.row(request).grammar) for request in requests]
-        states = {name: state for name, state in begun if state is not None}
+        rows = {request.prompt_id: engine.row(request) for request in requests}
+        drawn = {name for name, row in rows.items() if row.request.sampling and row.request.sampling.is_residual}
         places = [_place(request) for request in requests]
         same = [place for place in places if place[0] not in drawn]
-        report = compare([done[place] for place in same], [expected[place] for place in same], judge, sampling, states)
+        report = compare([done[place] for place in same], [expected[place] for place in same], judge, rows)
         tested = [done[place] for place in places if place[0] in drawn]
-        law = check_distribution(tested, judge, drawn, states) if tested else None
+        law = check_distribution(tested, judge, rows) if tested else None
         return dataclasses.replace(report, law=law), figures
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:

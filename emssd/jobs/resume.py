@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
@@ -128,10 +127,6 @@ def _request_digest(config: RunConfig, prompt: Prompt) -> str:
     return _short([limit, how, config.stop if prompt.stop is None else [*prompt.stop]])
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    """A mapping or a grammar as JSON takes it."""
-    return asdict(value) if isinstance(value, Grammar) else dict(value)
-
-
 def _short(value: object) -> str:
-    return sha256(json.dumps(value, sort_keys=True, default=_plain).encode()).hexdigest()[:_LENGTH]
+    text = json.dumps(value, sort_keys=True, default=lambda own: asdict(own) if isinstance(own, Grammar) else dict(own))
+    return sha256(text.encode()).hexdigest()[:_LENGTH]

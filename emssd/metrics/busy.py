@@ -63,7 +63,7 @@ def busy_remark(*runs: Mapping[str, Any]) -> str | None:
 
 
 class OtherProcesses:
-    """What other processes take of the cores while the body of a ``with`` statement runs.
+    """The cores that other processes take while the body of a ``with`` statement runs.
 
     Attributes:
         share: of all cores, 0 to 1; ``None`` where it was too short to tell, or the system does not count.

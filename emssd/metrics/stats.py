@@ -1,4 +1,4 @@
-"""What a run did and how long it took; every metric here is defined in ``docs/metrics.md``."""
+"""Figures of a run, and of its steps; every metric here is defined in ``docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PHASES = ("schedule", "draft", "plan", "forward", "mask", "verify", "other")
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """What one drafter did in a step.
+    """The figures of one drafter in a step.
 
     Attributes:
         budget, drafted: ``[B]`` what each row was allowed to draft; tokens of it that were verified.

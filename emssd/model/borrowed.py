@@ -24,7 +24,7 @@ _PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multipl
 
 
 class BorrowedTarget:
-    """What a drafter may use of the target. Nothing is copied: the weights are the target's own.
+    """The parts of the target that a drafter may use. Nothing is copied: the weights are the target's own.
 
     Attributes:
         vocab_size, device, dtype: of the model; where and as what its hidden states and logits are.

@@ -1,4 +1,4 @@
-"""What a folder or hub id holds, whole or not at all: config, weights and tokenizer; if not, one sentence on why."""
+"""Reads config, weights and tokenizer of a folder or hub id, whole or not at all; if not, one sentence on why."""
 
 from __future__ import annotations
 
@@ -127,10 +127,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def files_of(path: str) -> list[Path]:
-    """The files that loading `path` reads, in order; none of a hub id that is not on this machine.
-
-    Raises:
-        ConfigError: a folder that is not there.
+    """The files that loading `path` reads, in order; none of a hub id that is not on this machine. Raises ConfigError:
+    a folder that is not there.
     """
     from huggingface_hub import snapshot_download
 
@@ -144,11 +142,7 @@ def files_of(path: str) -> list[Path]:
 
 
 def _source(path: str) -> str:
-    """The folder of an embedded model, or `path` itself.
-
-    Raises:
-        ConfigError: a folder that is not there.
-    """
+    """The folder of an embedded model, or `path` itself. Raises ConfigError: a folder that is not there."""
     if path in _EMBEDDED:
         from emssd.demo import model_path
 
@@ -230,7 +224,7 @@ def _cannot(path: str, why: str) -> ConfigError:
 
 
 def _sentence(error: Exception) -> str:
-    """What `error` says, in one line; its type too, where the text alone would say little."""
+    """The message of `error` in one line; its type too, where the text alone would say little."""
     from huggingface_hub.errors import StrictDataclassError
 
     text = " ".join(_ANSI.sub("", str(error)).split())

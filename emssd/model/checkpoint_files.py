@@ -25,9 +25,7 @@ _AGAIN = "copy or download it again"
 
 def check_json(source: str) -> None:
     """Make sure that the small files of the folder `source` are objects of JSON, and all shards of weights are there.
-
-    Raises:
-        ConfigError: with the file.
+    Raises ConfigError with the file.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -39,7 +37,7 @@ def check_json(source: str) -> None:
 
 
 def tokenizer_fault(source: str) -> str | None:
-    """What is wrong with ``tokenizer.json`` of the folder `source`; ``None`` if it can be read or is not there."""
+    """The fault of ``tokenizer.json`` of the folder `source`; ``None`` if it can be read or is not there."""
     file = Path(source) / "tokenizer.json"
     return _json_fault(file) if file.is_file() else None
 
@@ -81,7 +79,7 @@ def _json_fault(file: Path) -> str | None:
 
 
 def _index_fault(file: Path) -> str | None:
-    """What is wrong with the list of which tensor is in which file."""
+    """The fault of the list of which tensor is in which file."""
     shards = _shards(file)
     if not shards:
         return f"{file} has no weight_map from tensors to files; {_AGAIN}"

@@ -32,9 +32,7 @@ class ChoiceRunner(ModelRunner):
         """The target's choice behind the newest token of a row, and behind each of its drafted tokens.
 
         Args:
-            request_id: of the row.
             length: tokens that the row has without its draft.
-            drafted: its draft.
             tree: the parents of the drafted tokens, also of a chain.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What a step cannot do without: bytes to move and operations to compute; these set the least time it could take."""
+"""The bytes that a step must move, and the operations that it must compute; these set the least time it could take."""
 
 from __future__ import annotations
 

@@ -36,10 +36,8 @@ _Call = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 
 
 def find_streams(target: HookedModel) -> Streams:
-    """Run two short sequences, and see that each layer is given what the one before it gave.
-
-    Raises:
-        UnsupportedModelError: with the reason.
+    """Run two short sequences, and see that each layer is given what the one before it gave. Raises
+    UnsupportedModelError with the reason.
     """
     name = type(target.model).__name__
     decoder, layers = _decoder(target.model)

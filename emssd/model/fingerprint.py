@@ -100,7 +100,7 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
-    """What `run`, like `HookedModel.run`, gives for two short sequences packed into one row.
+    """The outputs of `run`, a function like `HookedModel.run`, for two short sequences packed into one row.
 
     Returns:
         Logits ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.
@@ -113,11 +113,7 @@ def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Se
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:
-    """Refuse code that runs with a module's forward without being part of it.
-
-    Raises:
-        CompileError: there is some.
-    """
+    """Refuse code that runs with a module's forward without being part of it. Raises CompileError: there is some."""
     name, of_all = type(model).__name__, torch.nn.modules.module
     tables = [("every module", of_all._global_forward_hooks), ("every module", of_all._global_forward_pre_hooks)]
     for place, module in model.named_modules():
@@ -189,10 +185,8 @@ class _UnknownError(Exception):
 
 
 def _modules(model: torch.nn.Module) -> Iterator[str]:
-    """Each module's class, and what it holds beside tensors and modules.
-
-    Raises:
-        CompileError: it holds what a later run could not recognise.
+    """Each module's class, and what it holds beside tensors and modules. Raises CompileError: it holds what a later run
+    could not recognise.
     """
     words, first = _Words(strict=True), dict[torch.nn.Module, str]()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -210,10 +204,8 @@ def _modules(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _classes(model: torch.nn.Module) -> Iterator[str]:
-    """The source of each class, and its functions as they are, for those that were replaced.
-
-    Raises:
-        CompileError: a class has no source.
+    """The source of each class, and its functions as they are, for those that were replaced. Raises CompileError: a
+    class has no source.
     """
     bases = {base for module in model.modules() for base in type(module).__mro__}
     words, files = _Words(strict=False), set[Path]()

@@ -49,11 +49,7 @@ class Guard:
         self._noise = (self._canary[1] - self._run_canary(target)[1]).abs().max()
 
     def change(self, target: HookedModel) -> str | None:
-        """Where `target` has changed since, or ``None``.
-
-        Raises:
-            UnsupportedModelError: it does not run any more.
-        """
+        """Where `target` has changed since, or ``None``. Raises UnsupportedModelError: it does not run any more."""
         places, tensors = _look(target)
         if places != self._places:
             changed = (name for name, place in places.items() if self._places.get(name) != place)

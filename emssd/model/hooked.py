@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -34,17 +34,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.model.parallel.group import Shard
-    from emssd.model.per_row import PerRow
     from emssd.model.streams import Hidden, Streams
 
 __all__ = ["HookedModel"]
+
+
+class RowByRow(Protocol):
+    """Modules that run row by row, see `emssd.model.per_row.PerRow`."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+    def active(self) -> AbstractContextManager[None]: ...
+    def mend(self) -> bool: ...
 
 
 class HookedModel:
     """A causal LM that is called with another attention. Between two calls the model is left as it was.
 
     Attributes:
-        shard: as given.
         device: where the logits come out, and all else is that is not a layer's own.
         is_spread: whether Accelerate moves what the model computes from device to device.
         layers: shape and rules of each attention layer, once they are known.
@@ -83,7 +90,7 @@ class HookedModel:
             check_whole(model)
         register(model.config)
         self.keeps_states = self.counts_calls = install(model)
-        self.per_row: PerRow | None = None
+        self.per_row: RowByRow | None = None
         self.attention = ATTENTION_NAME
         known = inspect.signature(type(model).forward).parameters.values()  # the module's own may be wrapped
         self._names = {"kwargs" if each.kind is each.VAR_KEYWORD else each.name for each in known}
@@ -138,7 +145,9 @@ class HookedModel:
         """
         if self.is_spread and isinstance(logits_to_keep, torch.Tensor):
             logits_to_keep = logits_to_keep.tolist()  # type: ignore[assignment]  # which indexes on any device
-        keywords: dict[str, Any] = {"emssd_attend": with_windows(self._apart(attend), self._windows)}
+        keywords: dict[str, Any] = {
+            "emssd_attend": with_windows(self._apart(attend), self._windows) if self._windows else self._apart(attend)
+        }
         if masks is not None:
             keywords["emssd_masks"] = masks
         calls = count() if self.counts_calls else None

@@ -1,4 +1,4 @@
-"""What is registered with Transformers: the attention function that models call, and the masks that they ask for."""
+"""Registers with Transformers the attention function that models call, and the masks that they ask for."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ __all__ = [
 
 # Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
 ATTENTION_NAME = "emssd"
+"""What Transformers call the attention function of emssd."""
 MASKED_NAME = "emssd_masked"  # the same, and the model makes its masks too; only to learn what they ask
 
 Attend = Callable[[int, LayerSpec, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of a layer's index and rules, queries, keys and values ``[t, heads, dim]``, what attention gives."""
 
 Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """A mask function of Transformers: whether, by indices of batch, head, query and key, the query sees the key."""
@@ -153,9 +155,11 @@ def _attention(
     name, emssd_attend = type(module).__name__, emssd_attend or known.get("emssd_attend")
     if emssd_attend is None:
         raise UnsupportedModelError(f"{name} does not pass keywords on to its attention function, so no KV cache")
-    refused = sorted(key for key, given in features.items() if given is not None and key not in _HARMLESS)
+    refused = features.keys() - _HARMLESS
+    if refused:
+        refused = {key for key in refused if features[key] is not None}
     if refused or dropout or attention_mask is not None:
-        what = ", ".join(refused) or ("dropout" if dropout else "an attention mask of its own")
+        what = ", ".join(sorted(refused)) or ("dropout" if dropout else "an attention mask of its own")
         raise UnsupportedModelError(f"{name} asks its attention for {what}, which emssd does not compute")
     batch, num_heads, num_tokens, key_dim = query.shape
     spec = LayerSpec(

@@ -171,10 +171,8 @@ class Wanted(NamedTuple):
 
 
 def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
-    """What every process of a group does when a model is loaded. If it fails in one, it fails in all.
-
-    Raises:
-        EmssdError: see `load_model`.
+    """Load a model in every process of a group. If it fails in one, it fails in all. Raises EmssdError: see
+    `load_model`.
     """
     with shard.group.agreed():
         model, tokenizer = load_checkpoint(

@@ -1,4 +1,4 @@
-"""What a model asks through its attention masks alone: a sliding window, or what emssd does not serve."""
+"""Finds the rules that a model states in its masks alone: a sliding window, or one that emssd does not serve."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ def learn_windows(target: HookedModel) -> dict[int, int]:
     """The sliding windows that go through a layer's mask alone, by layer.
 
     Transformers gives a model's masks to the attention function as functions of positions. Here these are evaluated up
-    to the longest sequence, which needs no run of that length.
-
-    Raises:
-        UnsupportedModelError: a mask is of another kind, or the layer's own window is another one.
+    to the longest sequence, which needs no run of that length. Raises UnsupportedModelError: a mask is of another kind,
+    or the layer's own window is another one.
     """
     name = type(target.model).__name__
     passed: dict[int, LayerSpec] = {}
@@ -60,9 +58,7 @@ def learn_windows(target: HookedModel) -> dict[int, int]:
 
 def window_of(visible: Visible, length: int, name: str, device: torch.device | str = "cpu") -> int | None:
     """The sliding window of a mask function in sequences of up to `length` tokens; ``None`` for all that came before.
-
-    Raises:
-        UnsupportedModelError: a query sees anything else than the latest tokens, as many as there are or the window.
+    Raises UnsupportedModelError: a query sees anything else than the latest tokens, as many as there are or the window.
     """
     refusal = UnsupportedModelError(
         f"{name} has an attention mask that is neither causal nor a sliding window in sequences of {length} tokens, "

@@ -78,7 +78,7 @@ class Mixer(Protocol):
     def run_rows(
         self, values: list[torch.Tensor], run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """What `run` makes of the `values` ``[n, ...]`` of a path, for the fed tokens of all paths."""
+        """The results of `run` for the `values` ``[n, ...]`` of a path, for the fed tokens of all paths."""
 
 
 _MIXER: ContextVar[Mixer | None] = ContextVar("_MIXER", default=None)

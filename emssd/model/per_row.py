@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["PerRow", "find_fault"]
 
 _LENGTHS = (11, 23)  # of the passes that show which sizes of arguments are the number of tokens
+_LONG = 1023  # of the pass that shows whether these are the number of tokens in long texts, too
 _Tensors = dict[int, torch.Tensor]
 
 
@@ -48,11 +49,7 @@ class _Call:
 
 @dataclass(slots=True)
 class PerRow:
-    """The modules of a model that run row by row.
-
-    Args:
-        target: whose model it is.
-    """
+    """The modules of a model that run row by row."""
 
     target: HookedModel
     _calls: dict[str, _Call] = field(default_factory=dict)
@@ -92,6 +89,15 @@ class PerRow:
             return True
         return False
 
+    def learn_long_texts(self) -> None:
+        """See how the modules are called in a long text, where models may pad.
+
+        Raises:
+            UnsupportedModelError: they get other tokens than the text's.
+        """
+        if self._calls:
+            self._learn_tables(min(_LONG, self.target.max_model_len - 1))
+
     def _may(self, name: str, module: torch.nn.Module) -> bool:
         """Whether it may be one of them: no layers are in it, as nobody could take hidden states between these."""
         lists = (each for each in module.modules() if isinstance(each, torch.nn.ModuleList))
@@ -116,10 +122,17 @@ class PerRow:
         return found
 
     def _learn_tables(self, length: int) -> None:
-        seen = self._seen(self.names, length)
+        with running(self.target):
+            seen = self._seen(self.names, length)
         for name, call in self._calls.items():
+            given = seen[name][0][0]
+            if any(given[place].shape[1] != length for place in call.by_token):
+                raise UnsupportedModelError(
+                    f"{type(self.target.model).__name__} cannot be served: {name} gets other numbers of tokens than a "
+                    f"text of {length} has, as models that pad do; try a smaller model.max_model_len"
+                )
             for place, sizes in call.sizes.items():
-                new = seen[name][0][0][place]
+                new = given[place]
                 if not torch.equal(_cut(new, sizes, self._length), _cut(call.tables[place], sizes, self._length)):
                     raise UnsupportedModelError(
                         f"{type(self.target.model).__name__} cannot be served: {name} gets other masks for the same "
@@ -219,7 +232,7 @@ def _dims(one: torch.Tensor, other: torch.Tensor, short: int, long: int) -> tupl
 
 @dataclass(slots=True)
 class _Events:
-    """What goes into modules and comes out of them in a pass, in order: key, module that runs then, tensors."""
+    """The inputs and outputs of modules in a pass, in order: key, module that runs then, tensors."""
 
     seen: dict[tuple[Any, ...], tuple[str, list[Any]]] = field(default_factory=dict)
     stack: list[str] = field(default_factory=lambda: [""])

@@ -29,14 +29,11 @@ _LENGTHS = (5, 8)  # of the rows of the probe; their sum is no size that models 
 def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     """Run two short sequences packed into one and learn, and prove, how the model attends.
 
-    The packed run records every layer's shapes and rules; its logits must be those that the model's own eager
-    attention gives for each sequence alone. That catches what no config tells: layers that keep a state, positions
-    that are not taken from ``position_ids``, features that never reach the attention function. The sequences' tokens
-    alternate, so that their places in the pack have nothing in common with their positions; and the positions of the
-    second go up to the longest sequence, beyond any threshold that a sequence can pass.
-
-    Raises:
-        UnsupportedModelError: with the reason.
+    The packed run records every layer's shapes and rules; its logits must be those that the model's own eager attention
+    gives for each sequence alone. That catches what no config tells: layers that keep a state, positions that are not
+    taken from ``position_ids``, features that never reach the attention function. The sequences' tokens alternate, so
+    that their places in the pack have nothing in common with their positions; and the positions of the second go up to
+    the longest sequence, beyond any threshold that a sequence can pass. Raises UnsupportedModelError with the reason.
     """
     model, name = target.model, type(target.model).__name__
     rows = ProbeRows(target)
@@ -83,10 +80,8 @@ class _CalledTwiceError(Exception):
 
 
 def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
-    """Where the attention of each layer is computed, as a short pass shows.
-
-    Raises:
-        UnsupportedModelError: the model does not run.
+    """Where the attention of each layer is computed, as a short pass shows. Raises UnsupportedModelError: the model
+    does not run.
     """
     devices: dict[int, torch.device] = {}
 
@@ -101,11 +96,7 @@ def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
 
 
 class _OneRow:
-    """The KV of one row, and its attention.
-
-    Attributes:
-        num_cached: tokens that stay.
-    """
+    """The KV of one row, and its attention."""
 
     def __init__(self) -> None:
         self.num_cached = 0
@@ -125,10 +116,8 @@ class _OneRow:
 def _probe_states(target: HookedModel) -> None:
     """Decode a row in steps of several sizes, with drafts that are rejected, and compare with one pass over its text.
 
-    That two sequences can be packed proves nothing about tokens that follow a state.
-
-    Raises:
-        UnsupportedModelError: the logits differ.
+    That two sequences can be packed proves nothing about tokens that follow a state. Raises UnsupportedModelError: the
+    logits differ.
     """
     tokens = [(7 * place + 2) % target.vocab_size for place in range(13)]
     states, row, logits = target.new_states(), _OneRow(), list[torch.Tensor]()
@@ -191,7 +180,7 @@ def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
 
 @contextmanager
 def running(target: HookedModel) -> Iterator[None]:
-    """What a model cannot do is no traceback: no kernel for this dtype or device, inputs beyond tokens, no memory."""
+    """Turns a model's failure into a sentence: no kernel for this dtype or device, inputs beyond tokens, no memory."""
     try:
         with torch.inference_mode():
             yield
@@ -266,7 +255,6 @@ class Aranges(TorchFunctionMode):
     """Counts calls of `torch.arange` for `count` numbers, which models take for the positions of `count` tokens.
 
     Args:
-        count: how many.
         instead: what they get; their own without.
     """
 

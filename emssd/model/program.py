@@ -25,7 +25,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Chain(NamedTuple):
-    """What `Program.run_chain` drafts.
+    """The chains that `Program.run_chain` drafts.
 
     Attributes:
         lengths: ``[r]`` tokens of each row, at least 1.
@@ -49,7 +49,6 @@ class Program:
     """A compiled program of a module.
 
     Args:
-        found: where it is kept.
         module: whose tensors it reads. They must stay what and where they are; weights of linear layers are copied.
         round_to: what is copied in the place of a weight; ``None`` for the weight itself.
 
@@ -103,7 +102,6 @@ class Program:
         Args:
             inputs: those that it was traced with, but the handle.
             attend: computes attention of the first `num_tokens` tokens; those behind them fill a size.
-            num_tokens: that are real.
             step: of the same attention, where C++ code can do it and nothing is filled.
         """
         outputs: list[torch.Tensor]
@@ -129,7 +127,6 @@ class Program:
         Args:
             inputs: of the first level, as it was traced with; the last are ``[r]`` the last tokens of the rows.
             step: its attention, of a plan by `AttentionBackend.plan_chain`.
-            chain: what is asked for.
 
         Returns:
             ``[r, k]`` int64 tokens, and float64 the logarithms of how likely they are, ``[r, 0]`` if nobody asks.
@@ -139,7 +136,7 @@ class Program:
         return tokens, shares
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """What the program calls in the place of attention."""
+        """Called by the program in place of attention."""
         assert self._attend is not None, "attention outside of a step"
         count = self._num_tokens
         try:
@@ -180,10 +177,8 @@ def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_fe
 
 
 def declare_operators() -> None:
-    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded.
-
-    Raises:
-        NativeError: they cannot be built.
+    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded. Raises
+    NativeError: they cannot be built.
     """
     load_kernels()
     _declare_shapes()

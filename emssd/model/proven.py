@@ -87,7 +87,7 @@ class ProvenProgram(ABC):
 
     @abstractmethod
     def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
-        """What the program gives for the short pass: names, values, and the standard deviations each may be off."""
+        """The program's outputs for the short pass: names, values, and the standard deviations each may be off."""
 
     def _why_wrong(self, module: torch.nn.Module, found: Entry, right: Seq[torch.Tensor]) -> str | None:
         """Load what was found. Returns why it is not the program; reading something else raises almost anything."""

@@ -25,8 +25,6 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     Args:
         architecture: a config of Transformers as a dictionary: ``model_type`` and whatever differs from its defaults.
             Embeddings are always untied, whatever ``tie_word_embeddings`` says: the projection needs its own weights.
-        dtype: of the weights.
-        device: where they are made.
 
     Raises:
         ConfigError: no such model type, or values that Transformers cannot make a model of.

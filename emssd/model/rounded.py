@@ -117,7 +117,6 @@ class RoundedWeights(TorchFunctionMode):
 
     Args:
         model: whose `torch.nn.Linear` they are.
-        bits: of a weight.
     """
 
     def __init__(self, model: torch.nn.Module, bits: int) -> None:

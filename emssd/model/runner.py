@@ -20,7 +20,7 @@ __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner"]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What one step computed.
+    """The results of one step.
 
     Attributes:
         logits: ``[R, vocab]``, one row for each of the step's `PackedInputs.logit_rows`.
@@ -161,8 +161,10 @@ class CausalLMRunner(ModelRunner):
         self._announce(packed)
         with nullcontext() if self._states is None else self._states.step(packed, plan.token_index):
             logits, computed = self._compute(plan)
-        hidden = {index: plan.packed(computed[index], packed.num_tokens) for index in self._hidden}
-        return ModelOutput(logits, plan.input_ids.numel() - packed.num_tokens, hidden, plan_seconds)
+        num_tokens, hidden = packed.num_tokens, dict[int, torch.Tensor]()
+        for index in self._hidden:
+            hidden[index] = plan.packed(computed[index], num_tokens)
+        return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds)
 
     def run_chain(self, packed: PackedInputs, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
         if not self._takes_chains or self.model.compiled is None:
@@ -176,7 +178,7 @@ class CausalLMRunner(ModelRunner):
         return tokens
 
     def _announce(self, packed: PackedInputs) -> None:
-        """What is to happen between a plan that succeeded and its pass."""
+        """Called between a plan that succeeded and its pass."""
 
     def _compute(self, plan: StepPlan) -> Computed:
         return self.model(plan, self.backend, self._hidden)

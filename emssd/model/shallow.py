@@ -18,7 +18,6 @@ class ShallowRunner(CausalLMRunner):
     compiled. Hidden states may be taken up to the last of these layers, and behind the norm (-1).
 
     Args:
-        model: whose layers they are.
         backend: allocated for these layers alone.
         num_layers: how many, from 1 to all.
 

@@ -20,10 +20,8 @@ _NOWHERE = ("disk", "meta")
 
 
 def check_device_map(device_map: DeviceMap) -> None:
-    """Refuse a map that cannot be, before any weights are read.
-
-    Raises:
-        ConfigError: it is no map, names no device of this machine, or Accelerate is not installed.
+    """Refuse a map that cannot be, before any weights are read. Raises ConfigError: it is no map, names no device of
+    this machine, or Accelerate is not installed.
     """
     if isinstance(device_map, str):
         if device_map not in _CHOICES:
@@ -65,11 +63,7 @@ def is_spread(model: Any) -> bool:
 
 
 def check_offloaded(model: Any) -> None:
-    """Refuse a model of which Accelerate keeps a part on disk.
-
-    Raises:
-        UnsupportedModelError: with the names.
-    """
+    """Refuse a model of which Accelerate keeps a part on disk. Raises UnsupportedModelError with the names."""
     on_disk = [name for name, device in (getattr(model, "hf_device_map", None) or {}).items() if device == "disk"]
     if on_disk:
         raise UnsupportedModelError(

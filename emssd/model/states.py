@@ -54,7 +54,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What is known of a row between two steps.
+    """The states of a row between two steps.
 
     Attributes:
         at: its state is that after so many tokens.
@@ -103,7 +103,7 @@ class _Path:
 
 @dataclass(slots=True)
 class _Step:
-    """What `StateCache.plan` decides.
+    """The decisions of `StateCache.plan`.
 
     Attributes:
         carried: places of kept inputs among those of the latest step; they come first in this one.
@@ -172,7 +172,6 @@ class StateCache:
         """For the pass of a step.
 
         Args:
-            packed: the step.
             token_index: ``[nnz]``, see `emssd.attention.StepPlan`.
         """
         places = range(packed.num_tokens) if token_index is None else token_index.tolist()

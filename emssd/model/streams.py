@@ -31,9 +31,7 @@ class Streams:
     ``hidden_states`` of Transformers has it in the place of index ``n``.
 
     Attributes:
-        name: class of the model.
         decoder: the module that owns the layers.
-        layers: these.
         gives_more: whether a layer gives something beside the stream.
         changed: indices whose tensors the model writes to later in its pass.
         tail: the modules that make `NORMED` of index ``n``, in order; ``None`` if it is something else that does.
@@ -53,11 +51,7 @@ class Streams:
     first: torch.Tensor
 
     def check(self, indices: Seq[int]) -> None:
-        """Refuse indices that the model does not have.
-
-        Raises:
-            UnsupportedModelError: with the first of them.
-        """
+        """Refuse indices that the model does not have. Raises UnsupportedModelError with the first of them."""
         last = len(self.layers)
         if beyond := [index for index in indices if not NORMED <= index <= last]:
             raise UnsupportedModelError(
@@ -87,10 +81,8 @@ class Streams:
             yield
 
     def check_cut(self) -> None:
-        """Refuse a model that `cut` cannot end early.
-
-        Raises:
-            UnsupportedModelError: its layers give more than the residual stream.
+        """Refuse a model that `cut` cannot end early. Raises UnsupportedModelError: its layers give more than the
+        residual stream.
         """
         if self.gives_more:
             raise UnsupportedModelError(
@@ -137,4 +129,4 @@ def _handed_on(*arguments: Any, **keywords: Any) -> torch.Tensor:
 
 
 def _ignored(*_: Any) -> None:
-    """What a hook does in other threads."""
+    """The hook in other threads: it does nothing."""

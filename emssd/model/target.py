@@ -42,7 +42,7 @@ _PAYS = 4  # times as long as compiling: a program saves about half of that, and
 
 
 class Computed(NamedTuple):
-    """What a pass gives.
+    """The results of a pass.
 
     Attributes:
         logits: ``[b * m, vocab]`` of a whole plan, ``[R, vocab]`` of the wanted rows.
@@ -105,6 +105,7 @@ class TargetModel(HookedModel):
         self.per_row = PerRow(self) if fallback == "per_row" else None
         self.layers = self._learned()
         if self.per_row is not None and (names := self.per_row.names):
+            self.per_row.learn_long_texts()
             _LOG.warning(
                 "%d modules of %s (%s, …) run row by row, over the whole text of a row in each step: exact, and slower",
                 len(names),

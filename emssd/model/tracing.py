@@ -38,7 +38,7 @@ logger = logging.getLogger("emssd")
 
 
 class _Traced(torch.nn.Module):
-    """What is exported: one step, with attention as an operator. It gives logits, and the hidden states asked for."""
+    """The module to export: one step, with attention as an operator. It gives logits, and the wanted hidden states."""
 
     def __init__(self, target: HookedModel, hidden: tuple[int, ...]) -> None:
         super().__init__()
@@ -62,11 +62,7 @@ class _Traced(torch.nn.Module):
 
 
 def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
-    """Trace and compile `target` into `folder`, see `compile_module`.
-
-    Raises:
-        CompileError: that fails.
-    """
+    """Trace and compile `target` into `folder`, see `compile_module`. Raises CompileError: that fails."""
     name, seconds = type(target.model).__name__, expected_seconds(len(target.layers))
     logger.info("compiling the forward pass of %s, once; this takes about %d s …", name, seconds)
     tokens = torch.arange(24) % target.vocab_size

@@ -1,4 +1,4 @@
-"""What emssd offers without further packages: `budget=fixed` and the prompt sources. A plugin like any other."""
+"""The plugin of emssd itself: `budget=fixed` and the prompt sources. A plugin like any other."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ hookimpl = pluggy.HookimplMarker("emssd")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What the records of all hooks have in common.
+    """The fields that the records of all hooks have.
 
     Attributes:
         name: what the user selects, as in ``drafter=NAME``.

@@ -1,4 +1,4 @@
-"""What a plugin offers and what it builds, held to what their types promise."""
+"""Tests a plugin's offers, and what it builds, against their types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 def specs_of(result: Any, kind: str) -> list[Spec]:
-    """What the hook of `kind` returned. Raises PluginError: no list of the hook's own records."""
+    """The records that the hook of `kind` returned. Raises PluginError: no list of the hook's own records."""
     hook, record = KINDS[kind]
     if isinstance(result, list) and all(isinstance(spec, record) for spec in result):
         return result
@@ -51,7 +51,7 @@ def check_spec(spec: Spec, kind: str) -> None:
 
 
 def held(made: Any, kind: str, owner: str) -> Any:
-    """What `owner` built, once it is known to be of its interface; prompts as a list, so that all of them were made.
+    """The object that `owner` built, tested against its interface; prompts as a list, so that all of them were made.
     Raises PluginError: it is something else, or a drafter that does not say how much it drafts.
     """
     wanted, described = _wanted(kind)

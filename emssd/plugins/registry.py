@@ -28,7 +28,7 @@ _HOOKS = ", ".join(hook for hook, _ in KINDS.values())
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """What became of one entry point, or of one thing it offers.
+    """The load status of an entry point, or of one of its offers.
 
     Attributes:
         kind: ``drafter``, ``backend``, ``budget``, ``data``, or ``plugin`` where nothing was offered.
@@ -76,7 +76,7 @@ class Registry:
         return sorted(name for known, name in self._offers if known == kind)
 
     def specs(self, kind: str) -> list[Spec]:
-        """What is offered, sorted by name."""
+        """The offers, sorted by name."""
         return [self._offers[kind, name][0] for name in self.names(kind)]
 
     def source(self, kind: str, name: str) -> str:
@@ -85,7 +85,7 @@ class Registry:
         return f"{record.distribution} {record.version}"
 
     def find(self, kind: str, name: str, presets: Iterable[str] = ()) -> Spec:
-        """What is offered as `name`.
+        """The offer called `name`.
 
         Args:
             presets: names of presets that the caller knows beside the plugins, for the message.
@@ -140,7 +140,7 @@ class Registry:
         )
 
     def build(self, kind: str, spec: Spec, config: Any, *arguments: Any) -> Any:
-        """What `spec` builds of `config` and `arguments`, held to its interface, and noted as in use. Raises
+        """Build `spec` with `config` and `arguments`, test the result, and note it as in use. Raises
         PluginError: it raises, or builds something else. EmssdError: it says itself what is wrong.
         """
         owner = self.owner(kind, spec.name)

@@ -13,7 +13,7 @@ __all__ = ["unmet_requirement"]
 
 
 def unmet_requirement(name: str) -> str | None:
-    """What the distribution `name` requires of emssd and does not get, as a sentence; ``None`` if all is well.
+    """The requirement of the distribution `name` that emssd does not meet, as a sentence; ``None`` if all is well.
 
     pip refuses such a pair when it installs; it comes about by ``--no-deps``, by copying, or by a later downgrade.
     """

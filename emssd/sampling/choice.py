@@ -96,7 +96,7 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
 
 
 def alike(nodes: Seq[Node], places: Seq[int], num_tokens: int) -> Iterator[list[int]]:
-    """Those `places` of nodes whose logits of `num_tokens` are processed alike, at most some 32 MiB together."""
+    """Blocks of `places` of nodes whose logits of `num_tokens` are processed alike, at most some 32 MiB together."""
     groups: dict[Hashable, list[int]] = {}
     for place in places:
         params = nodes[place].params
@@ -151,12 +151,11 @@ def _drawn(kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node])
 
 
 def as_arrays(rows: Seq[int], nodes: Seq[Node], num_tokens: int) -> list[torch.Tensor]:
-    """What the kernels read of nodes: ``[n]`` rows, keys and positions, int64, and ``[n, 4]`` warps, float64.
+    """The kernels' inputs of nodes: ``[n]`` rows, keys and positions, int64, and ``[n, 4]`` warps, float64.
 
     Args:
         rows: ``[n]`` of the logits, which are on the CPU.
         nodes: ``[n]``, whose params are quick.
-        num_tokens: of the vocabulary.
     """
     each = [node.params for node in nodes]
     warps = [value for p in each for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]

@@ -34,34 +34,26 @@ class Grammar:
         """
         if isinstance(value, Grammar):
             return value
-        if isinstance(value, Mapping):
-            return cls("json_schema", _written(value))
         text = value if isinstance(value, str) else ""
         kind, colon, rest = text.partition(":")
         if text.strip() == "json":
             return cls("json_schema", '{"type": "object"}')
         if colon and kind in ("regex", "lark") and rest:
             return cls(kind, rest)
-        if text.lstrip().startswith("{"):
-            return cls("json_schema", _schema(text, "it"))
+        if isinstance(value, Mapping) or text.lstrip().startswith("{"):
+            return cls("json_schema", _schema(value, "it"))
         if text.endswith((".json", ".lark")):
             content = _content(text)
             return cls("lark", content) if text.endswith(".lark") else cls("json_schema", _schema(content, text))
         raise ConfigError(f"grammar is {value!r:.200}; give {_FORMS}")
 
 
-def _written(schema: Mapping[str, Any]) -> str:
+def _schema(value: Mapping[str, Any] | str, name: str) -> str:
+    """JSON of `value` if it is an object; errors call it `name`."""
     try:
-        return json.dumps(dict(schema))
+        schema = json.loads(value) if isinstance(value, str) else dict(value)
+        text = json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"grammar is a mapping that is no JSON schema: {error}") from error
-
-
-def _schema(text: str, name: str) -> str:
-    """`text` if it is a JSON object; errors call it `name`."""
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
         raise ConfigError(f"grammar is to be a JSON schema, and {name} is no JSON: {error}") from error
     if not isinstance(schema, dict):
         raise ConfigError(f"grammar is to be a JSON schema, and {name} is a {type(schema).__name__}; give an object")

@@ -76,9 +76,10 @@ class MatcherState:
 class _Matcher:
     """The matcher of one row, which stands behind the text of the newest entry of `_stack`."""
 
-    def __init__(self, own: Any, grammar: Grammar, ends: frozenset[int], num_words: int, eos: int) -> None:
-        self._own, self._grammar, self._ends, self._num_words = own, grammar, sorted(ends), num_words
-        self._not_from_library = sorted({*ends, eos})
+    def __init__(self, own: Any, grammar: Grammar, ends: frozenset[int], tokenizer: Any) -> None:
+        self._own, self._grammar, self._ends = own, grammar, sorted(ends)
+        self._num_words = -(-tokenizer.vocab_size // 32)
+        self._not_from_library = sorted({*ends, int(tokenizer.eos_token)})
         self.start = MatcherState(self, ended=False)
         self._stack = [self.start]
 
@@ -87,7 +88,7 @@ class _Matcher:
         if not state.has_ended:
             self._go_to(state)
             known = np.frombuffer(self._own.compute_bitmask(), dtype=np.int32)[: self._num_words]
-            self._check()
+            self.check()
             words[: len(known)] = known
         for token in self._not_from_library:
             words[token >> 5] &= ~_bit(token)
@@ -123,7 +124,7 @@ class _Matcher:
         if self._own.is_stopped() and not self._own.is_error() and len(self._ends) == 1:
             tokens = [*tokens[:num_consumed], *self._ends]
         self._own.rollback(num_consumed)
-        self._check()
+        self.check()
         return tokens
 
     def _go_to(self, state: MatcherState) -> None:
@@ -139,9 +140,10 @@ class _Matcher:
         for each in reversed(way):
             self._own.consume_token(each._token)
             self._stack.append(each)
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises ConfigError: the library has given up."""
         if self._own.is_error():
             reason = str(self._own.get_error()).strip().partition("\n")[0]
             raise ConfigError(f"llguidance cannot go on with the grammar {self._grammar.text:.60}: {reason}")
@@ -156,7 +158,6 @@ class Grammars:
 
     Args:
         tokenizer: a Hugging Face tokenizer, or ``None``.
-        vocab_size: of the model.
 
     Attributes:
         waited: seconds for which the latest step waited for masks.
@@ -182,21 +183,19 @@ class Grammars:
         ends = frozenset(token for token in ends if token < self._vocab_size)
         if not ends:
             raise ConfigError(
-                "grammar: the model names no EOS token, so that no output could end behind the last token"
+                "sampling.grammar: the model names no EOS token, so that no output could end behind the last token"
             )
-        text = self._written(grammar)
+        text = getattr(known.LLMatcher, f"grammar_from_{grammar.kind}")(grammar.text)
         if grammar not in self._valid:
             is_wrong, said = known.LLMatcher.validate_grammar_with_warnings(text, self._own_tokenizer)
             if is_wrong or said:
-                what = grammar.kind.replace("json_schema", "JSON schema").replace("lark", "Lark grammar")
-                what = what.replace("regex", "regular expression")
-                raise ConfigError(f"grammar: llguidance cannot follow this {what}: {' '.join(said[0].split()):.300}")
+                names = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+                what, told = names[grammar.kind], f"{' '.join(said[0].split()):.300}"
+                raise ConfigError(f"sampling.grammar: llguidance cannot follow this {what}: {told}")
             self._valid.add(grammar)
-        own = known.LLMatcher(self._own_tokenizer, text)
-        if own.is_error():
-            raise ConfigError(f"grammar: llguidance cannot follow it: {' '.join(own.get_error().split()):.300}")
-        eos = int(self._own_tokenizer.eos_token)
-        return _Matcher(own, grammar, ends, -(-self._vocab_size // 32), eos).start
+        matcher = _Matcher(known.LLMatcher(self._own_tokenizer, text), grammar, ends, self._own_tokenizer)
+        matcher.check()
+        return matcher.start
 
     @contextmanager
     def beside(self, states: Seq[MatcherState]) -> Iterator[None]:
@@ -206,7 +205,7 @@ class Grammars:
             yield
             return
         self._workers = self._workers or ThreadPoolExecutor(1, "emssd-masks")
-        running = self._workers.submit(_fill, states)
+        running = self._workers.submit(lambda: [state.mask for state in states])
         try:
             yield
         finally:
@@ -214,12 +213,6 @@ class Grammars:
             running.exception()  # a failed step, too, leaves no thread at work
             self.waited = time.perf_counter() - start
         running.result()
-
-    def _written(self, grammar: Grammar) -> str:
-        matcher = self._known.LLMatcher
-        if grammar.kind == "json_schema":
-            return str(matcher.grammar_from_json_schema(grammar.text))
-        return str((matcher.grammar_from_regex if grammar.kind == "regex" else matcher.grammar_from_lark)(grammar.text))
 
     @cached_property
     def _known(self) -> Any:
@@ -239,12 +232,7 @@ class Grammars:
             return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
         except Exception as error:  # of a Rust library, which says no more of it
             kind = type(self._tokenizer).__name__
-            raise ConfigError(f"grammar: llguidance cannot read this tokenizer, a {kind}: {error}") from error
-
-
-def _fill(states: Seq[MatcherState]) -> None:
-    for state in states:
-        _ = state.mask
+            raise ConfigError(f"sampling.grammar: llguidance cannot read this tokenizer, a {kind}: {error}") from error
 
 
 def masked(logits: torch.Tensor, states: Seq[MatcherState | None]) -> torch.Tensor:
@@ -257,8 +245,9 @@ def masked(logits: torch.Tensor, states: Seq[MatcherState | None]) -> torch.Tens
     if not places:
         return logits
     words = np.stack([state.mask for state in states if state is not None])
-    bits = np.unpackbits(words.view(np.uint8), axis=1, count=words.shape[1] * 32, bitorder="little")
-    allowed = torch.from_numpy(bits[:, : logits.shape[1]]).to(logits.device, torch.bool)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    if len(places) == len(states):
+        return torch.where(allowed, logits.nan_to_num(nan=0.0), -torch.inf)
     index = on_device(places, logits.device)
-    own = logits[index].nan_to_num(nan=0.0).masked_fill(~allowed, -torch.inf)
-    return own if len(places) == len(states) else logits.index_copy(0, index, own)
+    return logits.index_copy(0, index, torch.where(allowed, logits[index].nan_to_num(nan=0.0), -torch.inf))

@@ -43,7 +43,6 @@ def hashed(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Ten
 
     Args:
         states: ``[r]`` of `noise_state`.
-        vocab_size, device: of the result.
     """
     halves = [state & _MASK_32 for state in states] + [state >> 32 for state in states]
     low, high = on_device(halves, device).view(2, len(states), 1)

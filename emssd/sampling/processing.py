@@ -22,7 +22,6 @@ def processed(
 
     Args:
         logits: ``[r, vocab]`` of the model.
-        params: of all of them.
         prefixes: ``[r]`` the tokens before each choice, prompt included; only where `params` read it.
         num_prompt: ``[r]`` how many of these are the prompt; as `prefixes`.
     """
@@ -38,7 +37,7 @@ def processed(
 
 
 def warped(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """What temperature, top-k, top-p, min-p and typical-p leave of ``scores [r, vocab]``; -inf for other tokens."""
+    """``scores [r, vocab]`` after temperature, top-k, top-p, min-p and typical-p; -inf for tokens that these drop."""
     from transformers.generation import logits_process as of
 
     if params.temperature != 1:

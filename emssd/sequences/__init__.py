@@ -1,10 +1,11 @@
-"""What is generated: a `Request` from outside, the `Row` that it grows into, and the `Generation` that comes out."""
+"""A `Request` from outside, the `Row` that it grows into, and the `Generation` that comes out."""
 
 from emssd.sampling.matching import MatcherState
 from emssd.sequences.generation import Generation
 from emssd.sequences.logprobs import TokenLogprob
 from emssd.sequences.row import Batch, FinishReason, Request, Row
 from emssd.sequences.stopping import Stop, StopStrings
+from emssd.sequences.token_bytes import TokenBytes
 
 __all__ = [
     "Batch",
@@ -15,5 +16,6 @@ __all__ = [
     "Row",
     "Stop",
     "StopStrings",
+    "TokenBytes",
     "TokenLogprob",
 ]

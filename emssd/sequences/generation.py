@@ -1,4 +1,4 @@
-"""What comes out: a `Generation` for every finished request."""
+"""`Generation`: the result of a finished request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is being generated: a `Request` from outside, the `Row` that it grows into, and the `Batch` of one step."""
+"""A `Request` from outside, the `Row` that it grows into, and the `Batch` of one step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def prompt_id(self) -> str:
-        """What all samples of a prompt have in common: `sample_of`, or the id of the request itself.
+        """The id that all samples of a prompt share: `sample_of`, or the id of the request itself.
 
         With `sample`, it tells what is drawn from anything else, and decides what is drawn.
         """

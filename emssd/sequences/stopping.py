@@ -18,7 +18,7 @@ __all__ = ["Stop", "StopStrings"]
 
 
 class Stop(Protocol):
-    """What a new token may complete, and so end its sequence."""
+    """A text that ends its sequence when a new token completes it."""
 
     def completed_by_last(self, tokens: Seq[int], start: int) -> bool:
         """Whether the last of `tokens`, of which those from `start` on are new, is the last of its sequence."""

@@ -16,9 +16,6 @@ class TokenBytes:
     """``TokenBytes(tokenizer)(token)``: bytes that are remembered; none for an id that is not in the vocabulary.
 
     A special token stands for its text.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:

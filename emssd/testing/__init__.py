@@ -1,4 +1,4 @@
-"""What plugin authors test with: conformance suites, state machines, tiny models and oracles.
+"""Tests for plugin authors: conformance suites, state machines, tiny models and oracles.
 
     from emssd.testing import DrafterConformance
 

@@ -40,7 +40,7 @@ class _Informed(Drafter):
         self._references = references or {}
 
     def upcoming(self, row: Row) -> list[int]:
-        """What the target is going to generate for `row` from here on, as far as the reference tells."""
+        """The target's next tokens of `row`, as far as the reference has them."""
         reference = self._references.get(row.request_id, self._references.get(row.request.prompt_ids, ()))
         return list(reference[len(row.output_ids) :])
 

@@ -127,7 +127,7 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._rows)
     @rule(data=st.data())
     def draft(self, data: st.DataObject) -> None:
-        """What a draft model does: catch up, decode some rows further and further, and only then roll back.
+        """Act as a draft model: catch up, decode some rows further and further, and only then roll back.
 
         A tree grows in any of its nodes, which are cached and not committed.
         """
@@ -167,7 +167,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     @invariant()
     def memory(self) -> None:
-        """What is held covers the tokens there are, nothing is held for nothing, and peaks never fall."""
+        """Held memory covers the tokens there are, is 0 without tokens, and peaks never fall."""
         now, exact = self.backend.kv_usage, self.dense.kv_usage
         with assertions("backend.memory"):
             assert exact.held <= now.held <= now.peak_held <= now.peak_pool, f"{now} for {exact.held} bytes of KV"

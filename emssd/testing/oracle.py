@@ -1,4 +1,4 @@
-"""What is right by definition: greedy decoding that recomputes everything, and attention written out by hand."""
+"""Oracles, right by definition: greedy decoding that recomputes everything, and attention written out by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def greedy_reference(
 
 
 class References(Mapping[tuple[int, ...], tuple[int, ...]]):
-    """What a target generates by `greedy_reference`, past any EOS, by prompt; computed when first asked for."""
+    """The texts of `greedy_reference`, past any EOS, by prompt; computed when first asked for."""
 
     def __init__(self, target: TargetModel, max_new_tokens: int) -> None:
         self.target = target

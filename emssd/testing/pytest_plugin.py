@@ -53,7 +53,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What drafting cost, for each suite that ran."""
+    """The cost of drafting, for each suite that ran."""
     passed = terminalreporter.stats.get("passed", [])
     costs = [(report.nodeid, dict(report.user_properties)["emssd_cost"]) for report in passed
              if "emssd_cost" in dict(report.user_properties)]  # fmt: skip

@@ -35,7 +35,7 @@ def names(load: Any, **chosen: Any) -> list[str]:
 
 def tiny(load: Any) -> TargetModel:
     models = load("gpu_models")
-    return TargetModel(models.opt_model(models.SHAPES["tiny"], torch.float32, CPU, 64), max_model_len=64)
+    return TargetModel(models.model_of_shape(models.SHAPES["tiny"], torch.float32, CPU, 64), max_model_len=64)
 
 
 def test_flashinfer_comes_first_and_what_compiles_last(load: Any) -> None:
@@ -119,7 +119,7 @@ def test_a_device_that_failed_ends_the_program_after_saving(load: Any, monkeypat
 @pytest.mark.benchmark
 def test_a_model_is_gone_before_the_next_is_made(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, models = load("gpu"), []
-    make = gpu.opt_model
+    make = gpu.model_of_shape
 
     def watched(*arguments: Any) -> Any:
         assert all(model() is None for model in models), "the last model is still in memory"
@@ -127,7 +127,7 @@ def test_a_model_is_gone_before_the_next_is_made(load: Any, monkeypatch: pytest.
         models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(gpu, "opt_model", watched)
+    monkeypatch.setattr(gpu, "model_of_shape", watched)
     command = "gpu.py --device cpu --shape tiny tiny --quick --only step decode --batch 2 --repeats 1"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--new-tokens", "4"])
     monkeypatch.setattr(gpu, "load", lambda path: {"machine": {}, "pieces": _Forgetful()})

@@ -18,6 +18,7 @@ from emssd.authoring.new import new_plugin
 pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "plugins"
+MOST_NAMES = 170  # decision 45: fewer is better
 
 
 @pytest.fixture
@@ -52,7 +53,25 @@ def test_examples_and_what_the_command_writes_import_public_names_only(page: Mod
     }
     for path, (module, name) in found:
         assert module in page.MODULES, f"{path} imports {module}"
-        assert name is None or name in importlib.import_module(module).__all__, f"{path} imports {name} of {module}"
+        assert name is None or name in page.public(module), f"{path} imports {name} of {module}"
+
+
+def test_our_own_plugins_import_public_names_only(page: ModuleType) -> None:
+    own = [(path, each) for path, text in sources(ROOT / "plugins") for each in imported(text) if _is_product(path)]
+    assert {path.parent.name for path, _ in own} >= {"emssd_none", "emssd_eagle3", "emssd_ragged", "emssd_adaptive"}
+    for path, (module, name) in own:
+        assert module in page.MODULES, f"{path} imports {module}; import from a public module, or move the code"
+        assert name in page.public(module), f"{path} imports {name} of {module}"
+
+
+def test_the_public_surface_does_not_grow(page: ModuleType) -> None:
+    interfaces = {kind.__name__ for kinds in page.CLASSES.values() for kind in kinds}
+    assert len(interfaces) <= 50
+    assert len({(module, name) for module in page.MODULES for name in page.public(module)}) <= MOST_NAMES
+
+
+def _is_product(path: Path) -> bool:
+    return not {"tests", "build"} & {*path.relative_to(ROOT).parts}
 
 
 def test_an_import_of_something_else_is_seen() -> None:
@@ -70,6 +89,7 @@ def test_every_public_name_is_there_and_described_on_the_page(page: ModuleType) 
         there = importlib.import_module(module)
         assert f"- `{module}`: " in text
         assert sorted(there.__all__) == sorted(set(there.__all__))
+        assert set(page.public(module)) <= set(there.__all__)
         for name in page.public(module):
             assert inspect.getdoc(getattr(there, name)), f"{module}.{name} says nothing"
             assert re.search(rf"^    - \[?`{name}`(\]\(#{name.lower()}\))?: \w", text, re.MULTILINE), name

@@ -11,6 +11,7 @@ import torch
 from emssd import Engine, Generation
 from emssd.decoding.check import TIE_TOLERANCE, CheckReport, compare
 from emssd.sampling import SamplingParams
+from emssd.sequences import Request, Row
 from emssd.testing.models import tiny_model
 
 PROMPTS = [[3, 4, 5, 3, 4], [7], [8, 9, 8, 9]]
@@ -24,6 +25,11 @@ def engine() -> Engine:
 
 def judge(engine: Engine, ours: list[Generation], greedy: list[Generation]) -> CheckReport:
     return compare(ours, greedy, engine.runner)
+
+
+def rows(params: SamplingParams) -> dict[str, Row]:
+    """The first prompt's, as it begins."""
+    return {"0": Row(Request("0", tuple(PROMPTS[0]), 1, sampling=params))}
 
 
 def logits_after(engine: Engine, tokens: list[int]) -> torch.Tensor:
@@ -168,7 +174,7 @@ def test_a_token_at_the_edge_of_a_cut_off_is_a_tie(engine: Engine, cut: str, by:
             other = engine.generate(PROMPTS[:1], 1, sampling=SamplingParams(seed=seed, logit_bias=others))
             if other[0].token_ids != plain[0].token_ids:
                 for ours, theirs in ((other, plain), (plain, other)):
-                    (difference,) = compare(ours, theirs, engine.runner, {"0": params}).differences
+                    (difference,) = compare(ours, theirs, engine.runner, rows(params)).differences
                     assert difference.is_tie
                     num_found += 1
     assert num_found > 4
@@ -178,5 +184,5 @@ def test_a_token_far_below_a_cut_off_is_a_true_difference(engine: Engine) -> Non
     params = SamplingParams(temperature=100.0, top_k=3, seed=1)
     plain = engine.generate(PROMPTS[:1], 1, sampling=params)
     last = int(logits_after(engine, PROMPTS[0]).argmin())
-    (difference,) = compare([with_token(plain[0], 0, last)], plain, engine.runner, {"0": params}).true_differences
+    (difference,) = compare([with_token(plain[0], 0, last)], plain, engine.runner, rows(params)).true_differences
     assert difference.margin == float("inf")

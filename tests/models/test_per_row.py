@@ -167,6 +167,24 @@ def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
         Engine.from_model(model, drafter="none", fallback="per_row")
 
 
+def test_a_model_that_pads_long_texts_is_refused_where_they_may_come() -> None:
+    sizes = {"hidden_size": 32, "attention_head_size": 8, "num_attention_heads": 4, "feed_forward_size": 32}
+    layers = {
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_embds": False,
+        "is_decoder": True,
+        "lsh_attn_chunk_length": 48,
+    }
+    config = AutoConfig.for_model(
+        "reformer", **sizes, **layers, local_attn_chunk_length=48, **IDS | {"pad_token_id": 0}
+    )
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config).eval()
+    Engine.from_model(model, drafter="none", fallback="per_row", max_model_len=48)
+    with pytest.raises(UnsupportedModelError, match=r"gets other numbers of tokens than a text of 63 has"):
+        Engine.from_model(model, drafter="none", fallback="per_row", max_model_len=64)
+
+
 def test_one_device_and_known_names_only() -> None:
     with pytest.raises(ConfigError, match=r"model\.fallback is slow; it must be none or per_row"):
         TargetModel(model_of("gptj"), fallback="slow")

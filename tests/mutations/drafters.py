@@ -260,8 +260,8 @@ FAULTS = (
         "a node is as likely as its own choice, whatever its way",
         "draft_model",
         "emssd/drafting/levels.py",
-        "tuple(before[parent] + log_prob for",
-        "tuple(log_prob for",
+        "tuple([before[parent] + log_prob for",
+        "tuple([log_prob for",
         ("plugins/draft_model/tests/test_trees.py::test_dynamic_is_the_tree_of_eagle_2",),
     ),
     Fault(

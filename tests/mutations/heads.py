@@ -17,6 +17,14 @@ _CONTAINER = ("plugins/dflash/tests/test_block_head.py::test_a_container_of_spec
 
 FAULTS = (
     Fault(
+        "sampled rows are drafted for as greedy ones",
+        "draft_model",
+        LEVELS,
+        "self._all_greedy = False not in [",
+        "self._all_greedy = None not in [",
+        ("plugins/draft_model/tests/test_sampled_drafts.py::test_all_of_its_chains_are_accepted",),
+    ),
+    Fault(
         "a container's numbers of streams are taken for those of outputs",
         "dflash",
         "emssd/heads/containers.py",
@@ -103,7 +111,7 @@ FAULTS = (
         "columns of a head's own vocabulary are taken for the target's ids",
         "eagle3",
         LEVELS,
-        "columns = [[ids[column] for column in row] for row in columns]",
+        "columns = [list(map(ids.__getitem__, row)) for row in columns]",
         "pass",
         ("plugins/medusa/tests/test_medusa_drafter.py::test_heads_of_some_tokens_only",),
     ),

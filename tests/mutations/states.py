@@ -135,4 +135,12 @@ FAULTS = (
         "    if change != change:\n",
         ("tests/models/test_per_row.py::test_a_model_whose_tokens_see_later_ones_is_refused",),
     ),
+    Fault(
+        "texts that the model pads go to its modules unpadded",
+        "states",
+        PER_ROW,
+        "shape[1] != length",
+        "shape[1] < length",
+        ("tests/models/test_per_row.py::test_a_model_that_pads_long_texts_is_refused_where_they_may_come",),
+    ),
 )

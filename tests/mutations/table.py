@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from . import bits, drafters, engine, grammar, heads, memory, sampling, states
+from . import bits, drafters, engine, gpu, grammar, heads, memory, sampling, states
 
 __all__ = ["FAULTS", "as_markdown", "function_of"]
 
 FAULTS = (*engine.FAULTS, *memory.FAULTS, *drafters.FAULTS, *heads.FAULTS, *sampling.FAULTS)
-FAULTS += (*states.FAULTS, *grammar.FAULTS, *bits.FAULTS)
+FAULTS += (*states.FAULTS, *grammar.FAULTS, *bits.FAULTS, *gpu.FAULTS)
 
 
 def function_of(test: str) -> str:

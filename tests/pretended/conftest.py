@@ -9,11 +9,13 @@ import emssd_flashinfer
 import pytest
 import torch
 from emssd_flashinfer import FlashInferConfig
+from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.graphs import CudaGraphCapture
 from emssd_flashinfer.tables import PagedMetadata
 
 from emssd.attention import LayerSpec, PagedBackend
 from emssd.testing import PretendedCuda
+from tests.support.fused_kernels import Twins
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels
 
 pytestmark = [
@@ -52,9 +54,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
     made = PretendedCuda()
 
     def build(config: FlashInferConfig) -> PagedBackend:
-        kernels = PretendedKernels(
-            made, capture=CudaGraphCapture() if config.cuda_graphs else None, max_graph_tokens=64
+        capture = CudaGraphCapture() if config.cuda_graphs else None
+        fusing = (
+            Fusing(Twins(made.kernel), config.joined_mib << 20) if config.fused_kernels and config.cuda_graphs else None
         )
+        kernels = PretendedKernels(made, capture=capture, max_graph_tokens=64, fusing=fusing)
         return PagedBackend(kernels, memory_fraction=0.1)
 
     monkeypatch.setattr(emssd_flashinfer, "unavailable", lambda: None)

@@ -57,7 +57,7 @@ def report_of(drafter: Drafter | Seq[Drafter], params: SamplingParams, number: i
     assert sum(row.num_accepted for row in done) > 100
     backend = DenseBackend()
     backend.allocate(target().kv_cache_spec(1))
-    return check_distribution(done, CausalLMRunner(target(), backend), dict.fromkeys(map(str, range(number)), params))
+    return check_distribution(done, CausalLMRunner(target(), backend), {row.request_id: Row(row) for row in rows})
 
 
 # Right and wrong on the engine's path.
@@ -161,9 +161,7 @@ def test_a_drafter_that_knows_the_other_methods_noise_changes_nothing() -> None:
     done = list(engine.run(rows))
     backend = DenseBackend()
     backend.allocate(target().kv_cache_spec(1))
-    report = check_distribution(
-        done, CausalLMRunner(target(), backend), {row.request_id: row.sampling for row in rows if row.sampling}
-    )
+    report = check_distribution(done, CausalLMRunner(target(), backend), {row.request_id: Row(row) for row in rows})
     assert report.p_value > 1e-3
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import shape_of
 from emssd_draft_model.drafter import DraftModelDrafter
-from emssd_draft_model.sampled import SampledDrafter, SampledShape
 
-from emssd.drafters import ModelDrafter
+from emssd.drafters import ModelDrafter, SampledDrafter, SampledShape
 from emssd.drafting.shapes import Shape
 from emssd.model import CausalLMRunner, TargetModel
 from tests.support.trees import TREE_BACKENDS

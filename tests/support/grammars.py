@@ -74,8 +74,8 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
     """Whether `value` fits a schema with the keywords of `random_grammar`."""
     if "anyOf" in schema:
         return any(fits(value, each) for each in schema["anyOf"])
-    if "enum" in schema:
-        return any(value == each and type(value) is type(each) for each in schema["enum"])
+    if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return any(value == each and type(value) is type(each) for each in choices)
     match schema["type"]:
         case "object":
             properties = schema["properties"]
@@ -84,6 +84,9 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
                 and set(schema["required"]) <= value.keys() <= properties.keys()
                 and all(fits(each, properties[name]) for name, each in value.items())
             )
+        case "array" if "prefixItems" in schema:
+            kinds = schema["prefixItems"]
+            return isinstance(value, list) and len(value) == len(kinds) and all(map(fits, value, kinds))
         case "array":
             return (
                 isinstance(value, list)
@@ -92,6 +95,8 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
             )
         case "integer":
             return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "string" if "pattern" in schema:
+            return isinstance(value, str) and re.search(schema["pattern"], value) is not None
         case "string":
             return isinstance(value, str) and schema.get("minLength", 0) <= len(value) <= schema["maxLength"]
         case "boolean":
@@ -100,8 +105,8 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def _schema(draw: random.Random, depth: int) -> dict[str, Any]:
-    kinds = ["integer", "string", "boolean", "null", "enum"] + ["object", "array", "object", "anyOf"] * (depth > 0)
-    match draw.choice(kinds):
+    kinds = ["integer", "string", "pattern", "boolean", "null", "enum", "const"]
+    match draw.choice(kinds + ["object", "array", "object", "tuple", "anyOf"] * (2 * depth)):
         case "object":
             names = draw.sample(["name", "a", "ab", "é", 'q"', "tr ue", "1"], draw.randint(0, 3))
             properties = {name: _schema(draw, depth - 1) for name in names}
@@ -115,6 +120,13 @@ def _schema(draw: random.Random, depth: int) -> dict[str, Any]:
                 "minItems": least,
                 "maxItems": least + draw.randint(0, 2),
             }
+        case "tuple":
+            items = [_schema(draw, depth - 1) for _ in range(draw.randint(1, 3))]
+            return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
+        case "pattern":
+            return {"type": "string", "pattern": f"^({_expression(draw, 1)})$"}
+        case "const":
+            return {"const": draw.choice(["name", 7, "true, ", False, None, draw.randint(-99, 99)])}
         case "anyOf":
             return {"anyOf": [_schema(draw, depth - 1) for _ in range(2)]}
         case "integer":

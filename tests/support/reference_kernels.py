@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Compute, StaticInputs
 from emssd_flashinfer.tables import PagedMetadata
@@ -16,7 +17,7 @@ class ReferenceKernels(PlannedKernels):
     """Paged attention for any device and dtype, row by row and in float64; slow and easy to check.
 
     Args:
-        head_dims, capture, max_graph_tokens: see `emssd_flashinfer.planned.PlannedKernels`.
+        head_dims, capture, max_graph_tokens, fusing: see `emssd_flashinfer.planned.PlannedKernels`.
     """
 
     def __init__(
@@ -24,8 +25,9 @@ class ReferenceKernels(PlannedKernels):
         head_dims: tuple[int, ...] = (4, 16, 64, 128, 256),
         capture: Capture | None = None,
         max_graph_tokens: int = 512,
+        fusing: Fusing | None = None,
     ) -> None:
-        super().__init__(head_dims, capture, max_graph_tokens)
+        super().__init__(head_dims, capture, max_graph_tokens, fusing)
 
     def attention(
         self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None

@@ -82,7 +82,7 @@ class _Follower:
 
 
 def _keep_up(runner: CausalLMRunner, kind: Kind, value: Any) -> None:
-    """What happens to KV between two steps."""
+    """Commit, release and share KV between two steps, as process 0 does."""
     if kind is Kind.COMMIT:
         runner.commit(value)
     elif kind is Kind.RELEASE:

@@ -102,7 +102,7 @@ class Group:
                     return messages_of(data), data
 
     def gathered(self, value: Any) -> list[Any]:
-        """What every process gives, by rank. All of them must call this. Raises GroupError: one of them has ended."""
+        """The values of all processes, by rank. All must call this. Raises GroupError: one of them has ended."""
         values: list[Any] = [None] * self.size
         with self.in_step():
             self._dist.all_gather_object(values, value, group=self._orders)
@@ -110,7 +110,7 @@ class Group:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """What is done inside succeeds in every process, or is an error in every process. Raises EmssdError: this
+        """The body succeeds in every process, or is an error in every process. Raises EmssdError: this
         process failed, or another one.
         """
         fault: EmssdError | None = None

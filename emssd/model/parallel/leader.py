@@ -34,7 +34,7 @@ class CacheWanted:
         return cls(model, backend, values)
 
     def spec(self, target: TargetModel) -> KVCacheSpec:
-        """What it has to hold for the shard `target`."""
+        """The spec of the cache for the shard `target`."""
         return dataclasses.replace(target.kv_cache_spec(self.values["max_batch_size"]), **self.values)
 
 

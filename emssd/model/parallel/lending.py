@@ -35,7 +35,7 @@ def prepare_hidden(target: TargetModel, indices: Seq[int]) -> Streams:
 
 
 def whole_weights(target: TargetModel) -> tuple[Weights, Weights]:
-    """Those of the embedding table and of the LM head, put together from all shards; for all processes at once."""
+    """The weights of embedding table and LM head, put together from all shards; for all processes at once."""
     from torch.distributed.tensor import DTensor
 
     def whole(module: torch.nn.Module) -> Weights:

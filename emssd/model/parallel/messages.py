@@ -1,4 +1,4 @@
-"""What process 0 tells the others, as bytes: what a step computes, and what happens to KV between two steps."""
+"""Messages of process 0 to the others, as bytes: the work of a step, and changes of KV between two steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Kind", "Message", "bytes_of", "messages_of", "packed_of", "step_of"]
 
 
 class Kind(Enum):
-    """What a message is about."""
+    """The subject of a message."""
 
     END = auto()
     LOAD = auto()
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 
 
 def bytes_of(messages: list[Message]) -> bytes:
-    """What `messages_of` reads."""
+    """The bytes that `messages_of` reads."""
     return pickle.dumps(messages)
 
 
@@ -63,7 +63,7 @@ def step_of(packed: PackedInputs) -> _Step:
 
 
 def packed_of(step: _Step) -> PackedInputs:
-    """What `step_of` was given."""
+    """The step that `step_of` was given."""
     request_ids, token_ids, position_ids, logit_rows, qo_indptr, kv_lens, trees = step
     tokens, positions, logits = (torch.tensor(x, dtype=torch.int64) for x in (token_ids, position_ids, logit_rows))
     return PackedInputs(request_ids, tokens, positions, qo_indptr, kv_lens, logits, trees)

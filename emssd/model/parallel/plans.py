@@ -66,7 +66,7 @@ def check_shards(config: Any, size: int) -> None:
 
 
 def distributed_options(config: Any) -> Any:
-    """What `from_pretrained` is given as ``distributed_config``; the size is that of the process group."""
+    """The ``distributed_config`` for `from_pretrained`; the size is that of the process group."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     own = _OWN.get(config.model_type)

@@ -47,9 +47,7 @@ def add_children(
     """Draw children of `node` from ``q [vocab]``, no token twice; fewer where `q` has not as many tokens.
 
     Args:
-        tree: is extended.
         node: which of its nodes, -1 for the origin.
-        q, num_children: see above.
         uniform: gives independent numbers in [0, 1), others than those of verification and those of other steps.
     """
     drawable, children = q, list[int]()
@@ -86,7 +84,6 @@ def extend_beam(tree: SampledTree, beam: Beam, rows: Seq[torch.Tensor], width: i
     exponential race of their own.
 
     Args:
-        tree: is extended.
         beam: its deepest level, ``r`` nodes; `Beam()` at first.
         rows: ``[r]`` the ``q [vocab]`` behind each.
         width: the most nodes of the new level.

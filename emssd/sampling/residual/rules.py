@@ -29,7 +29,7 @@ Rows = torch.Tensor | Seq[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a step emits for one row.
+    """The tokens that a step emits for one row.
 
     Attributes:
         path: the accepted nodes, from the origin down.

@@ -26,7 +26,6 @@ def stream_key(key: int, purpose: Purpose, num_tokens: int) -> int:
 
     Args:
         key: of the row, see `emssd.sampling.noise.noise_key`.
-        purpose: what for.
         num_tokens: of the row before the step.
     """
     return int.from_bytes(blake2b(f"{key}/{purpose}/{num_tokens}".encode(), digest_size=8).digest(), "little")
@@ -44,7 +43,6 @@ def exponentials(stream: int, places: Seq[int], vocab_size: int, device: torch.d
     Args:
         stream: of `stream_key`.
         places: ``[r]`` different numbers for different rows.
-        vocab_size, device: of the result.
     """
     states = [noise_state(stream, place) for place in places]
     return hashed(states, vocab_size, device).double().add_(0.5).mul_(2.0**-32).log_().neg_()

@@ -27,7 +27,7 @@ _PROMPT, _DRAFT, _TURNS = 20, 5, 6  # the most
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What a row does in one step.
+    """The move of a row in one step.
 
     Attributes:
         prompt: tokens of its prompt, if it begins here.
@@ -57,7 +57,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """What is added to a history.
+    """The moves that are added to a history.
 
     Attributes:
         bad: keys and values of sick rows, and of all rejected tokens; ``None`` for usual ones.

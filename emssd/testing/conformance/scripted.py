@@ -30,7 +30,7 @@ __all__ = ["AGREEABLE", "Decision", "Life", "ScriptedEngine", "decision", "decis
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to a row in one of its steps.
+    """The event of a row in one of its steps.
 
     Attributes:
         limit: the most tokens to draft; of a chain, never more than the row has left, less one.
@@ -65,7 +65,7 @@ class Life:
 
 
 def decision(row: Row, life: Life) -> Decision:
-    """What happens to `row` in its next step."""
+    """The event of `row` in its next step."""
     return life.script[row.num_steps % len(life.script)]
 
 
@@ -82,7 +82,7 @@ def in_turn(lives: Seq[Life], step: Callable[[list[Row], list[Decision]], list[R
 
 
 def decisions(vocab_size: int) -> st.SearchStrategy[Decision]:
-    """What happens in a step: mostly all of a draft is verified, sometimes nothing is asked for or all is trimmed."""
+    """The events of a step: mostly all of a draft is verified, sometimes nothing is asked for or all is trimmed."""
     length = st.sampled_from([9, 9, 9, 3, 2, 1, 0])
     turn = st.sampled_from([0, 1, 2, 5])
     return st.builds(Decision, length, length, st.integers(0, 9), st.integers(0, vocab_size - 1), turn)
@@ -196,7 +196,7 @@ class _ToldRunner(ChoiceRunner):
         return [self._choice(text, said, decision.token) for text in texts]
 
     def _choice(self, text: _Text, said: _Text, token: int) -> int:
-        """What follows a text: that of what is said, or else something that depends on the text alone."""
+        """The token after a text: that of the script, or else something that depends on the text alone."""
         if len(text) < len(said) and text == said[: len(text)]:
             return said[len(text)]
         return (token + sum(text) + len(text)) % self.vocab_size

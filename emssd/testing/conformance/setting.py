@@ -1,4 +1,4 @@
-"""What the suites put around a plugin: float64 targets, what each generates, and the context of a drafter."""
+"""The surroundings of a plugin in the suites: float64 targets, what each generates, and the context of a drafter."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def texts(vocab_size: int) -> list[tuple[int, ...]]:
 
 
 def drafters_of(made: Drafter | Seq[Drafter]) -> list[Drafter]:
-    """What a plugin built, as a list of drafters that are asked in turn."""
+    """The object that a plugin built, as a list of drafters that are asked in turn."""
     return [made] if isinstance(made, Drafter) else list(made)
 
 

@@ -1,4 +1,4 @@
-"""What the suites have in common: which plugin, which options, how many examples."""
+"""The options of all suites: which plugin, which options, how many examples."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Suite:
             return options.made(config, self.options)
 
     def spec(self) -> Spec:
-        """What the installed plugin offers. Raises PluginError: it is not installed, or cannot run here."""
+        """The offer of the installed plugin. Raises PluginError: it is not installed, or cannot run here."""
         if self.plugin is None:
             makes = {"drafter": "make_drafter", "backend": "make_backend", "budget": "make_policy"}
             raise NotImplementedError(f"{type(self).__name__} must name its plugin, or override {makes[self.kind]}")
@@ -91,7 +91,7 @@ class Suite:
         self._survives(config, "the way through Hydra's YAML", options.round_trip, f"{self.kind}.options")
 
     def _built(self, make: Callable[[], _T], interface: type[Any]) -> _T:
-        """What `make` gives, which must be an `interface`, and another one each time."""
+        """The object that `make` gives, which must be an `interface`, and another one each time."""
         rule = f"{self.kind}.build"
         with named(rule, "building it"):
             made, other = make(), make()
@@ -140,5 +140,5 @@ class Suite:
 
 @cache
 def _registry(suite: str) -> Registry:
-    """What is installed, looked up once for each test class."""
+    """The registry of installed plugins, made once for each test class."""
     return Registry()

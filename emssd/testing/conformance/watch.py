@@ -96,7 +96,7 @@ class WatchedDrafter(Drafter):
             self._rows.pop(name, None)
 
     def _check_verified(self, verified: dict[str, Nodes]) -> None:
-        """What was verified must be the beginning of what was drafted, for every row."""
+        """The verified tokens of every row must be the first of its drafted ones."""
         for name, nodes in verified.items():
             proposed = self._proposed.get(name, [])
             if nodes != proposed[: len(nodes)]:
@@ -121,7 +121,7 @@ def shown(nodes: Nodes) -> list[Any]:
 
 
 def state_of(batch: Batch) -> list[dict[str, Any]]:
-    """What the rows are now, to be compared later."""
+    """The state of the rows now, to be compared later."""
     return [{name: getattr(row, name) for name in _FIELDS} | {"tokens": list(row.tokens)} for row in batch]
 
 

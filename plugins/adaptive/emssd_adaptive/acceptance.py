@@ -63,12 +63,12 @@ class Acceptance:
         self.siblings = Siblings()
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """What became of one row's draft, a chain, in one step; tokens behind the first rejected one tell nothing."""
+        """Learn from one row's draft, a chain, in one step; tokens after the first rejected one teach nothing."""
         tried = min(num_accepted + 1, num_drafted)
         self._learn(request_id, tried, num_accepted, num_accepted > 0)
 
     def observe_tree(self, request_id: str, choices: Iterable[tuple[list[int], int]]) -> None:
-        """What became of one row's tree in one step: its `levels`. Only siblings on the accepted way tell."""
+        """Learn from one row's tree in one step: its `levels`. Only siblings on the accepted path teach."""
         first_children = list[bool]()
         for children, taken in choices:
             self.siblings.observe(len(first_children) > 0, len(children), children.index(taken) if taken >= 0 else None)
@@ -85,7 +85,7 @@ class Acceptance:
         self.siblings.fade()
 
     def _row(self, request_id: str, last: int) -> _Counts | None:
-        """What is known of a row, faded for the steps up to `last`, in which nothing was drafted for it."""
+        """The counts of a row, faded for the steps up to `last`, in which nothing was drafted for it."""
         row = self._rows.get(request_id)
         if row is not None and row.step < last:
             row.fade(_FADE_UNDRAFTED ** (last - row.step))

@@ -1,4 +1,4 @@
-"""What a drafter's confidence is worth: how often nodes of about that confidence were accepted.
+"""Calibrates a drafter's confidence: how often nodes of about that confidence were accepted.
 
 The rule: confidences fall into bins, those of first children and of other siblings apart. A node's chance, given its
 parent, is the share of nodes of its bin that were accepted where their parent was. A few imagined trials are mixed in,
@@ -38,7 +38,7 @@ class Calibration:
         self._right = [count * factor for count in self._right]
 
     def observe(self, choices: Iterable[tuple[list[int], int]], confidences: Seq[float]) -> None:
-        """What became of a tree, its `levels`, in one step; `confidences` are those of its nodes."""
+        """Learn from a tree in one step: its `levels`, and the `confidences` of its nodes."""
         self._settle()
         for children, taken in choices:
             kind = 0

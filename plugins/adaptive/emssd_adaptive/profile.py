@@ -1,4 +1,4 @@
-"""What the nodes of a drafter's trees are worth by their place in the row, to be asked before it drafts the next."""
+"""The worth of the nodes of a drafter's next tree by their place in the row."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Profile:
         self._age(max(map(len, worths), default=0))
 
     def _age(self, longest: int) -> None:
-        """What no draft of this step reached is believed less and less, and hoped for more and more."""
+        """Believe places less that no draft of this step reached, and hope for more there."""
         for place in range(max(longest, 1), len(self._means)):
             self._counts[place] *= 1.0 - _AGE
             self._means[place] += (self._means[place - 1] * _BEYOND - self._means[place]) * _AGE

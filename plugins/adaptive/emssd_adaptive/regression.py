@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from emssd.metrics.least_squares import fit_non_negative
+from emssd.metrics import fit_non_negative
 
 __all__ = ["FadingRegression"]
 

@@ -53,7 +53,7 @@ class Siblings:
             counts[:] = [count * factor for count in counts]
 
     def observe(self, is_later: bool, num_children: int, rank: int | None) -> None:
-        """What became of a node's children: that of `rank` was right, counted from 0, or none."""
+        """Learn from a node's children: that of `rank` was right, counted from 0, or none."""
         if self._num_passed:
             self._settle()
         for tried in range(1, num_children if rank is None else rank + 1):

@@ -1,4 +1,4 @@
-"""What is known of one drafter: how good its drafts are for each row, how long it takes, and when to try it again."""
+"""Measures of one drafter: how good its drafts are for each row, how long it takes, and when to try it again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
-from emssd.attention.trees import depths
+from emssd.attention import depths
 from emssd.drafting import BudgetStep, Draft, Outcome, StageStats
 from emssd_adaptive.acceptance import Acceptance
 from emssd_adaptive.confidence import Calibration

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from emssd.drafting import Draft, Drafter
-from emssd.drafting.ngrams import NGramCounts
+from emssd.drafting import Draft, Drafter, NGramCounts
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_anpd import ANPDConfig

@@ -10,20 +10,20 @@ from functools import partial
 
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention import on_device
 from emssd.drafters import (
     DynamicShape,
     GrowingRow,
     GrowingTree,
     Lent,
+    Level,
     LevelDrafter,
     SlotDrafter,
     StatesDrafter,
+    check_at_least_one,
     nodes_of,
 )
-from emssd.drafters.levels import Level
 from emssd.drafting import DrafterContext
-from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget
 from emssd.sequences import Row

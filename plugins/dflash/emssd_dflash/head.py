@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.drafters import HeadLayer, HeadNorm, Rotary, TargetSizes
-from emssd.heads import Embed, Project
-from emssd.heads.layers import Angles, rotated
+from emssd.drafters import Angles, Embed, HeadLayer, HeadNorm, Project, Rotary, TargetSizes, rotated
 from emssd_dflash.refining import Markov, Refiner, Selector, Sizes
 from emssd_dflash.variant import Variant
 

@@ -17,11 +17,8 @@ from itertools import accumulate
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, StepPlan
-from emssd.attention.transfer import on_device
-from emssd.decoding.packing import pack_nodes
-from emssd.drafters import Lane
-from emssd.drafters.lanes import fed
+from emssd.attention import AttentionBackend, Kept, StepPlan, on_device
+from emssd.drafters import Lane, fed, pack_nodes
 from emssd_dflash.head import BlockAttend, BlockHead
 
 __all__ = ["BlockLane", "BlockRow"]

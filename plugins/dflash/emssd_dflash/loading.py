@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
-from emssd.heads import Checkpoint, drop_copies
+from emssd.drafters import Checkpoint, Format, HeadFiles, Loaded, TargetSizes, drop_copies
 from emssd_dflash.head import BlockHead
 from emssd_dflash.variant import Variant, variant_of
 

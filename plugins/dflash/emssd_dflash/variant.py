@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from emssd.drafters import DecoderConfig, TargetSizes
-from emssd.heads import Checkpoint
-from emssd.heads.files import cannot_load, reading_config
+from emssd.drafters import Checkpoint, DecoderConfig, TargetSizes, cannot_load, reading_config
 
 __all__ = ["Variant", "variant_of"]
 

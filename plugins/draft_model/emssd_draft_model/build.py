@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from emssd.drafters import DynamicShape, ModelDrafter, Shape, check_vocabulary, same_vocabulary
+from emssd.drafters import (
+    BeamShape,
+    ChildrenShape,
+    DynamicShape,
+    ModelDrafter,
+    SampledDrafter,
+    SampledShape,
+    Shape,
+    StaticShape,
+    check_at_least_one,
+    chosen,
+    load_draft_model,
+)
 from emssd.drafting import Drafter, DrafterContext
-from emssd.drafting.shapes import check_at_least_one, chosen
 from emssd.errors import ConfigError
-from emssd.model import ModelRunner
 from emssd_draft_model import DraftModelConfig, TreeKind, Vocabulary
 from emssd_draft_model.drafter import DraftModelDrafter
-from emssd_draft_model.sampled import BeamShape, ChildrenShape, SampledDrafter, SampledShape
 from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
-from emssd_draft_model.shapes import StaticShape
 from emssd_draft_model.translated import Speech, TranslatedDrafter, shared_ids
 
 __all__ = ["build", "shape_of"]
@@ -24,17 +30,14 @@ _NEARLY_ALL = 0.9  # of the target's tokens: where so many are shared, the other
 def build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
     """The drafter of `config`. Raises ConfigError: its model cannot draft for this target."""
     shape, kind = shape_of(config), chosen(Vocabulary, "vocabulary", config.vocabulary)
-    trees = shape is not None and shape.width > 1
-    runner, tokenizer = context.load_runner(config.path, trees=True) if trees else context.load_runner(config.path)
-    both = None not in (tokenizer, context.tokenizer)
-    if kind is not Vocabulary.same and both and not same_vocabulary(tokenizer, context.tokenizer):
-        if shape is not None:
-            raise ConfigError(
-                f"drafter.tree is {config.tree.value}, and draft model {config.path!r} has another tokenizer than the "
-                f"target; it can draft chains (drafter.tree=chain)"
-            )
-        return _translated(config, kind, runner, tokenizer, context)
-    check_vocabulary(config.path, runner, tokenizer, context)
+    if shape is None and kind is not Vocabulary.same and context.tokenizer is not None:
+        return _of_any_vocabulary(config, kind, context)
+    if kind is not Vocabulary.same:
+        raise ConfigError(
+            f"drafter.vocabulary is {kind.value}, which drafts chains with two tokenizers; set drafter.tree=chain, and "
+            f"give the target a tokenizer, or set drafter.vocabulary=same"
+        )
+    runner = load_draft_model(config.path, context, trees=shape is not None and shape.width > 1)
     if shape is None:
         return DraftModelDrafter(runner, context.vocab_size, config.num_speculative_tokens)
     if isinstance(shape, SampledShape):
@@ -42,9 +45,12 @@ def build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
     return ModelDrafter(runner, context.vocab_size, shape)
 
 
-def _translated(
-    config: DraftModelConfig, kind: Vocabulary, runner: ModelRunner, tokenizer: Any, context: DrafterContext
-) -> TranslatedDrafter:
+def _of_any_vocabulary(config: DraftModelConfig, kind: Vocabulary, context: DrafterContext) -> Drafter:
+    runner, tokenizer = context.load_runner(config.path)
+    if tokenizer is None:
+        raise ConfigError(f"draft model {config.path!r} has no tokenizer, which drafter.vocabulary={kind.value} needs")
+    if tokenizer.get_vocab() == context.tokenizer.get_vocab():
+        return DraftModelDrafter(runner, context.vocab_size, config.num_speculative_tokens)
     speeches, shared = (Speech(tokenizer, context.tokenizer), Speech(context.tokenizer, tokenizer)), None
     if kind is not Vocabulary.text:
         shared = shared_ids(*speeches, runner.vocab_size, context.vocab_size)

@@ -11,14 +11,21 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.transfer import on_device, to_host
-from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter
+from emssd.attention import on_device, to_host
+from emssd.drafters import (
+    DynamicShape,
+    GrowingRow,
+    ModelDrafter,
+    Node,
+    behind,
+    choose,
+    greedy_tokens,
+    pack,
+    pack_nodes,
+)
 from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
-from emssd.sampling.choice import Node, choose, greedy_tokens
-from emssd.sampling.draws import behind
 from emssd.sequences import Batch
 
 __all__ = ["DraftModelDrafter"]
@@ -96,10 +103,6 @@ class DraftModelDrafter(ModelDrafter):
         index = on_device(active, tokens.device)
         chosen = self._chosen_behind([rows[i] for i in active], [column[index] for column in columns])
         return tokens.index_copy(0, index, chosen)
-
-    def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The model's ids of drafted tokens."""
-        return tokens
 
     def _chosen_behind(self, rows: list[GrowingRow], columns: list[torch.Tensor]) -> torch.Tensor:
         """Compute the newest of the drafted ``columns [depth, r]``. Returns ``[r]``, what is chosen after them."""

@@ -15,8 +15,7 @@ from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from pathlib import Path
 
-from emssd.drafters import GrowingTree, Shape
-from emssd.drafting.shapes import Expansion
+from emssd.drafters import Expansion, GrowingTree, Shape
 from emssd.errors import ConfigError
 
 __all__ = ["MeasuredAcceptance", "SequoiaShape", "best_tree", "read_acceptance"]

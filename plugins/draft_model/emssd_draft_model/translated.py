@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from emssd.attention.transfer import on_device
-from emssd.drafters.levels import Level, pack_level
+from emssd.attention import on_device
+from emssd.drafters import Node
 from emssd.drafting import Draft, Outcome
 from emssd.model import ModelRunner
-from emssd.sampling.choice import Node
-from emssd.sequences import Batch, Request, Row
-from emssd.sequences.token_bytes import TokenBytes
+from emssd.sequences import Batch, Request, Row, TokenBytes
 from emssd_draft_model.drafter import DraftModelDrafter
 
 __all__ = ["Speech", "TranslatedDrafter", "shared_ids"]
@@ -124,11 +121,6 @@ class TranslatedDrafter(DraftModelDrafter):
 
     def node_of(self, row: Row) -> Node:
         return super().node_of(row if self._shared is None else self._rows[row.request_id])
-
-    def compute(self, level: Level) -> torch.Tensor:
-        packed = pack_level(level)
-        packed = replace(packed, input_ids=self.own_ids(packed.input_ids))
-        return self._columns(self._runner.run(packed).logits)
 
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self._shared is None else on_device(self._shared, tokens.device)[tokens]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import shape_of
-from emssd_draft_model.sampled import BeamShape, ChildrenShape, SampledShape
 from emssd_union.drafter import UnionDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafters import BeamShape, ChildrenShape, SampledShape
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter

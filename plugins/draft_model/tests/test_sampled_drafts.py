@@ -14,14 +14,13 @@ import pytest
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape
-from emssd_draft_model.shapes import StaticShape
 from emssd_llma import LLMAConfig
 from emssd_llma.drafter import LLMADrafter
 from emssd_union.drafter import UnionDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafters import ModelDrafter
+from emssd.drafters import ModelDrafter, StaticShape
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.shapes import DynamicShape, Shape

@@ -126,5 +126,5 @@ def test_what_is_not_possible_is_said(renamed: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"not the target's .* drafter\.vocabulary=auto lets one with another"):
         build()
-    with pytest.raises(ConfigError, match=r"drafter\.tree is static.* it can draft chains \(drafter\.tree=chain\)"):
+    with pytest.raises(ConfigError, match=r"vocabulary is auto, which drafts chains .* set drafter\.tree=chain"):
         build(vocabulary=Vocabulary.auto, tree=TreeKind.static)

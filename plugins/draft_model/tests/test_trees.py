@@ -16,14 +16,13 @@ import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import shape_of
 from emssd_draft_model.sequoia import SequoiaShape
-from emssd_draft_model.shapes import StaticShape
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, PackedInputs, PagedBackend, StepPlan
 from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
-from emssd.drafters import ModelDrafter
+from emssd.drafters import ModelDrafter, StaticShape
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.checked import check_draft
 from emssd.drafting.shapes import DynamicShape, Shape

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from emssd.drafters import DecoderConfig, Format, HeadFiles, Lent, Loaded, PairedDrafter, TargetSizes, shape_of
+from emssd.drafters import (
+    LAST_NORMED,
+    DecoderConfig,
+    Format,
+    HeadFiles,
+    Lent,
+    Loaded,
+    PairedDrafter,
+    TargetSizes,
+    head_path,
+    shape_of,
+)
 from emssd.drafting import DrafterContext
-from emssd.heads import LAST_NORMED
-from emssd.heads.options import head_path
 from emssd_eagle import EagleConfig
 from emssd_eagle.head import EagleHead
 
@@ -13,11 +22,8 @@ __all__ = ["load_drafter", "load_eagle"]
 
 
 def load_drafter(config: EagleConfig, context: DrafterContext) -> PairedDrafter:
-    """A drafter with the head of `config`.
-
-    Raises:
-        ConfigError: an option cannot work, or there is no such head for this target.
-        OutOfMemoryError: the target's device has no room for it.
+    """A drafter with the head of `config`. Raises ConfigError: an option cannot work, or there is no such head for this
+    target; or OutOfMemoryError: the target's device has no room for it.
     """
     shape = shape_of(config, "emssd.heads", top_k=config.top_k)
     path, lent = head_path(config.path, "eagle"), Lent.by(context, "eagle")
@@ -27,11 +33,9 @@ def load_drafter(config: EagleConfig, context: DrafterContext) -> PairedDrafter:
 
 
 def load_eagle(path: str, target: TargetSizes) -> Loaded[EagleHead]:
-    """Load a head. Whether `fc` has a bias, the file says: configs of heads with and without one leave it out.
-
-    Raises:
-        ConfigError: it is no such head, or none for this target, or not whole.
-        OutOfMemoryError: the device has no room for it.
+    """Load a head. Whether `fc` has a bias, the file says: configs of heads with and without one leave it out. Raises
+    ConfigError: it is no such head, or none for this target, or not whole; or OutOfMemoryError: the device has no room
+    for it.
     """
     files = HeadFiles.read(path, target, Format.eagle)
     names, config, decoder = files.names, files.config, DecoderConfig.read(files.config, path)

@@ -11,9 +11,7 @@ from collections.abc import Container
 import torch
 from torch import nn
 
-from emssd.drafters import DecoderConfig, HeadLayer, PairedHead, Rotary
-from emssd.heads import Project
-from emssd.heads.layers import Attend
+from emssd.drafters import Attend, DecoderConfig, HeadLayer, PairedHead, Project, Rotary
 
 __all__ = ["EagleHead"]
 
@@ -26,7 +24,6 @@ class EagleHead(PairedHead):
     Args:
         config: sizes and rules of its layers; its hidden states are as wide as the target's.
         names: of the module's tensors that the checkpoint has.
-        vocab_size: the target's.
     """
 
     def __init__(self, config: DecoderConfig, names: Container[str], vocab_size: int) -> None:
@@ -43,7 +40,6 @@ class EagleHead(PairedHead):
         Args:
             inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
             position_ids: ``[b, n]``.
-            attend: computes attention.
         """
         angles = self.rotary(position_ids, inputs.dtype)
         hidden: torch.Tensor = self.fc(inputs)

@@ -16,7 +16,7 @@ __all__ = ["Eagle3Config", "LayerIds", "emssd_drafters"]
 
 
 class LayerIds(str, Enum):
-    """What the numbers of layers in a head's config mean.
+    """The meaning of the numbers of layers in a head's config.
 
     ``hs`` k is the residual stream before layer k, counted from 0 (vLLM, speculators). ``output`` k is the output of
     layer k, so the stream before layer k + 1 (SGLang, SpecForge).

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from emssd.drafters import Lent, PairedDrafter, shape_of
+from emssd.drafters import Lent, PairedDrafter, chosen, head_path, shape_of
 from emssd.drafting import DrafterContext
-from emssd.drafting.shapes import chosen
-from emssd.heads.options import head_path
 from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_eagle3.loading import load_eagle3
 from emssd_eagle3.measuring import MeasuringDrafter
@@ -15,11 +13,8 @@ __all__ = ["load_drafter"]
 
 
 def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter:
-    """A drafter with the head of `config`.
-
-    Raises:
-        ConfigError: an option cannot work, or there is no such head for this target.
-        OutOfMemoryError: the target's device has no room for it.
+    """A drafter with the head of `config`. Raises ConfigError: an option cannot work, or there is no such head for this
+    target; or OutOfMemoryError: the target's device has no room for it.
     """
     shape = shape_of(config, "emssd.heads", top_k=config.top_k)
     layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)

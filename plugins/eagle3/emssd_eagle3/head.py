@@ -12,10 +12,18 @@ from typing import cast
 import torch
 from torch import nn
 
-from emssd.drafters import DecoderConfig, HeadLayer, HeadNorm, PairedHead, Rotary, TargetSizes
-from emssd.heads import Project
-from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.layers import Angles, Attend
+from emssd.drafters import (
+    Angles,
+    Attend,
+    DecoderConfig,
+    HeadLayer,
+    HeadNorm,
+    PairedHead,
+    Project,
+    Rotary,
+    TargetSizes,
+    keep_bytes,
+)
 from emssd_eagle3.variant import Variant
 
 __all__ = ["Eagle3Head"]
@@ -40,9 +48,7 @@ class Eagle3Head(PairedHead):
     """An EAGLE-3 head.
 
     Args:
-        variant: what kind it is.
         names: of the module's tensors that the checkpoint has.
-        target: that it drafts for.
 
     Attributes:
         mask_token_id: of a head that drafts in parallel, the token in the place of those that are drafted.
@@ -100,7 +106,6 @@ class Eagle3Head(PairedHead):
         Args:
             inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
             position_ids: ``[b, n]``.
-            attend: computes attention.
         """
         embeds, features = inputs.chunk(2, dim=-1)
         angles = self.rotary(position_ids, inputs.dtype)

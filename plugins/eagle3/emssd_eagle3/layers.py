@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emssd.drafters import LAST_NORMED
 from emssd.errors import ConfigError
-from emssd.heads import LAST_NORMED
 from emssd_eagle3 import LayerIds
 
 __all__ = ["AuxLayers", "LayerIds", "aux_layers"]
@@ -41,7 +41,6 @@ def aux_layers(
     Args:
         ids: those of the config; ``None`` without.
         num_features: hidden states that the head reads; 0 for the last one as it is.
-        num_layers: of the target.
         container: whether the config is one of ``speculators``.
         nested: whether the numbers stand in ``eagle_config``, as those of SGLang and SpecForge do.
         meaning: of the numbers, if the user knows it.

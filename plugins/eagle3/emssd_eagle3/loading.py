@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
-from emssd.heads import LAST_NORMED, Checkpoint
-from emssd.heads.files import reading_config
+from emssd.drafters import LAST_NORMED, Checkpoint, Format, HeadFiles, Loaded, TargetSizes, reading_config
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers
 from emssd_eagle3.variant import Variant, variant_of

@@ -7,8 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.decoding.packing import pack_nodes
-from emssd.drafters import Lent, PairedDrafter, PairedHead, Shape
+from emssd.drafters import Lent, PairedDrafter, PairedHead, Shape, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Batch
 
@@ -35,10 +34,7 @@ class MeasuringDrafter(PairedDrafter):
     give the hidden states of both.
 
     Args:
-        head: with its weights.
         readings: the likelier first, which is kept if they do equally well.
-        shape: of the trees.
-        lent: what it borrows.
     """
 
     def __init__(self, head: PairedHead, readings: tuple[Reading, Reading], shape: Shape, lent: Lent) -> None:

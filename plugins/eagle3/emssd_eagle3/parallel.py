@@ -8,8 +8,7 @@ from typing import cast
 
 import torch
 
-from emssd.decoding.packing import pack_nodes
-from emssd.drafters import GrowingRow, PairedDrafter, SlotDrafter
+from emssd.drafters import GrowingRow, PairedDrafter, SlotDrafter, pack_nodes
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.measuring import MeasuringDrafter
 

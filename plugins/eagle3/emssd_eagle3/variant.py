@@ -1,4 +1,4 @@
-"""What differs between EAGLE-3 heads: the flags of their configs, in one place."""
+"""The differences between EAGLE-3 heads: the flags of their configs, in one place."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emssd.drafters import DecoderConfig, TargetSizes
-from emssd.heads import Checkpoint
-from emssd.heads.files import cannot_load
+from emssd.drafters import Checkpoint, DecoderConfig, TargetSizes, cannot_load
 
 __all__ = ["Variant", "variant_of"]
 
@@ -25,7 +23,6 @@ class Variant:
         norm_before_fc: one norm over all hidden states before `fc`.
         fc_norm: a norm for each hidden state before `fc`.
         norm_output: the feature that is fed back is normed, once for itself and the logits.
-        logit_scale: factor of the logits.
         layer_ids: the config's numbers of the target's layers, whose meaning differs; ``None`` without.
         nested_ids: they stand in ``eagle_config``, where SGLang and SpecForge have them.
         container: of the library ``speculators``.

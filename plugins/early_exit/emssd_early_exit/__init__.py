@@ -15,7 +15,7 @@ __all__ = ["EarlyExitConfig", "TreeKind", "emssd_drafters"]
 
 
 class TreeKind(str, Enum):
-    """What a row's draft looks like."""
+    """The shape of a row's draft."""
 
     chain = "chain"
     dynamic = "dynamic"
@@ -48,8 +48,7 @@ class EarlyExitConfig:
 
 
 def _build(config: EarlyExitConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import DynamicShape, ModelDrafter, shallow_runner
-    from emssd.drafting.shapes import check_at_least_one, chosen
+    from emssd.drafters import DynamicShape, ModelDrafter, check_at_least_one, chosen, shallow_runner
 
     check_at_least_one(depth=config.depth)
     is_chain = chosen(TreeKind, "tree", config.tree) is TreeKind.chain

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.attention.pool import KVPool
-from emssd.attention.transfer import on_device
+from emssd.attention import KVCacheSpec, KVPool, LayerSpec, on_device
 from emssd.errors import ConfigError, OutOfMemoryError, PluginError
+from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, StaticInputs
 from emssd_flashinfer.sizes import eager_workspace, recorded_rows, recorded_workspace
@@ -38,6 +37,7 @@ class FlashInferKernels(PlannedKernels):
         prefill_kernel: ``fa2`` or ``fa3``, for steps with a row of 256 new tokens or more.
         capture, max_graph_tokens: see `emssd_flashinfer.planned.PlannedKernels`.
         query_tile: of recorded steps, see `emssd_flashinfer.sizes.recorded_rows`.
+        fusing: see `emssd_flashinfer.planned.PlannedKernels`.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class FlashInferKernels(PlannedKernels):
         capture: Capture | None = None,
         max_graph_tokens: int = 512,
         query_tile: int = 64,
+        fusing: Fusing | None = None,
     ) -> None:
         if query_tile not in (16, 64, 128):
             raise ConfigError(f"backend.query_tile is {query_tile}; choose 16, 64 or 128")
-        super().__init__(HEAD_DIMS, capture, max_graph_tokens)
+        super().__init__(HEAD_DIMS, capture, max_graph_tokens, fusing)
         self._workspace_mib = workspace_mib
         self._prefill_kernel = prefill_kernel
         self._query_tile = query_tile

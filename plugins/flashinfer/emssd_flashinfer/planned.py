@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,13 +13,19 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from emssd.attention.interface import KVCacheSpec, LayerSpec, StepPlan
-from emssd.attention.packed import PackedInputs
-from emssd.attention.paged import PagedKernels
-from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool, PageShapes
-from emssd.attention.transfer import on_device
-from emssd.errors import ConfigError
+from emssd.attention import (
+    KVCacheSpec,
+    KVPool,
+    LayerSpec,
+    PackedInputs,
+    PagedKernels,
+    PageShapes,
+    PageTable,
+    StepPlan,
+    on_device,
+)
+from emssd.errors import ConfigError, PluginError
+from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, page_metadata, tree_mask
 
@@ -72,15 +79,22 @@ class PlannedKernels(PagedKernels):
         capture: records the forward passes of small steps; ``None`` runs all steps as they are. It needs a pool of a
             fixed size, as a recording reads fixed addresses.
         max_graph_tokens: steps with more tokens are not recorded.
+        fusing: makes what is recorded launch less; ``None`` records passes as they are.
     """
 
     takes_trees = True
 
-    def __init__(self, head_dims: tuple[int, ...], capture: Capture | None = None, max_graph_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        head_dims: tuple[int, ...],
+        capture: Capture | None = None,
+        max_graph_tokens: int = 512,
+        fusing: Fusing | None = None,
+    ) -> None:
         if max_graph_tokens < 1:
             raise ConfigError(f"backend.max_graph_tokens is {max_graph_tokens}; it must be at least 1")
         self._head_dims = head_dims
-        self._capture = capture
+        self._capture, self._fusing = capture, fusing
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
         self._attention: dict[tuple[LayerSpec, int | None, bool], PagedAttention] = {}
         self._static: dict[int, StaticInputs] = {}
@@ -100,6 +114,8 @@ class PlannedKernels(PagedKernels):
 
     def forget_steps(self) -> None:
         self._recordings.clear()
+        if self._fusing is not None:
+            self._fusing.forget()
 
     def num_rows(self, size: int) -> int:
         """Rows of a recording of `size` tokens. Every row has a token, so no step has more rows than tokens."""
@@ -140,6 +156,8 @@ class PlannedKernels(PagedKernels):
         if self._ladder:
             num_bytes = max(StaticInputs.num_bytes(self._shape(size)) for size in self._ladder)
             self._staging = Staging(num_bytes, self._spec.device)
+            if self._fusing is not None:
+                self._fusing.prepare(self._spec.device, self._spec.dtype)
         for layer in self._rules:  # so that kernels which cannot be made are known before the first step
             self._attention_of(layer, None)
 
@@ -164,11 +182,19 @@ class PlannedKernels(PagedKernels):
         step: PlannedStep = plan.attention
         rules, spec = self._layers[layer], self._spec.layers[layer]
         keys, values = self._pool.keys[layer], self._pool.values[layer]
+        trace = None if self._fusing is None else self._fusing.trace
+        if trace is not None:
+            trace.storing = True
         write_kv(keys, values, step.slots, key, value)
         if rules.key_dim > spec.key_dim:
             query = F.pad(query, (0, rules.key_dim - spec.key_dim))
         out = query.new_empty(query.shape) if step.outputs is None else step.outputs[rules][: len(query)]
-        step.attention[layer].run(query, keys, values, out)
+        run = step.attention[layer].run
+        if trace is not None:
+            trace.storing = False
+            trace.call(run, query, keys, values, out)
+        else:
+            run(query, keys, values, out)
         return out[..., : spec.value_dim]
 
     def _size_of(self, packed: PackedInputs) -> int | None:
@@ -225,7 +251,12 @@ class PlannedKernels(PagedKernels):
     def _replay(self, key: tuple[int, bool], compute: Compute) -> Any:
         assert self._capture is not None
         if key not in self._recordings:
-            self._recordings[key] = self._capture(compute)
+            try:
+                self._recordings[key] = self._capture(compute if self._fusing is None else self._fusing(compute))
+            except PluginError as error:
+                warnings.warn(f"{error}. From here on, steps run without a graph", RuntimeWarning, stacklevel=2)
+                self._ladder = ()
+                return compute()
         return self._recordings[key]()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emssd.attention.packed import PackedInputs
+from emssd.attention import PackedInputs
 from emssd_flashinfer.tables import FixedShape, PagedMetadata
 
 __all__ = ["Capture", "Compute", "Staging", "StaticInputs", "StepTables", "ladder", "rung"]

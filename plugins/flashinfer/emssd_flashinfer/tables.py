@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emssd.attention.packed import PackedInputs, runs
-from emssd.attention.pages import PageTable
-from emssd.attention.trees import ancestors
+from emssd.attention import PackedInputs, PageTable, ancestors, runs
 
 __all__ = [
     "FixedShape",

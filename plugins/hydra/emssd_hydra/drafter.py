@@ -10,14 +10,21 @@ from dataclasses import replace
 
 import torch
 
-from emssd.attention import Kept
-from emssd.attention.transfer import on_device
-from emssd.decoding.packing import pack_nodes
-from emssd.drafters import GrowingRow, HeadLane, Lent, Shape, StatesDrafter, nodes_of, shape_of
-from emssd.drafters.levels import Level
+from emssd.attention import Kept, on_device
+from emssd.drafters import (
+    GrowingRow,
+    HeadLane,
+    Lent,
+    Level,
+    Shape,
+    StatesDrafter,
+    head_path,
+    keep_bytes,
+    nodes_of,
+    pack_nodes,
+    shape_of,
+)
 from emssd.drafting import DrafterContext
-from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
 from emssd_hydra import HydraConfig
 from emssd_hydra.loading import LoadedHydra, load_hydra
@@ -50,11 +57,8 @@ class HydraDrafter(StatesDrafter):
 
     @classmethod
     def load(cls, config: HydraConfig, context: DrafterContext) -> HydraDrafter:
-        """Load the heads of `config`.
-
-        Raises:
-            ConfigError: an option cannot work, or there are no such heads for this target.
-            OutOfMemoryError: the target's device has no room for them.
+        """Load the heads of `config`. Raises ConfigError: an option cannot work, or there are no such heads for this
+        target; or OutOfMemoryError: the target's device has no room for them.
         """
         shape_of(config, "emssd_hydra", top_k=config.top_k)
         path, lent = head_path(config.path, "hydra"), Lent.by(context, "hydra")

@@ -21,7 +21,6 @@ class HydraHeads(nn.Module):
     Args:
         num_heads: how many levels can be drafted.
         num_layers: of each head, before its vocabulary projection.
-        hidden_size, vocab_size: the target's.
         names: of the module's tensors that the checkpoint has.
     """
 

@@ -7,8 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emssd.drafters import DecoderConfig, Format, HeadFiles, Loaded, TargetSizes
-from emssd.heads import LAST_NORMED, Checkpoint, LayerHead, rename
+from emssd.drafters import (
+    LAST_NORMED,
+    Checkpoint,
+    DecoderConfig,
+    Format,
+    HeadFiles,
+    LayerHead,
+    Loaded,
+    TargetSizes,
+    rename,
+)
 from emssd_hydra.heads import HydraHeads
 
 __all__ = ["LoadedHydra", "load_hydra"]

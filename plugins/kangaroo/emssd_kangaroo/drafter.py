@@ -8,16 +8,16 @@ from emssd.drafters import (
     Format,
     HeadFiles,
     HeadLane,
+    LayerHead,
     Lent,
     Loaded,
     ModelDrafter,
     TargetSizes,
+    check_at_least_one,
     shallow_runner,
 )
 from emssd.drafting import Drafter, DrafterContext
-from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
-from emssd.heads import LayerHead
 from emssd_kangaroo import KangarooConfig
 from emssd_kangaroo.runner import KangarooRunner
 
@@ -25,12 +25,9 @@ __all__ = ["build", "load_adapter"]
 
 
 def build(config: KangarooConfig, context: DrafterContext) -> Drafter:
-    """The drafter of `config`.
-
-    Raises:
-        ConfigError: an option cannot work, or there is no such adapter for this target.
-        UnsupportedModelError: the target's layers are not found, or cannot be left out.
-        OutOfMemoryError: the target's device has no room for the adapter.
+    """The drafter of `config`. Raises ConfigError: an option cannot work, or there is no such adapter for this target;
+    or UnsupportedModelError: the target's layers are not found, or cannot be left out; or OutOfMemoryError: the
+    target's device has no room for the adapter.
     """
     check_at_least_one(num_speculative_tokens=config.num_speculative_tokens)
     length = config.num_speculative_tokens
@@ -48,10 +45,8 @@ def build(config: KangarooConfig, context: DrafterContext) -> Drafter:
 
 def load_adapter(path: str, target: TargetSizes, num_layers: int) -> Loaded[LayerHead]:
     """Load an adapter: an attention layer without MLP that reads the residual stream behind `num_layers` of the target.
-
-    Raises:
-        ConfigError: it is no Kangaroo adapter, or none for this target, or not whole.
-        OutOfMemoryError: the device has no room for it.
+    Raises ConfigError: it is no Kangaroo adapter, or none for this target, or not whole; or OutOfMemoryError: the
+    device has no room for it.
     """
     files = HeadFiles.read(path, target, Format.kangaroo, new_name=lambda name: name.removeprefix("model."))
     decoder = DecoderConfig.read(files.config, path)

@@ -15,8 +15,6 @@ class KangarooRunner(Lane, ModelRunner):
     """A draft model of two parts, each with a KV cache of its own.
 
     Args:
-        shallow: the target's first layers.
-        num_layers: how many.
         adapter: reads the residual stream behind them.
         max_len: tokens of the longest row in the adapter's cache.
         target: whose LM head is behind the adapter.

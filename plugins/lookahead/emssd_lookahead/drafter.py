@@ -25,7 +25,7 @@ Tree = list[tuple[int, int]]
 
 @dataclass(slots=True)
 class _Row:
-    """What is kept of a row: pool and window; and of the running step its newest token and its number of guesses.
+    """The state of a row: pool and window; and of the running step its newest token and its number of guesses.
 
     Without a number of guesses, the window is not in the draft.
     """

@@ -1,4 +1,4 @@
-"""What lookahead decoding keeps of a row: the window of guesses ahead, and the pool of n-grams that came out of it."""
+"""The state of a row in lookahead decoding: the window of guesses ahead, and the pool of n-grams from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NGramPool:
             self.add(text[start : start + self._ngram])
 
     def behind(self, token: int) -> list[tuple[int, ...]]:
-        """What followed `token`, the latest first, each of ``ngram - 1`` tokens."""
+        """The n-grams after `token`, the latest first, each of ``ngram - 1`` tokens."""
         return self._behind.get(token, [])[::-1]
 
 

@@ -10,11 +10,18 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.drafters import GrowingRow, Lent, Shape, SlotDrafter, StatesDrafter, shape_of
+from emssd.drafters import (
+    LAST_NORMED,
+    GrowingRow,
+    Lent,
+    Shape,
+    SlotDrafter,
+    StatesDrafter,
+    head_path,
+    keep_bytes,
+    shape_of,
+)
 from emssd.drafting import DrafterContext
-from emssd.heads import LAST_NORMED
-from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.options import head_path
 from emssd.model import BorrowedTarget
 from emssd_medusa import MedusaConfig
 from emssd_medusa.heads import MedusaHeads
@@ -30,9 +37,7 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
     token from it. The head at 0 guesses the first drafted token. No head knows what the others guess.
 
     Args:
-        heads: with their weights.
         shape: of the trees; one child for each node makes chains.
-        target: that they draft for.
     """
 
     hidden_layers = (LAST_NORMED,)
@@ -44,11 +49,8 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
 
     @classmethod
     def load(cls, config: MedusaConfig, context: DrafterContext) -> MedusaDrafter:
-        """Load the heads of `config`.
-
-        Raises:
-            ConfigError: an option cannot work, or there are no such heads for this target.
-            OutOfMemoryError: the target's device has no room for them.
+        """Load the heads of `config`. Raises ConfigError: an option cannot work, or there are no such heads for this
+        target; or OutOfMemoryError: the target's device has no room for them.
         """
         shape_of(config, "emssd_medusa", top_k=config.num_nodes)
         path, lent = head_path(config.path, "medusa"), Lent.by(context, "medusa")

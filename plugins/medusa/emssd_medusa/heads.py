@@ -20,7 +20,6 @@ class MedusaHeads(nn.Module):
     Args:
         num_heads: how many tokens are guessed.
         num_layers: residual layers of each head.
-        hidden_size: the target's.
         num_tokens: tokens that can be drafted.
         names: of the module's tensors that the checkpoint has.
     """

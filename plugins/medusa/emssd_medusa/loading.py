@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
-from emssd.heads import LAST_NORMED, Checkpoint, rename
+from emssd.drafters import LAST_NORMED, Checkpoint, Format, HeadFiles, Loaded, TargetSizes, rename
 from emssd_medusa.heads import MedusaHeads
 
 __all__ = ["load_medusa"]
@@ -18,11 +17,8 @@ _HEAD = re.compile(r"heads\.(\d+)\.(\d+)\.(linear\.)?weight$")
 
 
 def load_medusa(path: str, target: TargetSizes) -> Loaded[MedusaHeads]:
-    """Load heads. How many there are, the file says: published configs say 2 of files with 5.
-
-    Raises:
-        ConfigError: these are no Medusa heads, or none for this target, or not whole.
-        OutOfMemoryError: the device has no room for them.
+    """Load heads. How many there are, the file says: published configs say 2 of files with 5. Raises ConfigError: these
+    are no Medusa heads, or none for this target, or not whole; or OutOfMemoryError: the device has no room for them.
     """
     files = HeadFiles.read(path, target, Format.medusa)
     if files.config.get("original_lm_head"):

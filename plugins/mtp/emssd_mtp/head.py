@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from emssd.attention import LayerSpec
-from emssd.drafters import PairedHead
+from emssd.drafters import Attend, PairedHead, Project
 from emssd.errors import UnsupportedModelError
-from emssd.heads import Attend, Project
-from emssd.model.interface import ATTENTION_NAME
-from emssd.model.interface import Attend as LayerAttend
+from emssd.model import ATTENTION_NAME
+from emssd.model import Attend as LayerAttend
 
 __all__ = ["MtpHead"]
 
@@ -31,9 +30,7 @@ class MtpHead(PairedHead):
 
     Args:
         model: the target. Its code makes the layer, as one more behind its own; its rotary angles are used.
-        dtype: of the target.
         names: of the module's tensors that the checkpoint has.
-        vocab_size: the target's.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, names: Container[str], vocab_size: int) -> None:
@@ -73,7 +70,6 @@ class MtpHead(PairedHead):
         Args:
             inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
             position_ids: ``[b, n]``.
-            attend: computes attention.
         """
         (spec,) = self.specs
 

@@ -9,10 +9,18 @@ from dataclasses import replace
 
 import torch
 
-from emssd.drafters import Format, HeadFiles, Lent, Loaded
+from emssd.drafters import (
+    LAST_NORMED,
+    Checkpoint,
+    Format,
+    HeadFiles,
+    Lent,
+    Loaded,
+    drop_copies,
+    made_empty,
+    reading_config,
+)
 from emssd.errors import EmssdError
-from emssd.heads import LAST_NORMED, Checkpoint, drop_copies, made_empty
-from emssd.heads.files import reading_config
 from emssd_mtp.head import MtpHead
 
 __all__ = ["load_mtp"]
@@ -37,7 +45,6 @@ def load_mtp(path: str, lent: Lent) -> Loaded[MtpHead]:
 
     Args:
         path: folder, file of weights or hub id of the target's checkpoint, or of one with the layer alone.
-        lent: the target.
 
     Raises:
         ConfigError: there is no such layer, or none for this target, or it is not whole.

@@ -10,9 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
-from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.growth import Tree, grow_tree, joined_trees
-from emssd.drafting.ngrams import NGramCounts
+from emssd.drafting import Draft, Drafter, NGramCounts, Outcome, Tree, grow_tree, joined_trees
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_ngrammys import NGrammysConfig

@@ -17,11 +17,11 @@ from emssd.attention import (
     PackedInputs,
     StepMask,
     StepPlan,
+    StepWatch,
+    hidden_nodes,
     masked_attention,
+    on_device,
 )
-from emssd.attention.seen import StepWatch
-from emssd.attention.transfer import on_device
-from emssd.attention.trees import hidden_nodes
 from emssd_padded.slab import SlabTable
 
 __all__ = ["PaddedBackend", "PaddedStep"]
@@ -33,7 +33,7 @@ _ALIGNMENT = 8  # slots; a divisor of `_SLOT_ROUNDING`
 
 @dataclass(slots=True)
 class PaddedStep:
-    """What `PaddedBackend.forward` reads: queries ``[B, n_max]`` attend over keys ``[B, slots]``.
+    """The inputs of `PaddedBackend.forward`: queries ``[B, n_max]`` attend over keys ``[B, slots]``.
 
     Attributes:
         places: ``[B * n_max]`` int64, the fed token at each place of the rectangle of queries; places behind the end

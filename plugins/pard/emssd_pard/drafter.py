@@ -9,10 +9,16 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.decoding.packing import pack
-from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter, SlotDrafter, load_draft_model
+from emssd.drafters import (
+    DynamicShape,
+    GrowingRow,
+    ModelDrafter,
+    SlotDrafter,
+    check_at_least_one,
+    load_draft_model,
+    pack,
+)
 from emssd.drafting import Draft, DrafterContext
-from emssd.drafting.shapes import check_at_least_one
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd_pard import PardConfig
@@ -44,10 +50,8 @@ class PardDrafter(SlotDrafter, ModelDrafter):
 
     @classmethod
     def load(cls, config: PardConfig, context: DrafterContext) -> PardDrafter:
-        """Load the model of `config`.
-
-        Raises:
-            ConfigError: it does not share the target's vocabulary, or was not trained to draft in parallel.
+        """Load the model of `config`. Raises ConfigError: it does not share the target's vocabulary, or was not trained
+        to draft in parallel.
         """
         if config.path is None:
             raise ConfigError("drafter=pard drafts with a model that was trained for it: give drafter.path=FOLDER")

@@ -14,7 +14,7 @@ _NAMES = ("pard_token", "ptd_token_id")  # of the authors, and what vLLM reads b
 
 
 def config_of(path: str) -> Mapping[str, Any]:
-    """What ``config.json`` of a model holds that was loaded from this folder or hub id."""
+    """The ``config.json`` of a model that was loaded from this folder or hub id."""
     from transformers import PretrainedConfig
 
     local = Path(path).expanduser()
@@ -29,7 +29,6 @@ def mask_token(path: str, config: Mapping[str, Any], vocab_size: int, chosen: in
         path: of the model, for messages.
         config: the values of its ``config.json``.
         vocab_size: of the draft model, which may be larger than the target's.
-        chosen: the user's own.
 
     Raises:
         ConfigError: there is none, or the model is one of PARD-2.

@@ -12,7 +12,7 @@ __all__ = ["Kernels", "RaggedConfig", "emssd_attention_backends"]
 
 
 class Kernels(Enum):
-    """What computes attention."""
+    """The kernels that compute attention."""
 
     auto = "auto"
     fused = "fused"

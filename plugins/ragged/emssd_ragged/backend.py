@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from emssd.attention import KVCacheSpec, PagedBackend, PagedKernels
-from emssd.attention.pool import KVPool
+from emssd.attention import KVCacheSpec, KVPool, PagedBackend, PagedKernels
 from emssd.errors import ConfigError
 from emssd_ragged import Kernels
 from emssd_ragged.fused import PAGE_SIZE, FusedKernels, why_not_fused

@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
-from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedKernels, StepPlan
-from emssd.attention.native import NativeStep
-from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool, PageShapes
+from emssd.attention import (
+    KVCacheSpec,
+    KVPool,
+    LayerSpec,
+    NativeStep,
+    PackedInputs,
+    PagedKernels,
+    PageShapes,
+    PageTable,
+    StepPlan,
+)
 from emssd.native import load_kernels, why_unavailable
 
 __all__ = ["PAGE_SIZE", "FusedKernels", "why_not_fused"]
@@ -100,4 +107,4 @@ class FusedKernels(PagedKernels):
         return step
 
     def move(self, pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        self._move(pages, sources, targets, any(pages is values for values in self._values))
+        self._move(pages, sources, targets, id(pages) in map(id, self._values))

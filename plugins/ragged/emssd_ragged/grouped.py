@@ -9,18 +9,20 @@ import torch
 
 from emssd.attention import (
     KVCacheSpec,
+    KVPool,
     LayerSpec,
     PackedInputs,
     PagedKernels,
+    PageShapes,
+    PageTable,
     StepMask,
     StepPlan,
+    StepWatch,
+    depths,
+    hidden_nodes,
     masked_attention,
+    on_device,
 )
-from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool, PageShapes
-from emssd.attention.seen import StepWatch
-from emssd.attention.transfer import on_device
-from emssd.attention.trees import depths, hidden_nodes
 
 __all__ = ["GroupedKernels", "GroupedStep", "RowGroup"]
 
@@ -55,7 +57,7 @@ class RowGroup:
 
 @dataclass(slots=True)
 class GroupedStep:
-    """What `GroupedKernels.forward` reads.
+    """The inputs of `GroupedKernels.forward`.
 
     Attributes:
         slots: ``[nnz]`` int64, where the new KV goes.
@@ -174,7 +176,7 @@ class GroupedKernels(PagedKernels):
         )
 
     def _mask(self, packed: PackedInputs, rows: list[int], positions: torch.Tensor, num_slots: int) -> StepMask:
-        """What the queries of `rows`, at ``positions [r, n]``, see of `num_slots` tokens of KV each."""
+        """The mask of the queries of `rows` at ``positions [r, n]``, over `num_slots` tokens of KV each."""
         device = self._spec.device
         trees = [packed.trees[row] for row in rows] if packed.trees is not None else []
         if not any(trees):

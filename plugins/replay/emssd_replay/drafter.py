@@ -10,13 +10,12 @@ from zlib import crc32
 
 import msgspec
 
-from emssd.data.typed import read_json, typed
+from emssd.data import read_json, typed
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
-from emssd.model.random_weights import counted_on
+from emssd.model import counted_on
 from emssd.sequences import Batch, Row
-from emssd.simulate.laws import geometric_trace
-from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace
+from emssd.simulate import RequestTrace, StageTrace, Trace, geometric_trace, load_trace
 from emssd_replay import ReplayConfig
 
 __all__ = ["UNKNOWN", "ReplayDrafter"]

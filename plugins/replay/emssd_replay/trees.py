@@ -8,7 +8,7 @@ from dataclasses import replace
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
-from emssd.simulate.tree_law import TreeLaw
+from emssd.simulate import TreeLaw
 from emssd_replay import ReplayConfig
 from emssd_replay.drafter import ReplayDrafter
 

@@ -12,8 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from emssd.console.terminal import steady
-from emssd.data.records import RecordsConfig
+from emssd.console import steady
 from emssd.errors import ConfigError, exit_on_error
 
 __all__ = ["main", "make_parser"]
@@ -74,9 +73,8 @@ def _build(arguments: argparse.Namespace) -> None:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # Transformers' own has no annotations
     try:
-        config = RecordsConfig(field=arguments.field, template=arguments.template, limit=arguments.limit)
         tokenizer = load_tokenizer(arguments.tokenizer)
-        texts = read_corpus(arguments.corpus, config)
+        texts = read_corpus(arguments.corpus, field=arguments.field, template=arguments.template, limit=arguments.limit)
         documents = encoded(_with_progress(texts), tokenizer)
         sources = [Path(name).name for name in arguments.corpus]
         header = build_store(arguments.store, documents, tokenizer=tokenizer, sources=sources)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from emssd.drafting import Draft, Drafter, DrafterContext
-from emssd.drafting.growth import Tree, check_branches, joined_trees
+from emssd.drafting import Draft, Drafter, DrafterContext, Tree, check_branches, joined_trees
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_rest import RestConfig

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from emssd.drafting.growth import Tree, grow_tree
+from emssd.drafting import Tree, grow_tree
 from emssd_rest.store import END, Store
 
 __all__ = ["StoreSearch"]

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from emssd.data.typed import read_json, typed
+from emssd.data import read_json, typed
 from emssd.errors import ConfigError
 
 __all__ = ["END", "HEADER", "SUFFIXES", "TOKENS", "VERSION", "Header", "Store", "fingerprint", "join_documents"]

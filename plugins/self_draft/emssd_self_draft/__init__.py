@@ -15,7 +15,7 @@ __all__ = ["SelfConfig", "TreeKind", "emssd_drafters"]
 
 
 class TreeKind(str, Enum):
-    """What a row's draft looks like."""
+    """The shape of a row's draft."""
 
     chain = "chain"
     dynamic = "dynamic"
@@ -51,8 +51,7 @@ class SelfConfig:
 
 
 def _build(config: SelfConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import DynamicShape, SharedDrafter
-    from emssd.drafting.shapes import check_at_least_one, chosen
+    from emssd.drafters import DynamicShape, SharedDrafter, check_at_least_one, chosen
     from emssd.errors import ConfigError
 
     check_at_least_one(depth=config.depth)

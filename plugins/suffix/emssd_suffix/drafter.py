@@ -12,8 +12,7 @@ from collections.abc import Sequence as Seq
 from heapq import nsmallest
 from typing import NamedTuple
 
-from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
+from emssd.drafting import Draft, Drafter, Outcome, Tree, check_branches, grow_tree, joined_trees
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_suffix import SuffixConfig

@@ -30,7 +30,7 @@ def _build(config: UnionConfig, context: DrafterContext) -> Drafter:
     """The drafters of `config` as one. Raises ConfigError: no drafters, one of them twice, one that is several itself,
     or options of one that is not among them.
     """
-    from emssd.drafting.checked import CheckedDrafter
+    from emssd.drafting import CheckedDrafter
     from emssd_union.drafter import UnionDrafter
 
     names = list(config.drafters)

@@ -7,9 +7,8 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from emssd.attention.transfer import to_host
-from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.checked import CheckedDrafter
+from emssd.attention import to_host
+from emssd.drafting import CheckedDrafter, Draft, Drafter, Outcome
 from emssd.sequences import Batch
 from emssd_union.merging import RowDraft, accepted_nodes, children_of, merge, places
 
@@ -17,7 +16,7 @@ __all__ = ["UnionDrafter"]
 
 
 class _Proposed(NamedTuple):
-    """What one drafter drafted in this step: the draft, and its ids on the host, by row."""
+    """The draft of one drafter in this step: the draft itself, and its ids on the host, by row."""
 
     draft: Draft
     rows: list[RowDraft]
@@ -78,7 +77,7 @@ class UnionDrafter(Drafter):
 
 
 def _asked(drafter: CheckedDrafter, batch: Batch, budget: Seq[int]) -> _Proposed:
-    """What `drafter` drafts, within its own limits."""
+    """The draft of `drafter`, within its own limits."""
     most = drafter.num_speculative_tokens
     limits = [min(limit, most) for limit in budget]
     if not drafter.drafts_trees:  # a chain ends before the row does

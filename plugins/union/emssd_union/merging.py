@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from heapq import merge as in_turn
 from typing import NamedTuple
 
-from emssd.attention.trees import Parents
+from emssd.attention import Parents
 
 __all__ = ["RowDraft", "accepted_nodes", "children_of", "merge", "places"]
 

@@ -16,10 +16,11 @@ import torch
 
 from emssd.attention.transfer import on_device
 from emssd.decoding.choosing import drawn_nodes
-from emssd.drafters import GrowingTree, ModelDrafter, Shape
 from emssd.drafters.levels import Level
+from emssd.drafters.models import ModelDrafter
 from emssd.drafting import Draft
-from emssd.drafting.shapes import Expansion
+from emssd.drafting.levels import Expansion, GrowingTree
+from emssd.drafting.shapes import Shape, StaticShape
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, scores_of
@@ -27,7 +28,6 @@ from emssd.sampling.residual import Beam, SampledTree, extend_beam
 from emssd.sampling.residual.probabilities import probabilities
 from emssd.sampling.residual.streams import exponentials, stream_key
 from emssd.sequences import Batch, Row
-from emssd_draft_model.shapes import StaticShape
 
 __all__ = ["BeamShape", "ChildrenShape", "SampledDrafter", "SampledShape"]
 

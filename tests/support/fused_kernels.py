@@ -1,0 +1,86 @@
+"""What stands for fused kernels on the CPU: the operations themselves, and the kernels' text, read by plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from emssd_flashinfer.fused import Group
+from emssd_flashinfer.kernel_source import kernel_source, num_elements
+
+__all__ = ["Read", "Twins"]
+
+
+class Twins:
+    """Kernels that do what they stand for, operation by operation."""
+
+    inexact: frozenset[Any] = frozenset()
+
+    def __init__(self, wrapped: Callable[[Callable[..., None]], Callable[..., None]] = lambda function: function):
+        self._wrapped = wrapped
+
+    def prove(self, device: torch.device, dtype: torch.dtype) -> None:
+        """They are what they stand for."""
+
+    def __call__(self, group: Group) -> Callable[..., None]:
+        return self._wrapped(group.as_it_is)
+
+
+class Read(Twins):
+    """Kernels whose text is run, program by program.
+
+    Attributes:
+        texts: that were read.
+    """
+
+    BLOCK = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def __call__(self, group: Group) -> Callable[..., None]:
+        text = kernel_source("fused", group.ops, group.inputs, group.outputs)
+        self.texts.append(text)
+        names = {"tl": _LANGUAGE, "exp": torch.exp, "rsqrt": torch.rsqrt}
+        exec(text, names)
+        sizes = num_elements(group.outputs, [op for op in group.ops if op.stores])
+        return partial(self._launch, names["fused"], sizes)
+
+    def _launch(self, function: Any, sizes: list[int], *tensors: torch.Tensor) -> None:
+        for program in range(sum(math.ceil(size / self.BLOCK) for size in sizes)):
+            _LANGUAGE.program_id = lambda axis, program=program: program
+            function(*(_Pointer(each) for each in tensors), *sizes, self.BLOCK)
+
+
+class _Pointer:
+    """Where a tensor begins, or places behind that."""
+
+    def __init__(self, tensor: torch.Tensor, places: Any = 0) -> None:
+        length = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+        self.memory = tensor if tensor.dim() == 1 and tensor.stride() == (1,) else tensor.as_strided((length,), (1,))
+        self.places = places
+
+    def __add__(self, places: Any) -> _Pointer:
+        return _Pointer(self.memory, self.places + places)
+
+
+def _load(pointer: _Pointer, mask: torch.Tensor) -> torch.Tensor:
+    places = torch.where(mask, torch.as_tensor(pointer.places), 0)
+    return torch.where(mask, pointer.memory[places], torch.tensor(-7, dtype=pointer.memory.dtype))  # nobody may use it
+
+
+def _store(pointer: _Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+    assert value.dtype == pointer.memory.dtype
+    pointer.memory[torch.as_tensor(pointer.places).expand(mask.shape)[mask]] = value.expand(mask.shape)[mask]
+
+
+_LANGUAGE = SimpleNamespace(
+    arange=torch.arange, div_rn=torch.div, load=_load, store=_store, abs=torch.abs,
+    where=lambda condition, one, other: torch.where(torch.as_tensor(condition), one, other),
+    float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, constexpr=int,
+)  # fmt: skip
