@@ -127,7 +127,7 @@ class _Rows:
         names = [str(row) for row in range(len(starts))]
         self.backend = backend
         self.plan = backend.plan(pack_nodes(names, input_ids.flatten()[self.index], lengths, lengths, None))
-        self.places = torch.nn.utils.rnn.pad_sequence(self.index.split(lengths), batch_first=True, padding_value=-1)
+        self.places = torch.nn.utils.rnn.pad_sequence([*torch.split_with_sizes(self.index, lengths)], True, -1)
 
     def attend(self, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         """What `emssd.model.interface.Attend` asks."""
@@ -159,9 +159,9 @@ class _Attention(torch.autograd.Function):
 def _attention(seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Of rows ``[r, n, heads, dim]``, by PyTorch."""
     if seen.sliding_window is None and seen.softcap is None:
-        across = [each.transpose(1, 2) for each in (query, key, value)]
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         grouped = seen.num_kv_heads != seen.num_qo_heads
-        out = F.scaled_dot_product_attention(*across, is_causal=True, scale=seen.scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=seen.scale, enable_gqa=grouped)
         return out.transpose(1, 2)
     count = torch.arange(query.shape[1])
     mask = StepMask(count[None], count).additive(seen.sliding_window, query)
