@@ -33,6 +33,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--cache-tokens", type=int, default=100_000, help="of earlier rollouts that suffix remembers")
+    parser.add_argument("--only", nargs="+", help="words of the rollouts to train with, such as memory; all by default")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time, where other programs run beside it")
+    parser.add_argument("--budget", default="adaptive", help="of the cells with suffix")
+    parser.add_argument(
+        "--suffix", nargs="+", default=[], metavar="NAME=NUMBER", help="options of suffix, in all its cells"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     return parser
@@ -60,7 +67,7 @@ def train(name: str, rollouts: Any, arguments: argparse.Namespace) -> dict[str, 
     lines = arguments.data.read_text(encoding="utf-8").splitlines()[: arguments.questions]
     records = [json.loads(line) for line in lines]
     data = [{"prompt": arguments.template.format(**each), "answer": each["answer"]} for each in records]
-    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32")
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -87,12 +94,14 @@ def train(name: str, rollouts: Any, arguments: argparse.Namespace) -> dict[str, 
             rollout_func=rollouts,
         )
         generate, seconds, tokens, steps = trainer._generate, list[float](), list[int](), list[int]()
+        texts, clock = list[list[list[int]]](), time.process_time if arguments.cpu_time else time.perf_counter
 
         def timed(prompts: list[Any]) -> Any:
-            start = time.perf_counter()
+            start = clock()
             found = generate(prompts)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
             tokens.append(sum(map(len, found[1])))
+            texts.append([list(ids) for ids in found[1]])
             steps.append(max(map(len, found[1])) if rollouts is None else rollouts.report.num_steps)
             return found
 
@@ -107,6 +116,7 @@ def train(name: str, rollouts: Any, arguments: argparse.Namespace) -> dict[str, 
         "seconds": seconds,
         "tokens": tokens,
         "steps": steps,
+        "texts": texts,
         "whole": whole,
         "losses": losses,
         "rewards": rewards,
@@ -127,12 +137,22 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
     arguments = make_parser().parse_args(argv)
     warnings.filterwarnings("ignore", module="trl")
+    remembers: dict[str, Any] = {"cache_tokens": arguments.cache_tokens}
+    group = remembers | {"per_prompt": True, "cache_bias": 0}
+    given = {name: json.loads(value) for name, value in (option.split("=") for option in arguments.suffix)}
+
+    def suffix(**options: Any) -> Rollouts:
+        return Rollouts(drafter=SuffixConfig(**options, **given), budget=arguments.budget)
+
     choices = {
         "`generate` of Transformers": None,
         "emssd, `drafter=none`": Rollouts(drafter="none"),
-        "emssd, `drafter=suffix`": Rollouts(drafter="suffix"),
-        "emssd, `suffix` that remembers": Rollouts(drafter=SuffixConfig(cache_tokens=arguments.cache_tokens)),
+        "emssd, `drafter=suffix`": suffix(),
+        "emssd, `suffix` that remembers": suffix(**remembers),
+        "emssd, `suffix` with group memory": suffix(**group),
     }
+    if arguments.only:
+        choices = {name: each for name, each in choices.items() if any(word in name for word in arguments.only)}
     rows = [train(name, rollouts, arguments) for name, rollouts in choices.items()]
     plain, epochs = rows[0], range(arguments.epochs)
     print(
@@ -145,9 +165,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         speeds = " | ".join(f"{speed(row, epoch, arguments.epochs):.0f}" for epoch in epochs)
         times = sum(row["tokens"]) / sum(row["seconds"]) / (sum(plain["tokens"]) / sum(plain["seconds"]))
         print(f"| {row['name']} | {speeds} | {sum(row['steps'])} | {times:.2f} |")
-    same = all((row["losses"], row["rewards"]) == (rows[1]["losses"], rows[1]["rewards"]) for row in rows[2:])
-    print(f"losses and rewards are {'the same' if same else 'NOT the same'} with and without drafts")
+    ours = [row for row in rows if "emssd" in row["name"]]
+    same = all(row[what] == ours[0][what] for row in ours for what in ("losses", "rewards", "texts"))
+    print(f"texts, losses and rewards are {'the same' if same else 'NOT the same'} with and without drafts")
     if arguments.out:
+        for row in rows:
+            del row["texts"]
         arguments.out.write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, default=str, indent=1) + "\n")
     return rows
 

@@ -34,7 +34,8 @@ def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: Dr
         what = f"its vocabulary has {model.vocab_size} tokens and the target's {context.vocab_size}"
     raise ConfigError(
         f"draft model {path!r} cannot draft for this target: {what}. Set drafter.path to a model that was trained "
-        f"with the target's tokenizer, usually a smaller one of the same family."
+        f"with the target's tokenizer, usually a smaller one of the same family. Where the drafter has "
+        f"the option, drafter.vocabulary=auto lets one with another tokenizer draft by the text."
     )
 
 

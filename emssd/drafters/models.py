@@ -103,7 +103,12 @@ class ModelDrafter(LevelDrafter):
         return self._columns(logits)
 
     def compute(self, level: Level) -> torch.Tensor:
-        return self._columns(self._runner.run(pack_level(level)).logits)
+        packed = pack_level(level)
+        return self._columns(self._runner.run(replace(packed, input_ids=self.own_ids(packed.input_ids))).logits)
+
+    def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The model's ids of drafted tokens, where it has others than the target."""
+        return tokens
 
     def _have_cached(self, rows: Seq[GrowingRow]) -> None:
         """Note that all tokens of some rows are computed."""

@@ -182,6 +182,18 @@ class RunReport:
         """Throughput end to end, prompts included."""
         return self.num_new_tokens / self.total_seconds if self.total_seconds else 0.0
 
+    @property
+    def _acceptance(self) -> dict[str, Any]:
+        """As vLLM, speculators and SpecForge define it, see ``docs/metrics.md``."""
+        drafts, accepted = self.num_row_steps - self.draft_length_histogram[0], list(self.accepted_by_depth.values())
+        length, shares = 1 + self.num_accepted / max(drafts, 1), [count / drafts for count in accepted]
+        after_right = [count / before for before, count in zip([drafts, *accepted], accepted, strict=False)]
+        return {
+            "vllm": {"mean_acceptance_length": length, "per_position": shares},
+            "speculators": {"eal": length, "full_acc": shares, "cond_acc": after_right},
+            "specforge": {"accept_length": self.num_new_tokens / max(self.decode_row_steps, 1)},
+        }
+
     def metrics(self) -> dict[str, Any]:
         """All metrics as plain values, with the names of ``docs/metrics.md``."""
         return {
@@ -195,6 +207,7 @@ class RunReport:
             "accepted_by_depth": _by_key(self.accepted_by_depth),
             "drafted_by_confidence": _by_key(self.drafted_by_confidence),
             "accepted_by_confidence": _by_key(self.accepted_by_confidence),
+            "acceptance": self._acceptance,
             "draft_acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
             "mean_draft_length": self.num_drafted / max(self.num_row_steps, 1),
             "padding_per_new_token": self.decode_padding / max(self.decode_tokens, 1),

@@ -5,6 +5,7 @@ from emssd.sequences.generation import Generation
 from emssd.sequences.logprobs import TokenLogprob
 from emssd.sequences.row import Batch, FinishReason, Request, Row
 from emssd.sequences.stopping import Stop, StopStrings
+from emssd.sequences.token_bytes import TokenBytes
 
 __all__ = [
     "Batch",
@@ -15,5 +16,6 @@ __all__ = [
     "Row",
     "Stop",
     "StopStrings",
+    "TokenBytes",
     "TokenLogprob",
 ]

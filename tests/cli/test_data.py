@@ -105,6 +105,16 @@ def test_spec_bench_from_its_real_file(read: Callable, shared: Path) -> None:
     assert taken(result) == {str(record["question_id"]): record["turns"][0] for record in wanted}
 
 
+def test_speed_bench_from_a_local_copy(read: Callable, work: Path) -> None:
+    record = {"sub_category": "", "source": "s", "src_id": "1", "difficulty": "", "multiturn": True}
+    records = [record | {"question_id": name, "category": "qa", "turns": [name, "more"]} for name in ("a", "b")]
+    records += [record | {"question_id": "c", "category": "coding", "turns": ["for i"]}]
+    (work / "speed.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    assert taken(read("data=speed_bench", "data.path=speed.jsonl")) == {"a": "a", "b": "b", "c": "for i"}
+    result = read("data=speed_bench", "data.path=speed.jsonl", "data.where.category=coding")
+    assert taken(result) == {"c": "for i"}
+
+
 def test_cnn_dailymail_is_cut_on_the_left(read: Callable, work: Path) -> None:
     (work / "cnn.jsonl").write_text(json.dumps({"article": "x" * 200}) + "\n")
     result = read("data=cnn_dailymail", "data.path=cnn.jsonl", "data.max_prompt_tokens=50")

@@ -136,8 +136,8 @@ def test_an_engine_that_never_ends_keeps_the_seconds_of_its_latest_steps_only() 
     assert max(report.decode_step_seconds) < 100
 
 
-def test_every_metric_is_checked_by_the_test_above() -> None:
-    assert sorted(name for name, _ in VALUES) == sorted(RunReport().metrics())
+def test_every_metric_is_checked_by_the_test_above_or_the_last_one() -> None:
+    assert sorted([*(name for name, _ in VALUES), "acceptance"]) == sorted(RunReport().metrics())
 
 
 def test_a_run_without_steps_divides_by_nothing() -> None:
@@ -180,3 +180,13 @@ def test_each_figure_has_a_formula_and_a_unit_on_its_page() -> None:
     metrics = report_of(PREFILL, DECODE, LAST).metrics()
     assert metrics.keys() - described == {"seconds"}
     assert {f"seconds.{name}" for name in metrics["seconds"]} <= described
+
+
+def test_acceptance_as_vllm_speculators_and_specforge_define_it() -> None:
+    found = report_of(PREFILL, DECODE, LAST).metrics()["acceptance"]
+    assert found["vllm"] == {"mean_acceptance_length": 1 + 8 / 3, "per_position": [2 / 3, 2 / 3, 2 / 3, 1 / 3, 1 / 3]}
+    assert found["speculators"]["cond_acc"] == [2 / 3, 1, 1, 1 / 2, 1]
+    assert (found["speculators"]["eal"], found["speculators"]["full_acc"]) == (1 + 8 / 3, found["vllm"]["per_position"])
+    assert found["specforge"] == {"accept_length": (2 + 5 + 5) / 3}  # the first tokens came without a pass to verify
+    nothing = report_of(PREFILL).metrics()["acceptance"]
+    assert nothing["vllm"] == {"mean_acceptance_length": 1.0, "per_position": []}

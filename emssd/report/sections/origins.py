@@ -55,6 +55,9 @@ def plain_runs(material: Material) -> Section | None:
         "folder": lambda run: Code(run.name),
     }
     section.table(table_of(material.runs, columns))
+    if defined := [run.metrics for run in material.runs if run.metrics.get("acceptance", {}).get("vllm")]:
+        section.say("Acceptance as others define it, by place in the draft; docs/metrics.md says how they differ:")
+        section.table(table_of(defined, _DEFINITIONS))
     titles = [run.metrics["title"] for run in material.runs]
     mark = ", ".join(mark for mark in ("random weights", "replay") if any(mark in title for title in titles))
     told = [run.metrics for run in material.runs if "setting" in run.metrics]
@@ -69,6 +72,19 @@ def plain_runs(material: Material) -> Section | None:
         for members in sweeps:
             _draw(section, members, mark)
     return section
+
+
+def _shares(who: str, name: str) -> Callable[[_Metrics], str]:
+    return lambda metrics: " ".join(f"{share:.2f}" for share in metrics["acceptance"][who][name])
+
+
+_DEFINITIONS: dict[str, Callable[[_Metrics], str]] = {
+    "run": lambda metrics: str(metrics["title"]),
+    "vLLM, speculators: length": lambda metrics: f"{metrics['acceptance']['vllm']['mean_acceptance_length']:.2f}",
+    "SpecForge: accept_length": lambda metrics: f"{metrics['acceptance']['specforge']['accept_length']:.2f}",
+    "vLLM: per position": _shares("vllm", "per_position"),
+    "speculators: cond_acc": _shares("speculators", "cond_acc"),
+}
 
 
 def _setting(metrics: _Metrics, *, but: str = "") -> str | None:

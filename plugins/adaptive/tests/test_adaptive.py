@@ -171,6 +171,17 @@ def test_each_row_has_a_length_of_its_own() -> None:
     assert sum(bad for bad, _ in kept) < 0.2 * len(kept), "it is tried again now and then"
 
 
+def test_in_the_tail_of_a_batch_the_rows_that_are_left_draft_more() -> None:
+    random = np.random.default_rng(0)
+    world = World(AdaptiveBudget(), 16, lambda tokens: 0.05 + 0.01 * max(0, tokens - 20), lambda row, drafted: 0)
+    world.accepts = lambda row, drafted: min(drafted, int(random.geometric(0.4)) - 1)
+    world.warm()
+    many = np.mean(world.run(60, 8)[-30:])
+    del world.rows[2:]
+    few = np.mean(world.run(40, 8)[-20:])
+    assert many < 1 < 5 < few
+
+
 def probes(world: World, num_steps: int) -> list[int]:
     """Steps in which something was drafted."""
     return [step for step in range(num_steps) if any(world.step([5] * len(world.rows))[0])]

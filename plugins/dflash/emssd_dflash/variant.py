@@ -157,6 +157,14 @@ def _lacking(variant: Variant, markov_kind: str | None) -> list[str]:
     return [part + name for part, names, own in found if own for name in names if name not in own]
 
 
+def _scaled(variant: Variant, values: Mapping[str, Any]) -> str | None:
+    """What is done to logits that matters: the likeliest token alone is the same with any factor and any cap."""
+    factor, cap = (values.get(name) for name in ("output_multiplier", "final_logit_softcapping"))
+    given = {"output_multiplier": factor not in (None, 1) and factor, "final_logit_softcapping": cap}
+    said = ", ".join(f"{name} {value}" for name, value in given.items() if value)
+    return said if variant.kind != "DFlash" or (factor or 1) < 0 else None
+
+
 def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], target: TargetSizes) -> None:
     size, vocab_size, num_layers = (values.get(name) for name in ("hidden_size", "vocab_size", "num_target_layers"))
     read = ", ".join(str(layer - 1) for layer in variant.layers)
@@ -182,6 +190,8 @@ def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], 
         why = "its confidence head reads a Markov head, and it has none"
     elif lacking := _lacking(variant, values.get("markov_head_type")):
         why = f"of its weights, {', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
+    elif scaled := _scaled(variant, values):
+        why = f"it scales its logits by {scaled}, and what its other parts add to them is of another scale"
     else:
         return
     raise cannot_load(checkpoint.path, why)

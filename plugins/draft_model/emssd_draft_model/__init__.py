@@ -1,4 +1,4 @@
-"""Plugin `drafter=draft_model`: a smaller causal LM with the same tokenizer drafts chains or token trees.
+"""Plugin `drafter=draft_model`: a smaller causal LM drafts chains or token trees.
 
 For rows that are sampled it draws with the noise of the target, and with the same temperature, penalties and the like.
 """
@@ -11,7 +11,7 @@ from enum import Enum
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["DraftModelConfig", "TreeKind", "emssd_drafters"]
+__all__ = ["DraftModelConfig", "TreeKind", "Vocabulary", "emssd_drafters"]
 
 
 class TreeKind(str, Enum):
@@ -25,6 +25,15 @@ class TreeKind(str, Enum):
     rsd_s = "rsd_s"
 
 
+class Vocabulary(str, Enum):
+    """How a draft model of another tokenizer is asked."""
+
+    same = "same"
+    auto = "auto"
+    text = "text"
+    shared = "shared"
+
+
 @dataclass
 class DraftModelConfig:
     """Options of `drafter=draft_model`; chains of k = 4 are the setting of the EMS-SD paper.
@@ -33,6 +42,11 @@ class DraftModelConfig:
 
     Attributes:
         path: folder or hub id of the draft model. ``demo-draft`` is the one that goes with ``model.path=demo``.
+        vocabulary: same refuses a model whose tokenizer is not the target's. With text it reads the text of a row in
+            its own tokens, and the text that it drafts is encoded for the target (universal assisted generation, arXiv
+            2502.05202). With shared it reads that text, too, and drafts tokens that both vocabularies have; in rows
+            that are sampled with the target's noise. auto takes shared where these are nine tenths of the target's
+            tokens, and else text. Other tokenizers draft chains alone.
         num_speculative_tokens: tokens drafted per row and step with ``tree=chain`` (the paper's k).
         tree: chain follows the draft model's first choices. static gives every node of a level equally many children
             (SpecInfer, arXiv 2305.09781), or as many as top-k and the like leave in sampling. dynamic follows the most
@@ -58,6 +72,7 @@ class DraftModelConfig:
     """
 
     path: str = "demo-draft"
+    vocabulary: Vocabulary = Vocabulary.same
     num_speculative_tokens: int = 4
     tree: TreeKind = TreeKind.chain
     expansion: list[int] = field(default_factory=lambda: [2, 2, 1, 1])
@@ -70,17 +85,9 @@ class DraftModelConfig:
 
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import ModelDrafter, SampledDrafter, SampledShape, load_draft_model
-    from emssd_draft_model.build import shape_of
-    from emssd_draft_model.drafter import DraftModelDrafter
+    from emssd_draft_model.build import build
 
-    shape = shape_of(config)
-    if shape is None:
-        return DraftModelDrafter.load(config, context)
-    runner = load_draft_model(config.path, context, trees=shape.width > 1)
-    if isinstance(shape, SampledShape):
-        return SampledDrafter(runner, context.vocab_size, shape)
-    return ModelDrafter(runner, context.vocab_size, shape)
+    return build(config, context)
 
 
 @hookimpl

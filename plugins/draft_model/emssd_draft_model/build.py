@@ -1,13 +1,62 @@
-"""The `Shape` of a draft model's trees, as its options ask for one."""
+"""The drafter that options of a draft model ask for, and the `Shape` of its trees."""
 
 from __future__ import annotations
 
-from emssd.drafters import BeamShape, ChildrenShape, DynamicShape, Shape, StaticShape, check_at_least_one, chosen
+from emssd.drafters import (
+    BeamShape,
+    ChildrenShape,
+    DynamicShape,
+    ModelDrafter,
+    SampledDrafter,
+    SampledShape,
+    Shape,
+    StaticShape,
+    check_at_least_one,
+    chosen,
+    load_draft_model,
+)
+from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd_draft_model import DraftModelConfig, TreeKind
+from emssd_draft_model import DraftModelConfig, TreeKind, Vocabulary
+from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
+from emssd_draft_model.translated import Speech, TranslatedDrafter, shared_ids
 
-__all__ = ["shape_of"]
+__all__ = ["build", "shape_of"]
+
+_NEARLY_ALL = 0.9  # of the target's tokens: where so many are shared, the others are seldom missed
+
+
+def build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
+    """The drafter of `config`. Raises ConfigError: its model cannot draft for this target."""
+    shape, kind = shape_of(config), chosen(Vocabulary, "vocabulary", config.vocabulary)
+    if shape is None and kind is not Vocabulary.same and context.tokenizer is not None:
+        return _of_any_vocabulary(config, kind, context)
+    if kind is not Vocabulary.same:
+        raise ConfigError(
+            f"drafter.vocabulary is {kind.value}, which drafts chains with two tokenizers; set drafter.tree=chain, and "
+            f"give the target a tokenizer, or set drafter.vocabulary=same"
+        )
+    runner = load_draft_model(config.path, context, trees=shape is not None and shape.width > 1)
+    if shape is None:
+        return DraftModelDrafter(runner, context.vocab_size, config.num_speculative_tokens)
+    if isinstance(shape, SampledShape):
+        return SampledDrafter(runner, context.vocab_size, shape)
+    return ModelDrafter(runner, context.vocab_size, shape)
+
+
+def _of_any_vocabulary(config: DraftModelConfig, kind: Vocabulary, context: DrafterContext) -> Drafter:
+    runner, tokenizer = context.load_runner(config.path)
+    if tokenizer is None:
+        raise ConfigError(f"draft model {config.path!r} has no tokenizer, which drafter.vocabulary={kind.value} needs")
+    if tokenizer.get_vocab() == context.tokenizer.get_vocab():
+        return DraftModelDrafter(runner, context.vocab_size, config.num_speculative_tokens)
+    speeches, shared = (Speech(tokenizer, context.tokenizer), Speech(context.tokenizer, tokenizer)), None
+    if kind is not Vocabulary.text:
+        shared = shared_ids(*speeches, runner.vocab_size, context.vocab_size)
+        if kind is Vocabulary.auto and sum(each >= 0 for each in shared) < _NEARLY_ALL * len(context.tokenizer):
+            shared = None
+    return TranslatedDrafter(runner, speeches, context.vocab_size, config.num_speculative_tokens, shared)
 
 
 def shape_of(config: DraftModelConfig) -> Shape | None:

@@ -20,15 +20,13 @@ from emssd.drafters import (
     behind,
     choose,
     greedy_tokens,
-    load_draft_model,
     pack,
     pack_nodes,
 )
-from emssd.drafting import Draft, DrafterContext, Outcome
+from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sequences import Batch
-from emssd_draft_model import DraftModelConfig
 
 __all__ = ["DraftModelDrafter"]
 
@@ -46,16 +44,14 @@ class DraftModelDrafter(ModelDrafter):
         num_speculative_tokens: tokens per row and step.
     """
 
+    has_own_ids = False
+    """Whether the model's ids are others than those of the columns of its logits."""
+
     def __init__(self, runner: ModelRunner, vocab_size: int, num_speculative_tokens: int) -> None:
         if num_speculative_tokens < 1:
             raise ConfigError(f"drafter.num_speculative_tokens is {num_speculative_tokens}; it must be at least 1")
         super().__init__(runner, vocab_size, DynamicShape(num_speculative_tokens, num_speculative_tokens, 1))
         self._num_drafted: dict[str, int] = {}  # since the last rollback
-
-    @classmethod
-    def load(cls, config: DraftModelConfig, context: DrafterContext) -> DraftModelDrafter:
-        """Load the model of `config`. Raises ConfigError: it does not share the target's vocabulary."""
-        return cls(load_draft_model(config.path, context), context.vocab_size, config.num_speculative_tokens)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._num_drafted = {}
@@ -89,7 +85,7 @@ class DraftModelDrafter(ModelDrafter):
 
     def _chains(self, rows: list[GrowingRow], wanted: list[int]) -> torch.Tensor:
         """``[r, k]`` drafted tokens; anything stands after what a row wants."""
-        if all(row.node.params.is_greedy for row in rows):
+        if not self.has_own_ids and all(row.node.params.is_greedy for row in rows):
             packed = pack(rows, Draft.empty(len(rows)))
             if (tokens := self._runner.run_chain(packed, wanted, self._vocab_size)) is not None:
                 self._have_cached(rows)
@@ -116,7 +112,7 @@ class DraftModelDrafter(ModelDrafter):
             drafted = to_host(torch.stack(columns, dim=1).flatten())
             paths = [drafted[start : start + depth] for start in range(0, len(drafted), depth)]
         kv_lens = [len(row.tokens) + depth for row in rows]
-        packed = pack_nodes([row.request_id for row in rows], columns[-1], [1] * len(rows), kv_lens)
+        packed = pack_nodes([row.request_id for row in rows], self.own_ids(columns[-1]), [1] * len(rows), kv_lens)
         logits = self._columns(self._runner.run(packed).logits)
         return _chosen(logits, [behind(node, depth, path) for node, path in zip(nodes, paths, strict=True)])
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
+from emssd_draft_model.build import build
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_ragged import Kernels, RaggedConfig
 from hypothesis import Phase, given, settings
@@ -230,7 +231,7 @@ def test_after_ids_that_only_the_target_has_nothing_is_drafted() -> None:
 def test_another_vocabulary_is_refused_by_the_tokenizers() -> None:
     context = make_context(draft_model(), make_tokenizer(13), make_tokenizer(12))
     with pytest.raises(ConfigError, match=r"its tokenizer \(13 tokens\) is not the target's \(12 tokens\)"):
-        DraftModelDrafter.load(DraftModelConfig("small-one"), context)
+        build(DraftModelConfig("small-one"), context)
 
 
 def test_without_tokenizers_another_vocabulary_is_refused_by_its_size() -> None:
@@ -238,12 +239,12 @@ def test_without_tokenizers_another_vocabulary_is_refused_by_its_size() -> None:
     with pytest.raises(
         ConfigError, match=r"draft model 'small-one' cannot draft .*its vocabulary has 20 tokens and the target's 13\."
     ):
-        DraftModelDrafter.load(DraftModelConfig("small-one"), context)
+        build(DraftModelConfig("small-one"), context)
 
 
 def test_with_the_same_tokenizer_a_vocabulary_padded_to_another_size_is_served() -> None:
     context = make_context(draft_model(vocab_size=20), make_tokenizer(13), make_tokenizer(13))
-    drafter = DraftModelDrafter.load(DraftModelConfig("small-one", num_speculative_tokens=3), context)
+    drafter = build(DraftModelConfig("small-one", num_speculative_tokens=3), context)
     with torch.inference_mode():
         draft = drafter.propose(Batch((sequence([3, 4, 5]),)), [3])
     assert draft.lengths == [3]
