@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from emssd.jobs.provenance import provenance
 
-__all__ = ["best_ms", "make_parser", "medians", "save", "show"]
+__all__ = ["best_ms", "in_large_pages", "make_parser", "medians", "save", "show"]
 
 
 def make_parser(documentation: str | None, *, repeats: int | None = None) -> argparse.ArgumentParser:
@@ -37,6 +39,15 @@ def best_ms(run: Callable[[], object], times: int) -> float:
         run()
         seconds.append(clock() - start)
     return min(seconds) * 1e3
+
+
+def in_large_pages(count: int) -> torch.Tensor:
+    """``[count]`` ones in float32, in large pages where the system has any, as packed weights are."""
+    memory = mmap.mmap(-1, count * 4)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(1)
 
 
 def medians(turns: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from common import best_ms, make_parser, save, show
+from common import best_ms, in_large_pages, make_parser, save, show
 from rich.console import Console
 from rich.progress import track
 
@@ -81,7 +81,7 @@ def random_model(shape: str, dtype: torch.dtype) -> Any:
 
 def machine_rates() -> tuple[float, float]:
     """Bytes per second of reading memory, and FLOPs per second of a matrix product, in the quicker of two types."""
-    large = torch.ones(1 << 27, dtype=torch.float32)
+    large = in_large_pages(1 << 27)
     bandwidth = large.numel() * 4 / best_ms(large.sum, 10) * 1e3
     dtypes = [torch.float32]
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # elsewhere a product takes seconds

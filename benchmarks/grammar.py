@@ -1,6 +1,6 @@
 """Tokens per second of JSON output, with and without drafts and forced tokens, at 1 and 8 rows.
 
-    python benchmarks/grammar.py MODEL [--compile] [--num-new 96] [--rows 1 8]
+    python benchmarks/grammar.py MODEL [--compile] [--num-new 64] [--rows 1 8]
 
 All texts are compared with those of decoding without drafts. τ is tokens per step and row. `masks` is the time inside
 mask computations, on the thread beside the model, and `wait` all that steps take longer for a grammar: for masks that
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--num-new", type=int, default=96)
+    parser.add_argument("--num-new", type=int, default=64)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     options = parser.parse_args()
     timed(matching._Matcher, "mask", "masks")
@@ -76,7 +76,7 @@ def main() -> None:
             chosen = EngineOptions(batch_size=rows, force_tokens=forces)
             made = Engine.assemble(target, tokenizer, drafter=drafter, backend="ragged", options=chosen)
             prompts = [f"Item {row} of the list, as JSON: " for row in range(rows)]
-            made.generate(prompts, 32, sampling=sampling)
+            made.generate(prompts, 16, sampling=sampling)
             SECONDS.clear()
             done = made.generate(prompts, options.num_new, sampling=sampling)
             seconds, found = sum(made.report.seconds.values()), [each.token_ids for each in done]

@@ -1,6 +1,7 @@
 """The host's part of a step: what Python does between two launches of a recorded forward pass, by batch size.
 
     python benchmarks/host_time.py
+    python benchmarks/host_time.py --nodes 16 --context 2048 --batch-sizes 8       # steps of token trees
 
 Engine, scheduler, `pack`, `PlannedKernels` with recorded steps, `verify` and commit are the real ones. Only what
 runs on a device is left out: attention computes nothing, and the forward pass returns logits that accept the first
@@ -69,14 +70,15 @@ class NoKernels(PlannedKernels):
 class NoModel(CausalLMRunner):
     """Plans a step as it is, and has a forward pass that says `RIGHT` whatever it is fed."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.vocab_size, self.max_model_len = VOCABULARY, 2048
+    def __init__(self, batch_size: int, drafted: int, context: int, trees: bool) -> None:
+        self.vocab_size, self.max_model_len = VOCABULARY, context + 1536
         self.device, self.dtype = torch.device("cpu"), torch.float16
-        most = batch_size * (1 + DRAFTED)
-        kernels = NoKernels((64, 128), capture=rerun, max_graph_tokens=most)
+        most = batch_size * (1 + drafted)
+        kernels = NoKernels((64, 128), capture=rerun, max_graph_tokens=2 * most)
         self.backend = PagedBackend(kernels, memory_fraction=1.0)
         layers = (LayerSpec(1, 1, 64, 64, 1.0),)
-        self.backend.allocate(KVCacheSpec(layers, self.dtype, self.device, batch_size, self.max_model_len))
+        spec = KVCacheSpec(layers, self.dtype, self.device, batch_size, self.max_model_len, trees=trees)
+        self.backend.allocate(spec)
         self._logits = torch.zeros(most, VOCABULARY)
         self._logits[:, RIGHT] = 1
         self.seconds = {"plan": 0.0, "commit": 0.0}
@@ -107,6 +109,21 @@ class FixedDrafter(Drafter):
         return Draft.from_chains([chain[:limit] for limit in budget])
 
 
+class TreeDrafter(Drafter):
+    """Drafts the same tree in every step: a chain of right tokens, beside nodes that are wrong."""
+
+    drafts_trees = True
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_speculative_tokens = num_nodes
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        others = range(self.num_speculative_tokens - ACCEPTED)
+        tree = [(RIGHT, node - 1) for node in range(ACCEPTED)]
+        tree += [(WRONG + 1 + node % 5, node % ACCEPTED - 1) for node in others]
+        return Draft.from_trees([tree[:limit] for limit in budget])
+
+
 class TimedEngine(Engine):
     """Times the commit, too: the backend's own, and every row's. Keeps the milliseconds of each column, by step."""
 
@@ -131,24 +148,25 @@ class TimedEngine(Engine):
         self.found.append({name: 1000 * part for name, part in zip(COLUMNS, parts, strict=True)})
 
 
-def steps(batch_size: int) -> list[dict[str, float]]:
-    """Milliseconds of each column, by step, of one run."""
-    runner = NoModel(batch_size)
-    scheduler = ContinuousScheduler(batch_size, max_step_tokens=2 * CONTEXT * batch_size)  # all prompts in one step
-    engine = TimedEngine(runner, FixedDrafter(), scheduler=scheduler)
+def steps(batch_size: int, context: int = CONTEXT, num_nodes: int = 0) -> list[dict[str, float]]:
+    """Milliseconds of each column, by step, of one run; of trees of `num_nodes`, if that is given."""
+    drafter: Drafter = TreeDrafter(num_nodes) if num_nodes else FixedDrafter()
+    runner = NoModel(batch_size, drafter.num_speculative_tokens, context, bool(num_nodes))
+    scheduler = ContinuousScheduler(batch_size, max_step_tokens=2 * context * batch_size)  # all prompts in one step
+    engine = TimedEngine(runner, drafter, scheduler=scheduler)
     for row in range(batch_size):
-        engine.add(Request(str(row), (RIGHT,) * CONTEXT, 10**4))
+        engine.add(Request(str(row), (RIGHT,) * context, 10**4))
     while engine.report.decode_steps < WARM_UP + STEPS:
         engine.step()
-    assert engine.report.mean_acceptance_length > ACCEPTED, "the drafts are not accepted as planned"
+    assert engine.report.mean_acceptance_length >= ACCEPTED, "the drafts are not accepted as planned"
     assert runner.num_recorded >= STEPS, "the steps are not recorded"
     assert engine.report.decode_row_steps == engine.report.decode_steps * batch_size, "rows have ended"
     return engine.found[-STEPS:]
 
 
-def run(batch_size: int) -> dict[str, float]:
+def run(batch_size: int, context: int, num_nodes: int) -> dict[str, float]:
     """Median milliseconds of each column over the steps of a run, and of what lies between two launches."""
-    each = steps(batch_size)
+    each = steps(batch_size, context, num_nodes)
     medians = {name: statistics.median(step[name] for step in each) for name in COLUMNS}
     between = statistics.median(sum(step[name] for name in BETWEEN) for step in each)
     return medians | {"between": between, "all": statistics.median(sum(step.values()) for step in each)}
@@ -159,17 +177,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--nodes", type=int, default=0, help="steps of trees of so many nodes, and not of chains")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    title = f"ms per step, {1 + DRAFTED} tokens a row behind {CONTEXT} or more, {platform.machine()}"
+    drafted = options.nodes or DRAFTED
+    title = f"ms per step, {1 + drafted} tokens a row behind {options.context} or more, {platform.machine()}"
     table = Table("batch", *COLUMNS, " + ".join(BETWEEN), "range", "target", "all", title=title)
-    runs = {size: [run(size) for _ in range(options.repeats)] for size in options.batch_sizes}
+    runs = {
+        size: [run(size, options.context, options.nodes) for _ in range(options.repeats)]
+        for size in options.batch_sizes
+    }
     for size, found in runs.items():
         middle = {name: statistics.median(each[name] for each in found) for name in found[0]}
         low, high = (pick(each["between"] for each in found) for pick in (min, max))
         table.add_row(
             str(size), *(f"{middle[name]:.3f}" for name in (*COLUMNS, "between")), f"{low:.3f}-{high:.3f}",
-            f"{TARGETS[size]:.2f}" if size in TARGETS else "", f"{middle['all']:.3f}",
+            f"{TARGETS[size]:.2f}" if size in TARGETS and not options.nodes else "", f"{middle['all']:.3f}",
         )  # fmt: skip
     Console(width=160).print(table)
 

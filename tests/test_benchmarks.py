@@ -34,6 +34,15 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
 
 
 @pytest.mark.benchmark
+def test_the_price_of_batch_invariant_is_measured() -> None:
+    from benchmarks.batch_invariant_cost import main
+    from emssd.demo import model_path
+
+    rows = main(["--model", str(model_path("target")), "--shapes", "2x16", "--turns", "1", "--ragged"])
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+
+
+@pytest.mark.benchmark
 def test_engines_are_compared_and_their_rows_are_equal(tmp_path: Path) -> None:
     """Drafters, budgets, trees, sampling, batching and admission; the last cell samples, so its rows differ."""
     out, draft = tmp_path / "rows.json", "drafter=draft_model drafter.path=demo-draft"
@@ -96,3 +105,14 @@ def test_the_plot_of_the_demo_is_measured_and_drawn(tmp_path: Path) -> None:
     assert "data.limit=2" in measured["provenance"]["command"]
     plot = (tmp_path / "plot.svg").read_text()
     assert [plot.count(f"drafter={name}<") for name in ("suffix", "llma", "none")] == [1, 1, 0]
+
+
+@pytest.mark.benchmark
+def test_launches_are_counted_and_a_llama_layer_has_at_most_sixteen(tmp_path: Path) -> None:
+    out = tmp_path / "launches.json"
+    subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--out", str(out)], check=True, timeout=300
+    )
+    rows = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["Llama-3-8B"]["before"] == 43
+    assert rows["Llama-3-8B"]["queries, keys, values joined"] <= 16

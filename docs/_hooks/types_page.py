@@ -16,7 +16,7 @@ from typing import Any
 from emssd import attention, data, drafters, drafting, model, plugins, sequences
 from emssd.cli import docstrings
 
-__all__ = ["CLASSES", "MODULES", "page", "public"]
+__all__ = ["CLASSES", "MODULES", "PARTS", "page", "public", "said"]
 
 MODULES = (
     "emssd",
@@ -40,9 +40,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         "ATTENTION_NAME",
         "Attend",
         "BorrowedTarget",
+        "CausalLMRunner",
         "Chain",
         "ModelOutput",
         "ModelRunner",
+        "RoundedRunner",
+        "TargetModel",
         "counted_on",
         "load_tokenizer",
     ),
@@ -123,7 +126,7 @@ def _modules() -> Iterator[str]:
         yield f"- `{module}`: {_sentence(import_module(module))}"
         for name in public(module):
             link = f"[`{name}`](#{name.lower()})" if name in described else f"`{name}`"
-            yield f"    - {link}: {_said(getattr(import_module(module), name), name)}"
+            yield f"    - {link}: {said(getattr(import_module(module), name), name)}"
     yield ""
 
 
@@ -132,7 +135,7 @@ def public(module: str) -> list[str]:
     return [name for name in PARTS.get(module, import_module(module).__all__) if not name.startswith("_")]
 
 
-def _said(value: object, name: str) -> str:
+def said(value: object, name: str) -> str:
     """The first sentence about a name; that of an alias or a number is the string after its assignment."""
     is_alias = value is Any or not (inspect.isclass(value) or inspect.isfunction(value))
     if not is_alias or getattr(value, "__module__", "emssd") == "pluggy._hooks":

@@ -221,7 +221,7 @@ class PageTable:
         """One sequence holds this page no longer."""
         self._holders[page] -= 1
         if not self._holders[page]:
-            if page in self._known.pages:
+            if page in self._known:
                 self._idle[page] = None
             else:
                 self._free.append(page)

@@ -14,16 +14,19 @@ class PrefixIndex:
 
     A node has a number of its own, never used again. The key of a page is the number of the node before it, and its
     tokens. Keys are compared, and not only their hashes, so no collision ever finds the KV of another text.
-
-    Attributes:
-        pages: the key of each page that is found.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._found: dict[_Key, tuple[int, int]] = {}  # node and page
-        self.pages: dict[int, _Key] = {}
+        self._keys: dict[int, _Key] = {}  # by page
         self._num_nodes = 0
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def find(self, tokens: Seq[int], num_pages: int) -> list[int]:
         """The pages that hold the beginning of `tokens`, as far as there are any, and `num_pages` at most."""
@@ -46,7 +49,7 @@ class PrefixIndex:
             if key not in self._found:
                 self.remove(page)  # if it was known by another text, then no longer
                 self._num_nodes += 1
-                self.pages[page] = key
+                self._keys[page] = key
                 self._found[key] = self._num_nodes, page
             node, other = self._found[key]
             found.append(other)
@@ -54,10 +57,10 @@ class PrefixIndex:
 
     def remove(self, page: int) -> None:
         """A page is no longer found, nor are those behind it."""
-        if (key := self.pages.pop(page, None)) is not None:
+        if (key := self._keys.pop(page, None)) is not None:
             del self._found[key]
 
     def clear(self) -> None:
         """No page is found."""
         self._found.clear()
-        self.pages.clear()
+        self._keys.clear()

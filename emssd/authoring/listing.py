@@ -18,8 +18,13 @@ def print_plugins(notes: Notes) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table shows the failures
         registry = Registry(on_load=lambda owner: notes.note(owner, "while it was loaded", LOAD_SECONDS))
-    table = Table("kind", "name", "state", "distribution", "version", "reason", box=None, pad_edge=False)
+    table = Table("kind", "name", "state", "distribution", "version", "notes", box=None, pad_edge=False)
+    bits = {
+        spec.name: f"batch-invariant: {getattr(spec, 'batch_invariant', '') or 'no'}"
+        for spec in registry.specs("backend")
+    }
     for record in sorted(registry.records, key=lambda record: (record.kind, record.name)):
-        table.add_row(record.kind, record.name, record.state, record.distribution, record.version, record.reason or "–")
+        note = record.reason or (bits.get(record.name) if record.kind == "backend" else "") or "–"
+        table.add_row(record.kind, record.name, record.state, record.distribution, record.version, note)
     plain_console().print(table)
     return int(any(record.state == "failed" for record in registry.records))

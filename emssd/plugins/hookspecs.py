@@ -68,9 +68,11 @@ class BackendSpec(Spec):
 
     Attributes:
         build: ``build(config)`` gives a new backend that is not allocated yet.
+        batch_invariant: where its attention gives a row the same bits in any batch, in a few words; empty if nowhere.
     """
 
     build: Callable[[Any], AttentionBackend]
+    batch_invariant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,13 +71,20 @@ def _rounded(seed: str) -> World | None:
 
 
 def _compiled(seed: str) -> World | None:
-    """One of few shapes, compiled: in bfloat16 no bit may differ, in float64 no token from the oracle's."""
+    """One of few shapes, compiled: no bit may differ in bfloat16, in float64 no token from the oracle's."""
     rng = random.Random(f"compiled {seed}")
     kind, dtype = rng.choice(_COMPILED), rng.choice((torch.bfloat16, torch.bfloat16, torch.float64))
     world = draw_world(f"shape {kind}", kinds=(kind,), dtype=dtype, compiled=True, prompts_of=seed)
     if world is None or dtype is torch.float64:
         return world
     return judged_by_plain(world, BACKENDS["fused"])
+
+
+def _invariant(seed: str) -> World | None:
+    """Asked for the same bits in any batch: none may differ, whatever the model, its dtype and the history."""
+    dtype = random.Random(f"invariant {seed}").choice((torch.float32, torch.bfloat16, torch.float64))
+    world = draw_world(seed, dtype=dtype, invariant=True)
+    return world and judged_by_plain(world, BACKENDS["fused"])
 
 
 def _compiled_exact(seed: str) -> World | None:
@@ -146,6 +153,7 @@ AREAS: dict[str, Area] = {
     "stops": Area("stop strings", lambda seed: draw_world(seed, spelt=True), draw_history, 0.08),
     "states": Area("layers that keep a state", _states, _anything, 0.1),
     "rounded": Area("float32 and bfloat16", _rounded, _same_backend, 0.06),
+    "bits": Area("asked for bits that no batch changes", _invariant, _fused, 0.08),
     "compiled": Area("compiled, bits in bfloat16", _compiled, _fused, 0.08, num_histories=24),
     "changes": Area("the model changes between two runs", _exact, _changing, 0.05),
     "recompiled": Area("so does a compiled one", _compiled_exact, _changing, 0.03),

@@ -12,9 +12,9 @@ import torch
 
 from emssd.decoding import engine, packing
 from emssd.errors import UnsupportedModelError
-from emssd.model import TargetModel
+from emssd.model import TargetModel, invariant
 
-from .areas import run_seeds
+from .areas import cases, run_seeds
 from .histories import BACKENDS, PLACES, Fault, History
 from .judge import Account
 from .oracle import Ask, Oracle
@@ -61,6 +61,8 @@ def of_rules(kind: str, dtype: torch.dtype, length: int = 64) -> World:
         pytest.param("stops", range(1, 2), marks=pytest.mark.nightly),
         ("rounded", range(1, 2)),
         ("foul", range(1)),
+        ("bits", range(3, 4)),
+        pytest.param("bits", range(4, 9), marks=pytest.mark.nightly),
         ("faults", range(1, 2)),
         ("sins", range(2, 3)),
     ],
@@ -71,6 +73,12 @@ def test_nothing_differs_from_the_oracle(area: str, seeds: range) -> None:
     assert account.differences == []
     assert account.num_texts >= 8 * (len(seeds) - refused)
     assert account.num_drafted > account.num_texts
+
+
+def test_bits_that_depend_on_the_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariant, "_product", torch.nn.functional.linear)
+    _, there, history = next(cases("bits", "8"))
+    assert any(what.startswith("logits of ") for what in run_history(there, history).differences)
 
 
 def test_rows_are_preempted() -> None:

@@ -78,6 +78,7 @@ def draw_world(
     spelt: bool = False,
     foul: bool = False,
     compiled: bool = False,
+    invariant: bool = False,
     prompts_of: str | None = None,
 ) -> World | None:
     """A random world, the same for the same seed; ``None`` if its model is refused, as it may be.
@@ -89,6 +90,7 @@ def draw_world(
         spelt: whether it has a tokenizer.
         foul: whether some embeddings are not finite.
         compiled: whether the model is.
+        invariant: whether it is asked for the same bits in any batch.
         prompts_of: seed of the prompts.
     """
     rng = random.Random(seed)
@@ -103,9 +105,9 @@ def draw_world(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fallback = "per_row" if kind in BY_ROW else "none"
-            target = TargetModel(
-                model, compile=compiled, frozen=foul, fallback=fallback
-            )  # such a model is refused when a run begins
+            target = TargetModel(  # one that is foul is refused when a run begins, unless it is said to stay as it is
+                model, compile=compiled, frozen=foul, fallback=fallback, batch_invariant=invariant
+            )
     except UnsupportedModelError:
         if kind in MAY_BE_REFUSED:
             return None
@@ -170,7 +172,7 @@ class WatchedBackend(AttentionBackend):
 
     def __init__(self, inner: AttentionBackend, watch: Watch) -> None:
         self.inner, self.watch = inner, watch
-        self.takes_trees = inner.takes_trees
+        self.takes_trees, self.batch_invariant = inner.takes_trees, inner.batch_invariant
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
         return self.inner.unsupported(spec)

@@ -50,6 +50,12 @@ def test_backend_shows_no_query_what_is_not_its_own_and_forgets_steps_that_faile
     suite.test_a_step_that_failed_never_happened()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_row_has_its_bits_in_any_batch_with_the_backend_that_says_so(dtype: torch.dtype, kernels: None) -> None:
+    chosen = {"make_backend": lambda self: BACKENDS["ragged-fused"](), "num_examples": 8, "dtype": dtype}
+    type("Suite", (AttentionBackendConformance,), chosen)().test_bits_are_those_of_a_row_alone()
+
+
 class WrongLayers(DenseBackend):
     """Computes by other rules than those it was given."""
 

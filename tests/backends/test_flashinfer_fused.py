@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,7 +28,7 @@ from emssd.heads.head import LayerHead
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
-from tests.support.fused_kernels import Read, Twins
+from tests.support.fused_kernels import Read, Twins, as_it_is
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
 A: Any = torch.ops.aten
@@ -173,7 +174,7 @@ def test_functions_whose_last_bit_differs_are_found(function: Any) -> None:
     class Other(Twins):
         def __call__(self, group: Group) -> Callable[..., None]:
             def near(*tensors: torch.Tensor) -> None:
-                group.as_it_is(*tensors)
+                as_it_is(group, *tensors)
                 if group.ops[0].function is function:
                     tensors[-1][0x3F80] *= 1.5  # of one, in bfloat16
 
@@ -354,6 +355,6 @@ def test_tritons_compiler_takes_the_text_and_fuses_no_product_with_a_sum() -> No
             program = made.asm["ptx"]
             if "exp(" not in text:
                 assert not [word for word in ("fma.rn.f32", ".ftz") if word in program]
-            return group.as_it_is
+            return partial(as_it_is, group)
 
     history(model_of("llama"), Fusing(Compiled(), ALL_JOINED), 1)

@@ -76,20 +76,39 @@ def test_log_probabilities_of_a_trainer_are_those_of_the_rollout(architecture: s
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize(("architecture", "checkpointing"), only(CHECKPOINTS, ci=[("llama", True), ("gemma2", False)]))
+def test_adapters_are_trained_with_the_bits_of_the_rollout() -> None:
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0, init_lora_weights=False)
+    model = peft.get_peft_model(make_model("llama", torch.bfloat16), adapters)
+    done = rollouts(model.get_base_model())
+    with batch_invariant(model):
+        batch = padded(done, True)
+        logits = model(**batch).logits
+        logits.sum().backward()
+    found = [shares(logits[row][batch["attention_mask"][row] == 1], each) for row, each in enumerate(done)]
+    assert found == [[token.logprob for token in each.logprobs or ()] for each in done]
+    grown = {name for name, each in model.named_parameters() if each.grad is not None}
+    assert grown == {name for name, each in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "checkpointing"), only(CHECKPOINTS, ci=[("llama", True), ("gpt2", False), ("gemma2", False)])
+)
 def test_gradients_are_those_of_the_model(architecture: str, checkpointing: bool) -> None:
     model = make_model(architecture, torch.float64).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     model.set_attn_implementation("eager" if architecture == "gemma2" else "sdpa")
-    ids = torch.arange(30).view(2, 15) % VOCAB
+    ids, mask = torch.arange(30).view(2, 15) % VOCAB, torch.ones(2, 15, dtype=torch.long)
+    mask[0, 11:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     if checkpointing:
         model.gradient_checkpointing_enable()
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(**batch).loss.backward()
         return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
     plain = gradients()

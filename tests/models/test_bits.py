@@ -19,9 +19,11 @@ from emssd.attention import LayerSpec
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Drafter
+from emssd.integrations.batch_invariant import batch_invariant
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.invariant import BatchInvariant
 from emssd.sampling import SamplingParams
+from emssd.sampling.processing import processed
 from emssd.sequences import Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
@@ -31,13 +33,18 @@ VOCAB = 23
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 CHOSEN = [("llama", torch.float32), ("gpt2", torch.bfloat16), ("gemma2", torch.float64), ("qwen2_moe", torch.float32)]
 EXAMPLES = int(os.environ.get("EMSSD_BITS_EXAMPLES", "0"))
+COMPILED = [("compiled llama", torch.float32), ("compiled llama", torch.bfloat16)]
 ARCHITECTURES = ("llama", "gpt2", "opt", "gemma2", "qwen3", "gpt_neox", "phi", "qwen2_moe")
 
 
 @cache
 def target(architecture: str, dtype: torch.dtype) -> TargetModel:
-    model = tiny_model(architecture, dtype=dtype, vocab_size=VOCAB, max_model_len=96, std=0.12)
-    return TargetModel(model, batch_invariant=True)
+    compiled = architecture.startswith("compiled ")
+    name = architecture.removeprefix("compiled ")
+    model = tiny_model(name, dtype=dtype, vocab_size=VOCAB, max_model_len=96, std=0.12)
+    served = TargetModel(model, batch_invariant=not compiled, compile=compiled)
+    assert (served.compiled is not None) == compiled
+    return served
 
 
 def requests() -> list[Request]:
@@ -46,17 +53,22 @@ def requests() -> list[Request]:
         SamplingParams(temperature=1.2, seed=3, logprobs=0),
         SamplingParams(temperature=0.8, top_k=5, seed=4, repetition_penalty=1.3, logprobs=1, processed_logprobs=True),
     ]
-    prompts: list[tuple[int, ...]] = [(1, 2, 3), (4,) * 19, tuple(range(1, 22)), (5, 6), (1, 2, 3, 9)]
+    prompts: list[tuple[int, ...]] = [(1, 2, 3), (4,) * 19, tuple(range(1, 22)), (5, 6), (4,) * 17 + (5,)]  # 2 share KV
     return [Request(f"r{number}", ids, 12, sampling=kinds[number % len(kinds)]) for number, ids in enumerate(prompts)]
 
 
 def decoded(
-    served: TargetModel, drafter: Drafter, batch_size: int, tokens_a_step: int = 64, max_tokens: int | None = None
+    served: TargetModel,
+    drafter: Drafter,
+    batch_size: int,
+    tokens_a_step: int = 64,
+    max_tokens: int | None = None,
+    prefix_caching: bool = True,
 ) -> dict[str, Any]:
     """By request, tokens and log-probabilities."""
     backend = ragged_backend()
     spec = dataclasses.replace(served.kv_cache_spec(batch_size), continuous=True, trees=True, max_tokens=max_tokens)
-    backend.allocate(dataclasses.replace(spec, prefix_caching=True))
+    backend.allocate(dataclasses.replace(spec, prefix_caching=prefix_caching))
     runner = CausalLMRunner(served, backend)
     assert runner.batch_invariance == "yes"
     scheduler = ContinuousScheduler(batch_size, tokens_a_step, headroom=0)
@@ -66,7 +78,7 @@ def decoded(
 
 @cache
 def alone(architecture: str, dtype: torch.dtype) -> dict[str, Any]:
-    return decoded(target(architecture, dtype), NoneDrafter(), 1)
+    return decoded(target(architecture, dtype), NoneDrafter(), 1, prefix_caching=False)
 
 
 def drafted(kind: str, texts: dict[str, tuple[int, ...]]) -> Drafter:
@@ -75,7 +87,7 @@ def drafted(kind: str, texts: dict[str, tuple[int, ...]]) -> Drafter:
     return {"perfect": PerfectDrafter, "random": RandomDrafter, "trees": TreeDrafter}[kind](VOCAB, 5, texts)
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), only([*product(ARCHITECTURES, DTYPES)], ci=CHOSEN))
+@pytest.mark.parametrize(("architecture", "dtype"), only([*product(ARCHITECTURES, DTYPES), *COMPILED], ci=CHOSEN))
 @settings(max_examples=EXAMPLES or 1, phases=[Phase.explicit, Phase.generate][: 2 if EXAMPLES else 1], deadline=None)
 @example(kind="trees", batch_size=4, tokens_a_step=13, max_tokens=112)
 @given(
@@ -91,6 +103,41 @@ def test_tokens_and_log_probabilities_are_those_of_a_row_alone(
     texts = {name: tokens for name, (tokens, _) in expected.items()}
     found = decoded(target(architecture, dtype), drafted(kind, texts), batch_size, tokens_a_step, max_tokens)
     assert found == expected
+
+
+MODES = ("none", "trees", "early_exit")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "mode"),
+    only(
+        [*product(("llama", "gemma2"), DTYPES, MODES)],
+        ci=[("llama", DTYPES[0], "trees"), ("gemma2", DTYPES[1], "early_exit")],
+    ),
+)
+def test_log_probabilities_are_those_of_one_pass_over_the_finished_text(
+    architecture: str, dtype: torch.dtype, mode: str
+) -> None:
+    model = target(architecture, dtype).model
+    drafter = TreeDrafter(VOCAB, 5) if mode == "trees" else mode
+    engine = Engine.from_model(model, drafter=drafter, batch_size=3, batch_invariant=True, on_drafter_error="fail")
+    asked = requests()
+    done = {each.request_id: each for each in engine.run(asked)}
+    assert mode == "none" or engine.report.num_drafted
+    for request in asked:
+        each, params, start = done[request.request_id], request.sampling, len(request.prompt_ids)
+        assert params is not None
+        text = [*each.prompt_ids, *each.token_ids]
+        with torch.no_grad(), batch_invariant(model):
+            logits = model(input_ids=torch.tensor([text])).logits[0]
+        assert each.logprobs is not None
+        for place, token in enumerate(each.logprobs, start=start):
+            scores = logits[place - 1 : place].double()
+            if params.processed_logprobs:
+                scores = processed(scores, params, [text[:place]], [start])
+            shares = scores.log_softmax(-1)[0]
+            best = [(number, float(shares[number])) for number, _ in token.top]
+            assert (token.logprob, [*token.top]) == (float(shares[text[place]]), best)
 
 
 @pytest.mark.parametrize("asked", [False, True])

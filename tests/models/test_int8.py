@@ -22,9 +22,11 @@ from emssd.jobs.config import changed_options
 from emssd.model import TargetModel, load_model, program
 from emssd.model.fingerprint import short_pass
 from emssd.model.int8 import bytes_of, round_drafter, round_weights, scales_of
+from emssd.model.int8 import rounded as rounded_copy
 from emssd.native import cache_dir, load_kernels
 from emssd.sequences import Request
 from emssd.testing.models import tiny_model
+from tests.support.tiers import looped
 
 PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9, 3))
 
@@ -85,6 +87,24 @@ def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, mon
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("sizes", [(1, 1), (33, 31), (70, 32), (40, 100)])
+def test_the_kernel_multiplies_what_bytes_stand_for(kernels: None, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Beside float64; any number of rows gives the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    num_out, num_in = sizes
+    own = rounded_copy(torch.randn(num_out, num_in, generator=generator), 8)
+    bias = torch.randn(num_out, generator=generator)
+    linear, handle = load_kernels().linear, load_kernels().new_module()
+    load_kernels().add_weight(handle, own.values, bias, own.scale)
+    rows = torch.randn(19, num_in, generator=generator).to(dtype)
+    out = linear(rows, handle, 0, num_out)
+    expected = torch.nn.functional.linear(rows.double(), own.dense(torch.float64), bias.double())
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+    for count in (1, 5, 6, 14, 15):
+        assert torch.equal(linear(rows[:count], handle, 0, num_out), out[:count])
+
+
 def test_what_drafts_is_rounded_where_it_is_compiled(kernels: None, tmp_path: Path) -> None:
     plain = tiny_model("opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=13, max_model_len=64)
     plain.save_pretrained(tmp_path)

@@ -356,6 +356,20 @@ def test_the_benchmark_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert rows[1]["losses"] == rows[3]["losses"]
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lora", [[], ["--lora"]])
+def test_the_trainers_log_probabilities_have_the_bits_of_the_rollout(lora: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason=WHY)
+    from benchmarks.batch_invariant import main
+
+    lines = [json.dumps({"question": f"{n} and {n} are"}) for n in range(3)]
+    (data := tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    small = ["--steps", "3", "--generations", "2", "--max-new-tokens", "8", *lora]
+    rows = main(["--model", str(save_model(tmp_path / "model")), "--data", str(data), *small])
+    assert rows["`batch_invariant`"]["largest"] == 0.0
+    assert rows["`batch_invariant`"]["tokens"] > 20
+
+
 @pytest.mark.filterwarnings("ignore")  # TRL's own
 def test_rollouts_of_a_model_with_sinks_follow_the_fused_optimizer_that_trainers_take(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason=WHY)

@@ -61,4 +61,28 @@ FAULTS = (
         "(nullcontext(), nullcontext())",
         (GRADIENTS,),
     ),
+    Fault(
+        "a trainer's gradients let tokens see later ones",
+        "bits",
+        "emssd/integrations/batch_invariant.py",
+        "is_causal=True",
+        "is_causal=False",
+        (GRADIENTS,),
+    ),
+    Fault(
+        "what fills a rectangle gets gradients",
+        "bits",
+        "emssd/integrations/batch_invariant.py",
+        " * real[..., None, None]",
+        "",
+        (GRADIENTS,),
+    ),
+    Fault(
+        "a trainer's linear layers forget their bias",
+        "bits",
+        INVARIANT,
+        "rows.sum(0) if wanted[2] else None",
+        "None",
+        (GRADIENTS,),
+    ),
 )

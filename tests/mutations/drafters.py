@@ -345,6 +345,14 @@ FAULTS = (
         ("plugins/self_draft/tests/test_self.py::test_the_kernel_multiplies_what_4_bits_stand_for",),
     ),
     Fault(
+        "bytes of inputs are cut, not rounded",
+        "self",
+        "emssd/native/cpp/linear.cpp",
+        "| Bits(0x3f000000u)",
+        "| Bits(0u)",
+        ("plugins/self_draft/tests/test_self.py::test_inputs_are_rounded_to_the_nearest_byte",),
+    ),
+    Fault(
         "the rounded copy of a model that has changed stays",
         "self",
         "emssd/model/rounded.py",

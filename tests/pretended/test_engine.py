@@ -34,7 +34,7 @@ BACKENDS = {
 }
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 NEW = 8
-RECORDED_TWICE = ("draft_model", "eagle", "eagle3", "mtp")
+RECORDED_TWICE = ("draft_model", "early_exit", "eagle", "eagle3", "mtp")
 """Whose own passes are recorded beside the target's."""
 
 ONCE_A_RUN = ("emssd/model/guard.py", "emssd/model/borrowed.py", "emssd_flashinfer/fused.py")

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from emssd_flashinfer.fused import Group
 from emssd_flashinfer.kernel_source import kernel_source, num_elements
+from emssd_flashinfer.traced import Op, Value, run
+from torch.utils._pytree import tree_map
 
-__all__ = ["Read", "Twins"]
+__all__ = ["Read", "Twins", "as_it_is"]
 
 
 class Twins:
@@ -27,7 +29,19 @@ class Twins:
         """They are what they stand for."""
 
     def __call__(self, group: Group) -> Callable[..., None]:
-        return self._wrapped(group.as_it_is)
+        return self._wrapped(partial(as_it_is, group))
+
+
+def as_it_is(group: Group, *tensors: torch.Tensor) -> None:
+    """What a kernel does: of inputs and outputs, write the latter."""
+    given = dict(zip(group.inputs, tensors, strict=False))
+
+    def tensor(each: Any) -> Any:
+        return given.get(each, each) if isinstance(each, Value) else each
+
+    ops = [Op(op.function, *tree_map(tensor, (op.args, op.kwargs)), None if op.stores else op.out) for op in group.ops]
+    for target, source in zip(tensors[len(group.inputs) :], run(ops, group.outputs), strict=True):
+        target.copy_(source)
 
 
 class Read(Twins):

@@ -204,6 +204,19 @@ class Crashes(Fault):
         raise KeyError("of its own")
 
 
+class CountsRows(Fault):
+    """A row's last bit depends on the number of rows."""
+
+    batch_invariant = True
+
+    def plan(self, packed: PackedInputs) -> StepPlan:
+        self._grows = 1.0 + (len(packed.request_ids) > 1) * 1e-15
+        return super().plan(packed)
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        return super().forward(*given) * self._grows
+
+
 class WrongAfterPieces(Fault):
     """Right in every step by itself, and wrong about rows that the machine of histories never has: of one token."""
 
@@ -241,6 +254,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "always fits": ("backend.fits", AlwaysFits),
     "allocates too much": ("backend.fits", AllocatesTooMuch),
     "crashes": ("backend.raises", Crashes),
+    "counts rows": ("backend.batch_invariant", CountsRows),
     "forgets when asked for room": ("backend.lossless", WrongAfterPieces),
 }
 

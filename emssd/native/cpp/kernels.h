@@ -61,7 +61,7 @@ struct Linear {
 };
 
 int64_t panel_width();
-bool takes_pairs();  // whether bfloat16 weights of an even number of inputs are pairs
+bool takes_pairs();  // whether weights in bfloat16 or int8 of an even number of inputs are pairs
 int64_t group_bytes();  // of a panel's weights of 4 bits of 32 inputs, with their scales
 // weight [out, in] from -8 to 7, scales [out, groups of 32 inputs] in bfloat16: panels [panels, groups, group bytes].
 void to_groups(const int8_t* weight, const uint16_t* scales, int64_t out, int64_t in, uint8_t* panels);

@@ -17,7 +17,8 @@ constexpr int kLanes = Floats::kOfPart;
 constexpr int kVectors = std::max(2, Floats::kParts);
 constexpr int kMaxRows = kRegister == 64 ? 14 : kRegister == 32 ? 6 : 2;  // rows that share one pass over a panel
 constexpr int64_t kPanel = kVectors * kLanes;  // outputs whose weights lie together, as [cell][output]
-constexpr int64_t kAhead = 2048;               // bytes that are fetched ahead
+constexpr int64_t kAhead = 4608, kFarAhead = 9216;  // bytes that are fetched ahead; measured, as is which rows are many
+constexpr int kManyRows = 6;                   // so many compute for longer than a nearer cache keeps what is fetched
 constexpr int64_t kTaskSize = 1 << 15;         // multiplications that are worth a task
 
 using Sums = Floats::Part;
@@ -76,9 +77,44 @@ struct PairCells {
     return (Sums)_mm512_dpbf16_ps((__m512)sum, weights, (__m512bh)_mm512_set1_epi32(by));
   }
 };
+
+// Bytes are numbers of bfloat16, too, and its products are twice as many at a time.
+struct BytePairCells : PairCells {
+  using Cell = uint16_t;
+  static INLINE __m512bh of(const Cell* cells) {
+    const auto part = [](const Cell* from) {
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+    };
+    return _mm512_cvtne2ps_pbh(part(cells + 8), part(cells));
+  }
+};
+
+// The same weights by inputs in float32, one after the other.
+struct FloatBytePairCells {
+  using Cell = uint16_t;
+  struct Input {
+    float first, second;
+  };
+  using Sum = float;
+  static constexpr int64_t kWidth = 2;
+  struct Weights {
+    Sums first, second;
+  };
+  static INLINE Weights of(const Cell* cells) {
+    const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(cells)));
+    return {(Sums)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24)),
+            (Sums)_mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8))};
+  }
+  static INLINE Sums multiply_add(Sums sum, Weights weights, Input by) {
+    sum += weights.first * by.first;
+    return sum + weights.second * by.second;
+  }
+};
 constexpr bool kPairs = true;
 #else
 using PairCells = HalfCells;
+using BytePairCells = ByteCells;
+using FloatBytePairCells = ByteCells;
 constexpr bool kPairs = false;
 #endif
 
@@ -111,6 +147,7 @@ void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell
                     typename Kind::Sum* to) {
   using Sums = typename Wide<typename Kind::Sum>::Part;
   constexpr int64_t kLanes = kLanesOf<Kind>, kPanel = kPanelOf<Kind>;
+  constexpr int kNear = N < kManyRows ? 3 : 2;  // which cache
   Sums sum[N][kVectors];
 #pragma GCC unroll 16
   for (int row = 0; row < N; ++row) {
@@ -120,8 +157,8 @@ void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell
 #pragma GCC unroll 1
   for (int64_t cell = 0; cell < cells; ++cell) {
     const auto* place = panel + cell * kPanel;
-    __builtin_prefetch(ahead.from + cell * ahead.step);
-    if (sizeof(*place) * kPanel > 64) __builtin_prefetch(ahead.from + cell * ahead.step + 64);
+    __builtin_prefetch(ahead.from + cell * ahead.step, 0, kNear);
+    if (sizeof(*place) * kPanel > 64) __builtin_prefetch(ahead.from + cell * ahead.step + 64, 0, kNear);
     decltype(Kind::of(place)) weights[kVectors];
 #pragma GCC unroll 16
     for (int vector = 0; vector < kVectors; ++vector) weights[vector] = Kind::of(place + vector * kLanes);
@@ -152,7 +189,7 @@ template <class T, class Input>
 void across(const T* rows, int64_t count, int64_t cells, Input* to) {
   for (int64_t row = 0; row < count; ++row) {
     for (int64_t cell = 0; cell < cells; ++cell) {
-      if constexpr (!std::is_same_v<Input, uint32_t>) {
+      if constexpr (std::is_floating_point_v<Input>) {
         to[cell * count + row] = static_cast<Input>(rows[row * cells + cell]);
       } else {
         std::memcpy(&to[cell * count + row], rows + (row * cells + cell) * 2, sizeof(Input));
@@ -202,7 +239,7 @@ void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, cons
       for (int64_t row = 0; row < num_rows; row += share) {
         const int64_t count = std::min(share, num_rows - row);
         // One pass fetches what it needs next. Of several, each fetches its part of the next panel: arithmetic hides memory.
-        Ahead ahead{reinterpret_cast<const char*>(place) + kAhead, kCellBytes};
+        Ahead ahead{reinterpret_cast<const char*>(place) + (count < kManyRows ? kAhead : kFarAhead), kCellBytes};
         if (passes > 1) {
           const char* next = reinterpret_cast<const char*>(place + cells * kPanel);
           ahead = {next + row / share * cells * kCellBytes / passes, kCellBytes / passes};
@@ -233,16 +270,20 @@ constexpr int64_t kGroupBytes = kPanel * (kGroup / 2 + sizeof(BFloat16));  // of
 constexpr int kMaxGroupRows = kRegister == 64 ? 8 : 4;
 
 struct GroupInput {
-  int8_t values[kGroup];
+  int8_t values[kGroup / 4][4];
   float scale;
   int32_t start;  // of the sum: weights are stored 8 too high
 };
 
 // sum, plus for each output 4 products of weights from 0 to 15 with the bytes of `by`.
-INLINE SumBits add_products(SumBits sum, SumBits weights, uint32_t by) {
-#if defined(__AVX512VNNI__)
-  return (SumBits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(by));
-#elif defined(__AVX512BW__)
+INLINE SumBits add_products(SumBits sum, SumBits weights, const int8_t (&bytes)[4]) {
+#if defined(__AVX512VNNI__)  // from memory: compilers keep the bytes of all rows in registers, and run out of them
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(bytes));
+  return sum;
+#else
+  uint32_t by;
+  std::memcpy(&by, bytes, 4);
+#if defined(__AVX512BW__)
   const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(by));
   return sum + (SumBits)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -253,6 +294,7 @@ INLINE SumBits add_products(SumBits sum, SumBits weights, uint32_t by) {
     sum += (weights >> 8 * place & 0xffu) * static_cast<uint32_t>(static_cast<int8_t>(by >> 8 * place));
   }
   return sum;
+#endif
 #endif
 }
 
@@ -285,9 +327,7 @@ void multiply_groups(const GroupInput* input, const uint8_t* panel, int64_t grou
         SumBits products = SumBits{} + static_cast<uint32_t>(input[row].start);
 #pragma GCC unroll 16
         for (int part = 0; part < 2 * kParts4; ++part) {
-          uint32_t by;
-          std::memcpy(&by, input[row].values + 4 * part, 4);
-          products = add_products(products, weights[part], by);
+          products = add_products(products, weights[part], input[row].values[part]);
         }
         sum[row][vector] += __builtin_convertvector((SumInts)products, Sums) * (scale * input[row].scale);
       }
@@ -305,17 +345,33 @@ auto group_kernels(std::integer_sequence<int, kRows...>) {
 // One row [in] to every `step`-th group from `to` on.
 template <class T>
 void round_inputs(const T* row, int64_t in, GroupInput* to, int64_t step) {
+  constexpr int64_t kBlocks = kGroup / kPage;
+  typedef int8_t Few __attribute__((vector_size(Ints::kOfPart)));
   for (int64_t first = 0; first < in; first += kGroup, to += step) {
-    float values[kGroup] = {}, largest = 0, nothing = 0;
-    for (int64_t i = 0; i < std::min(kGroup, in - first); ++i) values[i] = static_cast<float>(row[first + i]);
-    for (float value : values) largest = std::max(largest, std::abs(value)), nothing += value * 0;
-    const bool finite = nothing == 0;  // neither infinite nor no number
-    const float inverse = finite && largest > 0 ? 127 / largest : 0;
+    T rest[kGroup] = {};
+    const T* inputs = row + first;
+    if (in - first < kGroup) inputs = std::copy_n(inputs, in - first, rest) - (in - first);
+    Floats values[kBlocks];
+    Bits sizes;  // of floats without their sign, which are in order as integers, too
+    for (int64_t block = 0; block < kBlocks; ++block) {
+      values[block] = Lane<T>::widen(inputs + block * kPage);
+      sizes = larger(sizes, as<Bits>(values[block]) & 0x7fffffffu);
+    }
+    const uint32_t most = emssd::largest(sizes);
+    float largest;
+    std::memcpy(&largest, &most, sizeof(largest));
+    const bool finite = most < 0x7f800000u;  // neither infinite nor no number
+    const float inverse = finite && most ? 127 / largest : 0;
     int32_t sum = 0;
-    for (int64_t i = 0; i < kGroup; ++i) {
-      const float scaled = finite ? values[i] * inverse : 0;
-      const auto whole = static_cast<int32_t>(scaled + (scaled < 0 ? -0.5f : 0.5f));
-      to->values[i] = static_cast<int8_t>(whole), sum += whole;
+    for (int64_t block = 0; block < kBlocks; ++block) {
+      const Floats scaled = finite ? values[block] * inverse : Floats();
+      const Bits half = (as<Bits>(scaled) & 0x80000000u) | Bits(0x3f000000u);
+      const Ints whole = converted<int32_t>(scaled + as<Floats>(half));
+      sum += total(whole);
+      for (int part = 0; part < Ints::kParts; ++part) {
+        const Few few = __builtin_convertvector(whole.part[part], Few);
+        std::memcpy(to->values[0] + block * kPage + part * Ints::kOfPart, &few, sizeof(few));
+      }
     }
     to->scale = finite ? largest / 127 : std::numeric_limits<float>::quiet_NaN(), to->start = -8 * sum;
   }
@@ -352,7 +408,10 @@ void multiply_rounded(const T* rows, int64_t num_rows, const Linear& layer, T* t
 template <class T>
 void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
   if (layer.type == Type::int4) return multiply_rounded<T>(rows, num_rows, layer, to);
-  if (layer.type == Type::int8) return multiply<T, ByteCells>(rows, num_rows, layer, to);
+  if (layer.type == Type::int8) {
+    using Pairs = std::conditional_t<std::is_same_v<T, float>, FloatBytePairCells, BytePairCells>;
+    return layer.pairs ? multiply<T, Pairs>(rows, num_rows, layer, to) : multiply<T, ByteCells>(rows, num_rows, layer, to);
+  }
   if constexpr (std::is_same_v<T, float>) {
     multiply<T, FloatCells>(rows, num_rows, layer, to);
   } else if (layer.pairs) {
@@ -399,7 +458,7 @@ void lay_out(const typename Kind::Cell* from, int64_t output_step, int64_t cell_
   if (sizeof(Cell) == 4 && cell_step == 1 && outputs >= kPanel) {
     for (; done + 16 <= cells; done += 16) {
       for (int64_t output = 0; output < kPanel; ++output) {  // too many streams for hardware to foresee
-        __builtin_prefetch(from + output * output_step + done + kAhead / 4 / sizeof(Cell), 0, 2);
+        __builtin_prefetch(from + output * output_step + done + 512 / sizeof(Cell), 0, 2);
       }
       for (int64_t output = 0; output < kPanel; output += 16) {
         transpose(reinterpret_cast<const uint32_t*>(from + output * output_step + done), output_step,
@@ -479,7 +538,7 @@ void to_panels(const void* weight, const Linear& layer, void* panels) {
     using Cell = decltype(cell);
     panels_of(static_cast<const Cell*>(weight), layer.outputs, cells, static_cast<Cell*>(panels));
   };
-  if (layer.type == Type::int8) return pack(int8_t{}, layer.in);
+  if (layer.type == Type::int8) return layer.pairs ? pack(uint16_t{}, layer.in / 2) : pack(int8_t{}, layer.in);
   if (layer.type == Type::float32) return pack(uint32_t{}, layer.in);
   layer.pairs ? pack(uint32_t{}, layer.in / 2) : pack(uint16_t{}, layer.in);
 }

@@ -6,12 +6,16 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <mutex>
 #include <numeric>
 #include <string>
@@ -38,8 +42,35 @@ struct Layer {
   std::optional<Tensor> bias, scale;
 };
 
+// Memory for the weights of a module, in large pages where the system has any: a step reads all of it, and looking up as
+// many small pages takes a fifth of its time.
+class Weights {
+ public:
+  // [bytes], kept for as long as the tensor is.
+  Tensor take(int64_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    const auto options = at::TensorOptions(at::kByte);
+    if (bytes < kLargePage / 16) return at::empty({bytes}, options);
+    if (!chunk_.defined() || chunk_.numel() - used_ < bytes) {
+      const int64_t size = (std::max(bytes, total_) + kLargePage - 1) / kLargePage * kLargePage;
+      void* memory = std::aligned_alloc(kLargePage, size);
+      TORCH_CHECK(memory, "no memory for ", size, " bytes of weights");
+      madvise(memory, size, MADV_HUGEPAGE);  // what it returns does not matter
+      chunk_ = at::from_blob(memory, {size}, [](void* gone) { std::free(gone); }, options), used_ = 0;
+    }
+    used_ += bytes, total_ += bytes;
+    return chunk_.narrow(0, used_ - bytes, bytes);
+  }
+
+ private:
+  static constexpr int64_t kLargePage = 1 << 21;
+  Tensor chunk_;
+  int64_t used_ = 0, total_ = 0;
+};
+
 // A module of which there is a compiled program: its linear layers, the program, and what the step that runs attends with.
 struct Module {
+  Weights weights;
   std::vector<Layer> linears;
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> program;
   const Step* step = nullptr;  // none: attention is Python's
@@ -69,7 +100,7 @@ Tensor padded(const std::optional<Tensor>& values, int64_t size) {
   return whole;
 }
 
-Layer own_layer(const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& scale) {
+Layer own_layer(Weights& memory, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), width = panel_width(), panels = (out + width - 1) / width;
   Linear own{};
   own.type = type_of(weight), own.in = in, own.outputs = out;
@@ -77,7 +108,7 @@ Layer own_layer(const Tensor& weight, const std::optional<Tensor>& bias, const s
     const int64_t groups = (in + 31) / 32;
     TORCH_CHECK(scale->scalar_type() == at::kBFloat16 && scale->is_contiguous() && scale->size(0) == out && scale->size(1) == groups,
                 "weights of 4 bits have a scale in bfloat16 for each 32 inputs");
-    Tensor packed = at::empty({panels, groups, group_bytes()}, weight.options().dtype(at::kByte));
+    const Tensor packed = memory.take(panels * groups * group_bytes());
     own.type = Type::int4;
     to_groups(weight.const_data_ptr<int8_t>(), static_cast<const uint16_t*>(scale->const_data_ptr()), out, in,
               packed.mutable_data_ptr<uint8_t>());
@@ -86,9 +117,8 @@ Layer own_layer(const Tensor& weight, const std::optional<Tensor>& bias, const s
     return layer;
   }
   TORCH_CHECK(own.type != Type::float64, "no kernel for ", weight.scalar_type());
-  own.pairs = takes_pairs() && own.type == Type::bfloat16 && in % 2 == 0;
-  Tensor packed = own.pairs ? at::zeros({panels, in / 2, width, 2}, weight.options())
-                            : at::zeros({panels, in, width}, weight.options());
+  own.pairs = takes_pairs() && own.type != Type::float32 && in % 2 == 0;
+  const Tensor packed = memory.take(panels * in * width * weight.element_size()).zero_();
   to_panels(weight.const_data_ptr(), own, packed.mutable_data_ptr());
   Layer layer{own, packed, padded(bias, panels * width), std::nullopt};
   if (scale) layer.scale = padded(scale, panels * width);
@@ -157,7 +187,7 @@ bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<
   TORCH_CHECK(scale.has_value() == (weight.scalar_type() == at::kChar), "int8 weights, and only they, have a scale");
   const bool by_tiles = kTiles && weight.scalar_type() == at::kBFloat16;
   Layer layer = by_tiles ? Layer{std::nullopt, onednn_layout(weight.contiguous()), bias, std::nullopt}
-                         : own_layer(weight.contiguous(), bias, scale);
+                         : own_layer(module_of(handle).weights, weight.contiguous(), bias, scale);
   module_of(handle).linears.push_back(std::move(layer));
   return by_tiles;
 }

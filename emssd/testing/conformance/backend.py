@@ -106,6 +106,17 @@ class AttentionBackendConformance(Suite):
         """Steps are planned, computed up to some layer, and given up; then others are planned for the same rows."""
         self._twice("backend.retry", st.just(Play(fails=True)))
 
+    @_rule("backend.batch_invariant")
+    def test_bits_are_those_of_a_row_alone(self) -> None:
+        """The bits of each token are those of its row alone, fed token by token, if the backend says so."""
+        spec = self._spec((LayerSpec(2, 1, 4, 4, 0.5),))
+        if (backend := self._backend()).unsupported(spec):
+            pytest.skip("it does not serve the layer by which it is asked; set dtype or device of the suite")
+        backend.allocate(spec)
+        if not backend.backend.batch_invariant:
+            pytest.skip("it does not say that it is batch_invariant")
+        self._twice("backend.batch_invariant", st.just(Play(alone=True)), atol=0.0)
+
     @_rule("backend.fits")
     def test_what_fits_is_planned_within_the_limit(self) -> None:
         """Rows of any lengths under a limit of memory, admitted as `fits` says."""
@@ -139,7 +150,7 @@ class AttentionBackendConformance(Suite):
             pytest.skip(f"it does not serve float64 on the CPU, where tokens can be compared exactly: {reasons[0]}")
         self._examples(12, check)
 
-    def _twice(self, rule: str, additions: st.SearchStrategy[Play]) -> None:
+    def _twice(self, rule: str, additions: st.SearchStrategy[Play], atol: float | None = None) -> None:
         """Play any history twice, the second time with an addition that must change nothing."""
 
         def check(data: st.DataObject) -> None:
@@ -156,7 +167,7 @@ class AttentionBackendConformance(Suite):
                 backend.allocate(spec)
                 outputs.append(play(backend, spec, history, each))
             usual, with_more = outputs
-            check_same(rule, usual, with_more, self.atol)
+            check_same(rule, usual, with_more, self.atol if atol is None else atol)
 
         self._examples(15, check)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, PackedInputs
 from emssd.attention.trees import path
-from emssd.decoding.packing import pack
+from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.machine import WatchedBackend
@@ -62,10 +62,12 @@ class Play:
     Attributes:
         bad: keys and values of sick rows, and of all rejected tokens; ``None`` for usual ones.
         fails: whether steps are attempted before, and fail.
+        alone: whether each row is fed alone, token by token, without its rejected ones.
     """
 
     bad: float | None = None
     fails: bool = False
+    alone: bool = False
 
 
 @st.composite
@@ -126,13 +128,17 @@ class _Player:
             drafted = [self._drafted(move) for move in turn.moves]
             rows = [self._rows[move.row][0] for move in turn.moves]
             packed = pack(rows, self._draft([move.tree for move in turn.moves], drafted))
-            yield from self._run(packed, self._judged(turn, packed), len(self._spec.layers))
+            if self._added.alone:
+                yield from self._run_alone(turn, drafted)
+            else:
+                yield from self._run(packed, self._judged(turn, packed), len(self._spec.layers))
             sources = tuple(moved(len(row.tokens), move.accepted) for move, row in zip(turn.moves, rows, strict=True))
             for move, row, ids in zip(turn.moves, rows, drafted, strict=True):
                 tokens = [*(ids[node] for node in move.accepted), *self._new(1, self._rows[move.row][1])]
                 row.advance(tokens, None, num_drafted=len(ids), num_accepted=len(move.accepted))
             kv_lens = tuple(row.num_cached for row in rows)
-            self._backend.commit(Kept(packed.request_ids, kv_lens, sources if any(sources) else ()))
+            moves = any(sources) and not self._added.alone
+            self._backend.commit(Kept(packed.request_ids, kv_lens, sources if moves else ()))
             for move, row in zip(turn.moves, rows, strict=True):
                 if move.leaves:
                     self._backend.release([row.request_id])
@@ -176,6 +182,18 @@ class _Player:
                 with named("backend.raises", f"forward of layer {layer}"):
                     out = self._backend.backend.forward(plan, layer, *qkv)
             yield [out[places[token]].clone() for token in judged]
+
+    def _run_alone(self, turn: Turn, drafted: list[list[int]]) -> Iterator[list[torch.Tensor]]:
+        layers: list[list[torch.Tensor]] = [[] for _ in self._spec.layers]
+        for move, ids in zip(turn.moves, drafted, strict=True):
+            row, sick = self._rows[move.row]
+            new = [*row.tokens[row.num_cached :], *(ids[node] for node in move.accepted)]
+            for length, token in enumerate(new, start=row.num_cached + 1):
+                packed = pack_nodes((row.request_id,), torch.tensor([token]), [1], [length])
+                for out, (found,) in zip(layers, self._run(packed, [0], len(layers)), strict=True):
+                    out += [] if sick else [found]
+                self._backend.commit(Kept(packed.request_ids, packed.kv_lens))
+        yield from layers
 
     def _judged(self, turn: Turn, packed: PackedInputs) -> list[int]:
         """The tokens of a step that see no bad one."""

@@ -64,6 +64,7 @@ RULES: dict[str, Rule] = {
         Rule("backend.attention", "attention equals the dense reference after any history"),
         Rule("backend.isolation", "what a query does not see changes nothing of its result, even if it is NaN"),
         Rule("backend.retry", "a step that was planned and not committed never happened"),
+        Rule("backend.batch_invariant", "if it says so, a token's bits are those of its row alone, without drafts"),
         Rule("backend.commit", "commit returns how many slots were lost to padding, 0 or more"),
         Rule("backend.memory", "kv_usage covers what sequences hold, nothing is held for nobody, peaks never fall"),
         Rule("backend.release", "released sequences hold nothing; unknown ids are no error"),

@@ -42,13 +42,6 @@ class Group:
     inputs: list[Value]
     outputs: list[Value]
 
-    def as_it_is(self, *tensors: torch.Tensor) -> None:
-        """What the kernel does: of `inputs` and `outputs`, write the latter."""
-        given = dict(zip(self.inputs, tensors, strict=False))
-        found = run([_with(op, given) for op in self.ops], self.outputs)
-        for target, source in zip(tensors[len(self.inputs) :], found, strict=True):
-            target.copy_(source)
-
 
 class Kernels(Protocol):
     """Makes kernels.
@@ -115,7 +108,8 @@ class Fusing:
     def _fewer(self, plain: list[Op], results: Any, expected: Any) -> list[Op]:
         """`plain` with fewer launches, and with the same bits on what is there now."""
         ops = joined(plain, self._joined_weight, self._most)
-        if ops is not plain and not _same_bits(run(ops, results, look=True), expected):
+        seen = results, [op.args[3] for op in plain if op.stores]  # KV, too, which a later step may read
+        if ops is not plain and not _same_bits(run(ops, seen, look=True), run(plain, seen)):
             _LOG.warning("linear layers of one input stay apart: one product rounds otherwise")
             run(plain, results, look=True)
             ops = plain
@@ -241,15 +235,6 @@ def _launched(ops: list[Op], users: dict[Value, list[Op]], kept: set[Value], ker
         return new
 
     return [Op(launch, tuple(inputs), {}, outputs), *views]
-
-
-def _with(op: Op, given: dict[Value, torch.Tensor]) -> Op:
-    """`op` with tensors for some of its values."""
-
-    def tensor(each: Any) -> Any:
-        return given.get(each, each) if isinstance(each, Value) else each
-
-    return Op(op.function, tree_map(tensor, op.args), tree_map(tensor, op.kwargs), op.out if not op.stores else None)
 
 
 def _same_bits(found: Any, expected: Any) -> bool:

@@ -98,17 +98,19 @@ def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.
     Returns:
         ``[sum(q_len * kv_len)]`` bool: for each row of the batch a row-major ``[q_len, kv_len]``, true if seen.
     """
-    masks = []
-    for row, (q_len, kv_len) in enumerate(zip(packed.lengths, packed.kv_lens, strict=True)):
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril_(kv_len - q_len)
+    sizes = [q_len * kv_len for q_len, kv_len in zip(packed.lengths, packed.kv_lens, strict=True)]
+    masks, start = np.ones(sum(sizes), dtype=bool), 0
+    for row, (q_len, size) in enumerate(zip(packed.lengths, sizes, strict=True)):
+        mask = masks[start : start + size].reshape(q_len, -1)
+        start += size
+        mask[:, -q_len:] = np.tri(q_len, dtype=bool)
         if packed.trees is not None and (tree := packed.trees[row]):
             num_new = min(q_len, len(tree))
-            mask[-num_new:, -len(tree) :] = ancestors(tree)[-num_new:]
+            mask[-num_new:, -len(tree) :] = ancestors(tree).numpy()[-num_new:]
         if sliding_window is not None:
-            positions = torch.tensor(packed.kv_positions(row))
+            positions = np.array(packed.kv_positions(row))
             mask &= positions > positions[-q_len:, None] - sliding_window
-        masks.append(mask.flatten())
-    return torch.cat(masks)
+    return torch.from_numpy(masks)
 
 
 @dataclass(frozen=True, slots=True)

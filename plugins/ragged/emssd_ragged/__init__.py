@@ -42,4 +42,4 @@ def _build(config: RaggedConfig) -> AttentionBackend:
 @hookimpl
 def emssd_attention_backends() -> list[BackendSpec]:
     """Offer the backend."""
-    return [BackendSpec("ragged", RaggedConfig, _build)]
+    return [BackendSpec("ragged", RaggedConfig, _build, batch_invariant="on CPUs, by its C++ kernel")]

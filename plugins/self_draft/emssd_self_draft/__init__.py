@@ -1,6 +1,6 @@
 """Plugin `drafter=self`: the target's own weights, rounded to 4 bits, draft on the target's own KV cache.
 
-Without training, as in ML-SpecQD (arXiv 2503.13565), with the shared cache of QuantSpec (arXiv 2502.10424).
+Without training, as in ML-SpecQD (arXiv 2503.13565) and QuantSpec (arXiv 2502.10424).
 """
 
 from __future__ import annotations

@@ -5,14 +5,20 @@ Oracles: plain decoding and sampling by hand; products in PyTorch. float64 but w
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import emssd_self_draft
 import pytest
 import torch
+from emssd_cascade import CascadeConfig
 from emssd_self_draft import SelfConfig
+from emssd_union import UnionConfig
 
 import emssd.drafters.levels
 import emssd.model.rounded
@@ -25,10 +31,11 @@ from emssd.model.int8 import rounded
 from emssd.model.rounded import RoundedRunner
 from emssd.native import load_kernels
 from emssd.testing.models import tiny_model
-from tests.support.self_drafts import KINDS, decode, make_engine, run_in_little_memory
+from tests.support.self_drafts import KINDS, decode, make_engine, run_in_little_memory, target
 from tests.support.tiers import looped
 
 DEPTH = 4
+NEEDS = {"x86-64-v2": ["sse4_2"], "x86-64-v3": ["avx2"], "x86-64-v4": ["avx512bw"]}
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "dynamic": {"tree": "dynamic", "num_nodes": 14, "top_k": 3}}
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 
@@ -182,6 +189,22 @@ def test_a_model_that_changes_is_rounded_again(monkeypatch: pytest.MonkeyPatch) 
     assert text.token_ids == plain.token_ids
 
 
+OTHERS = {
+    "cascade": CascadeConfig(["llma", "self"], {"llma": {"match_length": 1, "copy_length": 3}}),
+    "union": UnionConfig(["llma", "self"], {"llma": {"match_length": 1, "copy_length": 3}, "self": {"depth": 3}}),
+    "self": SelfConfig(),
+}
+
+
+@looped("kinds", ["greedy", "mixed"])
+@looped("name", OTHERS)
+@pytest.mark.parametrize("budget", ["fixed", "adaptive"])
+def test_beside_other_drafters_and_with_any_budget(budget: str, name: str, kinds: str) -> None:
+    engine = Engine.from_model(target().model, drafter=OTHERS[name], budget=budget, batch_size=4)
+    decode(engine, KINDS[kinds])
+    assert engine.report.num_drafted > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @looped("sizes", [(1, 1), (33, 31), (70, 32), (40, 100)])
 def test_the_kernel_multiplies_what_4_bits_stand_for(sizes: tuple[int, int], dtype: torch.dtype) -> None:
@@ -202,15 +225,51 @@ def test_the_kernel_multiplies_what_4_bits_stand_for(sizes: tuple[int, int], dty
         assert torch.equal(kernels.linear(rows[:count].to(dtype), handle, 0, num_out), out[:count])
 
 
-def test_nan_stays_in_its_row() -> None:
-    own, kernels = rounded(torch.ones(5, 64), 4), load_kernels()
+@looped("value", ["nan", "inf", "-inf"])
+@looped("place", [7, 40, 65])
+def test_nan_stays_in_its_row(place: int, value: str) -> None:
+    own, kernels = rounded(torch.ones(5, 70), 4), load_kernels()
     handle = kernels.new_module()
     kernels.add_weight(handle, own.values, None, own.scale)
-    rows = torch.ones(3, 64)
-    rows[1, 7] = float("nan")
+    rows = torch.ones(3, 70)
+    rows[1, place] = float(value)
     out = kernels.linear(rows, handle, 0, 5)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
+
+
+def test_inputs_are_rounded_to_the_nearest_byte() -> None:
+    """Of each 32 inputs, by the largest of them; of two that are equally near, the one that is farther from 0."""
+    kernels, one = load_kernels(), rounded(torch.eye(70), 4)
+    handle = kernels.new_module()
+    kernels.add_weight(handle, one.values, None, one.scale)
+    rows = torch.randn(3, 70, generator=torch.Generator().manual_seed(2))
+    rows[0, :32] = torch.arange(-16, 16) / 2.0
+    rows[0, 0] = -127
+    padded = torch.nn.functional.pad(rows, (0, 26)).view(3, 3, 32)
+    scale = padded.abs().amax(-1, keepdim=True) / 127
+    scaled = padded * (127 / padded.abs().amax(-1, keepdim=True))
+    expected = (scaled.sign() * (scaled.abs() + 0.5).floor() * scale).view(3, 96)[:, :70]
+    torch.testing.assert_close(kernels.linear(rows, handle, 0, 70), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("processor", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
+def test_kernels_of_other_processors(processor: str, tmp_path: Path) -> None:
+    """Registers of 16, 32 and 64 bytes, without the newest instructions: built for these, the same tests pass."""
+    supported = Path("/proc/cpuinfo").read_text()
+    if any(need not in supported for need in NEEDS[processor]):
+        pytest.skip(f"this processor is no {processor}")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/bash\nexec c++ "${{@/-march=native/-march={processor}}}"\n')
+    compiler.chmod(0o755)
+    models = Path(__file__).parents[3] / "tests" / "models"
+    files = [__file__, *(str(models / name) for name in ("test_bits.py", "test_int8.py"))]
+    own = os.environ | {"CXX": str(compiler), "EMSSD_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *files]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert list((tmp_path / "cache").rglob("emssd_native.so"))
 
 
 def test_four_bits_are_near_the_weight() -> None:
