@@ -22,7 +22,6 @@ __all__ = [
     "PluginWarning",
     "PromptError",
     "UnsupportedModelError",
-    "did_you_mean",
     "exit_on_error",
 ]
 

@@ -451,6 +451,9 @@ def test_wrong_files_are_refused_in_one_sentence(fault: str, tmp_path: Path) -> 
             "markov_head.joint_proj.weight are missing",
         ),
         ({"markov_head.markov_w1.weight": (VOCAB, 3)}, {}, "markov_head.markov_w2.weight is missing"),
+        (MARKOV, {"final_logit_softcapping": 30.0}, "it scales its logits by final_logit_softcapping 30.0, and"),
+        (MARKOV, {"output_multiplier": 0.5}, "it scales its logits by output_multiplier 0.5, and"),
+        ({}, {"output_multiplier": -0.5}, "it scales its logits by output_multiplier -0.5, and"),
     ],
 )
 def test_weights_of_other_kinds_are_refused(shapes: Any, inner: Any, words: str, tmp_path: Path) -> None:
@@ -459,6 +462,13 @@ def test_weights_of_other_kinds_are_refused(shapes: Any, inner: Any, words: str,
     with pytest.raises(ConfigError) as raised:
         load(path)
     assert words in str(raised.value)
+
+
+def test_scaled_logits_have_the_same_likeliest_tokens_and_are_read_where_nothing_is_added(tmp_path: Path) -> None:
+    config = CONFIG | {"dflash_config": INNER | {"output_multiplier": 0.5}, "final_logit_softcapping": 30.0}
+    load(write_head(tmp_path / "plain", config, random_weights(shapes_of(CONFIG))))
+    neutral = CONFIG | {"dflash_config": INNER | {"output_multiplier": 1.0}, "final_logit_softcapping": None}
+    load(write_head(tmp_path / "markov", neutral, random_weights(shapes_of(CONFIG) | MARKOV)))
 
 
 def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
