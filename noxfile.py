@@ -43,7 +43,7 @@ def lint(session: nox.Session) -> None:
     """Style and format, with ruff; and sentences that CONTRIBUTING.md forbids, in the folders that are free of them."""
     session.run(BIN / "ruff", "check", ".")
     session.run(BIN / "ruff", "format", "--check", ".")
-    session.run(sys.executable, "tools/plain_english.py")
+    session.run(sys.executable, "docs/_hooks/plain_english.py")
 
 
 @nox.session(venv_backend="none")
@@ -168,7 +168,7 @@ def lm_eval(session: nox.Session) -> None:
     """Tests the evaluation harness's model `emssd` with that installed, and scores the example's task, offline."""
     _install_beside(session, "lm-eval")
     session.run("python", "-m", "pytest", "tests/models/test_lm_eval.py", *session.posargs)
-    model = "pretrained=emssd/demo/weights/target,drafter=suffix"
+    model = "pretrained=emssd/data/demo/weights/target,drafter=suffix"
     task = ["--tasks", "questions", "--include_path", "examples/lm_eval", "--device", "cpu"]
     command = "from emssd.integrations.lm_eval_command import main; main()"
     arguments = ["--model", "emssd", "--model_args", model, *task]

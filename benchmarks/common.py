@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from emssd.jobs.provenance import provenance
+from emssd.cli.provenance import provenance
 
 __all__ = ["best_ms", "in_large_pages", "make_parser", "medians", "save", "show"]
 

@@ -27,12 +27,12 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.progress import Progress
 
+from emssd.cli.config import RunConfig, conf_dir, register_configs
+from emssd.cli.engines import make_engine
+from emssd.cli.intake import Failures, prompts_of, to_requests
 from emssd.cli.options import to_options
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
-from emssd.jobs.config import RunConfig, conf_dir, register_configs
-from emssd.jobs.engines import make_engine
-from emssd.jobs.intake import Failures, prompts_of, to_requests
 from emssd.metrics.stats import RunReport
 from emssd.model.cache import ModelCache
 from emssd.plugins.registry import Registry

@@ -22,7 +22,7 @@ from compile_flashinfer import PINNED
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 64 * 2**20  # bytes
 CARRIED = "carried"
-LEFT_BEHIND = ("docs/", "examples/", "tests/", "tools/")
+LEFT_BEHIND = ("docs/", "examples/", "tests/")
 TAKEN = ("tests/gpu/", "tests/support/")
 COMPILED = ["msgspec>=0.20"]
 PURE = ["hydra-core==1.3.2", "omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3"]  # as in constraints.txt

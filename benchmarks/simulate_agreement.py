@@ -21,14 +21,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from emssd.data.demo import model_path
+from emssd.data.demo import prompts as demo_prompts
 from emssd.data.prompts import encode_prompts
 from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import Batching, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.decoding.warmup import warm_up
-from emssd.demo import model_path
-from emssd.demo import prompts as demo_prompts
 from emssd.drafting import BudgetPolicy
 from emssd.drafting.budget import FixedBudget
 from emssd.metrics.stats import RunReport, StepStats

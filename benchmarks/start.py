@@ -38,7 +38,7 @@ import emssd.__main__
 stamp()
 import torch
 stamp()
-from emssd.jobs import job
+from emssd.cli import job
 from emssd.decoding.engine import Engine
 def before(module, name):
     found = getattr(module, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from emssd.version import __version__
+from emssd.errors.version import __version__
 
 if TYPE_CHECKING:
     from emssd.decoding.engine import Engine
@@ -18,6 +18,7 @@ __all__ = ["Engine", "Generation", "SamplingParams", "__version__", "custom_gene
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # who runs the program says where messages go
 
 _HOMES = {
+    "demo": "emssd.data",
     "Engine": "emssd.decoding.engine",
     "Generation": "emssd.sequences.generation",
     "SamplingParams": "emssd.sampling",

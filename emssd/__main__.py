@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from emssd.console.terminal import steady
+from emssd.errors.terminal import steady
 
 __all__ = ["main"]
 

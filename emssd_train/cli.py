@@ -8,8 +8,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from emssd.console.terminal import INTERRUPTED, plain_console, steady
 from emssd.errors import ConfigError, exit_on_error
+from emssd.errors.terminal import INTERRUPTED, plain_console, steady
 from emssd_train.options import Eagle3Options, MedusaOptions, PardOptions, TrainOptions
 
 __all__ = ["main", "make_parser"]

@@ -12,9 +12,9 @@ from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.variant import variant_of
 from torch import nn
 
+from emssd.drafters.heads import Checkpoint, TargetSizes
+from emssd.drafters.heads.containers import unwrapped
 from emssd.errors import ConfigError
-from emssd.heads import Checkpoint, TargetSizes
-from emssd.heads.containers import unwrapped
 from emssd.model import TargetModel
 from emssd_train.options import Eagle3Options
 from emssd_train.saving import save_files

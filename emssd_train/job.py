@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from emssd.errors import ConfigError, OutputError
+from emssd.errors.version import __version__
 from emssd.model import TargetModel, load_model
-from emssd.version import __version__
 from emssd_train.acceptance import Acceptance, measure
 from emssd_train.loop import check_can_train, train
 from emssd_train.options import TrainOptions

@@ -1,7 +1,7 @@
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import emssd
-from emssd.demo import model_path
+from emssd.data.demo import model_path
 
 path = str(model_path("target"))  # or any folder or hub id
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")

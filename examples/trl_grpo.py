@@ -2,7 +2,7 @@ from datasets import Dataset
 from emssd_suffix import SuffixConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from emssd.demo import model_path
+from emssd.data.demo import model_path
 from emssd.integrations.trl import Rollouts
 
 

@@ -36,7 +36,7 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
 @pytest.mark.benchmark
 def test_the_price_of_batch_invariant_is_measured() -> None:
     from benchmarks.batch_invariant_cost import main
-    from emssd.demo import model_path
+    from emssd.data.demo import model_path
 
     rows = main(["--model", str(model_path("target")), "--shapes", "2x16", "--turns", "1", "--ragged"])
     assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from peers.protocol import COPIED, DRAFTED, MATCHED
 
-from emssd.jobs.provenance import commit, processor
+from emssd.cli.provenance import commit, processor
 
 __all__ = ["provenance"]
 

@@ -12,9 +12,7 @@ from typing import Any, get_args
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from emssd.cli import docstrings
-from emssd.cli.option_texts import option_texts, preset_text, written
-from emssd.decoding.options import EngineOptions
-from emssd.jobs.config import (
+from emssd.cli.config import (
     ClusterConfig,
     ExperimentConfig,
     ModelConfig,
@@ -23,6 +21,8 @@ from emssd.jobs.config import (
     TaskConfig,
     conf_dir,
 )
+from emssd.cli.option_texts import option_texts, preset_text, written
+from emssd.decoding.options import EngineOptions
 from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import Registry
 

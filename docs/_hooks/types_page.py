@@ -32,8 +32,8 @@ MODULES = (
     "emssd.simulate",
     "emssd.native",
     "emssd.metrics",
-    "emssd.console",
-    "emssd.files",
+    "emssd.errors.terminal",
+    "emssd.errors.files",
 )
 PARTS: dict[str, tuple[str, ...]] = {
     "emssd.model": (
@@ -51,8 +51,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "emssd.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
     "emssd.native": ("load_kernels", "why_unavailable"),
-    "emssd.console": ("steady",),
-    "emssd.files": ("atomic_folder",),
+    "emssd.errors.terminal": ("steady",),
+    "emssd.errors.files": ("atomic_folder",),
 }
 """Modules of which only some names are public."""
 

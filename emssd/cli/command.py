@@ -1,4 +1,4 @@
-"""The command line: composes the options with Hydra, hands them to `emssd.jobs.job`, and prints errors as sentences."""
+"""The command line: composes the options with Hydra, hands them to `emssd.cli.job`, and prints errors as sentences."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from emssd.cli.config import STDOUT, conf_dir, register_configs
 from emssd.cli.errors import explained
 from emssd.cli.help_text import register_help
+from emssd.cli.jobs import Jobs
 from emssd.cli.options import to_options
 from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
-from emssd.jobs.config import STDOUT, conf_dir, register_configs
-from emssd.jobs.jobs import Jobs
+from emssd.errors.version import __version__
 from emssd.plugins.registry import Registry
-from emssd.version import __version__
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -20,8 +20,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from emssd.cli.config import no_size
 from emssd.errors import ConfigError, EmssdError, did_you_mean
-from emssd.jobs.config import no_size
 from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["as_config_error", "explained", "no_option"]

@@ -15,9 +15,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from emssd.cli.config import RunConfig, conf_dir
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.decoding.options import EngineOptions
-from emssd.jobs.config import RunConfig, conf_dir
 from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["register_help"]

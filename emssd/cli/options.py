@@ -11,11 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig
 from emssd.cli.errors import as_config_error, no_option
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.sources import DemoConfig
 from emssd.errors import ConfigError
-from emssd.jobs.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig
 from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["to_options"]

@@ -115,7 +115,7 @@ class RandomConfig(SourceConfig):
 
 def demo_prompts(config: DemoConfig) -> list[Prompt]:
     """The prompts of `data=demo`."""
-    from emssd import demo
+    from emssd.data import demo
 
     prompts = [Prompt(prompt.prompt_id, prompt.text) for prompt in demo.prompts()]
     kinds = sorted({prompt.prompt_id.rpartition("-")[2] for prompt in prompts})

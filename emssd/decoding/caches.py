@@ -12,7 +12,7 @@ from emssd.attention.spread import SpreadBackend, free_for
 from emssd.decoding.options import Admission, Batching, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.errors import ConfigError, PluginError
-from emssd.faults import guarded
+from emssd.errors.faults import guarded
 from emssd.plugins.registry import Registry
 
 __all__ = ["Caches", "make_backend", "shares"]

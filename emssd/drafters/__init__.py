@@ -5,17 +5,7 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 """
 
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters.lanes import HeadLane, Lane, fed
-from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
-from emssd.drafters.loading import load_draft_model, shallow_runner
-from emssd.drafters.models import ModelDrafter
-from emssd.drafters.paired import PairedDrafter
-from emssd.drafters.sampled import BeamShape, ChildrenShape, SampledDrafter, SampledShape
-from emssd.drafters.shared import SharedDrafter
-from emssd.drafters.states import StatesDrafter
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape, check_at_least_one, chosen
-from emssd.heads import (
+from emssd.drafters.heads import (
     LAST_NORMED,
     Attend,
     Checkpoint,
@@ -35,12 +25,22 @@ from emssd.heads import (
     made_empty,
     rename,
 )
-from emssd.heads.as_bytes import keep_bytes
-from emssd.heads.files import cannot_load, reading_config
-from emssd.heads.layers import Angles, rotated
-from emssd.heads.lent import Lent
-from emssd.heads.options import TreeKind, TreeOptions, head_path, shape_of
-from emssd.heads.pairs import PairedHead
+from emssd.drafters.heads.as_bytes import keep_bytes
+from emssd.drafters.heads.files import cannot_load, reading_config
+from emssd.drafters.heads.layers import Angles, rotated
+from emssd.drafters.heads.lent import Lent
+from emssd.drafters.heads.options import TreeKind, TreeOptions, head_path, shape_of
+from emssd.drafters.heads.pairs import PairedHead
+from emssd.drafters.lanes import HeadLane, Lane, fed
+from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
+from emssd.drafters.loading import load_draft_model, shallow_runner
+from emssd.drafters.models import ModelDrafter
+from emssd.drafters.paired import PairedDrafter
+from emssd.drafters.sampled import BeamShape, ChildrenShape, SampledDrafter, SampledShape
+from emssd.drafters.shared import SharedDrafter
+from emssd.drafters.states import StatesDrafter
+from emssd.drafting.levels import GrowingTree
+from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape, check_at_least_one, chosen
 from emssd.sampling.choice import Node, choose, greedy_tokens
 from emssd.sampling.draws import behind
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
-from emssd.heads.compiled import compiled_head
-from emssd.heads.head import Head
+from emssd.drafters.heads.compiled import compiled_head
+from emssd.drafters.heads.head import Head
 from emssd.model.program import Chain
 
 __all__ = ["HeadLane", "KVCache", "Lane", "fed"]
@@ -78,7 +78,7 @@ class HeadLane(Lane):
     Args:
         head: with its weights.
         backend: allocated for the head's `kv_cache_spec`.
-        compile: run it as a compiled program, see `emssd.heads.compiled`, where that can be.
+        compile: run it as a compiled program, see `emssd.drafters.heads.compiled`, where that can be.
     """
 
     def __init__(self, head: Head, backend: AttentionBackend, *, compile: bool = False) -> None:

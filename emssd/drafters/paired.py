@@ -13,12 +13,12 @@ import torch
 from emssd.attention import Kept, PackedInputs
 from emssd.attention.transfer import on_device
 from emssd.decoding.packing import pack_nodes
+from emssd.drafters.heads.lent import Lent
+from emssd.drafters.heads.pairs import PairedHead
 from emssd.drafters.lanes import HeadLane
 from emssd.drafters.levels import GrowingRow, Level, nodes_of, pack_level
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.shapes import Shape
-from emssd.heads.lent import Lent
-from emssd.heads.pairs import PairedHead
 
 __all__ = ["PairedDrafter"]
 

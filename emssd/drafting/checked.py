@@ -17,7 +17,7 @@ from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.hidden import checked_layers
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
-from emssd.faults import guarded, told
+from emssd.errors.faults import guarded, told
 from emssd.sequences import Batch
 
 __all__ = ["CheckedDrafter", "check_draft", "check_ids", "own_draft"]

@@ -22,7 +22,7 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.forced import ForcedTokens
 from emssd.errors import PluginError
-from emssd.faults import guarded
+from emssd.errors.faults import guarded
 from emssd.metrics.stats import StageStats, StepStats
 from emssd.sequences import Batch
 

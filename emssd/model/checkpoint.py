@@ -144,7 +144,7 @@ def files_of(path: str) -> list[Path]:
 def _source(path: str) -> str:
     """The folder of an embedded model, or `path` itself. Raises ConfigError: a folder that is not there."""
     if path in _EMBEDDED:
-        from emssd.demo import model_path
+        from emssd.data.demo import model_path
 
         return str(model_path(_EMBEDDED[path]))
     folder = Path(path).expanduser()

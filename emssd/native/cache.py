@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emssd.errors import EmssdError
-from emssd.files import atomic_folder, lock
+from emssd.errors.files import atomic_folder, lock
 
 __all__ = ["CacheError", "Entry", "cache_dir", "entry", "is_kept", "room_hint", "trusted"]
 

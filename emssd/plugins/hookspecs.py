@@ -55,7 +55,7 @@ class DrafterSpec(Spec):
 
     Attributes:
         build: ``build(config, context)`` gives a new drafter, or a list of new ones that are asked in turn.
-        reads: names of the formats of `emssd.heads.Format` that its files may have.
+        reads: names of the formats of `emssd.drafters.heads.Format` that its files may have.
     """
 
     build: Callable[[Any, DrafterContext], Drafter | list[Drafter]]

@@ -14,7 +14,7 @@ from typing import Any
 import pluggy
 
 from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
-from emssd.faults import guarded, named_if_slow, process_kept, told
+from emssd.errors.faults import guarded, named_if_slow, process_kept, told
 from emssd.plugins import hookspecs
 from emssd.plugins.hookspecs import KINDS, Spec
 from emssd.plugins.offers import check_spec, held, specs_of

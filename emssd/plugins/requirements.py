@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from emssd.version import __version__
+from emssd.errors.version import __version__
 
 __all__ = ["unmet_requirement"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emssd.console.terminal import steady
 from emssd.errors import ConfigError, OutputError, exit_on_error
+from emssd.errors.terminal import steady
 
 if TYPE_CHECKING:
     from emssd.report.sections import Section

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence as Seq
 
-from emssd.console.terminal import steady
 from emssd.errors import exit_on_error
+from emssd.errors.terminal import steady
 from emssd.simulate import commands
 
 __all__ = ["main", "make_parser"]

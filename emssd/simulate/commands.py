@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emssd.console.terminal import plain_console
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.drafting import BudgetPolicy
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
+from emssd.errors.terminal import plain_console
 from emssd.plugins.registry import Registry
 from emssd.simulate.curves import FittedCurve, StepCurve, load_curve
 from emssd.simulate.laws import geometric_trace
@@ -183,7 +183,7 @@ def _curve(name: str) -> StepCurve:
 
 def _prompts(path: Path | None, limit: int | None) -> list[str]:
     if path is None:
-        from emssd.demo import prompts
+        from emssd.data.demo import prompts
 
         return [prompt.text for prompt in prompts(limit)]
     from emssd.data.records import existing_file, read_text

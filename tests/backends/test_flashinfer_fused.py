@@ -22,9 +22,9 @@ from emssd.attention import Kept, KVCacheSpec, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
 from emssd.drafters import HeadLane
+from emssd.drafters.heads.config import DecoderConfig
+from emssd.drafters.heads.head import LayerHead
 from emssd.errors import PluginError
-from emssd.heads.config import DecoderConfig
-from emssd.heads.head import LayerHead
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model

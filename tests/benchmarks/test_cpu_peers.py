@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from emssd.demo import model_path
+from emssd.data.demo import model_path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -29,9 +29,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from emssd import __main__
-from emssd.cli import command
-from emssd.jobs import config
-from emssd.jobs.config import register_configs
+from emssd.cli import command, config
+from emssd.cli.config import register_configs
 from emssd.model import cache, load_model
 from emssd.plugins.registry import KINDS, Registry
 from emssd.testing.models import tiny_model

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from emssd.cli import command as cli
+from emssd.cli.config import RunConfig
+from emssd.cli.jobs import Jobs
 from emssd.decoding.options import DEFAULT_DRAFTER
-from emssd.jobs.config import RunConfig
-from emssd.jobs.jobs import Jobs
 from emssd.plugins.registry import Registry
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import emssd
 from emssd import Engine
+from emssd.cli.config import register_configs
 from emssd.errors import EmssdError, PluginError, PluginWarning
-from emssd.jobs.config import register_configs
 from emssd.plugins.registry import Registry
 from emssd.plugins.requirements import unmet_requirement
 from emssd.testing.models import tiny_model

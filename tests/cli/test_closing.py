@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from emssd.jobs.closing import remarks, short_end, short_start
+from emssd.cli.closing import remarks, short_end, short_start
 from emssd.metrics.busy import CPUTimes, OtherProcesses, cpu_times
 from tests.support.tiers import looped
 
@@ -97,7 +97,7 @@ def test_a_busy_machine(shares: tuple[float | None, float | None], said: str | N
 
 
 def test_the_share_is_in_the_metrics_of_both_runs(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.jobs.job.OtherProcesses", lambda *_: OtherProcesses(counted((4.0, 10.0, 0.0))))
+    monkeypatch.setattr("emssd.cli.job.OtherProcesses", lambda *_: OtherProcesses(counted((4.0, 10.0, 0.0))))
     result = decode("check=greedy")
     assert (result.metrics["other_cpu_share"], result.metrics["greedy"]["other_cpu_share"]) == (0.2, 0.2)
     assert "the machine was busy: other processes used 20% of its cores" in result.out
@@ -137,7 +137,7 @@ def test_times_of_this_machine() -> None:
 
 
 def test_attention_without_kernels_is_said_at_the_end(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.jobs.closing.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
+    monkeypatch.setattr("emssd.cli.closing.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
     assert "\nattention in PyTorch: no C++ compiler\n" in decode().out
 
 

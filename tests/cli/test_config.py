@@ -12,8 +12,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from emssd.cli.config import ModelConfig, RunConfig, conf_dir, register_configs
 from emssd.decoding.options import DEFAULT_DRAFTER
-from emssd.jobs.config import ModelConfig, RunConfig, conf_dir, register_configs
 from emssd.model.random_weights import counted_on, counting_model
 from emssd.plugins.registry import KINDS, Registry
 from tests.support.tiers import looped

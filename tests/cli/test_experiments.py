@@ -13,8 +13,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from emssd.jobs.config import Size, conf_dir
-from emssd.jobs.rows_file import RowsFile
+from emssd.cli.config import Size, conf_dir
+from emssd.cli.rows_file import RowsFile
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from emssd.cli.config import RunConfig, SamplingConfig
+from emssd.cli.resume import _request_digest
 from emssd.data.openai_batch import OpenAIBatchConfig, openai_batch_prompts
 from emssd.data.prompts import Prompt
-from emssd.jobs.config import RunConfig, SamplingConfig
-from emssd.jobs.resume import _request_digest
 from emssd.sampling import SamplingParams
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'emssd[grammar]'")

@@ -14,12 +14,12 @@ from emssd_rest.cli import main as rest_main
 
 import emssd as package
 from emssd.__main__ import main as emssd_main
-from emssd.authoring import main as plugins_main
+from emssd.cli.config import ModelConfig, RunConfig, conf_dir
 from emssd.cli.option_texts import option_texts
-from emssd.jobs.config import ModelConfig, RunConfig, conf_dir
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.__main__ import main as report_main
 from emssd.simulate.__main__ import main as simulate_main
+from emssd.testing.authoring import main as plugins_main
 from emssd_train.cli import main as train_main
 from tests.support.tiers import looped
 

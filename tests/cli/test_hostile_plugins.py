@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from emssd import authoring
-from emssd.authoring.watched import Notes, _watch, run_watched
 from emssd.drafting import Draft, Drafter
 from emssd.errors import PluginError
 from emssd.sequences import Batch, Request, Row
+from emssd.testing import authoring
+from emssd.testing.authoring.watched import Notes, _watch, run_watched
 from emssd.testing.conformance.rules import BrokenRule
 from emssd.testing.conformance.watch import WatchedDrafter
 from tests.support.tiers import looped

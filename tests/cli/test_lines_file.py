@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from emssd.cli import lines_file
+from emssd.cli.lines_file import LinesFile
+from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
-from emssd.jobs import lines_file
-from emssd.jobs.lines_file import LinesFile
-from emssd.jobs.output import OutputFolder
 from tests.support.full_disk import room
 
 

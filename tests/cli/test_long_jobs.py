@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from emssd.cli.config import OnError
+from emssd.cli.intake import Failures
+from emssd.cli.output import OutputFolder
 from emssd.data.prompts import Prompt
 from emssd.errors import OutputError, PromptError
-from emssd.jobs.config import OnError
-from emssd.jobs.intake import Failures
-from emssd.jobs.output import OutputFolder
 from tests.support.tiers import looped, only
 
 

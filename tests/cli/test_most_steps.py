@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from emssd.cli.config import RunConfig
+from emssd.cli.job import _most_steps
 from emssd.data.prompts import Prompt
-from emssd.jobs.config import RunConfig
-from emssd.jobs.job import _most_steps
 
 
 @pytest.mark.parametrize(

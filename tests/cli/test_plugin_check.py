@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from emssd import __version__, authoring
+from emssd import __version__
+from emssd.testing import authoring
 from emssd.testing.conformance.rules import rules_of
 from emssd.testing.conformance.setting import setting
 from tests.support.perfect_head import VOCAB, perfect_target
@@ -189,7 +190,7 @@ def test_check_of_a_trained_head_on_its_target(
 def test_check_without_pytest_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emssd.authoring.check.find_spec", lambda name: None if name == "hypothesis" else name)
+    monkeypatch.setattr("emssd.testing.authoring.check.find_spec", lambda name: None if name == "hypothesis" else name)
     with pytest.raises(SystemExit):
         authoring.main(["check", "llma"])
     assert capsys.readouterr().err == (

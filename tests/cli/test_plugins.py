@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from emssd import authoring
-from emssd.console.terminal import plain_console
 from emssd.decoding.check import CheckReport, Difference
 from emssd.errors import PluginError, PluginWarning
+from emssd.errors.terminal import plain_console
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.console import print_check, print_report
+from emssd.testing import authoring
 from tests.support.tiers import looped
 
 from .conftest import drafter
@@ -143,7 +143,7 @@ WAITS = "import threading\n[each.join() for each in threading.enumerate() if eac
 def test_a_plugin_that_takes_long_is_named_and_can_be_left_out(
     install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emssd.faults._SLOW_SECONDS", 0.01)
+    monkeypatch.setattr("emssd.errors.faults._SLOW_SECONDS", 0.01)
     install("slow", WAITS + drafter())  # it ends when what is to be said has been said
     assert "third" in Registry().names("drafter")
     assert capsys.readouterr().err == (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from emssd import __version__
-from emssd.jobs import job, provenance
+from emssd.cli import job, provenance
 
 from .conftest import drafter
 

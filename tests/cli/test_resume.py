@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from emssd.cli import resume
+from emssd.cli.lines_file import LinesFile
+from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
-from emssd.jobs import resume
-from emssd.jobs.lines_file import LinesFile
-from emssd.jobs.output import OutputFolder
 from emssd.sequences import Generation
 
 

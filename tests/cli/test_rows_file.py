@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from emssd.cli.rows_file import RowsFile
 from emssd.errors import ConfigError, OutputError
-from emssd.jobs.rows_file import RowsFile
 from tests.support.tiers import looped
 
 

@@ -143,7 +143,7 @@ def test_a_sweep_writes_a_folder_per_job(decode: Callable) -> None:
 
 
 def test_threads_of_one_job_are_not_those_of_the_next(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.jobs.job._own_threads", lambda: 2)
+    monkeypatch.setattr("emssd.cli.job._own_threads", lambda: 2)
     before = torch.get_num_threads()
     try:
         result = decode("-m", "num_threads=1,null", "max_new_tokens=2", "data.limit=1")

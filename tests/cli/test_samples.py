@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from emssd.cli.output import OutputFolder
 from emssd.data.prompts import Prompt
-from emssd.jobs.output import OutputFolder
 from emssd.sequences import FinishReason, Generation, TokenLogprob
 from tests.support.tiers import looped
 

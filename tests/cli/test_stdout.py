@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
-from emssd.jobs.output import OutputFolder
 
 
 def test_rows_go_to_stdout_and_all_else_to_stderr(decode: Callable, work: Path) -> None:

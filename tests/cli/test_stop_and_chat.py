@@ -13,10 +13,10 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from emssd import Engine, demo
+from emssd.cli import progress
+from emssd.cli.progress import LiveFigures
 from emssd.data.chat import encode_chat
 from emssd.errors import ConfigError, PromptError
-from emssd.jobs import progress
-from emssd.jobs.progress import LiveFigures
 from emssd.metrics.stats import RunReport
 from emssd.sequences import StopStrings
 from tests.support.tiers import looped
@@ -173,7 +173,7 @@ def test_stop_strings_end_rows(decode: Callable) -> None:
 def test_stop_strings_as_they_are_typed(
     option: str, strings: list[str], decode: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from emssd.jobs import intake
+    from emssd.cli import intake
 
     made: list[list[str]] = []
     real = intake.StopStrings

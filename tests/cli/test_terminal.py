@@ -13,9 +13,9 @@ import pytest
 from emssd_rest.cli import main as rest
 from rich.table import Table
 
-from emssd.authoring import main as plugins
-from emssd.console.terminal import INTERRUPTED, plain_console, steady
+from emssd.errors.terminal import INTERRUPTED, plain_console, steady
 from emssd.simulate.__main__ import main as simulate
+from emssd.testing.authoring import main as plugins
 from tests.support.tiers import looped
 
 

@@ -21,11 +21,11 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from emssd.authoring import make_parser as plugins_parser
-from emssd.jobs.config import RunConfig, conf_dir, register_configs
+from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.plugins.registry import Registry
 from emssd.report.__main__ import make_parser as report_parser
 from emssd.simulate.__main__ import make_parser as simulate_parser
+from emssd.testing.authoring import make_parser as plugins_parser
 from emssd_train.cli import make_parser as train_parser
 from tests.support.tiers import looped
 
@@ -38,14 +38,14 @@ PAGES = sorted([*ROOT.glob("*.md"), *WRITTEN, *EXAMPLES.glob("*/README.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "emssd-plugins": plugins_parser,
-    "python -m emssd.authoring": plugins_parser,
+    "python -m emssd.testing.authoring": plugins_parser,
     "python -m emssd.report": report_parser,
     "python -m emssd.simulate": simulate_parser,
     "emssd-rest": rest_parser,
     "emssd-train": train_parser,
 }
 SHELL = {".", "cd", "emssd-lm-eval", "export", "git", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
-MODULES = {"python -m build", "python -m pip"}
+MODULES = {"python -m build", "python -m emssd_train.demo", "python -m emssd_train.demo.head", "python -m pip"}
 QUOTED = {  # files that a test runs, or nox -s example_plugin
     "examples/library.py",
     "examples/sampling.py",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.plain_english import CLEAN, ROOT, faults, files, main
+from docs._hooks.plain_english import CLEAN, ROOT, faults, files, main
 
 SOURCE = '''"""Good words,
 and what became of a draft.

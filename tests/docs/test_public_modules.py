@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from emssd.authoring.new import new_plugin
+from emssd.testing.authoring.new import new_plugin
 
 pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,11 +13,11 @@ from types import ModuleType
 
 import pytest
 
-from emssd.authoring.new import new_plugin
+from emssd.cli.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
 from emssd.drafting import Drafter
-from emssd.jobs.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
 from emssd.plugins.registry import KINDS, Registry
 from emssd.simulate.closed_forms import acceptance_pmf, expected
+from emssd.testing.authoring.new import new_plugin
 from tests.support.tiers import looped
 
 pytestmark = pytest.mark.docs

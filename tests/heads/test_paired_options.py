@@ -9,8 +9,8 @@ import pytest
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters.heads.options import TreeKind, TreeOptions, shape_of
 from emssd.errors import ConfigError
-from emssd.heads.options import TreeKind, TreeOptions, shape_of
 from tests.support.paired import DEPTH, HEADS, decode, head_path, is_full, make_engine, target
 from tests.support.tiers import looped
 
@@ -55,12 +55,12 @@ def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Pa
     file = tmp_path / "tree.json"
     file.write_text(held)
     with pytest.raises(ConfigError) as raised:
-        shape_of(TreeOptions(tree=TreeKind.static, static_tree=str(file)), "emssd.heads", top_k=4)
+        shape_of(TreeOptions(tree=TreeKind.static, static_tree=str(file)), "emssd.drafters.heads", top_k=4)
     assert words in str(raised.value)
 
 
 def test_the_authors_tree_comes_along() -> None:
-    shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd.heads", top_k=4)
+    shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd.drafters.heads", top_k=4)
     assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
 
 

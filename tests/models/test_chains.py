@@ -19,8 +19,8 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters import PairedDrafter
+from emssd.drafters.heads.compiled import CompiledHead
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter
-from emssd.heads.compiled import CompiledHead
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.program import Chain, Program
 from emssd.native import cache_dir

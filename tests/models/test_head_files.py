@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from emssd.drafters.heads import Checkpoint, Format, StaticTree, detect, expect, read_checkpoint
 from emssd.drafters.states import KnownStates
 from emssd.errors import ConfigError
-from emssd.heads import Checkpoint, Format, StaticTree, detect, expect, read_checkpoint
 from tests.support.heads import write_head
 from tests.support.tiers import looped
 

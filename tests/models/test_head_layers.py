@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.decoding.caches import make_backend
 from emssd.drafters import HeadLane
+from emssd.drafters.heads import Checkpoint, DecoderConfig, Head, Rotary, fill, made_empty
+from emssd.drafters.heads.layers import Attend
 from emssd.errors import OutOfMemoryError
-from emssd.heads import Checkpoint, DecoderConfig, Head, Rotary, fill, made_empty
-from emssd.heads.layers import Attend
 from emssd.plugins.registry import Registry
 from tests.support.heads import CPU
 from tests.support.tiers import looped

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from emssd.authoring import make_parser
-from emssd.authoring.inspect import inspect, print_inspected
+from emssd.testing.authoring import make_parser
+from emssd.testing.authoring.inspect import inspect, print_inspected
 from tests.support.heads import layer_weights, random_weights, write_head
 
 CONFIG: dict[str, Any] = {

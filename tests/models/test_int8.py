@@ -15,10 +15,10 @@ from filelock import FileLock
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from emssd.cli.config import changed_options
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
-from emssd.jobs.config import changed_options
 from emssd.model import TargetModel, load_model, program
 from emssd.model.fingerprint import short_pass
 from emssd.model.int8 import bytes_of, round_drafter, round_weights, scales_of

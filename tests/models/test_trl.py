@@ -18,7 +18,7 @@ from emssd_suffix import SuffixConfig
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
 
-from emssd.demo import model_path
+from emssd.data.demo import model_path
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
 from emssd.integrations import installed

@@ -18,7 +18,7 @@ FAULTS = (
     Fault(
         "the settings that a plugin leaves changed are not looked at in a step",
         "faults",
-        "emssd/faults.py",
+        "emssd/errors/faults.py",
         "if error is None and self._in_step and _settings() == self._before:",
         "if error is None and self._in_step:",
         (

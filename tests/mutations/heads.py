@@ -27,7 +27,7 @@ FAULTS = (
     Fault(
         "a container's numbers of streams are taken for those of outputs",
         "dflash",
-        "emssd/heads/containers.py",
+        "emssd/drafters/heads/containers.py",
         "[each - 1 for each in ids]",
         "list(ids)",
         _CONTAINER,

@@ -10,8 +10,8 @@ CHOOSING = "emssd/decoding/choosing.py"
 LOGPROBS = "emssd/decoding/logprobs.py"
 PROCESSING = "emssd/sampling/processing.py"
 RULES = "emssd/sampling/residual/rules.py"
-RESUME = "emssd/jobs/resume.py"
-LINES = "emssd/jobs/lines_file.py"
+RESUME = "emssd/cli/resume.py"
+LINES = "emssd/cli/lines_file.py"
 
 FAULTS = (
     Fault(
@@ -215,7 +215,7 @@ FAULTS = (
     Fault(
         "samples that are there are made again",
         "resumed jobs",
-        "emssd/jobs/intake.py",
+        "emssd/cli/intake.py",
         "if (prompt.prompt_id, each.sample) not in finished]",
         "]",
         (
@@ -242,7 +242,7 @@ FAULTS = (
     Fault(
         "two runs write to one folder",
         "resumed jobs",
-        "emssd/files.py",
+        "emssd/errors/files.py",
         "fcntl.LOCK_EX | (0",
         "fcntl.LOCK_SH | (0",
         (

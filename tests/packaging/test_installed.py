@@ -15,7 +15,7 @@ import hydra
 import pytest
 
 import emssd
-from emssd.jobs.config import conf_dir, register_configs
+from emssd.cli.config import conf_dir, register_configs
 from emssd.plugins.registry import Registry
 
 BIN = Path(sys.executable).parent
@@ -53,9 +53,9 @@ def test_the_wheel_holds_the_marker_the_presets_and_the_demo(wheel: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     assert {"emssd/py.typed", "emssd/conf/config.yaml", "emssd/conf/backend/unpad_kv.yaml"} <= set(names)
     for model in ("target", "draft"):
-        assert f"emssd/demo/weights/{model}/model.safetensors" in names
-        assert f"emssd/demo/weights/{model}/tokenizer.json" in names
-    ours = [name for name in names if not name.startswith("emssd/authoring/templates/")]  # a new plugin has tests
+        assert f"emssd/data/demo/weights/{model}/model.safetensors" in names
+        assert f"emssd/data/demo/weights/{model}/tokenizer.json" in names
+    ours = [name for name in names if not name.startswith("emssd/testing/authoring/templates/")]  # with tests
     assert ours != names
     assert not [name for name in names if name.startswith("tools") or "muon" in name]  # the demo's trainer
     assert not [name for name in ours if name.startswith("tests") or "/tests/" in name or name.endswith(".pyc")]

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from emssd import Engine
+from emssd.cli.config import RunConfig, changed_options
+from emssd.cli.jobs import Jobs
 from emssd.data.sources import RandomConfig, random_prompts
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.jobs.config import RunConfig, changed_options
-from emssd.jobs.jobs import Jobs
 from emssd.model import load_model
 from emssd.model.parallel.plans import check_shards
 from emssd.plugins.registry import Registry

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from emssd.drafters import PairedDrafter
+from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import DrafterContext
-from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from tests.support.heads import layer_weights, random_weights

@@ -14,8 +14,8 @@ from emssd_eagle3 import Eagle3Config
 from emssd_eagle3.drafter import load_drafter
 from emssd_eagle3.parallel import ParallelDrafter
 
+from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import DrafterContext
-from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from tests.support.hidden import right_states

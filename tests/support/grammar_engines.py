@@ -48,8 +48,8 @@ from emssd_union import UnionConfig
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.drafters.heads.options import TreeKind
 from emssd.drafting.budget import FixedBudget
-from emssd.heads.options import TreeKind
 from emssd.model import BorrowedTarget, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams

@@ -17,8 +17,8 @@ from emssd.attention.trees import Parents, depths, path
 from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafters import HeadLane
+from emssd.drafters.heads import Head
 from emssd.drafting import Draft
-from emssd.heads import Head
 from emssd.plugins.registry import Registry
 
 __all__ = ["CPU", "Weights", "dense_layer", "dense_rms", "layer_weights", "random_weights", "run_ragged", "write_head"]

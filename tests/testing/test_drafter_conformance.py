@@ -28,9 +28,9 @@ from emssd_rest import RestConfig
 from emssd_rest.drafter import RestDrafter
 from emssd_union.drafter import UnionDrafter
 
+from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
-from emssd.heads.options import TreeKind
 from emssd.testing import DrafterConformance
 from tests.support.random_drafters import (
     random_adapter,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from emssd import authoring
+from emssd.testing import authoring
 
 
 def run(*command: object, cwd: Path) -> None:

@@ -21,8 +21,8 @@ import emssd_train.texts
 from emssd import demo
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.heads import TargetSizes
-from emssd.heads.options import TreeKind
+from emssd.drafters.heads import TargetSizes
+from emssd.drafters.heads.options import TreeKind
 from emssd.model import load_model
 from emssd.testing.models import tiny_model
 from emssd_train.cli import main

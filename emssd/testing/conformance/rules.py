@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from emssd.faults import told
+from emssd.errors.faults import told
 
 __all__ = ["RULES", "BrokenRule", "Rule", "assertions", "broken", "broken_rule", "named", "renamed", "rules_of"]
 

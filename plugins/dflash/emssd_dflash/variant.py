@@ -21,7 +21,7 @@ class Variant:
         decoder: sizes and rules of its layers.
         block_size: tokens of a block: the newest one of a row, and masks.
         mask_token_id: of the target's embeddings.
-        layers: the target's hidden states that it reads, see `emssd.heads.LAST_NORMED`.
+        layers: the target's hidden states that it reads, see `emssd.drafters.heads.LAST_NORMED`.
         causal: ``[num_layers]`` whether a token of the block sees those before it alone.
         from_anchor: whether slot ``i`` of a block is for the token behind it, and not for its own.
         embedding_scale: factor of the embeddings of blocks.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from emssd import Engine
-from emssd.demo import model_path, prompts
+from emssd.data.demo import model_path, prompts
 from emssd.drafting import Drafter
 from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams

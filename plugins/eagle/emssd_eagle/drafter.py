@@ -25,7 +25,7 @@ def load_drafter(config: EagleConfig, context: DrafterContext) -> PairedDrafter:
     """A drafter with the head of `config`. Raises ConfigError: an option cannot work, or there is no such head for this
     target; or OutOfMemoryError: the target's device has no room for it.
     """
-    shape = shape_of(config, "emssd.heads", top_k=config.top_k)
+    shape = shape_of(config, "emssd.drafters.heads", top_k=config.top_k)
     path, lent = head_path(config.path, "eagle"), Lent.by(context, "eagle")
     loaded = load_eagle(path, lent.sizes)
     loaded.log("eagle")

@@ -12,8 +12,8 @@ import torch
 from emssd_eagle.drafter import load_eagle
 from emssd_eagle.head import EagleHead
 
+from emssd.drafters.heads import Loaded, TargetSizes
 from emssd.errors import ConfigError
-from emssd.heads import Loaded, TargetSizes
 from tests.support.heads import (
     Weights,
     dense_layer,

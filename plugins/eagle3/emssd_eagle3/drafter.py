@@ -16,7 +16,7 @@ def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter
     """A drafter with the head of `config`. Raises ConfigError: an option cannot work, or there is no such head for this
     target; or OutOfMemoryError: the target's device has no room for it.
     """
-    shape = shape_of(config, "emssd.heads", top_k=config.top_k)
+    shape = shape_of(config, "emssd.drafters.heads", top_k=config.top_k)
     layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)
     path, lent = head_path(config.path, "eagle3"), Lent.by(context, "eagle3")
     loaded = load_eagle3(path, lent.sizes, layer_ids)

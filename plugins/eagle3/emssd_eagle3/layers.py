@@ -16,7 +16,7 @@ class AuxLayers:
     """The target's hidden states that a head reads.
 
     Attributes:
-        layers: their numbers, see `emssd.heads.LAST_NORMED`, in the order in which the head reads them.
+        layers: their numbers, see `emssd.drafters.heads.LAST_NORMED`, in the order in which the head reads them.
         other: those of the other reading, where it is possible and nothing in the file tells which is right. A wrong
             one changes no output, only how much is accepted.
         why: how they were chosen, in words.

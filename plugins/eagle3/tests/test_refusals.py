@@ -12,8 +12,8 @@ import torch
 from emssd_eagle3.layers import LayerIds, aux_layers
 from emssd_eagle3.loading import load_eagle3
 
+from emssd.drafters.heads import TargetSizes
 from emssd.errors import ConfigError
-from emssd.heads import TargetSizes
 from tests.support.heads import Weights, layer_weights, random_weights, write_head
 from tests.support.tiers import looped
 

@@ -27,11 +27,11 @@ from emssd.attention import PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.packing import pack_nodes
+from emssd.drafters.heads import read_trees
+from emssd.drafters.heads.options import TreeKind
 from emssd.drafters.states import KnownStates
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.heads import read_trees
-from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request
 from tests.support.ending import EndsByTurns

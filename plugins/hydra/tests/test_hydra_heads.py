@@ -10,8 +10,8 @@ import pytest
 import torch
 from emssd_hydra.loading import LoadedHydra, load_hydra
 
+from emssd.drafters.heads import LAST_NORMED, TargetSizes, read_trees
 from emssd.errors import ConfigError
-from emssd.heads import LAST_NORMED, TargetSizes, read_trees
 from tests.support.heads import (
     Weights,
     dense_layer,

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters.heads import read_trees
+from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.heads import read_trees
-from emssd.heads.options import TreeKind
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request
 from tests.support.fed_heads import KINDS, NUM_NEW, PROMPTS, Trial, earlier_states, states_of_other_nodes

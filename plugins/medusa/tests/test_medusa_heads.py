@@ -11,8 +11,8 @@ import torch
 from emssd_medusa.heads import MedusaHeads
 from emssd_medusa.loading import load_medusa
 
+from emssd.drafters.heads import Loaded, TargetSizes, read_trees
 from emssd.errors import ConfigError
-from emssd.heads import Loaded, TargetSizes, read_trees
 from tests.support.heads import Weights, random_weights, write_head
 
 H, V, HEADS = 16, 40, 5

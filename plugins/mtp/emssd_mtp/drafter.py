@@ -15,7 +15,7 @@ def load_drafter(config: MtpConfig, context: DrafterContext) -> PairedDrafter:
     """A drafter with the layer that `config` names. Raises ConfigError: an option cannot work, or there is no such
     layer for this target; or OutOfMemoryError: the target's device has no room for it.
     """
-    shape, lent = shape_of(config, "emssd.heads", top_k=config.top_k), Lent.by(context, "mtp")
+    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "mtp")
     path = config.path or lent.target.model.name_or_path
     if not path:
         raise ConfigError(

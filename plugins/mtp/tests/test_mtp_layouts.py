@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters.heads import TargetSizes
+from emssd.drafters.heads.lent import Lent
+from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
-from emssd.heads import TargetSizes
-from emssd.heads.lent import Lent
-from emssd.heads.options import TreeKind
 from emssd.model import BorrowedTarget, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams

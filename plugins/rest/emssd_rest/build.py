@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from emssd.errors import ConfigError, OutputError
-from emssd.files import atomic_folder
+from emssd.errors.files import atomic_folder
 from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Header, fingerprint, join_documents
 
 __all__ = ["build_store", "suffix_array"]

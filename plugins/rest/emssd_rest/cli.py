@@ -12,8 +12,8 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from emssd.console import steady
 from emssd.errors import ConfigError, exit_on_error
+from emssd.errors.terminal import steady
 
 __all__ = ["main", "make_parser"]
 

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from emssd.demo import model_path
+from emssd.data.demo import model_path
 from emssd.errors import ConfigError, OutputError
 from emssd.sequences import Batch, Request, Row
 

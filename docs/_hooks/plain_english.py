@@ -1,0 +1,89 @@
+"""Finds sentences that CONTRIBUTING.md forbids, in docstrings, comments and pages.
+
+    python docs/_hooks/plain_english.py            # the paths of `CLEAN`; exits with 1 if there is such a sentence
+    python docs/_hooks/plain_english.py PATH …     # others
+
+A path that is clean is added to `CLEAN`, so that it stays so.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["CLEAN", "faults"]
+
+ROOT = Path(__file__).resolve().parents[2]
+CLEAN = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks",
+    "conftest.py",
+    "docs",
+    "emssd_train",
+    "examples",
+    "noxfile.py",
+    "tests/benchmarks",
+    "tests/cli",
+    "tests/demo",
+    "tests/docs",
+    "tests/gpu",
+    "tests/packaging",
+    "tests/parallel",
+    "tests/report",
+    "tests/train",
+)
+MADE = ("docs/reference/options.md", "docs/reference/types.md", "docs/results")  # from docstrings, or by a run
+
+FIRST = re.compile(r"\s*(What|Those|Which|None|Asked)\b")
+WORDS = ("what became of", "those of (it|them) that", "(told|hears?) of", "held to")
+ANYWHERE = re.compile(rf"\b({'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+
+
+def faults(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and words of each fault in a file of Python or Markdown."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield from _matches(1, text)
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node, clean=False)
+            if docstring is not None:
+                line = node.body[0].lineno
+                if first := FIRST.match(docstring):
+                    yield line, f"a docstring begins with {first[1]!r}"
+                yield from _matches(line, docstring)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _matches(token.start[0], token.string)
+
+
+def _matches(line: int, text: str) -> Iterator[tuple[int, str]]:
+    for match in ANYWHERE.finditer(text):
+        yield line + text.count("\n", 0, match.start()), repr(" ".join(match[0].split()))
+
+
+def files(path: Path) -> list[Path]:
+    """The Python and Markdown files of a folder, without those that are made."""
+    found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in (".py", ".md"))
+    return [each for each in found if not str(each.relative_to(ROOT)).startswith(MADE)]
+
+
+def main(paths: list[str]) -> int:
+    count = 0
+    for path in paths or CLEAN:
+        for file in files((ROOT / path).resolve()):
+            for line, words in faults(file):
+                print(f"{file.relative_to(ROOT)}:{line}: {words}")
+                count += 1
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

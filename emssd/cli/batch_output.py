@@ -1,0 +1,155 @@
+"""``batch_output.jsonl``: the rows of a run as answers in the format of OpenAI's Batch API, one line per request.
+
+Source: the API reference's "The request output object" of batches, and its pages on completions and chat completions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from emssd.cli.lines_file import whole_file
+from emssd.data.prompts import FailedPrompt, Prompt
+from emssd.data.typed import read_json
+from emssd.sequences.token_bytes import TokenBytes
+
+__all__ = ["BATCH_OUTPUT", "write_batch_output"]
+
+BATCH_OUTPUT = "batch_output.jsonl"
+_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_LEAST = -9999.0  # how the API writes a log-probability that is none
+_Row = dict[str, Any]
+
+
+def write_batch_output(
+    folder: Path, prompts: Iterable[Prompt], failed: Seq[FailedPrompt], model: str, load_tokenizer: Callable[[], Any]
+) -> int:
+    """Make the file of the rows in ``generations.jsonl``, whole or not at all. Returns how many lines it has.
+
+    Args:
+        folder: of the run, with the rows of all `prompts` but those that failed.
+        prompts: in the order of the answers.
+        failed: prompts that failed, which come behind.
+        load_tokenizer: gives its tokenizer; called if a row has log-probabilities.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    token_bytes, num_lines = cache(lambda: TokenBytes(load_tokenizer())), 0
+    with whole_file(folder / BATCH_OUTPUT) as file:
+        for answer in _answers(folder, prompts, failed, model, token_bytes):
+            file.write(f"{json.dumps(answer)}\n".encode())
+            num_lines += 1
+    return num_lines
+
+
+def _answers(
+    folder: Path,
+    prompts: Iterable[Prompt],
+    failed: Seq[FailedPrompt],
+    model: str,
+    token_bytes: Callable[[], TokenBytes],
+) -> Iterator[_Row]:
+    created = int(time.time())  # seconds
+    if (rows := folder / "generations.jsonl").exists():  # it does not, where all prompts failed
+        with rows.open("rb") as file:
+            places = _places(file)
+            for prompt in prompts:
+                if samples := places.get(prompt.prompt_id):
+                    found = [_row_at(file, samples[number]) for number in sorted(samples)]
+                    yield _answer(prompt, found, model, created, token_bytes)
+    for item in failed:
+        yield _error(item)
+
+
+def _places(file: BinaryIO) -> dict[str, dict[int, int]]:
+    """By id and sample, where each row begins: a job may have more rows than memory has room for."""
+    places: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    offset = 0
+    for line in file:
+        row = read_json(line)
+        places[row["id"]][row.get("sample", 0)] = offset
+        offset += len(line)
+    return places
+
+
+def _row_at(file: BinaryIO, offset: int) -> _Row:
+    file.seek(offset)
+    row: _Row = read_json(file.readline())
+    return row
+
+
+def _answer(prompt: Prompt, rows: Seq[_Row], model: str, created: int, token_bytes: Callable[[], TokenBytes]) -> _Row:
+    is_chat, name = prompt.messages is not None, _digest(prompt.prompt_id)
+    num_prompt, num_new = rows[0]["num_prompt_tokens"], sum(len(row["token_ids"]) for row in rows)
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [_choice(row, index, token_bytes, is_chat=is_chat) for index, row in enumerate(rows)],
+        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+    }
+    return _line(prompt.prompt_id, 200, body)
+
+
+def _choice(row: _Row, index: int, token_bytes: Callable[[], TokenBytes], *, is_chat: bool) -> _Row:
+    logprobs, text = None, row["text"]
+    if (tokens := row.get("logprobs")) is not None:
+        logprobs = (_chat_logprobs if is_chat else _completion_logprobs)(tokens, token_bytes())
+    said = {"message": {"role": "assistant", "content": text, "refusal": None}} if is_chat else {"text": text}
+    return {"index": index, **said, "finish_reason": _REASONS[row["finish_reason"]], "logprobs": logprobs}
+
+
+def _chat_logprobs(tokens: Iterable[_Row], token_bytes: TokenBytes) -> _Row:
+    def told(token: int, logprob: float | None) -> _Row:
+        content = token_bytes(token)
+        return {"token": _text(content), "logprob": _number(logprob), "bytes": list(content)}
+
+    content = [
+        told(each["token_id"], each["logprob"]) | {"top_logprobs": [told(*other) for other in each["top"]]}
+        for each in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(tokens: Iterable[_Row], token_bytes: TokenBytes) -> _Row:
+    texts, shares, tops, offsets, offset = list[str](), list[float](), list[dict[str, float]](), list[int](), 0
+    for each in tokens:
+        texts.append(_text(token_bytes(each["token_id"])))
+        shares.append(_number(each["logprob"]))
+        tops.append({_text(token_bytes(token)): _number(logprob) for token, logprob in each["top"]})
+        offsets.append(offset)
+        offset += len(texts[-1])
+    return {"tokens": texts, "token_logprobs": shares, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace")
+
+
+def _number(logprob: float | None) -> float:
+    return _LEAST if logprob is None else logprob
+
+
+def _error(failed: FailedPrompt) -> _Row:
+    why = {"message": failed.error, "type": "invalid_request_error", "param": None, "code": None}
+    return _line(failed.prompt_id, 400, {"error": why})
+
+
+def _line(custom_id: str, status: int, body: Mapping[str, Any]) -> _Row:
+    name = _digest(custom_id)
+    response = {"status_code": status, "request_id": f"req_{name}", "body": body}
+    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}
+
+
+def _digest(custom_id: str) -> str:
+    """The part of ids that tells requests apart, the same each time."""
+    return hashlib.sha256(custom_id.encode(errors="surrogatepass")).hexdigest()[:32]

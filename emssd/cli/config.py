@@ -1,0 +1,315 @@
+"""The run's options as dataclasses, and their place in Hydra's ConfigStore. Defaults live here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml  # type: ignore[import-untyped]  # it has no stubs of its own
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from emssd.decoding.options import EngineOptions
+from emssd.errors import ConfigError
+from emssd.errors.faults import told
+from emssd.plugins.registry import KINDS, Registry
+from emssd.plugins.structured import structured
+from emssd.sampling import SamplingParams
+
+__all__ = [
+    "DEFAULT_OUTPUT_DIR",
+    "STDOUT",
+    "Check",
+    "ClusterConfig",
+    "ExperimentConfig",
+    "ModelConfig",
+    "OnError",
+    "RunConfig",
+    "SamplingConfig",
+    "Size",
+    "TaskConfig",
+    "changed_options",
+    "conf_dir",
+    "no_size",
+    "register_configs",
+]
+
+STDOUT = "-"  # as output_dir
+DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
+_NO_ROW_OPTIONS = ("data.limit", "sampling.n", "model.tensor_parallel", "model.checksums")
+_ROW_OPTIONS = ("model", "prompt", "data", "sampling", "max_new_tokens", "stop", "ignore_eos")
+
+
+class Check(str, Enum):
+    """The run that the output is compared with."""
+
+    greedy = "greedy"
+    plain = "plain"
+
+
+class OnError(str, Enum):
+    """The effect of an invalid prompt on the run."""
+
+    auto = "auto"
+    fail = "fail"
+    skip = "skip"
+
+
+@dataclass
+class ModelConfig:
+    """Options of the target model.
+
+    Attributes:
+        path: local folder, id of the Hugging Face hub, or ``demo`` for the embedded model.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16``, ``float16`` or ``float64``.
+        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``, …
+        max_model_len: longest sequence, prompt and output together; ``null`` takes the model's own limit.
+        compile: run the forward pass as one compiled program, on a CPU: ``auto``, ``true`` or ``false``. Compiling
+            takes half a minute or more, once for a model; the program is kept. ``auto`` uses a kept program, and
+            compiles where a run is long enough to pay for it. A draft model is compiled as well.
+        device_map: put a model's layers on several devices: ``auto``, ``balanced``, ``sequential``, or a device for
+            each module, as in ``{model.embed_tokens: 0, model.layers.0: cpu, …}``; see docs/how_to/tensor_parallel.md.
+        architecture: for timing without a checkpoint: make a model of this shape, a config of Transformers, with random
+            weights; `path` is then only its name. ``data=random`` gives it prompts.
+        trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
+            Transformers has none for it; that code can do anything.
+        weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, on a CPU. That is another
+            model, somewhat worse and faster; speculation does not change its text.
+        frozen: no plugin changes the model; else each run looks whether it is still the same, in the time of about a
+            step.
+        batch_invariant: an uncompiled model on a CPU computes the same bits in any batch, more slowly; see
+            docs/explanation/batch_invariant.md.
+        tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
+        checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
+        fallback: ``per_row``: modules that mix tokens in a way unknown to emssd run row by row, each step over all of a
+            row's text. That is exact, and slower. ``none`` refuses such a model. It holds for draft models too.
+    """
+
+    path: str = "demo"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    compile: bool | str = "auto"
+    device_map: Any = None
+    architecture: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    weights: str = "auto"
+    frozen: bool = False
+    batch_invariant: bool = False
+    tensor_parallel: bool = False
+    checksums: bool = False
+    fallback: str = "none"
+
+
+class Size(str, Enum):
+    """The size of an experiment."""
+
+    toy = "toy"
+    small = "small"
+    paper = "paper"
+    shapes = "shapes"
+
+
+@dataclass
+class ExperimentConfig:
+    """An experiment: a sweep whose runs are kept as rows, to be compared.
+
+    Attributes:
+        name: what the rows and their report call it.
+        title: what it shows, in a line.
+        simulated: the paper's numerical simulation, which decodes nothing.
+        sizes: what the sweep of each size covers; the file of the experiment says how.
+    """
+
+    name: str = MISSING
+    title: str = ""
+    simulated: bool = False
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TaskConfig:
+    """The data of an experiment.
+
+    Attributes:
+        name: what the rows and their report call it.
+        data: the choice of ``data=`` that belongs to it; with another one, the name would be wrong.
+    """
+
+    name: str = MISSING
+    data: str = MISSING
+
+
+@dataclass
+class ClusterConfig:
+    """`cluster=ray`: the run's prompts are decoded by workers with an engine each, on one machine or many.
+
+    Attributes:
+        workers: how many.
+        cpus: CPUs of a worker.
+        gpus: GPUs of a worker; ``0.5`` lets two share one.
+        address: of a Ray cluster; ``null`` takes ``RAY_ADDRESS``, or starts Ray on this machine for as long as the run
+            takes.
+        prompts_per_task: what a worker is given at a time, and what another one decodes again if it dies; at least two
+            times `batch_size`, so that batches stay full.
+    """
+
+    workers: int = 2
+    cpus: float = 1.0
+    gpus: float = 0.0
+    address: str | None = None
+    prompts_per_task: int = 32
+
+
+def _sampling_config() -> type:
+    """`SamplingParams` as options: OmegaConf writes into them, and without a temperature the run is greedy."""
+    kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float], "grammar": Any}
+    options = [(each.name, kinds[each.name], _default(each)) for each in dataclasses.fields(SamplingParams)]
+    made = dataclasses.make_dataclass("SamplingConfig", options, namespace={"__doc__": SamplingParams.__doc__})
+    made.__module__ = __name__
+    return made
+
+
+def _default(option: dataclasses.Field[Any]) -> Any:
+    if option.name == "temperature":
+        return field(default=0.0)
+    if option.default is dataclasses.MISSING:
+        assert option.default_factory is not dataclasses.MISSING
+        return field(default_factory=option.default_factory)
+    return field(default=option.default)
+
+
+SamplingConfig = _sampling_config()
+
+
+@dataclass
+class RunConfig(EngineOptions):
+    r"""Options of one run of ``python -m emssd``, beside those of `EngineOptions`.
+
+    Attributes:
+        drafter, backend, budget, model, data, sampling: config groups; see ``--help`` for what is installed.
+        prompt: decode this text, and nothing else; it is taken as it stands, without Hydra's quotes.
+        speculate: ``false`` decodes plainly whatever the drafter is, to have something to compare with.
+        max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
+        stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
+            stand for newline, tab, carriage return and backslash.
+        ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
+        check: ``plain`` also decodes without drafts and compares every token; this gives the speed-up as well.
+            ``greedy`` is its older name.
+        on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on;
+            ``auto`` skips with ``data=openai_batch``, whose answers have a place for errors, and else fails.
+        output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go. With ``-``, rows go to stdout,
+            all else that is printed goes to stderr, and no file is written.
+        resume: go on with the job whose rows are in `output_dir`; its finished rows are not decoded again.
+        overwrite: replace what an earlier run left in `output_dir`.
+        progress: show a progress bar.
+        figures: print the table of figures; ``null`` does so unless there is a `prompt`.
+        num_threads: CPU threads of PyTorch; ``null`` leaves its choice.
+        experiment: config group: sweeps whose runs are compared, such as those of the paper.
+        size: of an experiment: ``toy`` (seconds), ``small`` (minutes on two cores), ``paper`` (a GPU, real weights), or
+            ``shapes`` (the paper's shapes with random weights, and replayed acceptance).
+        cluster: config group: ``ray`` decodes on several workers; see docs/how_to/ray.md.
+        method, task: config groups of experiments: what is compared, on what data; they set the options above.
+        repeat: which repetition of an experiment this is.
+    """
+
+    drafter: Any = MISSING
+    backend: Any = MISSING
+    budget: Any = MISSING
+    prompt: str | None = None
+    speculate: bool = True
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: Any = MISSING
+    sampling: Any = field(default_factory=SamplingConfig)
+    max_new_tokens: int = 128
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    check: Check | None = None
+    on_error: OnError = OnError.auto
+    output_dir: str = DEFAULT_OUTPUT_DIR
+    resume: bool = False
+    overwrite: bool = False
+    progress: bool = True
+    figures: bool | None = None
+    num_threads: int | None = None
+    cluster: ClusterConfig | None = None
+    experiment: ExperimentConfig | None = None
+    size: Size = Size.small
+    method: str | None = None
+    task: TaskConfig | None = None
+    repeat: int = 1
+
+
+def changed_options(before: str, now: str) -> list[str]:
+    """Names of the options that determine a row's tokens and differ between two ``config.yaml``.
+
+    Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor are
+    ``data.limit`` and ``sampling.n``, as they only say how many rows there are, nor over how many processes a model is
+    spread. An option of the model that the first does not have was not there yet, and counts as what it is by default.
+    Raises ConfigError: the first is no such text.
+    """
+    first, second = _row_options(before), _row_options(now)
+    default = {f"model.{option.name}": option.default for option in fields(ModelConfig)}
+    return [name for name in {**first, **second} if first.get(name, default.get(name)) != second.get(name)]
+
+
+def _row_options(text: str) -> dict[str, Any]:
+    try:
+        config = OmegaConf.create(text)
+        groups = {name: OmegaConf.select(config, name) for name in _ROW_OPTIONS}
+    except RecursionError:
+        raise ConfigError("it is no YAML of options: its brackets are nested too deeply") from None
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"it is no YAML of options: {str(error).partition(chr(10))[0]}") from error
+    if groups["model"] is None:
+        raise ConfigError("it holds no options")
+    options: dict[str, Any] = {}
+    for name, value in groups.items():
+        options |= {f"{name}.{key!s}": value[key] for key in value} if isinstance(value, DictConfig) else {name: value}
+    return {name: value for name, value in options.items() if name not in _NO_ROW_OPTIONS}
+
+
+def no_size(size: str) -> str:
+    """The message for a `size` that an experiment does not have."""
+    return f"this experiment has no size {size!r}; choose one of {', '.join(each for each in Size if each != size)}"
+
+
+def conf_dir() -> Path:
+    """The config directory: the packaged one if it exists, else the repository's."""
+    package = Path(__file__).parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def register_configs(registry: Registry, *, runnable: bool = False) -> None:
+    """Put the options of the run and of every plugin into Hydra's ConfigStore.
+
+    Args:
+        runnable: leave out those that cannot run on this machine, so that Hydra refuses them before anything runs.
+    """
+    store = ConfigStore.instance()
+    store.store(name="run", node=structured(RunConfig))
+    store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
+    store.store(group="sampling", name="greedy", node=structured(SamplingConfig), provider="emssd")
+    store.store(group="cluster", name="ray", node=structured(ClusterConfig), provider="emssd")
+    absent = {(record.kind, record.name) for record in registry.records if runnable and record.state == "unavailable"}
+    offered = [(kind, spec) for kind in KINDS for spec in registry.specs(kind)]
+    for kind, spec in offered:
+        if (kind, spec.name) in absent:
+            continue
+        name = ("name", str, spec.name)  # by which its options are found again after composition
+        try:
+            node = structured(dataclasses.make_dataclass(spec.config.__name__, [name], bases=(spec.config,)))
+            store.store(group=kind, name=spec.name, node=node, provider=registry.source(kind, spec.name))
+            continue
+        except OmegaConfBaseException as error:  # of its many, all say that a field's type or default cannot be
+            reason = str(error).partition("\n")[0]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a default that is made may do anything
+            reason = told(error)
+        registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")

@@ -1,0 +1,212 @@
+"""From prompts to requests: encoded, cut, with their limits; and which of them cannot be run."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from functools import cache
+from typing import Any
+
+from emssd.cli.config import OnError, RunConfig
+from emssd.data.chat import encode_chat, require_template
+from emssd.data.openai_batch import OpenAIBatchConfig
+from emssd.data.prompts import (
+    FailedPrompt,
+    Prompt,
+    SourceConfig,
+    Truncate,
+    encode_text,
+    truncated,
+    unescaped,
+)
+from emssd.decoding.engine import Engine
+from emssd.errors import ConfigError, PromptError, did_you_mean
+from emssd.plugins.registry import Registry
+from emssd.sampling.params import MOST_SAMPLES, SamplingParams
+from emssd.sequences import Request, StopStrings
+
+__all__ = ["Failures", "check_options", "num_samples", "prompts_of", "sampling_of", "to_requests"]
+
+_LONGEST_ID = 19  # digits of a token id that no model has
+
+
+class Failures:
+    """Prompts that failed, in order; the first one ends the run unless `on_error` is ``skip``.
+
+    Args:
+        config: of its prompt source, by which ``auto`` is decided.
+    """
+
+    def __init__(self, on_error: OnError, config: Any = None) -> None:
+        self._skips = on_error is OnError.skip
+        if on_error is OnError.auto:
+            self._skips = isinstance(config, OpenAIBatchConfig)
+        self.prompts: list[FailedPrompt] = []
+
+    def add(self, failed: FailedPrompt) -> None:
+        """Remember one. Raises PromptError: failures are not to be skipped."""
+        if not self._skips:
+            raise PromptError(failed.error)
+        self.prompts.append(failed)
+
+    def passed(self, prompts: Iterable[Prompt | FailedPrompt]) -> list[Prompt]:
+        """Return the prompts that a source could read, and remember the others."""
+        good: dict[str, Prompt] = {}
+        for prompt in prompts:
+            name = prompt.prompt_id
+            if isinstance(prompt, FailedPrompt):
+                self.add(prompt)
+            elif name in good:
+                self.add(FailedPrompt(name, f"there are two prompts {name!r}; ids tell rows apart, so give others"))
+            else:
+                good[name] = prompt
+        return list(good.values())
+
+
+def check_options(config: RunConfig) -> None:
+    """Refuse options that no prompt could run with, before anything is loaded. Raises ConfigError with the option's
+    name.
+    """
+    numbers = {
+        name: getattr(config, name)
+        for name in ("batch_size", "max_new_tokens", "max_step_tokens", "num_threads", "repeat")
+    }
+    if isinstance(config.data, SourceConfig):
+        numbers |= {"data.limit": config.data.limit, "data.max_prompt_tokens": config.data.max_prompt_tokens}
+        if config.data.chat and config.data.truncate is not Truncate.none:
+            raise ConfigError(
+                f"data.truncate={config.data.truncate.value} would cut the chat template of data.chat=true; leave it "
+                f"out, and let on_error=skip pass over conversations that are too long"
+            )
+        if config.data.system is not None and not config.data.chat:
+            raise ConfigError("data.system is a message of a conversation; add data.chat=true, or leave it out")
+    if isinstance(config.data, OpenAIBatchConfig):
+        numbers["data.limit"] = config.data.limit
+        _check_batch(config)
+    if config.model.compile not in (True, False, "auto"):
+        raise ConfigError(f"model.compile is {config.model.compile}; it must be true, false or auto")
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} is {number}; it must be at least 1")
+    sampling_of(config)
+    if config.resume and config.overwrite:
+        raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
+
+
+def _check_batch(config: RunConfig) -> None:
+    """Refuse an option of all requests that each request, or ``data``, has in its place. Raises ConfigError with the
+    option's name.
+    """
+    if config.sampling.temperature:
+        raise ConfigError(
+            f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
+            f"own, and data.temperature is that of the others"
+        )
+    try:
+        SamplingParams(temperature=config.data.temperature)
+    except ConfigError as error:
+        raise ConfigError(f"data.{error}") from error
+
+
+def sampling_of(
+    config: RunConfig, prompt: Prompt | None = None, vocab_size: int | None = None
+) -> SamplingParams | None:
+    """The sampling of the run, or of `prompt` in it; ``None`` is greedy.
+
+    Args:
+        prompt: with options of its own, or none.
+        vocab_size: of the model, if it is known by now.
+
+    Raises:
+        ConfigError: a value that cannot be.
+        PromptError: the same, of the prompt's own; or a name that is no option.
+    """
+    options = {name: value for name, value in vars(config.sampling).items() if name != "name"}
+    given = {} if prompt is None or prompt.sampling is None else prompt.sampling
+    own = {name: value for name, value in given.items() if value is not None}  # tables fill in what a row has not
+    try:
+        for name in own:
+            if name not in options:
+                known = ", ".join(options)
+                raise ConfigError(f"{name} is no option{did_you_mean(name, options) or '.'} The options are {known}")
+        if isinstance(bias := own.get("logit_bias"), dict):
+            own["logit_bias"] = {
+                int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
+                for token, value in bias.items()
+            }
+        params = SamplingParams(**options | own)
+        if vocab_size is not None:
+            params.check_vocabulary(vocab_size)
+    except ConfigError as error:
+        if own and prompt is not None:
+            raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
+        raise ConfigError(f"sampling.{error}") from error
+    return None if params.is_greedy and params.logprobs is None else params
+
+
+def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | FailedPrompt]:
+    """The prompts of a run: `prompt`, or those of its source."""
+    if config.prompt is not None:
+        return [Prompt("0", config.prompt)]
+    source = registry.find("data", config.data.name)
+    prompts: Iterable[Prompt | FailedPrompt] = registry.build("data", source, config.data)
+    return prompts
+
+
+def num_samples(config: RunConfig, prompt: Prompt) -> int:
+    """The number of rows of `prompt`; 1 if it asks for an invalid number, which `sampling_of` refuses."""
+    own = None if prompt.sampling is None else prompt.sampling.get("n")
+    number = config.sampling.n if own is None else own
+    return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
+
+
+def to_requests(
+    config: RunConfig,
+    engine: Engine,
+    prompts: Iterable[Prompt],
+    failures: Failures,
+    finished: Container[tuple[str, int]] = (),
+) -> list[Request]:
+    """Encode, cut and check all prompts before anything runs; those that cannot run go to `failures`.
+
+    A request is one sample of a prompt; `finished` ones, by id of the prompt and index of the sample, are left out.
+    """
+    if isinstance(config.data, SourceConfig) and config.data.chat:
+        require_template(engine.tokenizer)
+    stops = cache(lambda strings: StopStrings(strings, engine.tokenizer) if strings else None)
+    common = tuple(map(unescaped, config.stop))
+    stops(common)  # what cannot be is the run's own fault, and no prompt's
+    eos = frozenset[int]() if config.ignore_eos else engine.eos_token_ids
+    requests = []
+    for prompt in prompts:
+        limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
+        try:
+            ids = _encoded(config, engine, prompt, limit)
+            sampling = sampling_of(config, prompt, engine.runner.vocab_size)
+            stop = stops(common if prompt.stop is None else prompt.stop)
+            request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
+            engine.row(request)  # can the model go on from it, and is there room for it alone?
+        except (PromptError, ConfigError) as error:
+            if isinstance(error, ConfigError):
+                if (prompt.sampling or {}).get("grammar") is None:
+                    raise
+                error = PromptError(f"prompt {prompt.prompt_id}: {error}")
+            failures.add(FailedPrompt(prompt.prompt_id, str(error)))
+        else:
+            requests += [each for each in request.samples() if (prompt.prompt_id, each.sample) not in finished]
+    return requests
+
+
+def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> list[int]:
+    name, options = prompt.prompt_id, config.data
+    if not isinstance(options, SourceConfig):  # a plugin's source may cut its prompts in its own way
+        options = SourceConfig()
+    messages = prompt.messages
+    if messages is None and options.chat and prompt.text:
+        messages = ({"role": "user", "content": prompt.text},)
+    if prompt.token_ids is not None:
+        ids = list(prompt.token_ids)
+    elif messages is None:
+        ids = encode_text(prompt.text, engine.tokenizer, name)
+    else:
+        ids = encode_chat(messages, engine.tokenizer, name, options.system)
+    return truncated(ids, options, engine.runner.max_model_len - limit, name)

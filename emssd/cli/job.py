@@ -1,0 +1,377 @@
+"""One run of the command line: load, decode with live figures, write, compare, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
+from emssd.cli.closing import print_texts, print_whole, remarks
+from emssd.cli.cluster import check_cluster, decode_on_cluster
+from emssd.cli.config import ClusterConfig, RunConfig
+from emssd.cli.engines import make_engine
+from emssd.cli.experiment import label_of, setting_of
+from emssd.cli.intake import Failures, check_options, num_samples, prompts_of, to_requests
+from emssd.cli.output import OutputFolder
+from emssd.cli.progress import LiveFigures, show_messages
+from emssd.cli.provenance import hardware, plugins, versions
+from emssd.cli.resume import check_model, made_with, unfinished
+from emssd.data.openai_batch import OpenAIBatchConfig
+from emssd.data.prompts import Prompt
+from emssd.decoding.caches import make_backend
+from emssd.decoding.check import CheckReport, compare
+from emssd.decoding.distribution_check import check_distribution
+from emssd.decoding.engine import Engine
+from emssd.decoding.parallel import make_runner
+from emssd.decoding.warmup import warm_up
+from emssd.errors import ConfigError, PromptError
+from emssd.errors.terminal import plain_console
+from emssd.metrics.busy import OtherProcesses, cpu_times
+from emssd.model.cache import ModelCache
+from emssd.model.checkpoint import load_tokenizer
+from emssd.plugins.registry import Registry
+from emssd.report import print_check, print_failures, print_report
+from emssd.sequences import Generation, Request
+
+__all__ = ["JobResult", "make_engine", "run_job"]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """The result of a run.
+
+    Attributes:
+        metrics: as in ``metrics.json``; of a job that is resumed with nothing left to do, those that it has.
+        generations: of the rows of this run, in the order of the prompts.
+        engine: that ran; ``None`` if nothing was left to do.
+    """
+
+    metrics: dict[str, Any]
+    generations: Seq[Generation] = ()
+    engine: Engine | None = None
+
+
+def run_job(
+    config: RunConfig,
+    output_dir: Path,
+    config_text: str,
+    registry: Registry,
+    *,
+    models: ModelCache | None = None,
+    brief: bool = False,
+    alone: bool = True,
+) -> JobResult:
+    """Run `config`.
+
+    Args:
+        config_text: the options as ``config.yaml`` will have them.
+        models: that are loaded already, for runs one after the other.
+        brief: show progress only, and leave the tables to the caller.
+        alone: no other runs are compared with it. Of those that are, none compiles where another would not.
+
+    Raises:
+        EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
+    """
+    check_options(config)
+    if config.cluster is not None:
+        check_cluster(config, config.cluster)
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
+    registry.in_use.clear()  # what earlier runs of a sweep used
+    own_threads = _own_threads()  # read before it is changed
+    torch.set_num_threads(config.num_threads or own_threads)
+    show_messages(plain_console(stderr=True))
+    with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
+        run = _Run(config, config_text, registry, models or ModelCache(), output, brief=brief)
+        if not run.read_prompts():
+            return JobResult(output.read_metrics())
+        if config.cluster is not None:
+            return run.on_cluster(config.cluster)
+        return run.here(alone=alone)
+
+
+class _Run:
+    """One run: its options, its folder, and its prompts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        config_text: str,
+        registry: Registry,
+        models: ModelCache,
+        output: OutputFolder,
+        *,
+        brief: bool,
+    ) -> None:
+        self.config, self.config_text, self.registry, self.models = config, config_text, registry, models
+        self.output, self.brief = output, brief
+        self.console = plain_console(stderr=True)
+        self.quiet = plain_console(stderr=True, quiet=brief)
+        self.failures = Failures(config.on_error, config.data)
+        self.prompts: list[Prompt] = []
+        self.left: list[Prompt] = []  # those that have rows to decode
+
+    def read_prompts(self) -> bool:
+        """Read and check all prompts before anything is loaded; false if a resumed job has nothing left to do."""
+        config, output = self.config, self.output
+        self.prompts = self.failures.passed(prompts_of(config, self.registry))
+        self.registry.find("backend", config.backend.name)
+        self.left = unfinished(self.prompts, output, config, self.config_text)
+        if config.resume:
+            num_done, num_rows = len(output.finished), sum(num_samples(config, prompt) for prompt in self.prompts)
+            there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
+            self.quiet.print(f"resume=true: {output.path}/ holds {there}")
+        if self.left:
+            return True
+        if output.finished and config.check is not None and "check" not in output.read_metrics():
+            raise ConfigError(
+                f"check={config.check.value} compares the rows that a run decodes, and {output.path} holds all; "
+                f"leave check= out, or decode them again with overwrite=true"
+            )
+        self._end_without_rows()
+        return False
+
+    def here(self, *, alone: bool) -> JobResult:
+        """Decode with an engine of this process, write, compare, and print the results."""
+        config, output = self.config, self.output
+        engine = self._load(alone=alone)
+        requests = to_requests(config, engine, self.left, self.failures, output.finished)
+        if not requests:
+            self._end_without_rows()
+            return JobResult(output.read_metrics())
+        self._begin()
+        done, figures = self._decode("decoding", engine, requests, output)
+        metrics = _describe(config, engine, self.registry) | self._counts(len(requests)) | figures
+        output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
+        self._write_answers()
+        report = None
+        if config.check is not None:
+            report, greedy = self._compare_with_plain(engine, requests, done)
+            metrics |= _check_metrics(report, metrics, greedy)
+            output.write_metrics(metrics)
+        result = JobResult(metrics, [done[_place(request)] for request in requests], engine)
+        self._print(result, report)
+        return result
+
+    def on_cluster(self, cluster: ClusterConfig) -> JobResult:
+        """Decode with the engines of workers, write, and print a line."""
+        config, output = self.config, self.output
+        self._begin()
+        self.console.print(f"starting {cluster.workers} workers with {config.model.path} …")
+        live = self._live("decoding", sum(num_samples(config, prompt) for prompt in self.left))
+        figures = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
+        if not figures.num_rows:
+            self._end_without_rows()
+            return JobResult(output.read_metrics())
+        metrics = {
+            "title": f"{config.model.path} on {cluster.workers} workers",
+            "setting": setting_of(config),
+            "versions": versions(),
+            "num_workers": cluster.workers,
+            "num_new_tokens": figures.num_new_tokens,
+            "seconds": {"total": figures.seconds},
+            "tokens_per_second": figures.tokens_per_second,
+            "mean_acceptance_length": figures.mean_acceptance_length,
+        } | self._counts(figures.num_rows)
+        output.write_errors(self.failures.prompts)
+        output.write_metrics(metrics)
+        self._write_answers()
+        print_failures(self.console, self.failures.prompts)
+        written = "" if output.is_stdout else f"; written to {output.path}/"
+        plain_console(stderr=output.is_stdout).print(
+            f"{figures.num_rows} rows, {figures.num_new_tokens} tokens in {figures.seconds:.1f} s, "
+            f"{figures.tokens_per_second:.0f} tokens/s, τ {figures.mean_acceptance_length:.2f}, on "
+            f"{cluster.workers} workers{written}",
+        )
+        return JobResult(metrics)
+
+    def _load(self, *, alone: bool) -> Engine:
+        config = self.config
+        self.quiet.print(f"loading {config.model.path} …")
+        steps = partial(_most_steps, config, self.left) if alone else None
+        engine = make_engine(config, self.registry, self.models, num_steps=steps)
+        check_model(config, self.output)  # again: to load it may have brought newer files from the hub
+        if config.model.compile == "auto":
+            self.quiet.print(engine.target.why_compiled, soft_wrap=True)
+        if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
+            self.quiet.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
+        return engine
+
+    def _begin(self) -> None:
+        self.output.begin(self.config_text, self.failures.prompts, made_with(self.config))
+
+    def _counts(self, num_rows: int) -> dict[str, int]:
+        num_before, num_failed = len(self.output.finished), len(self.failures.prompts)
+        return {
+            "num_prompts": num_before + num_rows,
+            "num_resumed_prompts": num_before,
+            "num_failed_prompts": num_failed,
+        }
+
+    def _end_without_rows(self) -> None:
+        """Write why no prompt of this run gave a row. Raises PromptError: no earlier run left rows either."""
+        failed = self.failures.prompts
+        self.output.write_errors(failed)
+        self._write_answers()
+        print_failures(self.quiet, failed)
+        if not self.output.finished:
+            raise PromptError(f"none of the {len(failed)} prompts can be used; {self.output.says_why} says why")
+        self.quiet.print(f"nothing {'else ' if failed else ''}is left to do")
+
+    def _write_answers(self) -> None:
+        """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
+        if isinstance(self.config.data, OpenAIBatchConfig):
+            model = self.config.model
+            tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+            write_batch_output(self.output.path, self.prompts, self.failures.prompts, model.path, tokenizer)
+
+    def _live(self, title: str, num_rows: int, *, done: int | None = None) -> LiveFigures:
+        before = len(self.output.finished) if done is None else done
+        return LiveFigures(self.console, title, before + num_rows, done=before, show=self.config.progress)
+
+    def _decode(
+        self, title: str, engine: Engine, requests: Seq[Request], output: OutputFolder | None = None
+    ) -> tuple[dict[tuple[str, int], Generation], dict[str, Any]]:
+        """Decode under live figures; rows go to `output` as they finish. Returns all by `_place`, and the metrics."""
+        warm_up(engine, requests)
+        done: dict[tuple[str, int], Generation] = {}
+        prompts = {prompt.prompt_id: prompt for prompt in self.left}
+        live = self._live(title, len(requests), done=None if output is not None else 0)
+        with live, OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others:
+            for generation in engine.run(requests):
+                done[generation.request_id, generation.sample] = generation
+                if output is not None:
+                    output.write_generation(prompts[generation.request_id], generation)
+                live.row_done(engine.report)
+        return done, engine.report.metrics() | {"other_cpu_share": others.share}
+
+    def _compare_with_plain(
+        self, engine: Engine, requests: Seq[Request], done: dict[tuple[str, int], Generation]
+    ) -> tuple[CheckReport, dict[str, Any]]:
+        """Decode the requests plainly with the same target and compare. Returns the verdict and the plain metrics.
+
+        The tokens of rows with `residual` sampling are not those of the plain run; these are tested for their law.
+        """
+        config, target = self.config, engine.target
+        plain = make_engine(config, self.registry, self.models, baseline=engine)
+        expected, figures = self._decode(_plain_label(config), plain, requests)
+        spec = target.kv_cache_spec(1)
+        backend = make_backend(spec, config.backend, self.registry)
+        judge = make_runner(target, backend, spec, config.backend, self.registry)
+        rows = {request.prompt_id: engine.row(request) for request in requests}
+        drawn = {name for name, row in rows.items() if row.request.sampling and row.request.sampling.is_residual}
+        places = [_place(request) for request in requests]
+        same = [place for place in places if place[0] not in drawn]
+        report = compare([done[place] for place in same], [expected[place] for place in same], judge, rows)
+        tested = [done[place] for place in places if place[0] in drawn]
+        law = check_distribution(tested, judge, rows) if tested else None
+        return dataclasses.replace(report, law=law), figures
+
+    def _print(self, result: JobResult, report: CheckReport | None) -> None:
+        """Print the results; if brief, only what is wrong. They go to stdout, unless the rows do."""
+        config, output, failed = self.config, self.output, self.failures.prompts
+        console, check = plain_console(stderr=output.is_stdout), config.check and config.check.value
+        if self.brief:
+            if report is not None and (report.differences or not (report.law is None or report.law.is_right)):
+                print_check(console, report, check)
+            return
+        has_figures = config.prompt is None if config.figures is None else config.figures
+        if config.prompt is not None and not output.is_stdout:
+            print_whole(console, result.generations)
+        if has_figures:
+            print_report(console, result.metrics, _plain_label(config))
+        if config.prompt is None:
+            prompts = {prompt.prompt_id: prompt for prompt in self.left}
+            print_texts(console, [(prompts[row.request_id], row) for row in result.generations])
+        if report is not None:
+            print_check(console, report, check)
+        drafts = config.speculate and config.drafter.name != "none"
+        for remark in remarks(result.metrics, drafts=drafts) if has_figures else ():
+            console.print(remark, style="yellow")
+        print_failures(console, failed)
+        files = ["generations.jsonl", "metrics.json", "config.yaml"]
+        files += ["errors.jsonl"] if failed else []
+        files += [BATCH_OUTPUT] if isinstance(config.data, OpenAIBatchConfig) else []
+        if not output.is_stdout:
+            said = console if has_figures else self.console
+            said.print(f"written to {output.path}/: {', '.join(files)}")
+
+
+def _plain_label(config: RunConfig) -> str:
+    """The name of the run that this one is compared with."""
+    return "plain greedy" if config.sampling.temperature == 0 else "plain"
+
+
+@cache
+def _own_threads() -> int:
+    """PyTorch's own choice, for the jobs of a sweep that leave it; those before may have set another."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
+    """The most steps that `prompts` take without drafts, in a model of `longest` tokens."""
+    ends = [0] * min(config.batch_size, sum(num_samples(config, each) for each in prompts))
+    for each in prompts:
+        limit = min(each.max_new_tokens or config.max_new_tokens, longest)
+        for _ in range(num_samples(config, each)):
+            heapq.heapreplace(ends, ends[0] + limit)  # in the place of the batch that is free first
+    return max(ends, default=0)
+
+
+def _place(request: Request) -> tuple[str, int]:
+    """By which a request and its generation are found: the id of the prompt, and the sample."""
+    return request.prompt_id, request.sample
+
+
+def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
+    """The part of the metrics that names the run, its software and its machine."""
+    import torch
+
+    target = engine.target
+    cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    made_up = " (random weights)" if config.model.architecture else ""
+    setting = setting_of(config)
+    where = f"{cuda or target.device}" + (f", {target.shard.group.size} processes" if target.shard else "")
+    return {
+        "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
+        f"budget={label_of(config.budget)} · "
+        f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {where}",
+        "setting": setting,
+        "versions": versions(),
+        "plugins": plugins(registry),
+        "hardware": hardware(target.device),
+        "compiled": target.why_compiled,
+        "batch_invariance": engine.runner.batch_invariance,
+    }
+
+
+def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[str, Any]) -> dict[str, Any]:
+    law = (
+        {}
+        if (found := report.law) is None
+        else {"law": {**dataclasses.asdict(found), "p_value": found.p_value, "right": found.is_right}}
+    )
+    return {
+        "greedy": greedy,
+        "check": {
+            "exact": report.num_exact,
+            "ties": len(report.ties),
+            "differences": len(report.true_differences),
+            "details": [
+                {name.replace("request_id", "id"): value for name, value in dataclasses.asdict(difference).items()}
+                for difference in report.differences
+            ],
+            **law,
+        },
+        "speedup": metrics["decode_tokens_per_second"] / max(greedy["decode_tokens_per_second"], 1e-9),
+        "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy["tokens_per_second"], 1e-9),
+    }

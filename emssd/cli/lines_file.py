@@ -1,0 +1,201 @@
+"""Files that are never half written: one of JSON lines that one process at a time appends to, and whole ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from emssd.data.typed import read_json, typed
+from emssd.errors import OutputError
+from emssd.errors.files import atomic_file, is_at, lock
+
+__all__ = ["LinesFile", "whole_file"]
+
+_Row = TypeVar("_Row")
+
+
+class LinesFile:
+    """Lines that are there stay as they are until the first new one is written. The folder is made if need be.
+
+    A line that is written survives the end of this process, also by ``kill -9``; only a crash of the machine can take
+    it, until it is forced to the disk.
+
+    Args:
+        sync_seconds: how often lines are forced to the disk. It takes 0.2 ms on a local SSD and some ten on a network.
+
+    Raises:
+        OutputError: it cannot be written, or another process writes to it.
+    """
+
+    def __init__(self, path: Path, *, sync_seconds: float = 0.0) -> None:
+        self.path = path
+        self._sync_seconds = sync_seconds
+        self._synced = time.monotonic()
+        self._kept_bytes = 0
+        self._is_cut = False  # from then on, the file holds what is kept, and nothing else
+        self._made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _opened_alone(path)
+        except OutputError:
+            self._remove_folders()
+            raise
+        except OSError as error:
+            self._remove_folders()
+            raise OutputError(
+                f"cannot write to output_dir={path.parent}: {error.strerror}; set output_dir to a writable folder"
+            ) from error
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there."""
+        return not os.fstat(self._file.fileno()).st_size
+
+    def earlier(
+        self, job: str, kind: type[_Row], name: Callable[[_Row], str], *, resume: bool, overwrite: bool
+    ) -> Iterator[tuple[Any, _Row]]:
+        """The rows that are there, as JSON and as `kind`: with `resume` all are kept, with `overwrite` none.
+
+        Args:
+            job: what wrote the rows, for errors: ``run``.
+            name: of a row, which tells it from the others: ``the id 'a'``.
+
+        Raises:
+            OutputError: rows are there, and neither flag is set; or, with `resume`, a line is no row.
+        """
+        if not resume:
+            if not self.is_empty and not overwrite:
+                raise OutputError(
+                    f"output_dir={self.path.parent} holds the rows of an earlier {job}; resume=true goes on with it, "
+                    f"overwrite=true replaces it, or set output_dir to another folder"
+                )
+            return
+        lines: dict[str, int] = {}
+        for number, line in enumerate(self.keep(), start=1):
+            where, way_out = f"resume=true: {self.path}:{number}", "or start again with overwrite=true"
+            try:
+                value = _value(line)
+                row = typed(value, kind)
+            except ValueError as error:
+                raise OutputError(
+                    f"{where} is no row: {error}; take that line out, and its row is made again, {way_out}"
+                ) from None
+            if first := lines.get(named := name(row)):
+                again = f"a second row with {named}, after line {first}"
+                raise OutputError(f"{where} is {again}; take one of the two out, {way_out}")
+            lines[named] = number
+            yield value, row
+
+    def keep(self) -> list[bytes]:
+        """Keep all whole lines, and return them; what follows the last newline was being written in a crash."""
+        self._file.seek(0)
+        content = self._file.readall()
+        self._kept_bytes = content.rfind(b"\n") + 1
+        return content[: self._kept_bytes].split(b"\n")[:-1]
+
+    def cut(self) -> None:
+        """Drop what an earlier run left and is not kept. Raises OSError: that does not work."""
+        if not self._is_cut and os.fstat(self._file.fileno()).st_size > self._kept_bytes:
+            self._file.truncate(self._kept_bytes)
+        self._is_cut = True
+
+    def check(self) -> None:
+        """Make sure that the file is as this process left it, if it has changed it. Raises OutputError: something else
+        has removed or replaced it, cut it short, or written to it.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        if not self._is_cut or ((is_there := is_at(self.path, self._file.fileno())) and size == self._kept_bytes):
+            return
+        what = "is no longer there" if not is_there else "was cut short" if size < self._kept_bytes else "has grown"
+        raise OutputError(
+            f"{self.path} {what}, and not by this run, so that rows may be lost; resume=true makes those anew that are "
+            f"missing"
+        )
+
+    def append(self, line: bytes) -> None:
+        """Write one line, which ends with a newline, behind those that are kept. Raises OutputError: the disk is full,
+        say, and nothing of the line is left then; or as `check` says.
+        """
+        rest = memoryview(line)
+        self.check()
+        try:
+            self.cut()
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._kept_bytes)
+            raise OutputError(
+                f"cannot write {self.path}: {error.strerror}; the rows before are kept. "
+                f"Make room, and go on with resume=true"
+            ) from error
+        self._kept_bytes += len(line)
+        if (now := time.monotonic()) - self._synced >= self._sync_seconds:
+            os.fsync(self._file.fileno())
+            self._synced = now
+
+    def close(self) -> None:
+        """Let others write to it. If it is empty, it goes, and so do the folders that were made for it."""
+        if self._file.closed:
+            return
+        with suppress(OSError):  # a system that keeps files that are open
+            if self.is_empty and self.path.is_file() and is_at(self.path, self._file.fileno()):
+                self.path.unlink()
+        with suppress(OSError):  # of a line that could not be written, which `append` has said
+            self._file.close()
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        """Remove the folders that were made for the file, from the inmost on, as far as they are empty."""
+        with suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """As `atomic_file`. Raises OutputError: it cannot be written."""
+    try:
+        with atomic_file(path) as file:
+            yield file
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {path}: {error.strerror}; finished rows stay in {path.parent}, and resume=true keeps them"
+        ) from error
+
+
+def _opened_alone(path: Path) -> FileIO:
+    """Open `path` to be read and appended to, and locked until it is closed or this process ends."""
+    while True:
+        file = FileIO(path, "a+")
+        try:
+            if not file.seekable():
+                raise OutputError(
+                    f"{path} is a pipe, and rows go to a file; take it away, or set output_dir to another folder, or "
+                    f"to - for stdout"
+                )
+            lock(file.fileno())
+            if is_at(path, file.fileno()):
+                return file
+        except BlockingIOError as error:
+            file.close()
+            raise OutputError(
+                f"output_dir={path.parent} is being written by another run; wait for it, or set output_dir to another "
+                f"folder"
+            ) from error
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # whoever had the lock has removed the file since it was opened here
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return read_json(line)
+    except ValueError:
+        raise ValueError("it is not JSON") from None

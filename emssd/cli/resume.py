@@ -1,0 +1,132 @@
+"""Resuming a job: its unfinished prompts, and a check that the finished rows would be the same now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from emssd.cli.config import RunConfig
+from emssd.cli.experiment import changed
+from emssd.cli.intake import num_samples, sampling_of
+from emssd.cli.output import OutputFolder, as_asked
+from emssd.data.prompts import Prompt
+from emssd.errors import ConfigError, PromptError
+from emssd.model.checkpoint import files_of
+from emssd.sampling.grammar import Grammar
+
+__all__ = ["check_model", "made_with", "unfinished"]
+
+_PART = 2**22  # bytes that a thread reads at a time
+_LENGTH = 16  # characters of a digest that are kept
+
+
+def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfig, config_text: str) -> list[Prompt]:
+    """The prompts with rows that `output` does not hold yet.
+
+    Args:
+        config_text: the same as ``config.yaml`` will have them.
+
+    Raises:
+        ConfigError: those rows were made with other options or files, or of other prompts, than now.
+    """
+    prompts = list(prompts)
+    if not output.finished:
+        return prompts
+    again = "start again with overwrite=true or another output_dir"
+    if changed := output.changed_options(config_text):
+        raise ConfigError(
+            f"resume=true: the rows in {output.path} were made with another value of {', '.join(changed)}; go on as "
+            f"{output.path}/config.yaml says, or {again}"
+        )
+    check_model(config, output)
+    asked = {prompt.prompt_id: prompt for prompt in prompts}
+    for (prompt_id, sample), made_of in output.finished.items():
+        prompt, row = asked.get(prompt_id), f"the row {prompt_id!r} in {output.path}"
+        if prompt is None or as_asked(prompt) != made_of:
+            raise ConfigError(
+                f"resume=true: {row} has a prompt that the data no longer holds; bring the old data back, or {again}"
+            )
+        if output.made_with[prompt_id, sample].get("request") not in (None, _request_digest(config, prompt)):
+            raise ConfigError(
+                f"resume=true: {row} was made with another limit, other sampling or other stop strings of its own than "
+                f"the data holds; bring the old data back, or {again}"
+            )
+        if sample >= (number := num_samples(config, prompt)):
+            raise ConfigError(
+                f"resume=true: {output.path} holds sample {sample} of {prompt_id!r}, and n is {number} now; raise n to "
+                f"at least {sample + 1}, or {again}"
+            )
+    return [
+        prompt
+        for prompt in prompts
+        if any((prompt.prompt_id, sample) not in output.finished for sample in range(num_samples(config, prompt)))
+    ]
+
+
+def check_model(config: RunConfig, output: OutputFolder) -> None:
+    """Make sure that the rows which `output` keeps were made with the model as its files are now. Raises ConfigError:
+    they were not.
+    """
+    known = {digests.get("model") for digests in output.made_with.values()} - {None, ""}
+    if known and (now := _model_digest(config)) and known != {now}:
+        raise ConfigError(
+            f"resume=true: the rows in {output.path} were made when the files of model.path={config.model.path} held "
+            f"something else; bring the old ones back, or start again with overwrite=true or another output_dir"
+        )
+
+
+def made_with(config: RunConfig) -> Callable[[Prompt], dict[str, str]]:
+    """A function that gives digests of what the rows of a prompt depend on, beside its text and the run's options.
+
+    ``model`` is one of the whole content of the files that loading reads, so that a copy has the same; it is empty
+    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings. Raises
+    ConfigError: a file cannot be read.
+    """
+    model = _model_digest(config)
+    return lambda prompt: {"model": model, "request": _request_digest(config, prompt)}
+
+
+def _model_digest(config: RunConfig) -> str:
+    files = [] if config.model.architecture else files_of(config.model.path)
+    try:
+        stats = [file.stat() for file in files]
+        named = [
+            (file.name, _file_digest(file, stat.st_size, stat.st_mtime_ns))
+            for file, stat in zip(files, stats, strict=True)
+        ]
+    except OSError as error:
+        raise ConfigError(f"{error.filename} of model.path={config.model.path}: {error.strerror}") from error
+    return _short(named) if named else ""
+
+
+@cache
+def _file_digest(file: Path, size: int, mtime_ns: int) -> str:
+    """Of the content, which this process reads again only where `size` or `mtime_ns` is another."""
+
+    def part(start: int) -> bytes:
+        with file.open("rb") as content:
+            content.seek(start)
+            return sha256(content.read(_PART)).digest()
+
+    with ThreadPoolExecutor() as pool:  # to hash holds no lock of Python's
+        return sha256(b"".join(pool.map(part, range(0, size, _PART)))).hexdigest()
+
+
+def _request_digest(config: RunConfig, prompt: Prompt) -> str:
+    try:
+        sampling = sampling_of(config, prompt)
+    except PromptError as error:  # it has no rows
+        return str(error)
+    how = None if sampling is None else changed(replace(sampling, n=1))  # n says how many rows there are
+    limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
+    return _short([limit, how, config.stop if prompt.stop is None else [*prompt.stop]])
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=lambda own: asdict(own) if isinstance(own, Grammar) else dict(own))
+    return sha256(text.encode()).hexdigest()[:_LENGTH]

@@ -1,5 +1,0 @@
-"""Consoles of all commands, and their end."""
-
-from emssd.console.terminal import steady
-
-__all__ = ["steady"]

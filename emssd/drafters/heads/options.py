@@ -1,0 +1,119 @@
+"""Options of drafters with trained heads, and the shapes of trees that these ask for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from emssd.drafters.heads.trees import PublishedShape, StaticTree, read_trees
+from emssd.drafting.shapes import DynamicShape, Shape, check_at_least_one, chosen
+from emssd.errors import ConfigError, did_you_mean
+
+__all__ = ["TreeKind", "TreeOptions", "head_path", "shape_of", "static_tree"]
+
+
+class TreeKind(str, Enum):
+    """What a row's draft looks like."""
+
+    chain = "chain"
+    static = "static"
+    dynamic = "dynamic"
+
+
+@dataclass
+class TreeOptions:
+    """Options of drafters with an EAGLE head.
+
+    A level of a tree costs one pass of the head, and a node one token of the target. The defaults are for batches, and
+    for CPUs; EAGLE-2 drafts 59 nodes on 8 levels, 10 of each expanded, for one row on a GPU.
+
+    Attributes:
+        path: folder, file of weights or hub id of the head, which must be trained for this target.
+        tree: dynamic follows the most probable ways, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858).
+            static drafts the same tree in every step (EAGLE-1, arXiv 2401.15077). chain follows the head's first
+            choices.
+        num_nodes: of dynamic, the most nodes of a row's tree.
+        depth: of dynamic and chain, the most levels of a tree, or tokens of a chain.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
+        static_tree: of static, ``mc_sim_7b_63``, the 25 nodes on 5 levels of EAGLE-1's authors, or a JSON file with a
+            list of paths: ``[a, b]`` is the b-th likeliest token behind the a-th likeliest, counted from 0.
+    """
+
+    path: str | None = None
+    tree: TreeKind = TreeKind.dynamic
+    num_nodes: int = 16
+    depth: int = 5
+    top_k: int = 4
+    static_tree: str = "mc_sim_7b_63"
+
+
+def head_path(path: str | None, drafter: str) -> str:
+    """Where the heads of the `drafter` of this name are.
+
+    Raises:
+        ConfigError: its option does not say.
+    """
+    if path is None:
+        raise ConfigError(f"drafter={drafter} drafts with a trained head: give drafter.path=FOLDER, or a hub id")
+    return path
+
+
+class Options(Protocol):
+    """Options of trees for `shape_of`, see `TreeOptions`. A depth of ``None`` is one level for each head."""
+
+    tree: TreeKind
+    num_nodes: int
+    static_tree: str
+
+    @property
+    def depth(self) -> int | None: ...
+
+
+def shape_of(options: Options, package: str, num_heads: int | None = None, *, top_k: int) -> Shape:
+    """The shape that `options` ask for: a chain is a tree of one child for each node.
+
+    Args:
+        options: all are checked, also those that the kind of tree does not need.
+        package: where the static trees are.
+        num_heads: that draft a level each; ``None`` if one head drafts all levels.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
+
+    Raises:
+        ConfigError: an option cannot work.
+    """
+    check_at_least_one(num_nodes=options.num_nodes, depth=1 if options.depth is None else options.depth, top_k=top_k)
+    kind, static = chosen(TreeKind, "tree", options.tree), static_tree(options.static_tree, read_trees(package))
+    depth = min(each for each in (options.depth, num_heads, sys.maxsize) if each is not None)
+    if kind is TreeKind.static:
+        return PublishedShape(static if num_heads is None else static.shallow(depth))
+    return DynamicShape(depth, depth, 1) if kind is TreeKind.chain else DynamicShape(options.num_nodes, depth, top_k)
+
+
+def static_tree(name: str, known: Mapping[str, StaticTree]) -> StaticTree:
+    """The tree that the option ``static_tree`` names: one of those that are `known`, or of a JSON file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name in known:
+        return known[name]
+    if not name.endswith(".json"):
+        raise ConfigError(
+            f"drafter.static_tree is {name!r}{did_you_mean(name, known) or ';'} choose one of {', '.join(known)}, or "
+            f"give a file whose name ends with .json"
+        )
+    try:
+        tree = StaticTree.of_paths(json.loads(Path(name).expanduser().read_text(encoding="utf-8")))
+        if not tree.ranks or not all(type(rank) is int and rank >= 0 for rank in tree.ranks):
+            raise ValueError("it needs a node at least, and numbers from 0 on")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"drafter.static_tree={name} is no tree ({error}); give a JSON list of paths as in [[0], [1], [0, 0]], a "
+            f"parent before its children"
+        ) from error
+    return tree

@@ -1,1 +1,0 @@
-"""A run of the command line, from its options to the files it writes."""

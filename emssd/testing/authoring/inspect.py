@@ -1,0 +1,86 @@
+"""``emssd-plugins inspect PATH``: what a checkpoint is, which drafter reads it and what is missing, in five lines."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from emssd.drafters.heads.containers import unwrapped
+from emssd.drafters.heads.files import Checkpoint, read_checkpoint, reading_config
+from emssd.drafters.heads.formats import Format, detect
+from emssd.errors import ConfigError
+from emssd.plugins.hookspecs import DrafterSpec
+from emssd.plugins.registry import Registry
+
+__all__ = ["inspect", "print_inspected"]
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NEEDED: dict[Format, tuple[str, ...]] = {
+    Format.eagle: ("fc.weight",),
+    Format.eagle3: ("norm.weight",),
+    Format.peagle: ("norm.weight", "mask_hidden", "fc.weight"),
+    Format.dflash: ("norm.weight", "hidden_norm.weight", "fc.weight"),
+    Format.kangaroo: ("norm.weight",),
+}
+_OPTIONS = {Format.dflash: ("block_size", "mask_token_id"), Format.peagle: ("mask_token_id",)}
+
+
+def print_inspected(path: str) -> int:
+    """Print what lies at `path`. Returns 1 if it cannot be used, else 0."""
+    lines, usable = inspect(path)
+    print("\n".join(lines))
+    return int(not usable)
+
+
+def inspect(path: str) -> tuple[list[str], bool]:
+    """The lines that describe the checkpoint at `path`, and whether a drafter reads it and nothing is known to lack.
+
+    A file that cannot be read gives one line, which says why. Sizes are compared with a target when it is loaded.
+    """
+    try:
+        checkpoint = read_checkpoint(path)
+        with reading_config(path):
+            kind = detect(checkpoint)
+            checkpoint = unwrapped(checkpoint)
+            lacking, readers = list(_lacking(checkpoint, kind)), _readers(kind)
+            return _lines(checkpoint, kind, lacking, readers), bool(readers) and not lacking
+    except ConfigError as error:
+        return [str(error)], False
+
+
+def _readers(kind: Format) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        specs = Registry().specs("drafter")
+    return [spec.name for spec in specs if isinstance(spec, DrafterSpec) and kind.name in spec.reads]
+
+
+def _lines(checkpoint: Checkpoint, kind: Format, lacking: list[str], readers: list[str]) -> list[str]:
+    config, tensors = checkpoint.config, checkpoint.tensors
+    of, numbers = "", sum(each.numel() for each in tensors.values())
+    if (container := config.get("speculators_model_type")) is not None:
+        of = f", {container} in a container of speculators {config.get('speculators_version', 'of an unknown version')}"
+    verifier = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    sizes = f"hidden size {config.get('hidden_size', 'unknown')}, vocabulary {config.get('vocab_size', 'unknown')}"
+    kinds = ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in tensors.values()}))
+    use = " or ".join(f"drafter={name} drafter.path={checkpoint.path}" for name in readers)
+    return [
+        f"what it is: {kind.value}{of}",
+        f"drafts with: {use or 'no installed drafter reads it'}",
+        f"trained for: {verifier or 'a target that it does not name'}, {sizes}",
+        f"weights: {len(tensors)} tensors, {numbers:,} numbers, {kinds}; read from {checkpoint.source.name}",
+        f"missing: {', '.join(lacking) or 'nothing that can be told without the target'}",
+    ]
+
+
+def _lacking(checkpoint: Checkpoint, kind: Format) -> Iterator[str]:
+    """The tensors that every checkpoint of this kind has, and this one lacks."""
+    config = {**checkpoint.config, **(checkpoint.config.get("dflash_config") or {})}
+    own = {name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in checkpoint.tensors}
+    yield from (f"{name} in config.json" for name in _OPTIONS.get(kind, ()) if config.get(name) is None)
+    yield from (name for name in _NEEDED.get(kind, ()) if name not in own)
+    if kind in _NEEDED:
+        for layer in range(min(int(config.get("num_hidden_layers") or 1), 128)):
+            for part in _PROJECTIONS:
+                if f"layers.{layer}.self_attn.{part}.weight" not in own:
+                    yield f"layers.{layer}.self_attn.{part}.weight"
