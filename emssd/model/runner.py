@@ -158,6 +158,8 @@ class CausalLMRunner(ModelRunner):
         start = time.perf_counter()
         plan = self.backend.plan(packed)
         plan_seconds = time.perf_counter() - start
+        if self._states is not None:
+            plan = replace(plan, replay=None)  # a recording would read the states of the rows that it was made with
         self._announce(packed)
         with nullcontext() if self._states is None else self._states.step(packed, plan.token_index):
             logits, computed = self._compute(plan)

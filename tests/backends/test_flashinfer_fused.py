@@ -28,6 +28,7 @@ from emssd.heads.head import LayerHead
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
 from tests.support.fused_kernels import Read, Twins, as_it_is
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
@@ -269,6 +270,19 @@ def test_a_model_that_cannot_be_recorded_runs_without_a_graph() -> None:
     wanted = plain.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
     assert [each.token_ids for each in done] == [each.token_ids for each in wanted]
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])
+def test_a_model_that_keeps_states_is_not_recorded(architecture: str) -> None:
+    """A recording would read the states of the rows that it was made with."""
+    model = tiny_model(architecture, dtype=torch.float64)
+    prompts = [[1, 5, 6], [9], [8, 2, 8], [4, 4]]
+    expected = [greedy_reference(model, prompt, 6) for prompt in prompts]
+    runner = runner_of(model, Fusing(Twins(), 0))
+    assert runner._states is not None
+    engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
+    done = engine.generate(prompts, 6, ignore_eos=True)
+    assert [list(each.token_ids) for each in done] == expected
 
 
 def test_a_recorded_head_computes_what_it_is_fed() -> None:

@@ -42,6 +42,14 @@ FAULTS = (
         (TESTS + "test_a_recorded_head_computes_what_it_is_fed",),
     ),
     Fault(
+        "a model that keeps states is recorded with those of the first rows",
+        "gpu",
+        "emssd/model/runner.py",
+        "            plan = replace(plan, replay=None)  # a recording",
+        "            pass  # a recording",
+        (TESTS + "test_a_model_that_keeps_states_is_not_recorded",),
+    ),
+    Fault(
         "a pass that cannot be recorded is recorded in each step",
         "gpu",
         PLANNED,
