@@ -95,12 +95,23 @@ def test_it_is_accepted_as_with_the_targets_own_tokenizer(kind: Vocabulary, temp
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_vocabulary_leaves_tokens_as_they_are(kind: Vocabulary, temperature: float, shorter: Path) -> None:
+def test_any_vocabulary_leaves_tokens_as_they_are(
+    kind: Vocabulary, temperature: float, shorter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle, are_texts = TranslatedDrafter._settle, list[bool]()
+
+    def checked(self: TranslatedDrafter, names: list[str]) -> None:
+        settle(self, names)
+        are_texts.extend(self._texts[name][: len(self._fed[name])] == self._fed[name] for name in names)
+
+    monkeypatch.setattr(TranslatedDrafter, "_settle", checked)
     texts = ["Zwölf Boxkämpfer 🥊 and 日本語", "def f(x):\n    return", "</s> is no end <s>"]
     plain, _ = run("none", texts, temperature)
     found, engine = run(DraftModelConfig(str(shorter), kind), texts, temperature)
     assert tokens_of(found) == tokens_of(plain)
     assert engine.report.num_drafted > 0
+    assert are_texts
+    assert all(are_texts), "what has KV is the text of its row"
     drafter = engine.drafting.drafters[0].drafter
     assert isinstance(drafter, TranslatedDrafter)
     assert (drafter._shared is None) == (kind is not Vocabulary.shared)
