@@ -111,7 +111,7 @@ def test_a_bundle_can_be_carried(load: Any, bundle: Path) -> None:
     total = made.check_size(bundle) + sum(WHEELS.values()) + 6 * KERNEL_BYTES
     assert total < made.LIMIT == 64 * 2**20
     assert not [name for name in ("docs", "examples", "tools") if (bundle / name).exists()]
-    assert list((bundle / "emssd" / "demo" / "weights").rglob("*.safetensors")), (
+    assert list((bundle / "emssd" / "data" / "demo" / "weights").rglob("*.safetensors")), (
         "the check of the ledger decodes with it"
     )
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?\n", (bundle / "COMMIT").read_text())

@@ -84,7 +84,7 @@ SENTENCES = {
     "+batchsize=4": "there is no option 'batchsize'; did you mean 'batch_size'?…",
     "drafter=draft_opt_125m drafter.copy_length=2":
         "drafter 'draft_model' has no option 'copy_length', which belongs to drafter=llma. It has path, "
-        "num_speculative_tokens, tree, expansion, width, num_nodes, depth, top_k, temperature, acceptance",
+        "num_speculative_tokens, tree, expansion, width, num_nodes, depth, top_k, temperature, acceptance, vocabulary",
     "drafter.search=prompt":
         "drafter 'suffix' has no option 'search', which belongs to drafter=llma. It has num_speculative_tokens, …",
     "backend.kernels=fast": "backend.kernels: Invalid value 'fast', expected one of [auto, fused, torch]; …",

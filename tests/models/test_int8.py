@@ -86,7 +86,6 @@ def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, mon
     assert engine.report.mean_acceptance_length > 1
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @looped("sizes", [(1, 1), (33, 31), (70, 32), (40, 100)])
 def test_the_kernel_multiplies_what_bytes_stand_for(kernels: None, sizes: tuple[int, int], dtype: torch.dtype) -> None:
@@ -105,6 +104,7 @@ def test_the_kernel_multiplies_what_bytes_stand_for(kernels: None, sizes: tuple[
         assert torch.equal(linear(rows[:count], handle, 0, num_out), out[:count])
 
 
+@pytest.mark.nightly
 def test_what_drafts_is_rounded_where_it_is_compiled(kernels: None, tmp_path: Path) -> None:
     plain = tiny_model("opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=13, max_model_len=64)
     plain.save_pretrained(tmp_path)

@@ -15,7 +15,7 @@ from tests.support.tiers import looped
 
 from .conftest import value, write
 
-ROWS = Path(__file__).resolve().parents[2] / "docs" / "results" / "paper" / "rows"
+ROWS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def with_options(*options: str, **changes: Any) -> Row:

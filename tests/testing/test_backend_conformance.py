@@ -285,16 +285,22 @@ def local_config() -> type:
     return Local
 
 
+def broken(verdicts: dict[str, str]) -> set[str]:
+    """Rules, without those that ask what the backend does not promise."""
+    return {verdict for verdict in verdicts.values() if not verdict.startswith("skipped")}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.costly("plays random histories until the fault shows")
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
-    assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
+    found = verdicts(suite(make), rule)
+    assert broken(found) == {rule}, found
 
 
 @pytest.mark.parametrize(("rule", "config"), [("backend.pickle", local_config()), ("backend.options", Odd)])
 def test_options_that_cannot_travel_are_found(rule: str, config: type, verdicts: Verdicts) -> None:
-    assert set(verdicts(suite(DenseBackend, config=config)).values()) == {rule}
+    assert broken(verdicts(suite(DenseBackend, config=config))) == {rule}
 
 
 def test_every_rule_has_a_fault() -> None:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters import PairedDrafter
+from emssd.drafters import HeadLane, PairedDrafter
 from emssd.drafters.heads import TargetSizes
 from emssd.drafters.heads.options import TreeKind
 from emssd.model import TargetModel
@@ -59,11 +59,12 @@ class Watched:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.drafts: list[tuple[list[int], list[torch.Tensor]]] = []
-        propose, logits, levels = PairedDrafter.propose, Eagle3Head.logits, list[torch.Tensor]()
+        propose, run_to_logits, levels = PairedDrafter.propose, HeadLane.run_to_logits, list[torch.Tensor]()
 
-        def noted_logits(*arguments: Any) -> torch.Tensor:
-            levels.append(logits(*arguments))
-            return levels[-1]
+        def noted_logits(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, logits = run_to_logits(*arguments)
+            levels.append(logits)
+            return hidden, logits
 
         def noted_propose(drafter: Any, batch: Any, budget: Any) -> Any:
             levels.clear()
@@ -79,7 +80,7 @@ class Watched:
             return draft
 
         patch.setattr(PairedDrafter, "propose", noted_propose)
-        patch.setattr(Eagle3Head, "logits", noted_logits)
+        patch.setattr(HeadLane, "run_to_logits", noted_logits)
 
 
 @pytest.mark.parametrize(

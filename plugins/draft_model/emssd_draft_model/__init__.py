@@ -42,11 +42,6 @@ class DraftModelConfig:
 
     Attributes:
         path: folder or hub id of the draft model. ``demo-draft`` is the one that goes with ``model.path=demo``.
-        vocabulary: same refuses a model whose tokenizer is not the target's. With text it reads the text of a row in
-            its own tokens, and the text that it drafts is encoded for the target (universal assisted generation, arXiv
-            2502.05202). With shared it reads that text, too, and drafts tokens that both vocabularies have; in rows
-            that are sampled with the target's noise. auto takes shared where these are nine tenths of the target's
-            tokens, and else text. Other tokenizers draft chains alone.
         num_speculative_tokens: tokens drafted per row and step with ``tree=chain`` (the paper's k).
         tree: chain follows the draft model's first choices. static gives every node of a level equally many children
             (SpecInfer, arXiv 2305.09781), or as many as top-k and the like leave in sampling. dynamic follows the most
@@ -69,10 +64,14 @@ class DraftModelConfig:
         acceptance: of sequoia, a JSON file with the acceptance to plan for, in the place of what is measured: a list of
             the levels, each a list of probabilities, that of the draft model's first choice first. Levels below the
             last are like the last.
+        vocabulary: same refuses a model whose tokenizer is not the target's. With text it reads the text of a row in
+            its own tokens, and the text that it drafts is encoded for the target (universal assisted generation, arXiv
+            2502.05202). With shared it reads that text, too, and drafts tokens that both vocabularies have; in rows
+            that are sampled with the target's noise. auto takes shared where these are nine tenths of the target's
+            tokens, and else text. Other tokenizers draft chains alone.
     """
 
     path: str = "demo-draft"
-    vocabulary: Vocabulary = Vocabulary.same
     num_speculative_tokens: int = 4
     tree: TreeKind = TreeKind.chain
     expansion: list[int] = field(default_factory=lambda: [2, 2, 1, 1])
@@ -82,6 +81,7 @@ class DraftModelConfig:
     top_k: int = 4
     temperature: float = 0.6
     acceptance: str | None = None
+    vocabulary: Vocabulary = Vocabulary.same
 
 
 def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
