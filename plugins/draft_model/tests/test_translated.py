@@ -84,7 +84,7 @@ def test_it_is_accepted_as_with_the_targets_own_tokenizer(kind: Vocabulary, temp
     texts = [prompt.text for prompt in prompts(3)]
     plain, _ = run("none", texts, temperature)
     same, by_ids = run(DraftModelConfig(), texts, temperature)
-    found, engine = run(DraftModelConfig(str(renamed), kind), texts, temperature)
+    found, engine = run(DraftModelConfig(str(renamed), vocabulary=kind), texts, temperature)
     assert tokens_of(found) == tokens_of(same) == tokens_of(plain)
     by_ids_accepted, accepted = by_ids.report.num_accepted, engine.report.num_accepted
     if kind is Vocabulary.text:  # whose words end where drafts end
@@ -107,7 +107,7 @@ def test_any_vocabulary_leaves_tokens_as_they_are(
     monkeypatch.setattr(TranslatedDrafter, "_settle", checked)
     texts = ["Zwölf Boxkämpfer 🥊 and 日本語", "def f(x):\n    return", "</s> is no end <s>"]
     plain, _ = run("none", texts, temperature)
-    found, engine = run(DraftModelConfig(str(shorter), kind), texts, temperature)
+    found, engine = run(DraftModelConfig(str(shorter), vocabulary=kind), texts, temperature)
     assert tokens_of(found) == tokens_of(plain)
     assert engine.report.num_drafted > 0
     assert are_texts
