@@ -95,8 +95,8 @@ class PerRow:
         Raises:
             UnsupportedModelError: they get other tokens than the text's.
         """
-        if self._calls:
-            self._learn_tables(min(_LONG, self.target.max_model_len - 1))
+        if self._calls and (length := min(_LONG, self.target.max_model_len - 1)) > self._length:
+            self._learn_tables(length)
 
     def _may(self, name: str, module: torch.nn.Module) -> bool:
         """Whether it may be one of them: no layers are in it, as nobody could take hidden states between these."""

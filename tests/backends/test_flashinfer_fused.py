@@ -170,6 +170,18 @@ def test_a_kernel_does_what_its_operations_do(data: st.DataObject) -> None:
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
+def test_a_kernel_rounds_after_each_of_its_operations() -> None:
+    x = torch.linspace(1.0, 3.0, 97).bfloat16()
+    trace = Trace()
+    with torch.inference_mode(), trace:
+        expected = (x * x + x) * x
+    results = trace.value(expected)
+    ops = fused(trace.ops, results, Read())
+    assert len(ops) == 1
+    assert torch.equal(run(ops, results), expected)
+    assert not torch.equal(((x.float() * x + x) * x).bfloat16(), expected), "rounding once would do"
+
+
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 def test_functions_whose_last_bit_differs_are_found(function: Any) -> None:
     class Other(Twins):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from emssd import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.model import TargetModel, load_model
+from emssd.model import TargetModel, load_model, per_row
 from emssd.sampling import SamplingParams
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
@@ -70,8 +70,9 @@ def summing() -> PreTrainedModel:
 
 @pytest.mark.costly("three runs of each kind")
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_the_forward_pass(kind: str) -> None:
+def test_tokens_are_those_of_the_forward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known = references(kind)
+    monkeypatch.setattr(per_row, "_LONG", 12)  # texts outgrow what was learnt of them at load
     drafters = (
         RandomDrafter(VOCAB_SIZE, 5, known, seed=1),
         DecoyDrafter(VOCAB_SIZE, known),
@@ -181,6 +182,7 @@ def test_a_model_that_pads_long_texts_is_refused_where_they_may_come() -> None:
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(config).eval()
     Engine.from_model(model, drafter="none", fallback="per_row", max_model_len=48)
+    Engine.from_model(model, drafter="none", fallback="per_row", max_model_len=20)
     with pytest.raises(UnsupportedModelError, match=r"gets other numbers of tokens than a text of 63 has"):
         Engine.from_model(model, drafter="none", fallback="per_row", max_model_len=64)
 

@@ -63,7 +63,7 @@ FAULTS = (
         SOURCE,
         'f"({text}).to({_TYPES[value.dtype]}).to(tl.float32)"',
         "text",
-        (TESTS + "test_a_kernel_does_what_its_operations_do",),
+        (TESTS + "test_a_kernel_rounds_after_each_of_its_operations",),
     ),
     Fault(
         "fused operations move behind what writes in place",
