@@ -69,7 +69,7 @@ def test_ten_thousand_texts_are_valid_and_those_of_the_run_without_drafts(
     tally = Tally()
     for seed in range(1000 + part * 100, 1100 + part * 100):
         check(seed, 5, tally)
-    record_property("tally", tally)
+    record_property("tally", repr(tally))  # a worker sends plain values alone
     assert tally.texts.total() == 500
     assert len(tally.texts) == len(DRAFTERS)
     assert len(tally.grammars) >= 400
