@@ -84,7 +84,7 @@ class Caches:
         return specs
 
     def scheduler(self) -> Scheduler:
-        """Who runs when, as far as the backend can."""
+        """The scheduler, as far as the backend can."""
         options = self.options
         if not self.target.continuous:
             return StaticScheduler(options.batch_size)

@@ -92,7 +92,7 @@ class Engine(Assembled):
 
     @property
     def scheduler(self) -> Scheduler:
-        """Who runs when. One that is set later must have no rows yet."""
+        """The scheduler. One that is set later must have no rows yet."""
         return self._scheduler
 
     @scheduler.setter

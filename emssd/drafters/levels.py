@@ -50,7 +50,7 @@ class GrowingRow:
 
 
 Level = list[tuple[GrowingRow, list[Expansion]]]
-"""What is expanded in one pass: nodes of each row. All nodes of a row are equally deep."""
+"""The nodes that one pass expands, of each row. All nodes of a row are equally deep."""
 
 Choices = tuple[list[list[int]], list[list[float]]]
 """For each node the likeliest tokens after it, the likeliest first, and the logarithms of how likely they are."""

@@ -1,4 +1,4 @@
-"""What a `GenerationConfig` asks for: as `SamplingParams`, or refused by its name. Nothing is ignored."""
+"""Reads a `GenerationConfig`: as `SamplingParams`, or refused by its name. Nothing is ignored."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | 
 
 
 def _bias(config: GenerationConfig) -> dict[int, float]:
-    """What is added to the logits of single tokens. Raises ConfigError: a sequence of several tokens."""
+    """The numbers that are added to the logits of single tokens. Raises ConfigError: a sequence of several tokens."""
     biases = _pairs(config)
     ends = _ids(config.eos_token_id)
     bad = [tuple(ids) for ids in config.bad_words_ids or () if len(ids) != 1 or ids[0] not in ends]

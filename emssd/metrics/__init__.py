@@ -1,4 +1,4 @@
-"""What a run did: figures of its steps, the floor of a step, the machine, and what else ran on it."""
+"""Measures a run: figures of its steps, the floor of a step, the machine, and what else ran on it."""
 
 from emssd.metrics.least_squares import fit_non_negative
 

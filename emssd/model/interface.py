@@ -28,7 +28,7 @@ __all__ = [
 
 # Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
 ATTENTION_NAME = "emssd"
-"""What Transformers call the attention function of emssd."""
+"""The name under which Transformers knows the attention function of emssd."""
 MASKED_NAME = "emssd_masked"  # the same, and the model makes its masks too; only to learn what they ask
 
 Attend = Callable[[int, LayerSpec, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -125,7 +125,7 @@ class CompiledHead(ProvenProgram):
 
 
 class _Traced(nn.Module):
-    """What is exported."""
+    """The module that is exported."""
 
     def __init__(self, head: Head) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ class DecoderConfig:
 
     @property
     def described(self) -> str:
-        """What it says about positions, in words."""
+        """Its rules about positions, in words."""
         kind = "" if self.rope["rope_type"] == "default" else f", scaling {self.rope['rope_type']}"
         return f"rotary base {self.rope['rope_theta']:g}{kind}, the head's own"
 

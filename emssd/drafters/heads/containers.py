@@ -50,7 +50,7 @@ CONTAINERS: Mapping[str, Container] = {
 
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
-    """What a container holds, with the names of the authors' files; anything else as it is.
+    """The parts of a container, with the names of the authors' files; anything else as it is.
 
     The values of its ``transformer_layer_config`` come to the top of the config, with the defaults of its class.
 

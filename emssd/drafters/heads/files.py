@@ -1,4 +1,4 @@
-"""What a trained head's folder, file or hub id holds: its config and its tensors, read without running any code."""
+"""Reads a trained head from a folder, a file or a hub id: its config and its tensors, read without running any code."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["Lent"]
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """What a drafter with a head of its own borrows, see `DrafterContext`.
+    """The parts that a drafter with a head of its own borrows, see `DrafterContext`.
 
     Attributes:
         target: whose embeddings and vocabulary projection the head may use.
@@ -34,7 +34,7 @@ class Lent:
 
     @classmethod
     def by(cls, context: DrafterContext, drafter: str) -> Lent:
-        """What `context` lends to the `drafter` of this name.
+        """The parts that `context` lends to the `drafter` of this name.
 
         Raises:
             ConfigError: there is no model to borrow of.

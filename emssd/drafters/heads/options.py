@@ -18,7 +18,7 @@ __all__ = ["TreeKind", "TreeOptions", "head_path", "shape_of", "static_tree"]
 
 
 class TreeKind(str, Enum):
-    """What a row's draft looks like."""
+    """The shape of a row's draft."""
 
     chain = "chain"
     static = "static"

@@ -1,4 +1,4 @@
-"""What a trained head must fit, and what it borrows: the target's sizes, embeddings and vocabulary projection."""
+"""The target of a trained head, which fits and borrows its parts: the target's sizes, embeddings and vocabulary projection."""
 
 from __future__ import annotations
 
