@@ -36,19 +36,7 @@ MODULES = (
     "emssd.errors.files",
 )
 PARTS: dict[str, tuple[str, ...]] = {
-    "emssd.model": (
-        "ATTENTION_NAME",
-        "Attend",
-        "BorrowedTarget",
-        "CausalLMRunner",
-        "Chain",
-        "ModelOutput",
-        "ModelRunner",
-        "RoundedRunner",
-        "TargetModel",
-        "counted_on",
-        "load_tokenizer",
-    ),
+    "emssd.model": tuple(name for name in model.__all__ if name != "load_model"),
     "emssd.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
     "emssd.native": ("load_kernels", "why_unavailable"),
     "emssd.errors.terminal": ("steady",),

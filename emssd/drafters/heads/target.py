@@ -1,4 +1,4 @@
-"""The target of a trained head, which fits and borrows its parts: the target's sizes, embeddings and vocabulary projection."""
+"""The target of a trained head, whose sizes, embeddings and vocabulary projection it fits and borrows."""
 
 from __future__ import annotations
 
