@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from emssd_flashinfer.planned import PagedAttention, PlannedKernels
 from emssd_flashinfer.recorded import StaticInputs
-from emssd_flashinfer.tables import PagedMetadata
+from emssd_flashinfer.tables import PagedMetadata, TreeMask
 from rich.console import Console
 from rich.table import Table
 
@@ -51,7 +51,7 @@ TARGETS = {8: 0.25, 64: 0.6}  # ms
 class NoAttention:
     """A `PagedAttention` that does nothing."""
 
-    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
+    def plan(self, metadata: PagedMetadata, mask: TreeMask | None = None) -> None:
         pass
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:

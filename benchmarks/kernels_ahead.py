@@ -25,6 +25,7 @@ VARIANTS = {  # kernel, dtype, head dimension, sliding window, soft-cap
     "fp16-64": ("fa2", "float16", 64, False, False),  # OPT-125m, OPT-1.3b, Llama-3.2-1B
     "bf16-128": ("fa2", "bfloat16", 128, False, False),  # Llama-3, Qwen
     "bf16-128-window": ("fa2", "bfloat16", 128, True, False),  # Mistral
+    "bf16-256": ("fa2", "bfloat16", 256, False, False),  # DFlash on heads of 128, whose keys are one element longer
     "bf16-256-window-softcap": ("fa2", "bfloat16", 256, True, True),  # Gemma 2
     "fa3-fp16-128": ("fa3", "float16", 128, False, False),  # only with prefill_kernel=fa3
 }
@@ -32,10 +33,9 @@ VARIANTS = {  # kernel, dtype, head dimension, sliding window, soft-cap
 
 
 def specs_of(names: Iterable[str]) -> dict[str, Any]:
-    """FlashInfer's `JitSpec` of each variant, and of the packing of masks."""
+    """FlashInfer's `JitSpec` of each variant."""
     import torch
     from flashinfer.jit.attention import gen_batch_prefill_module
-    from flashinfer.jit.quantization import gen_quantization_module
 
     specs = {}
     for name in names:
@@ -44,7 +44,7 @@ def specs_of(names: Iterable[str]) -> dict[str, Any]:
         specs[name] = gen_batch_prefill_module(
             kernel, dtype, dtype, dtype, torch.int32, dim, dim, 0, window, softcap, False
         )
-    return specs | {"packbits": gen_quantization_module()}
+    return specs
 
 
 def build(specs: dict[str, Any], keep: Path, cores: int, *, load: bool) -> dict[str, str]:

@@ -179,6 +179,7 @@ class AttentionBackend(ABC):
             may then run within that of another.
         batch_invariant: whether a query has the same bits whatever other rows, drafts and steps there are.
         prefix_unit: KV is shared by so many tokens; 0 if it is not shared. Of use after `allocate`.
+        plans_passes: whether `plan_passes` may give plans. Of use after `allocate`.
     """
 
     takes_trees: bool = False
@@ -186,6 +187,7 @@ class AttentionBackend(ABC):
     takes_devices: bool = False
     batch_invariant: bool = False
     prefix_unit: int = 0
+    plans_passes: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
@@ -255,6 +257,19 @@ class AttentionBackend(ABC):
             A plan that `native_step` takes, or ``None``: this backend plans each pass.
         """
         return None
+
+    def plan_passes(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
+        """Plan passes of one token for each row beforehand, each behind the one before.
+
+        Args:
+            packed: the first of them.
+            lengths: ``[B]`` in how many of them a row has part, at least one. Nothing that it computes later is kept.
+
+        Returns:
+            A plan for each pass. `StepPlan.replay` of the first is for a function of all of them. Empty: this backend
+            plans each pass by itself.
+        """
+        return []
 
     @abstractmethod
     def commit(self, kept: Kept) -> None:

@@ -56,6 +56,8 @@ class PackedInputs:
         trees: ``[B]``, for each row the tree that its last KV is, see `emssd.attention.trees`; empty for a row without
             branches. ``None``: no row has any.
         drafted: tokens that only the device knows; ``None`` if the host knows all.
+        greedy: whether the step is recorded with the most probable token at each of `logit_rows`, on its way to the
+            host.
     """
 
     request_ids: tuple[str, ...]
@@ -66,6 +68,7 @@ class PackedInputs:
     logit_rows: torch.Tensor
     trees: tuple[tuple[int, ...], ...] | None = None
     drafted: Drafted | None = None
+    greedy: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -114,5 +117,7 @@ class PackedInputs:
 
 def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """``[sum(lengths)]`` int64: for each row the integers from ``starts[i]`` on, ``lengths[i]`` of them."""
-    ends = lengths.cumsum()
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+    ends = np.add.accumulate(lengths)
+    places = (starts - ends + lengths).repeat(lengths)
+    places += np.arange(len(places))
+    return places

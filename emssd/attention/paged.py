@@ -51,6 +51,15 @@ class PagedKernels(ABC):
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         """Take the memory that the kernels need besides `pool`, which has no pages yet. Called once."""
 
+    @property
+    def plans_passes(self) -> bool:
+        """See `AttentionBackend.plans_passes`."""
+        return False
+
+    def plan_passes(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
+        """See `AttentionBackend.plan_passes`. The pages of all passes are reserved already."""
+        return []
+
     def prepare(self) -> None:
         """Do what takes long, such as compiling. Called once, after a pool of a fixed size has its memory."""
 
@@ -138,21 +147,34 @@ class PagedBackend(AttentionBackend):
 
     def plan(self, packed: PackedInputs) -> StepPlan:
         self._table.reserve_step(packed)
-        return self._planned(packed)
+        self._have_reserved()
+        return self._kernels.plan(packed, self._table)
 
     def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> StepPlan | None:
         if not self._kernels.are_native:
             return None
+        self._reserve_behind(packed, lengths)
+        return self._kernels.plan(packed, self._table)
+
+    @property
+    def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
+        return self._kernels.plans_passes
+
+    def plan_passes(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
+        self._reserve_behind(packed, [length - 1 for length in lengths])
+        return self._kernels.plan_passes(packed, lengths, self._table)
+
+    def _reserve_behind(self, packed: PackedInputs, lengths: Seq[int]) -> None:
+        """Give the rows of a step their pages, with room for so many further tokens."""
         self._table.reserve_step(packed)
         for request_id, kv_len, length in zip(packed.request_ids, packed.kv_lens, lengths, strict=True):
             self._table.reserve(request_id, kv_len + length)
-        return self._planned(packed)
+        self._have_reserved()
 
-    def _planned(self, packed: PackedInputs) -> StepPlan:
-        """The plan of a step whose rows have their pages."""
+    def _have_reserved(self) -> None:
+        """Rows have other pages."""
         self._follow_table()
         self._peak_held = max(self._peak_held, self._table.num_used * self._pool.page_bytes)
-        return self._kernels.plan(packed, self._table)
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

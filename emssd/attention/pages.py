@@ -88,8 +88,9 @@ class PageTable:
         Raises:
             OutOfMemoryError: the pool is full. A caller that asks `fits` first never sees this.
         """
-        pages = self._pages.setdefault(request_id, array("i"))
-        for _ in range(self._pages_for(num_tokens) - len(pages)):
+        if (pages := self._pages.get(request_id)) is None:
+            pages = self._pages[request_id] = array("i")
+        for _ in range(-(-num_tokens // self.page_size) - len(pages)):
             pages.append(self._take())
 
     def reserve_step(self, packed: PackedInputs) -> None:
@@ -99,7 +100,7 @@ class PageTable:
         size, held, shared = self.page_size, self._pages, self._shared
         for request_id, num_cached, kv_len in zip(packed.request_ids, before, packed.kv_lens, strict=True):
             # A call for each row would take longer than all the rest.
-            if -(-shared.get(request_id, 0) // size) * size > num_cached:
+            if shared and -(-shared.get(request_id, 0) // size) * size > num_cached:
                 self.make_own(request_id, num_cached)
             if request_id not in held or len(held[request_id]) * size < kv_len:
                 self.reserve(request_id, kv_len)
@@ -225,9 +226,6 @@ class PageTable:
                 self._idle[page] = None
             else:
                 self._free.append(page)
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
 
 
 _NONE: array[int] = array("i")

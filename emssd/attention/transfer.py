@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["on_device", "to_host", "together"]
+__all__ = ["Arriving", "on_device", "to_host", "together"]
 
 
 def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -24,8 +25,23 @@ def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torc
     return values.to(device, dtype, non_blocking=True)
 
 
-def to_host(values: torch.Tensor) -> list[int]:
+class Arriving(NamedTuple):
+    """Integers on their way to the host: all work that its stream has now is done when they are there.
+
+    Attributes:
+        values: ``[n]`` pinned memory.
+        device: from where they come.
+    """
+
+    values: torch.Tensor
+    device: torch.device
+
+
+def to_host(values: torch.Tensor | Arriving) -> list[int]:
     """``[n]`` integers as host integers. From a GPU this is one copy into pinned memory, and one wait for it."""
+    if isinstance(values, Arriving):
+        torch.cuda.current_stream(values.device).synchronize()
+        return values.values.tolist()
     if values.device.type != "cuda":
         return values.tolist()
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -122,12 +122,15 @@ class Engine(Assembled):
             timer, (schedule, batch) = self._make_timer(), self._schedule()
             draft = self.drafting.propose(batch, schedule.limits, schedule.num_prefill_tokens)
             timer.lap("schedule", draft=self.drafting.seconds)
-            packed = pack(schedule.batch.rows, known := draft.within(self.runner.vocab_size), schedule.prefills)
+            is_plain = schedule.batch.is_plain
+            packed = pack(
+                schedule.batch.rows, known := draft.within(self.runner.vocab_size), schedule.prefills, greedy=is_plain
+            )
             timer.lap("plan")
             with self._masks_of(schedule.batch.rows, known) if self._has_grammars else nullcontext():
                 output = self.runner.run(packed)
             timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
-            verified = self._verify(schedule.batch.rows, draft, known, output.logits)
+            verified = self._verify(schedule.batch, draft, known, output)
             timer.lap("verify")
             self._advance(schedule, draft, verified)
             outcome = outcome_of(batch, draft, verified, packed, output)
@@ -296,14 +299,12 @@ class Engine(Assembled):
         """Computes the masks of grammars during what is done within."""
         return self.grammars.beside(states_in(rows, draft))
 
-    def _verify(self, rows: Seq[Row], draft: Draft, known: Draft, logits: torch.Tensor) -> list[Verified]:
+    def _verify(self, batch: Batch, draft: Draft, known: Draft, output: ModelOutput) -> list[Verified]:
         """Compare the draft of each row with the choices of the target; `known` has ids of the vocabulary only."""
+        rows, logits, is_plain = batch.rows, output.logits, batch.is_plain
         best = best_tokens(logits, self.drafting.num_candidates)
-        is_plain = [row.request.sampling for row in rows].count(None) == len(
-            rows
-        )  # nothing but greedy tokens is wanted
         if is_plain:
-            verified = verify(greedy_tokens(logits), draft, best)
+            verified = verify(output.greedy or greedy_tokens(logits), draft, best)
         else:
             drawn = verdicts(logits, rows, known)
             verified = verify(choices(logits, rows, known), draft, best, drawn)

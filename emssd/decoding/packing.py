@@ -29,13 +29,16 @@ class Packable(Protocol):
     def num_cached(self) -> int: ...
 
 
-def pack(rows: Iterable[Packable], draft: Draft, prefills: Iterable[tuple[Packable, int]] = ()) -> PackedInputs:
+def pack(
+    rows: Iterable[Packable], draft: Draft, prefills: Iterable[tuple[Packable, int]] = (), *, greedy: bool = False
+) -> PackedInputs:
     """Row ``i`` becomes ``tokens[num_cached:]`` followed by its draft: prefill and decoding are one path.
 
     Args:
         rows: each with at least one token that is not cached.
         draft: trees for these rows.
         prefills: further rows, of each the number of tokens behind the cached ones; no logits of theirs are wanted.
+        greedy: see `PackedInputs`.
     """
     request_ids: list[str] = []
     cached: list[int] = []
@@ -71,6 +74,7 @@ def pack(rows: Iterable[Packable], draft: Draft, prefills: Iterable[tuple[Packab
         logit_rows=torch.from_numpy(runs(drafts - 1, num_drafted + 1)),
         trees=(*trees, *[()] * (len(known) - len(trees))) if trees is not None and any(trees) else None,
         drafted=None if places is None else Drafted(places, draft.token_ids),
+        greedy=greedy,
     )
 
 

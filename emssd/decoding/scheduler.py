@@ -33,7 +33,8 @@ class Schedule:
 
     Attributes:
         batch: rows whose tokens are all computed by this step, so that they can be drafted for and verified.
-        limits: ``[B]`` the most tokens that may be drafted for each row of `batch`.
+        limits: ``[B]`` the most tokens that may be drafted for each row of `batch`. Of a chain, they are one less than
+            the row may still generate.
         prefills: rows that compute a piece of their prompt, and nothing is verified.
         preempted: rows that lose their KV to others and wait to be computed again.
         num_adopted_tokens: tokens of rows whose KV was there already, so that they need not be computed.
@@ -190,13 +191,14 @@ class ContinuousScheduler(Scheduler):
         running, lengths, preempted = self._preempt(fits)
         admitted = [] if preempted else self._admit(running, self._length_to_come, fits)
         running = [*running, *admitted]
-        prompts = [row for row in running if len(row.tokens) > row.num_cached + 1]
         num_adopted, rows = sum([row.num_cached for row in admitted]) if admitted else 0, running
-        if prompts:
+        needs = [len(row.tokens) - row.num_cached for row in rows]
+        if max(needs, default=0) > 1:
+            prompts = [row for row, need in zip(rows, needs, strict=True) if need > 1]
             num_adopted += sum([self.prefixes.adopt(row) for row in prompts])
             waits = self.prefixes.waits(prompts)
             rows = [row for row in running if row.request_id not in waits]
-        needs = [len(row.tokens) - row.num_cached for row in rows]
+            needs = [len(row.tokens) - row.num_cached for row in rows]
         budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
         shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
         complete, pieces = [], []
@@ -248,8 +250,8 @@ def _lengths(rows: Iterable[Row]) -> dict[str, int]:
 
 def _draft_limits(rows: list[Row], most: int, trees: bool = False) -> tuple[int, ...]:
     """A chain ends one below what a row may still generate, since every step gives one token of the target's own."""
-    left = [max(0, row.max_length - len(row.tokens) - 1) for row in rows]
-    return tuple([most if number >= most or (trees and number) else number for number in left])
+    left = [row.max_length - len(row.tokens) - 1 for row in rows]
+    return tuple([most if number >= most or (trees and number > 0) else max(0, number) for number in left])
 
 
 def _shares(needs: list[int], budget: int) -> list[int]:

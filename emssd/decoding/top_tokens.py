@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.transfer import on_device, to_host
+from emssd.model.passes import likeliest
 from emssd.native import loaded_kernels
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import top_draws
@@ -28,9 +29,7 @@ def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tu
     if logits.device.type == "cpu" and logits.dtype is not torch.float16 and (kernels := loaded_kernels()) is not None:
         both = kernels.top(logits, width, 1.0 / temperature)  # PyTorch takes three calls and several times as long
     else:
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        values, ids = scaled.topk(width, dim=1)
-        both = torch.stack([ids.double(), (values - scaled.logsumexp(dim=1, keepdim=True)).double()])
+        both = likeliest(logits, width, 1.0 / temperature)
     host, starts = to_host(both.flatten()), range(0, num_rows * width, width)
     tokens = list(map(int, host[: num_rows * width]))
     shares = [share if share <= 0 else (0.0 if share > 0 else -math.inf) for share in host[num_rows * width :]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.attention.transfer import to_host
+from emssd.attention.transfer import Arriving, to_host
 from emssd.attention.trees import Parents
 from emssd.drafting import Draft
 from emssd.sampling.choice import greedy_tokens
@@ -49,7 +49,7 @@ def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
 
 
 def verify(
-    choices: torch.Tensor,
+    choices: torch.Tensor | Arriving,
     draft: Draft,
     candidates: torch.Tensor | None = None,
     verdicts: Mapping[int, Verdict] | None = None,
@@ -83,23 +83,27 @@ def verify(
 
 
 def _on_host(
-    choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None
+    choices: torch.Tensor | Arriving, draft: Draft, candidates: torch.Tensor | None
 ) -> tuple[list[int], list[int], list[list[int]]]:
     """The target's choices ``[R]``, the drafted ids ``[num_draft]``, and the best tokens ``[R][num_candidates]``.
 
     One copy to the host brings everything that the step needs to know, and is the only time that the host waits.
     """
-    wanted, on_host = [choices], draft.on_host
-    if candidates is not None:
-        wanted.append(candidates.flatten())
+    on_host, number = draft.on_host, 0 if candidates is None else candidates.shape[1]
+    others = [] if candidates is None else [candidates.flatten()]
     if not on_host:
-        wanted.append(draft.token_ids)
-    host = to_host(torch.cat(wanted) if len(wanted) > 1 else choices)
-    num_rows, number = len(choices), 0 if candidates is None else candidates.shape[1]
-    end = num_rows * (1 + number)
-    drafted = draft.token_ids.tolist() if on_host else host[end:]
-    best = [host[at : at + number] for at in range(num_rows, end, number)] if number else []
-    return host[:num_rows], drafted, best
+        others.append(draft.token_ids)
+    if not others:
+        chosen, host = to_host(choices), list[int]()
+    elif isinstance(choices, Arriving):
+        host = to_host(torch.cat(others))
+        chosen = choices.values.tolist()  # these have come before
+    else:
+        host = to_host(torch.cat([*others, choices]))
+        chosen = host[len(host) - len(choices) :]
+    end = len(chosen) * number
+    drafted = draft.token_ids.tolist() if on_host else host[end : end + draft.indptr[-1]]
+    return chosen, drafted, [host[at : at + number] for at in range(0, end, number)] if number else []
 
 
 def _tell(choices: list[int], tokens: list[int], verdict: Verdict) -> None:

@@ -31,7 +31,7 @@ from emssd.drafters.heads.layers import Angles, rotated
 from emssd.drafters.heads.lent import Lent
 from emssd.drafters.heads.options import TreeKind, TreeOptions, head_path, shape_of
 from emssd.drafters.heads.pairs import PairedHead
-from emssd.drafters.lanes import HeadLane, Lane, fed
+from emssd.drafters.lanes import HeadLane, InPlace, Lane, fed
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
 from emssd.drafters.loading import load_draft_model, shallow_runner
 from emssd.drafters.models import ModelDrafter
@@ -63,6 +63,7 @@ __all__ = [
     "HeadLane",
     "HeadLayer",
     "HeadNorm",
+    "InPlace",
     "Lane",
     "LayerHead",
     "Lent",

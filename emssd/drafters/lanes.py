@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -11,9 +11,11 @@ import torch
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.drafters.heads.compiled import compiled_head
 from emssd.drafters.heads.head import Head
+from emssd.drafters.heads.layers import Attend
+from emssd.model.passes import in_passes, likeliest
 from emssd.model.program import Chain
 
-__all__ = ["HeadLane", "KVCache", "Lane", "fed"]
+__all__ = ["HeadLane", "InPlace", "KVCache", "Lane", "fed"]
 
 
 class KVCache(Protocol):
@@ -22,6 +24,22 @@ class KVCache(Protocol):
     def commit(self, kept: Kept) -> None: ...
     def release(self, request_ids: Iterable[str]) -> None: ...
     def fits(self, kv_lens: Mapping[str, int]) -> bool: ...
+
+
+class InPlace:
+    """What recorded steps read: tensors whose addresses stay."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, torch.Tensor] = {}
+
+    def __call__(self, name: Hashable, values: torch.Tensor, size: int) -> torch.Tensor:
+        """``values [n, …]`` where all steps of this `name` read them, ``[size, …]``; zeros behind them."""
+        if name not in self._held:
+            self._held[name] = values.new_zeros(size, *values.shape[1:])
+        held = self._held[name]
+        held[: len(values)] = values
+        held[len(values) :] = 0
+        return held
 
 
 class Lane:
@@ -85,7 +103,7 @@ class HeadLane(Lane):
         super().__init__(backend)
         self.head, self._backend = head, backend
         self._compiled = compiled_head(head) if compile else None
-        self._fixed: dict[int, torch.Tensor] = {}  # what recorded steps read, by their number of tokens
+        self._fixed = InPlace()
 
     @property
     def runs_chains(self) -> bool:
@@ -144,37 +162,66 @@ class HeadLane(Lane):
             return None
         return self._compiled.run_chain(inputs.unsqueeze(0), plan, step, chain)
 
-    def _outputs(self, packed: PackedInputs, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        plan = self._backend.plan(packed)
+    @property
+    def plans_passes(self) -> bool:
+        """Whether `run_passes` may do something."""
+        return self._compiled is None and self._backend.plans_passes
 
+    def run_passes(
+        self,
+        packed: PackedInputs,
+        inputs: torch.Tensor,
+        chain: Chain,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        following: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor | None:
+        """See `emssd.model.ModelRunner.run_passes`.
+
+        Args:
+            packed: the first pass.
+            inputs: ``[B, input_size]`` what it reads.
+            chain: what is asked for; tokens are columns of logits.
+            logits: makes them of hidden states.
+            following: of tokens ``[n]``, and hidden states before them, what the next pass reads.
+        """
+
+        def given(plan: StepPlan) -> torch.Tensor:
+            size = plan.input_ids.numel()
+            return self._fixed(("passes", size), inputs, size)
+
+        def one_pass(plan: StepPlan, reads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, *own = self._compute(plan, reads.unsqueeze(0))
+            both = likeliest(own[0] if own else logits(hidden), 1, chain.scale)[..., 0]
+            return both, following(both[0].long(), hidden)
+
+        return in_passes(self._backend, packed, chain, given, one_pass)
+
+    def _attend(self, plan: StepPlan) -> Attend:
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return self._backend.forward(plan, layer, query, key, value)
 
-        inputs = fed(plan, inputs) if plan.replay is None else self._in_place(plan, inputs)
+        return attend
+
+    def _compute(self, plan: StepPlan, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.head(inputs, plan.position_ids, self._attend(plan))[:, plan.logits_to_keep].flatten(0, 1)
+        logits = self.head.own_logits(hidden)
+        return (hidden,) if logits is None else (hidden, logits)
+
+    def _outputs(self, packed: PackedInputs, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        plan = self._backend.plan(packed)
+        size = plan.input_ids.numel()
+        inputs = fed(plan, inputs) if plan.replay is None else self._fixed(size, inputs, size)
         inputs = inputs.view(*plan.input_ids.shape, -1)
-
-        def compute() -> tuple[torch.Tensor, ...]:
-            hidden = self.head(inputs, plan.position_ids, attend)[:, plan.logits_to_keep].flatten(0, 1)
-            logits = self.head.own_logits(hidden)
-            return (hidden,) if logits is None else (hidden, logits)
-
         outputs: tuple[torch.Tensor, ...]
         if self._compiled is not None:
             step = self._backend.native_step(plan)
-            outputs = self._compiled(inputs, plan.position_ids, attend, plan.logits_to_keep, step)
+            outputs = self._compiled(inputs, plan.position_ids, self._attend(plan), plan.logits_to_keep, step)
+        elif plan.replay is None:
+            outputs = self._compute(plan, inputs)
         else:
-            outputs = compute() if plan.replay is None else plan.replay(compute)
+            outputs = plan.replay(lambda: self._compute(plan, inputs))
         index = plan.logit_index
         return outputs if index is None else tuple(each[index] for each in outputs)
-
-    def _in_place(self, plan: StepPlan, inputs: torch.Tensor) -> torch.Tensor:
-        """`fed`, where all recorded steps of this size read it."""
-        size = plan.input_ids.numel()
-        if size not in self._fixed:
-            self._fixed[size] = inputs.new_zeros(size, inputs.shape[1])
-        self._fixed[size][: len(inputs)] = inputs
-        self._fixed[size][len(inputs) :] = 0
-        return self._fixed[size]
 
 
 def fed(plan: StepPlan, values: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from emssd.drafting import Draft, Drafter, GoesOn
 from emssd.drafting.budget import DraftedNode
 from emssd.drafting.levels import Child, Expansion, GrowingTree, joined_best
 from emssd.drafting.shapes import DynamicShape, Shape
+from emssd.model.passes import likeliest
 from emssd.model.program import Chain
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
@@ -137,6 +138,40 @@ class LevelDrafter(Drafter):
                 if log_prob < chain.least:
                     break
 
+    plans_passes: bool = False
+    """Whether `passes` may do something."""
+
+    def passes(
+        self, rows: Seq[GrowingRow], columns: torch.Tensor, chain: Chain, places: Seq[int]
+    ) -> torch.Tensor | None:
+        """Compute the nodes of chains, see `emssd.model.ModelRunner.run_passes`.
+
+        Args:
+            rows: with more than one token to draft.
+            columns: ``[r]`` the first of them, as columns of logits.
+            chain: the passes.
+            places: ``[r]`` the rows among those of `catch_up`.
+        """
+        return None
+
+    def _grow_behind(self, rows: Seq[GrowingRow], logits: torch.Tensor) -> bool:
+        """Draft chains in one call, of `logits` behind the newest tokens; the host waits once. False: not done."""
+        chain = self.chain_of(rows)
+        places = [place for place, length in enumerate(chain.lengths) if length > 1]
+        if not places:
+            return False
+        first, index = likeliest(logits, 1, chain.scale)[..., 0], on_device(places, logits.device)
+        own = chain._replace(lengths=[chain.lengths[place] - 1 for place in places])
+        found = self.passes([rows[place] for place in places], first[0, index].long(), own, places)
+        if found is None:
+            return False
+        both = torch.cat([first.unsqueeze(1), first.unsqueeze(1).repeat(1, len(found[0]), 1)], dim=1)
+        both[:, 1:, index] = found
+        tokens, shares = torch.tensor(to_host(both.flatten())).view(both.shape).transpose(1, 2)
+        columns = tokens.long()
+        self.take_chains(rows, chain, columns if self.target_ids is None else torch.tensor(self._ids)[columns], shares)
+        return True
+
     def _num_cached(self, row: Row) -> int:
         """Of the row's tokens, how many need not be computed."""
         return 0
@@ -163,6 +198,8 @@ class LevelDrafter(Drafter):
         """Draft level by level."""
         level = [(row, self.shape.expand(row.tree, row.tree.level)) for row in rows]
         logits = self.catch_up(rows)
+        if self.plans_passes and self.caches_nodes and self.are_greedy_chains(rows) and self._grow_behind(rows, logits):
+            return
         self._grow(level, logits)
         while level := self._next_level(self._going_on(level, logits)):
             logits = self.compute(level)

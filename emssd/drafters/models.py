@@ -9,13 +9,14 @@ from dataclasses import replace
 import torch
 
 from emssd.attention import Kept
-from emssd.decoding.packing import pack
+from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafters.lanes import Lane
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, pack_level
 from emssd.drafting import Draft, Outcome
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import Shape
 from emssd.model import ModelRunner
+from emssd.model.program import Chain
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
@@ -105,6 +106,22 @@ class ModelDrafter(LevelDrafter):
     def compute(self, level: Level) -> torch.Tensor:
         packed = pack_level(level)
         return self._columns(self._runner.run(replace(packed, input_ids=self.own_ids(packed.input_ids))).logits)
+
+    @property
+    def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
+        return self._runner.plans_passes
+
+    def passes(
+        self, rows: Seq[GrowingRow], columns: torch.Tensor, chain: Chain, places: Seq[int]
+    ) -> torch.Tensor | None:
+        kv_lens = [len(row.tokens) + 1 for row in rows]
+        packed = pack_nodes([row.request_id for row in rows], columns, [1] * len(rows), kv_lens)
+        return self._runner.run_passes(packed, chain)
+
+    def take_chains(self, rows: Seq[GrowingRow], chain: Chain, tokens: torch.Tensor, shares: torch.Tensor) -> None:
+        super().take_chains(rows, chain, tokens, shares)
+        for row, length in zip(rows, chain.lengths, strict=True):
+            row.tree.cache(range(min(length - 1, len(row.tree.token_ids))))
 
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """The model's ids of drafted tokens, where it has others than the target."""

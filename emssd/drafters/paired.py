@@ -19,6 +19,7 @@ from emssd.drafters.lanes import HeadLane
 from emssd.drafters.levels import GrowingRow, Level, nodes_of, pack_level
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.shapes import Shape
+from emssd.model.program import Chain
 
 __all__ = ["PairedDrafter"]
 
@@ -95,11 +96,27 @@ class PairedDrafter(StatesDrafter):
         self._places = {(row.request_id, node): place for place, (row, node) in enumerate(nodes)}
         return logits
 
+    @property
+    def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
+        return self._runner.plans_passes
+
+    def passes(
+        self, rows: Seq[GrowingRow], columns: torch.Tensor, chain: Chain, places: Seq[int]
+    ) -> torch.Tensor | None:
+        def following(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            return self._inputs(self._head.to_target(tokens), hidden)
+
+        inputs = following(columns, self._hidden[on_device(places, columns.device)])
+        kv_lens = [row.tree.num_tokens + 1 for row in rows]
+        packed = pack_nodes([row.request_id for row in rows], columns, [1] * len(rows), kv_lens)
+        return self._runner.run_passes(packed, inputs, chain, self._logits, following)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head.logits(hidden, self._target.project)
+
     def _run(self, packed: PackedInputs, inputs: torch.Tensor) -> torch.Tensor:
         """Compute a step, and keep its outputs for the next level. Returns the logits after its ``logit_rows``."""
-        self._hidden, logits = self._runner.run_to_logits(
-            packed, inputs, lambda hidden: self._head.logits(hidden, self._target.project)
-        )
+        self._hidden, logits = self._runner.run_to_logits(packed, inputs, self._logits)
         return logits
 
     def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class DraftStages:
     @property
     def drafts_trees(self) -> bool:
         """Whether any of the drafters may draft trees."""
-        return any(drafter.drafts_trees for drafter in self.drafters)
+        return True in [drafter.drafts_trees for drafter in self.drafters]
 
     @property
     def num_candidates(self) -> int:
@@ -97,7 +97,8 @@ class DraftStages:
         self._most = []
         for stage, (drafter, most) in enumerate(zip(self.drafters, every, strict=True)):
             self._failed = None
-            step = self._step = BudgetStep(batch, _limits(drafter, most, batch, still), num_other, stage)
+            limits = _limits(drafter, most, batch, still) if self.drafts_trees else [min(each, most) for each in still]
+            step = self._step = BudgetStep(batch, tuple(limits), num_other, stage)
             is_forced = isinstance(drafter.drafter, ForcedTokens)  # each is accepted, so it saves a step
             budget = self._asked("allot", step.limits, step)
             budget = list(step.limits) if is_forced else budget
@@ -192,13 +193,11 @@ class DraftStages:
             drafter.reset()
 
 
-def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -> tuple[int, ...]:
-    """``[B]`` the most that `drafter` can draft for each row: a chain ends before the row does."""
+def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -> list[int]:
+    """``[B]`` the most that `drafter` can draft for each row, where another drafts trees: chains end before the row."""
     if drafter.drafts_trees:
-        return tuple([min(limit, most, _MOST_NODES) for limit in still])
-    return tuple(
-        [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
-    )
+        return [min(limit, most, _MOST_NODES) for limit in still]
+    return [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
 
 
 def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
+from emssd.attention.transfer import Arriving
 from emssd.errors import UnsupportedModelError
+from emssd.model.passes import in_passes, likeliest
+from emssd.model.program import Chain
 from emssd.model.target import Computed, TargetModel
 
 __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner"]
@@ -28,12 +31,14 @@ class ModelOutput:
         hidden: by index, ``[nnz, width]``, the hidden states that `ModelRunner.take_hidden` asked for; good until the
             next step.
         plan_seconds: host time of planning attention, which is not time of the forward pass.
+        greedy: ``[R]`` the most probable tokens, if the pass was recorded with them; see `PackedInputs.greedy`.
     """
 
     logits: torch.Tensor
     num_padding: int = 0
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
     plan_seconds: float = 0.0
+    greedy: Arriving | None = None
 
 
 class ModelRunner(ABC):
@@ -75,6 +80,22 @@ class ModelRunner(ABC):
         Returns:
             ``[B, k]`` int64, where `k` is the largest of `lengths`; behind the last of a row stands anything. ``None``:
             nothing was done, `run` does it one level at a time.
+        """
+        return None
+
+    plans_passes: bool = False
+    """Whether `run_passes` may do something."""
+
+    def run_passes(self, packed: PackedInputs, chain: Chain) -> torch.Tensor | None:
+        """Compute passes of one token for each row in one call, each behind the likeliest tokens of the one before.
+
+        Args:
+            packed: the first pass.
+            chain: how many of them each row has part in, and what is asked for.
+
+        Returns:
+            ``[2, k, B]`` float64: the likeliest token behind each pass, and the logarithm of how likely it is. Behind
+            the last of a row stands anything. ``None``: nothing was done.
         """
         return None
 
@@ -132,7 +153,8 @@ class CausalLMRunner(ModelRunner):
 
     _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
     _peak = 0  # bytes of KV and states that rows held
-    _takes_chains = True  # the whole model in this process, once a pass
+    _takes_chains = True  # of the whole model, once a pass
+    _in_one_process = True
 
     def __init__(self, model: TargetModel, backend: AttentionBackend) -> None:
         self.model = model
@@ -141,6 +163,7 @@ class CausalLMRunner(ModelRunner):
         self.device, self.dtype = model.device, model.dtype
         self._num_changes, self._layers = model.num_changes, model.layers
         self._states = model.new_states() if model.keeps_states else None
+        self._landings: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
         before, self._num_changes = self._num_changes, self.model.begin()
@@ -162,11 +185,22 @@ class CausalLMRunner(ModelRunner):
             plan = replace(plan, replay=None)  # a recording would read the states of the rows that it was made with
         self._announce(packed)
         with nullcontext() if self._states is None else self._states.step(packed, plan.token_index):
-            logits, computed = self._compute(plan)
+            logits, computed = self._compute(plan, self._landing(packed, plan))
         num_tokens, hidden = packed.num_tokens, dict[int, torch.Tensor]()
         for index in self._hidden:
             hidden[index] = plan.packed(computed[index], num_tokens)
-        return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds)
+        greedy = self._landing(packed, plan)
+        arriving = None if greedy is None else Arriving(greedy[: len(packed.logit_rows)], self.device)
+        return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds, arriving)
+
+    def _landing(self, packed: PackedInputs, plan: StepPlan) -> torch.Tensor | None:
+        """Where the greedy tokens of a recorded step arrive, by its size."""
+        if plan.replay is None or not packed.greedy or self.device.type != "cuda":
+            return None
+        size = len(plan.logits_to_keep)
+        if size not in self._landings:
+            self._landings[size] = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        return self._landings[size]
 
     def run_chain(self, packed: PackedInputs, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
         if not self._takes_chains or self.model.compiled is None:
@@ -179,11 +213,23 @@ class CausalLMRunner(ModelRunner):
             tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
         return tokens
 
+    @property
+    def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
+        return self._in_one_process and self._states is None and self.backend.plans_passes
+
+    def run_passes(self, packed: PackedInputs, chain: Chain) -> torch.Tensor | None:
+        def one_pass(plan: StepPlan, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            plan = replace(plan, input_ids=ids.unsqueeze(0), logit_index=None, replay=None)
+            both = likeliest(self._compute(plan).logits[:, : chain.vocab_size], 1, chain.scale)[..., 0]
+            return both, both[0].long()
+
+        return in_passes(self.backend, packed, chain, None, one_pass) if self.plans_passes else None
+
     def _announce(self, packed: PackedInputs) -> None:
         """Called between a plan that succeeded and its pass."""
 
-    def _compute(self, plan: StepPlan) -> Computed:
-        return self.model(plan, self.backend, self._hidden)
+    def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
+        return self.model(plan, self.backend, self._hidden, greedy=greedy)
 
     def take_hidden(self, indices: Seq[int]) -> None:
         if indices:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import torch
+
 from emssd.attention import AttentionBackend, StepPlan
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import Computed, TargetModel
@@ -38,5 +40,5 @@ class ShallowRunner(CausalLMRunner):
         self.model.prepare_hidden(()).check(indices)
         self._hidden = tuple(indices)
 
-    def _compute(self, plan: StepPlan) -> Computed:
-        return self.model(plan, self.backend, self._hidden, self.num_layers)
+    def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
+        return self.model(plan, self.backend, self._hidden, self.num_layers, greedy=greedy)

@@ -205,11 +205,13 @@ class TargetModel(HookedModel):
         indices: Seq[int] = (),
         num_layers: int | None = None,
         program: Callable[..., torch.Tensor] | None = None,
+        greedy: torch.Tensor | None = None,
     ) -> Computed:
         """Run one step. Gives logits of the wanted rows only, and the hidden states `indices` of all fed tokens.
 
         Given `num_layers`, only so many of the first layers are run, uncompiled. `prepare_hidden` comes before that.
-        Else `program` runs, in the place of the model's own.
+        Else `program` runs, in the place of the model's own. The most probable token of each projected row is copied to
+        `greedy`, in pinned memory.
         """
 
         def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
@@ -228,10 +230,10 @@ class TargetModel(HookedModel):
                 run = partial(chosen, step=backend.native_step(plan))
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
-            logits = logits.to(self.device)
-            return Computed(
-                logits.flatten(0, 1), {index: each.flatten(0, 1).to(self.device) for index, each in hidden.items()}
-            )
+            logits = logits.to(self.device).flatten(0, 1)
+            if greedy is not None:
+                greedy.copy_(logits.argmax(dim=-1), non_blocking=True)
+            return Computed(logits, {index: each.flatten(0, 1).to(self.device) for index, each in hidden.items()})
 
         with self.lock:
             logits, hidden = forward() if plan.replay is None else plan.replay(forward)

@@ -94,6 +94,7 @@ class Row:
         logprobs: of the generated tokens, if the request asks for them.
         grammar: which tokens may follow by the grammar of the request, if it has one.
         request_id: that of the request.
+        view: the row as plugins see it.
     """
 
     request: Request
@@ -107,9 +108,10 @@ class Row:
     logprobs: tuple[TokenLogprob, ...] = ()
     grammar: MatcherState | None = None
     request_id: str = field(init=False)
+    view: RowView = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.request_id = self.request.request_id
+        self.request_id, self.view = self.request.request_id, RowView(self)
         self.tokens = TokenIds(self.tokens or self.request.prompt_ids)
         self.max_length = self.max_length or len(self.request.prompt_ids) + self.request.max_new_tokens
 
@@ -207,7 +209,12 @@ class Batch:
     @classmethod
     def view(cls, rows: Iterable[Row]) -> Batch:
         """A batch of these rows that plugins can only read."""
-        return cls(tuple([RowView(row) for row in rows]))
+        return cls(tuple([row.view for row in rows]))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the most probable tokens is wanted."""
+        return [row.request.sampling for row in self.rows].count(None) == len(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_flashinfer.tables import PagedMetadata
+from emssd_flashinfer.tables import PagedMetadata, TreeMask
 
 from emssd.attention import LayerSpec
 from tests.support.reference_kernels import ReferenceAttention
@@ -108,13 +107,8 @@ class FakeModule:
         layer = LayerSpec(
             query.shape[1], keys.shape[2], query.shape[2], values.shape[3], scale, window, softcap or None
         )
-        mask = None
-        if packed_mask is not None:
-            assert window_left < 0
-            bits = ((packed_mask[:, None] >> torch.arange(8)) & 1).bool().flatten()
-            sizes = [q * kv for q, kv in zip(qo_indptr.diff().tolist(), metadata.kv_lens, strict=True)]
-            starts = mask_indptr.tolist()
-            mask = torch.cat([bits[8 * start :][:size] for start, size in zip(starts, sizes, strict=False)])
+        assert packed_mask is None or window_left < 0
+        mask = None if packed_mask is None else TreeMask(packed_mask.numpy(), mask_indptr.numpy())
         attention = ReferenceAttention(layer, mask is not None)
         attention.plan(metadata, mask)
         attention.run(query, keys, values, out)
@@ -127,7 +121,6 @@ class StandIn:
 
     def __init__(
         self,
-        pack: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         workspace: torch.Tensor,
         kv_layout: str,
         *,
@@ -135,7 +128,7 @@ class StandIn:
         use_cuda_graph: bool = False,
         **buffers: torch.Tensor,
     ) -> None:
-        self.device, self._name, self._graph, self._pack = workspace.device, backend, use_cuda_graph, pack
+        self.device, self._name, self._graph = workspace.device, backend, use_cuda_graph
         names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
         masks = ("custom_mask_buf", "mask_indptr_buf")
         assert set(buffers) in ((set(names), {*names, *masks}) if use_cuda_graph else (set(),))
@@ -167,17 +160,19 @@ class StandIn:
                 buffer[: len(table)].copy_(table)
         else:
             self._tables = given
-        self._mask, self._mask_indptr = self._masks or (None, None)
-        if (mask := rules["custom_mask"]) is not None:
+        self._custom_mask_buf, self._mask_indptr_buf = self._masks or (None, None)
+        if (bits := rules["packed_custom_mask"]) is not None:
             kv_lens = PagedMetadata(*given, torch.empty(0), page_size).kv_lens
             sizes = [q * kv for q, kv in zip(qo_indptr.diff().tolist(), kv_lens, strict=True)]
-            bits, indptr = self._pack(mask, torch.tensor([0, *accumulate(sizes)]), "little")
+            in_bits = torch.tensor(
+                [0, *accumulate(sizes)], dtype=torch.int32
+            )  # as FlashInfer counts for bits of others
             if self._masks is not None:
                 self._masks[0][: len(bits)].copy_(bits)
-                self._masks[1].copy_(indptr)
+                self._masks[1].copy_(in_bits)
             else:
                 assert not self._graph, "a mask needs buffers"
-                self._mask, self._mask_indptr = bits, indptr
+                self._custom_mask_buf, self._mask_indptr_buf = bits, in_bits
         self._rules, self._total = rules, total
         self._module = StandIn.get_module(self._name, rules["q_data_type"], head_dim, rules["head_dim_vo"])
         self._module.plan(
@@ -197,21 +192,12 @@ class StandIn:
 
     def run(self, query: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
         assert len(query) == len(out) == self._total, "FlashInfer wants exactly the planned queries"
-        mode = 2 if self._mask is not None else int(self._rules["causal"])
+        mode = 2 if self._custom_mask_buf is not None else int(self._rules["causal"])
         softcap, scale = self._rules["logits_soft_cap"] or 0.0, self._rules["sm_scale"]
         self._module.paged_run(
             None, None, None, query, *pools, *self._tables, out, None, mode, 0, self._rules["window_left"], None,
-            self._mask, self._mask_indptr, None, None, None, None, softcap, scale,
+            self._custom_mask_buf, self._mask_indptr_buf, None, None, None, None, softcap, scale,
         )  # fmt: skip
-
-
-def pack_bits(bits: torch.Tensor, indptr: torch.Tensor, bitorder: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashInfer's ``segment_packbits``: each segment in bytes of its own, the first bit lowest."""
-    assert bitorder == "little"
-    segments = [bits[start:stop] for start, stop in zip(indptr.tolist(), indptr.tolist()[1:], strict=False)]
-    padded = [torch.cat([part, part.new_zeros(-len(part) % 8)]).view(-1, 8) for part in segments]
-    starts = [0, *accumulate(len(part) for part in padded)]
-    return (torch.cat(padded) * 2 ** torch.arange(8)).sum(1).to(torch.uint8), torch.tensor(starts, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -228,11 +214,10 @@ def modules(monkeypatch: pytest.MonkeyPatch, use_module: Callable[..., None]) ->
         return made[-1]
 
     if not INSTALLED:
-        stand_in = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=partial(StandIn, pack_bits))
+        stand_in = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=StandIn)
         monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
     else:
         prefill = import_module("flashinfer.prefill")
-        monkeypatch.setattr(prefill, "segment_packbits", pack_bits)
         monkeypatch.setattr(prefill, "_get_cache_alibi_slopes_buf", lambda heads, device: None)
     use_module(get_module)
     monkeypatch.setattr(torch, "empty", unpinned)

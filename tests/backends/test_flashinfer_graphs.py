@@ -15,7 +15,7 @@ import pytest
 import torch
 from emssd_flashinfer.graphs import CudaGraphCapture
 from emssd_flashinfer.recorded import Compute, Staging, StaticInputs, ladder, rung
-from emssd_flashinfer.tables import FixedShape, page_metadata
+from emssd_flashinfer.tables import FixedShape, step_pages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ from emssd.attention import PackedInputs, PagedBackend
 from emssd.attention.packed import Drafted
 from emssd.attention.pages import PageTable
 from emssd.decoding.engine import Engine
-from emssd.decoding.packing import pack
+from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
@@ -85,8 +85,8 @@ class TestStaticInputs:
                 blank = packed.input_ids.masked_fill(packed.input_ids == 7, 0)
                 packed = replace(packed, input_ids=blank, drafted=Drafted(places, torch.full_like(places, 7)))
             table.reserve_step(packed)
-            metadata, padding = page_metadata(table, packed), 16 - packed.num_tokens
-            filled = static.fill(packed, metadata, np.full(padding, 99))
+            metadata, padding = step_pages(table, packed).metadata(), 16 - packed.num_tokens
+            filled = static.fill(packed, step_pages(table, packed), np.full(16, 99))
             assert tables.input_ids.tolist() == wanted_ids + [0] * padding
             assert tables.position_ids.tolist() == packed.position_ids.tolist() + [0] * padding
             assert tables.slots.tolist() == metadata.slots.tolist() + [99] * padding
@@ -113,7 +113,7 @@ class TestStaticInputs:
         packed, table = pack([sequence(name, 1) for name in "abcde"], Draft.empty(5)), PageTable(3)
         table.reserve_step(packed)
         with pytest.raises(AssertionError, match="5 rows in a recording of 4"):
-            self.make().fill(packed, page_metadata(table, packed), np.zeros(11, dtype=np.int64))
+            self.make().fill(packed, step_pages(table, packed), np.zeros(11, dtype=np.int64))
 
 
 class FakeEvent:
@@ -356,3 +356,31 @@ class TestCudaGraphCapture:
         FakeCuda(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
         with pytest.raises(torch.OutOfMemoryError):
             CudaGraphCapture()(lambda: torch.zeros(1))
+
+
+def test_passes_of_chains_are_planned_beforehand_and_ended_rows_write_to_the_page_of_padding() -> None:
+    kernels = ReferenceKernels(capture=rerun, max_graph_tokens=8)
+    backend = PagedBackend(kernels, page_size=2, memory_fraction=1.0)
+    backend.allocate(SPEC)
+    names, before = ("a", "b", "c"), (3, 4, 5)
+    backend.plan(pack_nodes(names, torch.zeros(12, dtype=torch.int64), before, before))
+    packed = pack_nodes(names, torch.tensor([7, 8, 9]), [1] * 3, [length + 1 for length in before])
+    assert backend.plans_passes
+    plans = backend.plan_passes(packed, [3, 1, 2])
+    slots = [plan.attention.slots.tolist() for plan in plans]
+    table, scrap = backend._table, 2 * (backend._pool.num_pages - 1)
+    assert plans[0].input_ids.tolist() == [[7, 8, 9]]
+    assert [plan.position_ids.tolist() for plan in plans] == [[[3, 4, 5]], [[4, 4, 6]], [[5, 4, 6]]]
+    assert slots == [
+        [*table.slots("a", [3]), *table.slots("b", [4]), *table.slots("c", [5])],
+        [*table.slots("a", [4]), scrap, *table.slots("c", [6])],
+        [*table.slots("a", [5]), scrap, scrap + 1],
+    ]
+
+
+def test_a_batch_beyond_the_ladder_has_no_passes_of_chains() -> None:
+    backend = PagedBackend(ReferenceKernels(capture=rerun, max_graph_tokens=2), memory_fraction=1.0)
+    backend.allocate(SPEC)
+    packed = pack_nodes("abc", torch.zeros(3, dtype=torch.int64), [1] * 3, [1] * 3)
+    assert not backend.plan_passes(packed, [2] * 3)
+    assert not PagedBackend(ReferenceKernels())._choice[0].plans_passes

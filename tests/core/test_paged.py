@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emssd_flashinfer.tables import FixedShape, largest_metadata, page_metadata, tree_mask
+from emssd_flashinfer.tables import FixedShape, largest_metadata, packed_mask, step_pages, tree_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def steps(draw: st.DrawFn) -> tuple[PageTable, PackedInputs]:
 @given(step=steps())
 def test_metadata_reads_and_writes_the_slots_of_every_token(step: tuple[PageTable, PackedInputs]) -> None:
     table, packed = step
-    metadata = page_metadata(table, packed)
+    metadata = step_pages(table, packed).metadata()
     size, qo, kv = table.page_size, metadata.qo_indptr.tolist(), metadata.kv_indptr.tolist()
     assert metadata.kv_lens == list(packed.kv_lens)
     assert metadata.num_tokens == packed.num_tokens
@@ -150,7 +150,7 @@ def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None)
     packed = pack(rows, Draft.from_chains([[0], [], [0, 0]]))
     for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
         table.reserve(request_id, kv_len)
-    metadata = page_metadata(table, packed)
+    metadata = step_pages(table, packed).metadata()
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None)
     outs = [torch.empty_like(query) for _ in range(2)]
     for masked, out in enumerate(outs):
         attention = ReferenceKernels().attention(layer, masked=bool(masked))
-        attention.plan(metadata, tree_mask(packed, window) if masked else None)
+        attention.plan(metadata, packed_mask(packed, window) if masked else None)
         attention.run(query, keys, values, out)
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
 

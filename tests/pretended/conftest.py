@@ -11,7 +11,7 @@ import torch
 from emssd_flashinfer import FlashInferConfig
 from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.graphs import CudaGraphCapture
-from emssd_flashinfer.tables import PagedMetadata
+from emssd_flashinfer.tables import PagedMetadata, TreeMask
 
 from emssd.attention import LayerSpec, PagedBackend
 from emssd.testing import PretendedCuda
@@ -41,7 +41,7 @@ class PretendedAttention:
     def __init__(self, attention: ReferenceAttention, device: PretendedCuda) -> None:
         self._attention, self._device = attention, device
 
-    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
+    def plan(self, metadata: PagedMetadata, mask: TreeMask | None = None) -> None:
         self._device.unnoted(self._attention.plan)(metadata, mask)
 
     def run(self, *tensors: torch.Tensor) -> None:

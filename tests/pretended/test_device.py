@@ -50,6 +50,16 @@ def test_a_replay_does_the_operations_again_and_nothing_of_python(device: Preten
     assert result.tolist() == [6.0, 12.0, 18.0]
 
 
+def test_a_replay_copies_to_pinned_memory_again(device: PretendedCuda) -> None:
+    values, host, graph = torch.ones(2, device="cuda"), torch.zeros(2, pin_memory=True), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        host.copy_(values * 2, non_blocking=True)
+    values.fill_(3.0)
+    graph.replay()
+    assert host.tolist() == [6.0, 6.0]
+    assert not device.illegal
+
+
 def test_a_replay_spoils_what_other_graphs_gave(device: PretendedCuda) -> None:
     source = torch.ones(2, device="cuda")
     (first, one), (second, two) = (recorded(device, source, [factor]) for factor in (1.0, 2.0))
@@ -59,7 +69,7 @@ def test_a_replay_spoils_what_other_graphs_gave(device: PretendedCuda) -> None:
     assert (one.isnan().tolist(), two.tolist()) == ([True, True], [2.0, 4.0])
 
 
-@pytest.mark.parametrize("what", ["item", "copy", "mask"])
+@pytest.mark.parametrize("what", ["item", "copy", "mask", "to pageable memory"])
 def test_what_a_graph_cannot_record_is_listed(what: str, device: PretendedCuda) -> None:
     values, host = torch.ones(2, device="cuda"), torch.ones(2)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -67,6 +77,8 @@ def test_what_a_graph_cannot_record_is_listed(what: str, device: PretendedCuda) 
             values.sum().item()
         elif what == "copy":
             values.copy_(host, non_blocking=True)
+        elif what == "to pageable memory":
+            host.copy_(values, non_blocking=True)
         else:
             values[values > 0] = values + 1
     assert device.illegal

@@ -12,6 +12,7 @@ import pytest
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig
 from emssd_flashinfer.graphs import CudaGraphCapture
+from emssd_flashinfer.planned import PlannedKernels
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
@@ -34,7 +35,10 @@ BACKENDS = {
 }
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 NEW = 8
-RECORDED_TWICE = ("draft_model", "early_exit", "eagle", "eagle3", "mtp")
+IN_ONE_GRAPH = ("draft_model", "early_exit", "eagle_chain", "eagle3_chain")
+"""Whose loop over the tokens of greedy chains is one graph."""
+
+RECORDED_TWICE = (*IN_ONE_GRAPH, "eagle", "eagle3", "mtp", "dflash")
 """Whose own passes are recorded beside the target's."""
 
 ONCE_A_RUN = ("emssd/model/guard.py", "emssd/model/borrowed.py", "emssd_flashinfer/fused.py")
@@ -68,6 +72,8 @@ CASES = {
     "draft_model": Case(llama, "draft_model"),
     "eagle": Case(perfect_target, "eagle", head(write_perfect_eagle)),
     "eagle3": Case(perfect_target, "eagle3", head(write_perfect_eagle3)),
+    "eagle_chain": Case(perfect_target, "eagle", head(write_perfect_eagle, tree="chain")),
+    "eagle3_chain": Case(perfect_target, "eagle3", head(write_perfect_eagle3, tree="chain")),
     "mtp": Case(perfect_target, "mtp", head(write_perfect_mtp)),
     "medusa": Case(lagging_target, "medusa", head(write_perfect_medusa)),
     "hydra": Case(perfect_target, "hydra", head(write_perfect_hydra)),
@@ -87,6 +93,14 @@ def expected(case: str, sampling: SamplingParams | None) -> list[tuple[int, ...]
     engine = Engine.from_model(model, drafter="none", backend="ragged", batch_size=3)
     done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
     return [each.token_ids for each in done]
+
+
+def accepted_on_cpu(name: str, drafter: Any) -> int:
+    """How many drafted tokens are accepted there."""
+    model = CASES[name].model()
+    engine = Engine.from_model(model, drafter=drafter, backend="ragged", batch_size=3, budget="fixed")
+    engine.generate(prompts_of(model), NEW, ignore_eos=True)
+    return engine.report.num_accepted
 
 
 @pytest.mark.parametrize(
@@ -125,6 +139,17 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
         assert len(waits) == 1 + len(asked), waits
         return finished
 
+    at_once: list[int] = []  # chains
+    behind, passes = LevelDrafter._grow_behind, PlannedKernels.plan_passes
+    monkeypatch.setattr(
+        LevelDrafter,
+        "_grow_behind",
+        lambda *args: behind(*args) and (asked.append(1), at_once.append(len(asked)))[0] is None,
+    )
+    planned: list[int] = []
+    monkeypatch.setattr(
+        PlannedKernels, "plan_passes", lambda *args: (found := passes(*args), planned.append(len(found)))[0]
+    )
     captures = set[int]()
     capture = CudaGraphCapture.__call__
     monkeypatch.setattr(
@@ -135,4 +160,9 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     assert [each.token_ids for each in done] == wanted
     assert not device.illegal, device.illegal
     assert backend == "eager" or len(captures) == 1 + (name in RECORDED_TWICE)
+    in_one_graph = backend != "eager" and sampling is None and name in IN_ONE_GRAPH
+    assert in_one_graph == (max(planned, default=0) > 1), "passes that are one graph"
+    assert {*at_once} <= {1}, "the host waits once for a chain"
+    if sampling is None and name != "draft_model":
+        assert engine.report.num_accepted == accepted_on_cpu(name, drafter)
     assert engine.report.num_drafted or name in ("none", "llma", "pld"), "nothing to copy in these texts"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Compute, StaticInputs
-from emssd_flashinfer.tables import PagedMetadata
+from emssd_flashinfer.tables import PagedMetadata, TreeMask
 
 from emssd.attention import LayerSpec
 
@@ -43,7 +44,7 @@ class ReferenceAttention:
         self._masked = masked
         self._static = static
 
-    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
+    def plan(self, metadata: PagedMetadata, mask: TreeMask | None = None) -> None:
         assert (mask is not None) == self._masked, "kernels with and without a mask are different kernels"
         for tensor in (metadata.qo_indptr, metadata.kv_indptr, metadata.kv_last_page_len):
             assert tensor.device.type == "cpu", "a table on the device would make the host wait"
@@ -74,8 +75,7 @@ class ReferenceAttention:
         else:
             assert metadata.num_tokens <= len(query)
         qo_indptr, kv_indptr = metadata.qo_indptr.tolist(), metadata.kv_indptr.tolist()
-        last_page_lens, mask_start = metadata.kv_last_page_len.tolist(), 0
-        for row, last_page_len in enumerate(last_page_lens):
+        for row, last_page_len in enumerate(metadata.kv_last_page_len.tolist()):
             start, stop = qo_indptr[row : row + 2]
             pages = metadata.kv_indices[kv_indptr[row] : kv_indptr[row + 1]].long().to(keys.device)
             q_len, kv_len = stop - start, max(len(pages) - 1, 0) * metadata.page_size + last_page_len
@@ -86,12 +86,11 @@ class ReferenceAttention:
             if self._mask is None:
                 seen = self._causal(q_len, kv_len)
             else:
-                seen = self._mask[mask_start : mask_start + q_len * kv_len].view(q_len, kv_len)
-                mask_start += q_len * kv_len
+                bits = np.unpackbits(self._mask.bits[self._mask.indptr[row] :], count=q_len * kv_len, bitorder="little")
+                seen = torch.from_numpy(bits).bool().view(q_len, kv_len)
             out[start:stop] = self._attend(
                 query[start:stop], keys[pages].flatten(0, 1)[:kv_len], values[pages].flatten(0, 1)[:kv_len], seen
             )
-        assert self._mask is None or mask_start == len(self._mask)
 
     def _causal(self, q_len: int, kv_len: int) -> torch.Tensor:
         """``[q_len, kv_len]`` bool: queries are the last tokens."""

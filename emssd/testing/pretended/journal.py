@@ -82,9 +82,7 @@ class Journal:
 
     def copied_to_host(self, target: torch.Tensor | None, what: str, non_blocking: bool) -> None:
         """A tensor of the device was copied to `target`, or to new memory of the host, which is pageable."""
-        if non_blocking and target is not None and self.is_pinned(target):
-            self.not_in_capture(f"{what} to the host")
-        else:
+        if not (non_blocking and target is not None and self.is_pinned(target)):  # else a graph can record it
             self.waited(f"{what} to the host" + (", into pageable memory" if non_blocking else ""))
 
     def launched(self, again: Callable[[], object]) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend, Kept, StepPlan, on_device
-from emssd.drafters import Lane, fed, pack_nodes
+from emssd.drafters import InPlace, Lane, fed, pack_nodes
 from emssd_dflash.head import BlockAttend, BlockHead
 
 __all__ = ["BlockLane", "BlockRow"]
@@ -53,6 +54,7 @@ class BlockLane(Lane):
         super().__init__(backend)
         self.head, self._backend = head, backend
         self._size, self._doubled = head.variant.block_size, not all(head.variant.causal)
+        self._fixed = InPlace()
 
     @property
     def num_slots(self) -> int:
@@ -73,50 +75,91 @@ class BlockLane(Lane):
         names, starts = [row.request_id for row in rows], [row.start for row in rows]
         ids = torch.zeros(sum(lengths), dtype=torch.int64)
         packed = pack_nodes(names, ids, lengths, [start + self.num_slots for start in starts])
-        plan = self._backend.plan(packed)
-        attend = self._attend(plan, packed.num_tokens, *self._places(rows, lengths, embeds.device))
-        features = torch.cat([row.features for row in rows])
-        hidden: torch.Tensor = self.head(embeds, features, self._positions(rows, embeds.device), attend)
+        plan, features = self._backend.plan(packed), torch.cat([row.features for row in rows])
+        num_blocks, sizes = len(embeds), _Sizes(packed.num_tokens, len(features), len(embeds))
+        if plan.replay is not None:
+            size = plan.input_ids.numel()
+            sizes = _Sizes(size, size - self.num_slots, size // self.num_slots * self._size)  # no step has more
+        places = on_device(self._places(rows, sizes), embeds.device)
+        if plan.replay is not None:
+            places, embeds, features = (
+                self._fixed((name, sizes.step), each, number)
+                for name, each, number in (
+                    ("places", places, len(places)),
+                    ("blocks", embeds, sizes.blocks),
+                    ("features", features, sizes.features),
+                )
+            )
+        positions, keys, *queries = places.split_with_sizes(sizes.of_places)
+
+        def compute() -> torch.Tensor:
+            hidden: torch.Tensor = self.head(embeds, features, positions, self._attend(plan, keys, queries))
+            return hidden
+
+        hidden: torch.Tensor = compute() if plan.replay is None else plan.replay(compute)
         self.commit(Kept(tuple(names), tuple(starts)))
-        return hidden
+        return hidden[:num_blocks]
 
-    def _positions(self, rows: Seq[BlockRow], device: torch.device) -> torch.Tensor:
-        """``[c + m]`` the positions of all features, and then of all blocks."""
-        found = [place for row in rows for place in range(row.start - len(row.features), row.start)]
-        found += [place for row in rows for place in range(row.start, row.start + self._size)]
-        return on_device(found, device)
+    def _positions(self, rows: Seq[BlockRow]) -> tuple[list[int], list[int]]:
+        """The positions of all features, and of all blocks."""
+        features = [place for row in rows for place in range(row.start - len(row.features), row.start)]
+        return features, [place for row in rows for place in range(row.start, row.start + self._size)]
 
-    def _places(
-        self, rows: Seq[BlockRow], lengths: Seq[int], device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where in the step are ``[c + m]`` all features and blocks, ``[m]`` the latter, and ``[m]`` what sees all."""
-        firsts = [0, *accumulate(lengths)]
-        features, blocks = list[int](), list[int]()
-        for first, row in zip(firsts, rows, strict=False):
-            features += range(first, first + len(row.features))
-            blocks += range(first + len(row.features), first + len(row.features) + self._size)
-        queries = [place + self._size for place in blocks] if self._doubled else blocks
-        return on_device(features + blocks, device), on_device(blocks, device), on_device(queries, device)
+    def _places(self, rows: Seq[BlockRow], sizes: _Sizes) -> list[int]:
+        """Positions of features and blocks; then where what a step's tokens are made of is among these. See `_attend`.
 
-    def _attend(
-        self, plan: StepPlan, num_tokens: int, all_keys: torch.Tensor, blocks: torch.Tensor, seconds: torch.Tensor
-    ) -> BlockAttend:
-        """Attention of a step whose tokens at `all_keys`, `blocks` and `seconds` are those that `_places` gives."""
+        For each token its key; for the queries of causal layers, and then of others, each token's among blocks, and for
+        each token of blocks its place in the step. What is only there to fill a size reads anything.
+        """
+        hidden, keys = sizes.features + sizes.blocks, list[int]()
+        blocks, seconds = list[int](), list[int]()
+        num_features = num_blocks = 0
+        for row in rows:
+            first, new = len(keys) + len(row.features), range(num_blocks, num_blocks + self._size)
+            keys += range(num_features, num_features + len(row.features))
+            keys += [sizes.features + place for place in new]
+            keys += [hidden] * (self.num_slots - self._size)
+            blocks += range(first, first + self._size)
+            seconds += range(first + self.num_slots - self._size, first + self.num_slots)
+            num_features, num_blocks = num_features + len(row.features), new.stop
+        positions = [_filled(*pair) for pair in zip(self._positions(rows), sizes[1:], strict=True)]
+        found = [*positions[0], *positions[1], *_filled(keys, sizes.step, hidden)]
+        for places in (blocks, seconds):
+            read = [0] * sizes.step
+            for place, token in enumerate(places):
+                read[token] = place
+            found += [*read, *_filled(places, sizes.blocks)]
+        return found
+
+    def _attend(self, plan: StepPlan, keys_at: torch.Tensor, queries_at: Seq[torch.Tensor]) -> BlockAttend:
+        """Attention of a step, by what `_places` gives."""
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            (num_heads, dim), num_kv_heads = query.shape[1:], key.shape[1]
-            doubled = not self.head.variant.causal[layer]
-            places, wide = (seconds, dim + 1) if doubled else (blocks, dim)
-            queries = query.new_zeros(num_tokens, num_heads, wide)
-            keys, values = key.new_zeros(num_tokens, num_kv_heads, wide), value.new_zeros(num_tokens, num_kv_heads, dim)
+            dim, doubled = query.shape[-1], not self.head.variant.causal[layer]
+            read, places = queries_at[2:] if doubled else queries_at[:2]
+            key, value = (F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (key, value))  # the last is that of hidden tokens
             if doubled:
-                queries[..., dim] = _HIDDEN
-                keys[..., dim] = -_HIDDEN * dim**0.5  # what queries and keys give is divided by this root
-                keys[all_keys, :, dim] = 0
-            queries[places, :, :dim] = query
-            keys[all_keys, :, :dim] = key
-            values[all_keys] = value
-            out = self._backend.forward(plan, layer, *(fed(plan, each) for each in (queries, keys, values)))
-            return plan.packed(out, num_tokens)[places]
+                query, key = F.pad(query, (0, 1), value=_HIDDEN), F.pad(key, (0, 1))
+                key[-1, :, dim] = -_HIDDEN * dim**0.5  # what queries and keys give is divided by this root
+            step = query[read], key[keys_at], value[keys_at]
+            out = self._backend.forward(plan, layer, *(fed(plan, each) for each in step))
+            return plan.packed(out, len(keys_at))[places]
 
         return attend
+
+
+class _Sizes(NamedTuple):
+    """How many tokens of each kind are computed; those of recorded steps are filled up."""
+
+    step: int
+    features: int
+    blocks: int
+
+    @property
+    def of_places(self) -> list[int]:
+        """Of the parts of `BlockLane._places`."""
+        return [self.features + self.blocks, self.step, *[self.step, self.blocks] * 2]
+
+
+def _filled(values: list[int], size: int, value: int = 0) -> list[int]:
+    return values + [value] * (size - len(values))

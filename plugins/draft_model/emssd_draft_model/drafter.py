@@ -26,6 +26,7 @@ from emssd.drafters import (
 from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
+from emssd.model.program import Chain
 from emssd.sequences import Batch
 
 __all__ = ["DraftModelDrafter"]
@@ -91,9 +92,21 @@ class DraftModelDrafter(ModelDrafter):
                 self._have_cached(rows)
                 return tokens
         columns = [_chosen(self.catch_up(rows), [row.node for row in rows])]
+        columns += self._greedy_behind(rows, wanted, columns[0])
         while len(columns) < max(wanted):
             columns.append(self._next(rows, wanted, columns))
         return torch.stack(columns, dim=1)
+
+    def _greedy_behind(self, rows: list[GrowingRow], wanted: list[int], first: torch.Tensor) -> list[torch.Tensor]:
+        """The columns behind the first, if they can be computed in one call."""
+        active = [i for i, limit in enumerate(wanted) if limit > 1]
+        is_greedy = all(row.node.params.is_greedy for row in rows)
+        if not active or not is_greedy or self.has_own_ids or not self.plans_passes:
+            return []
+        index = on_device(active, first.device)
+        chain = Chain([wanted[i] - 1 for i in active], self._vocab_size)
+        found = self.passes([rows[i] for i in active], first[index], chain, active)
+        return [] if found is None else [first.index_copy(0, index, column) for column in found[0].long()]
 
     def _next(self, rows: list[GrowingRow], wanted: list[int], columns: list[torch.Tensor]) -> torch.Tensor:
         """One token after `columns`, for the rows that want more. Returns ``[r]``; other rows hold their old."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from emssd.attention import KVCacheSpec, KVPool, LayerSpec, on_device
 from emssd.errors import ConfigError, OutOfMemoryError, PluginError
 from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.planned import PlannedKernels
-from emssd_flashinfer.recorded import Capture, StaticInputs
+from emssd_flashinfer.recorded import Capture, Staging, StaticInputs
 from emssd_flashinfer.sizes import eager_workspace, recorded_rows, recorded_workspace
-from emssd_flashinfer.tables import FixedShape, PagedMetadata, largest_metadata
+from emssd_flashinfer.tables import FixedShape, PagedMetadata, TreeMask, in_bits, largest_metadata
 
 __all__ = ["HEAD_DIMS", "FlashInferAttention", "FlashInferKernels"]
 
@@ -72,6 +73,7 @@ class FlashInferKernels(PlannedKernels):
         super().allocate(spec, pool)
         self._num_sms = self.num_multiprocessors(spec.device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=spec.device)
+        self._masks: dict[LayerSpec, Staging] = {}
         for layer in self._rules:
             sizes = layer.num_qo_heads, layer.num_kv_heads, layer.key_dim, self._num_sms
             self._reserve(eager_workspace(*sizes), "a step that is not recorded")
@@ -95,17 +97,23 @@ class FlashInferKernels(PlannedKernels):
         """
         fa3 = self._prefill_kernel == "fa3" and not masked and static is None
         for_prompts = self._wrapper("fa3") if fa3 else None
-        attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper("fa2", static, masked), for_prompts)
+        staging = self._mask_of(layer) if masked and static is not None else None
+        wrapper = self._wrapper("fa2", static, staging)
+        attention = FlashInferAttention(layer, self._spec.dtype, wrapper, for_prompts, staging)
         if masked and static is None:
             return attention
         shape, page_size = static.shape if static is not None else FixedShape(1, 1, 1), self._pool.page_size
         # Compiles; and FlashInfer takes the first plan of a recording for the largest there will be.
         largest = largest_metadata(shape, page_size)
-        mask = torch.ones(sum(length**2 for length in largest.kv_lens), dtype=torch.bool) if masked else None
+        mask = None
+        if masked:
+            lengths = largest.kv_lens  # these are all of its queries, too
+            mask = in_bits(torch.ones(sum(length**2 for length in lengths), dtype=torch.bool), lengths, lengths)
         try:
             what = f"a recorded step of {shape.num_tokens} tokens"
             if static is not None and self._reserve(self._needed(attention, largest), what):
-                attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper("fa2", static, masked))
+                wrapper = self._wrapper("fa2", static, staging)
+                attention = FlashInferAttention(layer, self._spec.dtype, wrapper, for_masks=staging)
             attention.plan(largest, mask)
             if fa3:
                 attention.plan(largest_metadata(FixedShape(1, _FA3_MIN_TOKENS, 0), page_size))
@@ -152,30 +160,48 @@ class FlashInferKernels(PlannedKernels):
             ) from error
         return True
 
-    def _wrapper(self, name: str, static: StaticInputs | None = None, masked: bool = False) -> Any:
+    def _mask_of(self, layer: LayerSpec) -> Staging:
+        """The mask of a step for these rules, which recordings of all sizes read: where rows begin, and then bits."""
+        if layer not in self._masks:
+            largest = self._static_of(self._ladder[-1]).shape
+            num_bits = largest.num_tokens * largest.max_kv_len
+            num_bytes = _begin_of_bits(self.num_rows(largest.num_tokens)) + num_bits // 8 + largest.num_rows
+            self._masks[layer] = Staging(num_bytes, self._spec.device)
+        return self._masks[layer]
+
+    def _wrapper(self, name: str, static: StaticInputs | None = None, mask: Staging | None = None) -> Any:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         if static is None:
             return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=name)
-        tables, shape, device = static.tables, static.shape, self._spec.device
+        tables, shape = static.tables, static.shape
         buffers = {
             "qo_indptr_buf": tables.qo_indptr,
             "paged_kv_indptr_buf": tables.kv_indptr,
             "paged_kv_indices_buf": tables.kv_indices,
             "paged_kv_last_page_len_buf": tables.kv_last_page_len,
         }
-        if masked:  # with these, FlashInfer attends by the mask and by nothing else
-            num_bytes = shape.num_tokens * shape.max_kv_len // 8 + shape.num_rows  # each row begins a byte of its own
-            buffers["custom_mask_buf"] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            buffers["mask_indptr_buf"] = torch.zeros(shape.num_rows + 1, dtype=torch.int32, device=device)
+        if mask is not None:  # with these, FlashInfer attends by the mask and by nothing else
+            buffers["custom_mask_buf"] = mask.memory[_begin_of_bits(shape.num_rows) :]
+            buffers["mask_indptr_buf"] = mask.memory[: 4 * (shape.num_rows + 1)].view(torch.int32)
         return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", use_cuda_graph=True, backend=name, **buffers)
 
 
 class FlashInferAttention:
-    """An `emssd_flashinfer.planned.PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts."""
+    """An `emssd_flashinfer.planned.PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts.
 
-    def __init__(self, layer: LayerSpec, dtype: torch.dtype, wrapper: Any, for_prompts: Any = None) -> None:
-        self.layer = layer
+    Masks of recorded steps come through `for_masks`.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        wrapper: Any,
+        for_prompts: Any = None,
+        for_masks: Staging | None = None,
+    ) -> None:
+        self.layer, self._for_masks = layer, for_masks
         self._dtype = dtype
         self._wrapper = wrapper
         self._for_prompts = for_prompts
@@ -183,7 +209,7 @@ class FlashInferAttention:
         self._num_tokens = 0
         self._planned: Any = None  # a torch.cuda.Event, which torch does not annotate
 
-    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
+    def plan(self, metadata: PagedMetadata, mask: TreeMask | None = None) -> None:
         device, max_q_len = self._wrapper.device, metadata.max_q_len
         long = self._for_prompts is not None and max_q_len >= _FA3_MIN_TOKENS
         self._active = self._for_prompts if long else self._wrapper
@@ -194,16 +220,37 @@ class FlashInferAttention:
             # A plan lies in pinned memory until the device has fetched it; an early next plan would overwrite it. This
             # waits only if a draft model plans its next token before the last one is done.
             self._planned.synchronize()
+        bits = None
+        if mask is not None and self._for_masks is not None:
+            begin = _begin_of_bits(len(metadata.kv_last_page_len))
+            bits = self._for_masks.memory[begin : begin + len(mask.bits)]
+        elif mask is not None:
+            bits = on_device(torch.from_numpy(mask.bits), device, torch.uint8)
         # Never `disable_split_kv=True`: the blocks that pad a recorded plan are told to stop only where KV is split.
         self._active.plan(
             *self._tables(metadata),
             **self._rules(causal=mask is None),
-            custom_mask=None if mask is None else mask.to(device, non_blocking=True),
+            packed_custom_mask=bits,
             sm_scale=self.layer.scale,
             max_token_per_sequence=max_q_len,
             seq_lens=None if long else _NOT_READ,
         )
+        if mask is not None:
+            self._write(mask, len(metadata.kv_last_page_len))
         self._planned.record(torch.cuda.current_stream(device))
+
+    def _write(self, mask: TreeMask, num_rows: int) -> None:
+        """Write the mask behind the plan: FlashInfer counts in bits there where rows begin, and its kernel in bytes."""
+        staging = self._for_masks
+        if staging is None:
+            self._wrapper._mask_indptr_buf = on_device(torch.from_numpy(mask.indptr), self._wrapper.device, torch.int32)
+            return
+        host, begin = staging.buffers[staging.next()].numpy(), _begin_of_bits(num_rows)
+        indptr = host[: 4 * (num_rows + 1)].view(np.int32)
+        indptr[: len(mask.indptr)], indptr[len(mask.indptr) :] = mask.indptr, mask.indptr[-1]
+        host[begin : begin + len(mask.bits)] = mask.bits
+        staging.move(begin + len(mask.bits))
+        staging.done()
 
     def workspace_size(self, metadata: PagedMetadata) -> int | None:
         """Bytes for partial results that a causal step takes; ``None`` where FlashInfer does not tell."""
@@ -233,6 +280,11 @@ class FlashInferAttention:
         # A recorded graph holds only addresses and shapes of heads; the device reads the number of queries from the
         # plan. So the slices of the recorded step bind no later step.
         self._active.run(query[: self._num_tokens], (keys, values), out=out[: self._num_tokens])
+
+
+def _begin_of_bits(num_rows: int) -> int:
+    """Behind where so many rows begin, at a multiple of 16 bytes."""
+    return -(-4 * (num_rows + 1) // 16) * 16
 
 
 def _short(error: Exception) -> str:

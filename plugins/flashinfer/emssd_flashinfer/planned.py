@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from operator import add
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
 from emssd.attention import (
     KVCacheSpec,
@@ -27,7 +29,7 @@ from emssd.attention import (
 from emssd.errors import ConfigError, PluginError
 from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
-from emssd_flashinfer.tables import FixedShape, PagedMetadata, page_metadata, tree_mask
+from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages, TreeMask, packed_mask, step_pages
 
 __all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "write_kv"]
 
@@ -35,7 +37,7 @@ __all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "w
 class PagedAttention(Protocol):
     """Attention by the rules of one layer: planned once a step, run for each layer that has these rules."""
 
-    def plan(self, metadata: PagedMetadata, mask: torch.Tensor | None = None) -> None:
+    def plan(self, metadata: PagedMetadata, mask: TreeMask | None = None) -> None:
         """Prepare a step.
 
         Attention is causal, within the layer's window if it has one. A mask replaces both rules. An attention of a
@@ -43,7 +45,7 @@ class PagedAttention(Protocol):
 
         Args:
             metadata: of the step.
-            mask: ``[sum(q_len * kv_len)]`` bool, see `emssd_flashinfer.tables.tree_mask`.
+            mask: of its rows; a recorded step has absent ones behind them.
         """
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -71,6 +73,13 @@ class PlannedStep:
     outputs: dict[LayerSpec, torch.Tensor] | None = None
 
 
+class _Attention(NamedTuple):
+    """Attention of eager steps, or of a recorded size: by layer rules, and by layer."""
+
+    by_rules: dict[LayerSpec, PagedAttention]
+    by_layer: list[PagedAttention]
+
+
 class PlannedKernels(PagedKernels):
     """Pages ``[page_size, num_kv_heads, dim]``; inputs are padded in recorded steps only.
 
@@ -96,9 +105,10 @@ class PlannedKernels(PagedKernels):
         self._head_dims = head_dims
         self._capture, self._fusing = capture, fusing
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
-        self._attention: dict[tuple[LayerSpec, int | None, bool], PagedAttention] = {}
-        self._static: dict[int, StaticInputs] = {}
-        self._recordings: dict[tuple[int, bool], Compute] = {}
+        self._attention: dict[tuple[int | None, bool, int], _Attention] = {}
+        self._static: dict[tuple[int, int], StaticInputs] = {}
+        self._recordings: dict[Hashable, Compute] = {}
+        self._passes: list[Staging] = []  # of the passes that are planned together, each
 
     @abstractmethod
     def attention(
@@ -150,31 +160,50 @@ class PlannedKernels(PagedKernels):
                 layer: torch.zeros(most, layer.num_qo_heads, layer.value_dim, dtype=spec.dtype, device=spec.device)
                 for layer in self._rules
             }
+            self._pass_outputs = {layer: torch.zeros_like(out) for layer, out in self._outputs.items()}
 
     def prepare(self) -> None:
         assert self._capture is None or self._pool.num_pages, "recorded steps need a pool of a fixed size"
         if self._ladder:
             num_bytes = max(StaticInputs.num_bytes(self._shape(size)) for size in self._ladder)
             self._staging = Staging(num_bytes, self._spec.device)
+            # The last page belongs to no sequence: there goes the KV of padding.
+            scrap = (self._pool.num_pages - 1) * self._pool.page_size
+            self._scrap_slots = scrap + np.arange(self._ladder[-1]) % self._pool.page_size
             if self._fusing is not None:
                 self._fusing.prepare(self._spec.device, self._spec.dtype)
-        for layer in self._rules:  # so that kernels which cannot be made are known before the first step
-            self._attention_of(layer, None)
+        self._attention_of(None)  # so that kernels which cannot be made are known before the first step
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         masked, size = packed.trees is not None, self._size_of(packed)
-        planned = {layer: self._attention_of(layer, size, masked) for layer in self._rules}
-        metadata = page_metadata(table, packed)
         if size is not None:
-            metadata = self._static_of(size).fill(packed, metadata, self._scrap_slots(size - packed.num_tokens))
-        for layer, attention in planned.items():
-            attention.plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
-        by_layer = [planned[layer] for layer in self._layers]
-        if size is not None:
-            self._static_of(size).done()
-            return self._recorded_plan(packed, by_layer, size, masked)
-        step = PlannedStep(on_device(metadata.slots, self._spec.device), by_layer)
+            return self._recorded_plan(packed, step_pages(table, packed), size, masked)
+        attention, metadata = self._attention_of(None, masked), step_pages(table, packed).metadata()
+        for layer, each in attention.by_rules.items():
+            each.plan(metadata, packed_mask(packed, layer.sliding_window) if masked else None)
+        step = PlannedStep(on_device(metadata.slots, self._spec.device), attention.by_layer)
         return StepPlan.ragged(packed.on(self._spec.device), step)
+
+    @property
+    def plans_passes(self) -> bool:
+        return bool(self._ladder)
+
+    def plan_passes(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
+        size, num_passes = rung(self._ladder, packed.num_tokens), max(lengths)
+        if size is None:
+            return []
+        while len(self._passes) < num_passes:
+            self._passes.append(Staging(len(self._staging.memory), self._spec.device))
+        plans = list[StepPlan]()
+        for number in range(num_passes):
+            later = [min(number, length - 1) for length in lengths]
+            kv_lens = tuple(map(add, packed.kv_lens, later))
+            step = replace(packed, kv_lens=kv_lens, position_ids=torch.tensor(kv_lens) - 1)
+            pages = step_pages(table, replace(step, drafted=None) if number else step)
+            ended = [row for row, length in enumerate(lengths) if number >= length]
+            pages.slots[ended] = self._scrap_slots[: len(ended)]
+            plans.append(self._recorded_plan(step, pages, size, False, number, num_passes))
+        return plans
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -205,18 +234,21 @@ class PlannedKernels(PagedKernels):
         fits = self._spec.trees and max(packed.kv_lens) <= self._static_of(size).shape.max_kv_len
         return size if fits else None
 
-    def _attention_of(self, layer: LayerSpec, size: int | None, masked: bool = False) -> PagedAttention:
-        """The attention for `layer`'s rules, eager or of a recorded size. It is made when it is first asked for."""
-        key = layer, size, masked
+    def _attention_of(self, size: int | None, masked: bool = False, number: int = -1) -> _Attention:
+        """Eager, or of a recorded size, and of a pass of several. It is made when it is first asked for."""
+        key = size, masked, number
         if key not in self._attention:
-            static = None if size is None else self._static_of(size)
-            self._attention[key] = self.attention(layer, masked=masked, static=static)
+            static = None if size is None else self._static_of(size, number)
+            made = {layer: self.attention(layer, masked=masked, static=static) for layer in self._rules}
+            self._attention[key] = _Attention(made, [made[layer] for layer in self._layers])
         return self._attention[key]
 
-    def _static_of(self, size: int) -> StaticInputs:
-        if size not in self._static:
-            self._static[size] = StaticInputs(self._shape(size), self._staging)
-        return self._static[size]
+    def _static_of(self, size: int, number: int = -1) -> StaticInputs:
+        key = size, number
+        if key not in self._static:
+            staging = self._staging if number < 0 else self._passes[number]
+            self._static[key] = StaticInputs(self._shape(size), staging)
+        return self._static[key]
 
     def _shape(self, size: int) -> FixedShape:
         """What a recording of `size` tokens must hold."""
@@ -228,27 +260,29 @@ class PlannedKernels(PagedKernels):
         return FixedShape(num_rows, size, max(self._pool.num_pages - 1, largest), max_kv_len)
 
     def _recorded_plan(
-        self, packed: PackedInputs, attention: list[PagedAttention], size: int, masked: bool
+        self, packed: PackedInputs, pages: StepPages, size: int, masked: bool, number: int = -1, num_passes: int = 0
     ) -> StepPlan:
-        """A step in the static tensors, padded to `size` tokens and to as many rows of logits."""
-        tables, num_logits = self._static_of(size).tables, len(packed.logit_rows)
-        if packed.num_tokens < size:
-            for out in self._outputs.values():  # attention leaves padding as an earlier step left it, maybe with NaN
+        """A step in static tensors, padded to `size` tokens, with as many rows of logits; or one of several passes."""
+        static, attention = self._static_of(size, number), self._attention_of(size, masked, number)
+        metadata = static.fill(packed, pages, self._scrap_slots)
+        for layer, each in attention.by_rules.items():
+            each.plan(metadata, packed_mask(packed, layer.sliding_window) if masked else None)
+        static.done()
+        tables, num_logits = static.tables, len(packed.logit_rows)
+        outputs = self._outputs if number < 0 else self._pass_outputs  # no pass leaves a token where another has none
+        if packed.num_tokens < size and number <= 0:
+            for out in outputs.values():  # attention leaves padding as an earlier step left it, maybe with NaN
                 out[packed.num_tokens : size].zero_()
         return StepPlan(
-            input_ids=tables.input_ids.unsqueeze(0),
-            position_ids=tables.position_ids.unsqueeze(0),
+            input_ids=static.fed[0],
+            position_ids=static.fed[1],
             logits_to_keep=tables.logit_rows,
             logit_index=None if num_logits == size else slice(num_logits),
-            attention=PlannedStep(tables.slots, attention, self._outputs),
-            replay=partial(self._replay, (size, masked)),
+            attention=PlannedStep(tables.slots, attention.by_layer, outputs),
+            replay=partial(self._replay, (size, masked, packed.greedy, num_passes)),
         )
 
-    def _scrap_slots(self, count: int) -> NDArray[np.int64]:
-        """``[count]`` slots of the last page, which belongs to no sequence."""
-        return (self._pool.num_pages - 1) * self._pool.page_size + np.arange(count) % self._pool.page_size
-
-    def _replay(self, key: tuple[int, bool], compute: Compute) -> Any:
+    def _replay(self, key: Hashable, compute: Compute) -> Any:
         assert self._capture is not None
         if key not in self._recordings:
             try:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from emssd.attention import PackedInputs
-from emssd_flashinfer.tables import FixedShape, PagedMetadata
+from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages
 
 __all__ = ["Capture", "Compute", "Staging", "StaticInputs", "StepTables", "ladder", "rung"]
 
@@ -108,11 +108,13 @@ class StaticInputs:
     Attributes:
         shape: as given.
         tables: on the device.
+        fed: ``[1, num_tokens]`` token ids and positions, as a model reads them.
     """
 
     def __init__(self, shape: FixedShape, staging: Staging) -> None:
         self.shape, self._staging = shape, staging
         self.tables = _tables(staging.memory, shape)
+        self.fed = self.tables.input_ids.unsqueeze(0), self.tables.position_ids.unsqueeze(0)
         self._hosts = [_tables(buffer, shape) for buffer in staging.buffers]
         self._arrays = [StepTables(*(table.numpy() for table in host)) for host in self._hosts]
         self._pages_begin = _sections(shape)[-1][0]
@@ -122,13 +124,13 @@ class StaticInputs:
         """Bytes of staging memory that tensors of this shape take."""
         return _sections(shape)[-1][1]
 
-    def fill(self, packed: PackedInputs, pages: PagedMetadata, scrap_slots: NDArray[np.int64]) -> PagedMetadata:
+    def fill(self, packed: PackedInputs, pages: StepPages, scrap_slots: NDArray[np.int64]) -> PagedMetadata:
         """Write one step. A padding token is token 0 at position 0, and nobody reads the slot that its KV goes to.
 
         Args:
             packed: the step.
             pages: its tables.
-            scrap_slots: ``[padding]``, one for each padding token.
+            scrap_slots: at least one for each padding token.
 
         Returns:
             The tables with absent rows, which have no query and no page, up to the rows of the shape. `kv_indices` and
@@ -140,11 +142,11 @@ class StaticInputs:
         _write(arrays.input_ids, packed.input_ids.numpy(), 0)
         _write(arrays.position_ids, packed.position_ids.numpy(), 0)
         _write(arrays.logit_rows, packed.logit_rows.numpy(), 0)
-        _write(arrays.slots, pages.slots.numpy(), scrap_slots)
-        _write(arrays.qo_indptr, pages.qo_indptr.numpy(), packed.num_tokens)
-        _write(arrays.kv_indptr, pages.kv_indptr.numpy(), num_pages)
-        _write(arrays.kv_last_page_len, pages.kv_last_page_len.numpy(), 0)
-        arrays.kv_indices[:num_pages] = pages.kv_indices.numpy()
+        _write(arrays.slots, pages.slots, scrap_slots[: self.shape.num_tokens - packed.num_tokens])
+        _write(arrays.qo_indptr, pages.qo_indptr, packed.num_tokens)
+        _write(arrays.kv_indptr, pages.kv_indptr, num_pages)
+        _write(arrays.kv_last_page_len, pages.kv_last_page_len, 0)
+        arrays.kv_indices[:num_pages] = pages.kv_indices
         if packed.drafted is not None:
             _write(arrays.places, packed.drafted.places.numpy(), 0)
         self._staging.move(self._pages_begin + _INT32 * num_pages)

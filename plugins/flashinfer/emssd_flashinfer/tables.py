@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +17,12 @@ from emssd.attention import PackedInputs, PageTable, ancestors, runs
 __all__ = [
     "FixedShape",
     "PagedMetadata",
+    "StepPages",
+    "TreeMask",
+    "in_bits",
     "largest_metadata",
-    "page_metadata",
+    "packed_mask",
+    "step_pages",
     "tree_mask",
 ]
 
@@ -62,30 +69,35 @@ class PagedMetadata:
         return (full_pages * self.page_size + self.kv_last_page_len).tolist()
 
 
-def page_metadata(table: PageTable, packed: PackedInputs) -> PagedMetadata:
-    """The metadata of one step. The pages of its new tokens are reserved in `table` already."""
+class StepPages(NamedTuple):
+    """What `PagedMetadata` is made of; integers of any type."""
+
+    qo_indptr: NDArray[Any]
+    kv_indptr: NDArray[Any]
+    kv_indices: NDArray[np.int32]
+    kv_last_page_len: NDArray[Any]
+    slots: NDArray[np.int64]
+    page_size: int
+
+    def metadata(self) -> PagedMetadata:
+        """As tensors."""
+        tables = [torch.from_numpy(each.astype(np.int32, copy=False)) for each in self[:4]]
+        return PagedMetadata(*tables, torch.from_numpy(self.slots), self.page_size)
+
+
+def step_pages(table: PageTable, packed: PackedInputs) -> StepPages:
+    """The page tables of one step. The pages of its new tokens are reserved in `table` already."""
     size, qo_indptr, kv_lens = table.page_size, np.array(packed.qo_indptr), np.array(packed.kv_lens)
-    q_lens, num_pages = np.diff(qo_indptr), -(-kv_lens // size)
-    kv_indptr = np.concatenate([_ZERO, num_pages.cumsum()])
+    q_lens, num_pages = qo_indptr[1:] - qo_indptr[:-1], (kv_lens + (size - 1)) // size
+    kv_indptr = np.zeros_like(qo_indptr)
+    np.add.accumulate(num_pages, out=kv_indptr[1:])
     kv_indices = table.indices(packed.request_ids, num_pages.tolist())
     # Without trees, the positions of the tokens are their places in the KV.
     tokens = packed.position_ids.numpy() if packed.trees is None else runs(kv_lens - q_lens, q_lens)
-    pages = kv_indices[np.repeat(kv_indptr[:-1], q_lens) + tokens // size].astype(np.int64)
-    return PagedMetadata(
-        qo_indptr=_int32(qo_indptr),
-        kv_indptr=_int32(kv_indptr),
-        kv_indices=torch.from_numpy(kv_indices),
-        kv_last_page_len=_int32((kv_lens - 1) % size + 1),
-        slots=torch.from_numpy(pages * size + tokens % size),
-        page_size=size,
-    )
-
-
-_ZERO = np.zeros(1, dtype=np.int64)
-
-
-def _int32(values: NDArray[np.int64]) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))
+    nth_page = tokens // size
+    pages = kv_indices[kv_indptr[:-1].repeat(q_lens) + nth_page].astype(np.int64)
+    slots = (pages - nth_page) * size + tokens
+    return StepPages(qo_indptr, kv_indptr, kv_indices, (kv_lens - 1) % size + 1, slots, size)
 
 
 def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.Tensor:
@@ -111,6 +123,31 @@ def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.
             positions = np.array(packed.kv_positions(row))
             mask &= positions > positions[-q_len:, None] - sliding_window
     return torch.from_numpy(masks)
+
+
+class TreeMask(NamedTuple):
+    """Which tokens each token sees, as kernels read it: bits of `tree_mask`, the first is the lowest of its byte.
+
+    Attributes:
+        bits: uint8; each row of the batch begins a byte of its own.
+        indptr: ``[B + 1]`` where each row begins among them, in bytes.
+    """
+
+    bits: NDArray[np.uint8]
+    indptr: NDArray[np.int32]
+
+
+def packed_mask(packed: PackedInputs, sliding_window: int | None = None) -> TreeMask:
+    """`tree_mask` in bits."""
+    return in_bits(tree_mask(packed, sliding_window), packed.lengths, packed.kv_lens)
+
+
+def in_bits(mask: torch.Tensor, q_lens: Seq[int], kv_lens: Seq[int]) -> TreeMask:
+    """``mask [sum(q_len * kv_len)]`` of rows of these lengths, in bits."""
+    sizes = list(map(mul, q_lens, kv_lens))
+    rows = np.split(mask.numpy(), [*accumulate(sizes[:-1])])
+    bits = [np.packbits(row, bitorder="little") for row in rows]
+    return TreeMask(np.concatenate(bits), np.array([0, *accumulate(map(len, bits))], dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
