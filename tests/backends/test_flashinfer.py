@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from emssd_flashinfer.kernels import HEAD_DIMS, FlashInferKernels
 from emssd_flashinfer.planned import padded_layer, write_kv
-from emssd_flashinfer.tables import packed_mask, step_pages
+from emssd_flashinfer.tables import step_pages, tree_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,7 +70,7 @@ def test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone(
     write_kv(keys, values, (metadata := step_pages(table, packed).metadata()).slots, *nodes[1:])
     query = F.pad(nodes[0], (0, 6))
     attention, out = ReferenceKernels().attention(padded, masked=True), torch.empty_like(query)
-    attention.plan(metadata, packed_mask(packed, window))
+    attention.plan(metadata, tree_mask(packed, window))
     attention.run(query, keys, values, out)
     out = out[..., :7]
     for node in range(len(tree)):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_flashinfer.kernels import FlashInferKernels
-from emssd_flashinfer.tables import packed_mask, step_pages
+from emssd_flashinfer.tables import step_pages, tree_mask
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -86,7 +86,7 @@ def test_a_tree_attends_as_it_does_with_the_reference_kernels(window: int | None
     draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
     packed = pack([Row(Request("a", (1, 2, 3), 9)), Row(Request("b", (4, 5), 9))], draft)
     table.reserve_step(packed)
-    metadata, mask = step_pages(table, packed).metadata(), packed_mask(packed, window)
+    metadata, mask = step_pages(table, packed).metadata(), tree_mask(packed, window)
     generator = torch.Generator().manual_seed(0)
     shapes = ((12, 4, 64), (table.num_pages, 3, 2, 64), (table.num_pages, 3, 2, 64))
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]

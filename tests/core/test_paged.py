@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emssd_flashinfer.tables import FixedShape, largest_metadata, packed_mask, step_pages, tree_mask
+from emssd_flashinfer.tables import FixedShape, TreeMask, largest_metadata, step_pages, tree_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from tests.support.reference_kernels import ReferenceKernels
+from tests.support.reference_kernels import ReferenceKernels, seen_of
 
 CPU = torch.device("cpu")
 
@@ -124,8 +124,14 @@ def test_a_node_sees_its_ancestors_and_itself_and_nobody_else(
             seen = set(path if window is None else path[-window:])
             expected += [key in seen for key in range(packed.kv_lens[row])]
     mask = tree_mask(packed, window)
-    assert mask.dtype == torch.bool
-    assert mask.tolist() == expected
+    assert seen_in(mask, packed) == expected
+    assert mask.indptr[-1] == len(mask.bits)
+
+
+def seen_in(mask: TreeMask, packed: PackedInputs) -> list[bool]:
+    """``[sum(q_len * kv_len)]``"""
+    rows = enumerate(zip(packed.lengths, packed.kv_lens, strict=True))
+    return [bool(each) for row, (q_len, kv_len) in rows for each in seen_of(mask, row, q_len, kv_len).flatten()]
 
 
 @given(forest=trees(), window=st.none() | st.integers(1, 6))
@@ -139,7 +145,7 @@ def test_without_parents_the_mask_is_causal(forest: tuple[list[Row], Draft], win
         for query in range(kv_len - q_len, kv_len)
         for key in range(kv_len)
     ]
-    assert tree_mask(packed, window).tolist() == causal
+    assert seen_in(tree_mask(packed, window), packed) == causal
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -160,7 +166,7 @@ def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None)
     outs = [torch.empty_like(query) for _ in range(2)]
     for masked, out in enumerate(outs):
         attention = ReferenceKernels().attention(layer, masked=bool(masked))
-        attention.plan(metadata, packed_mask(packed, window) if masked else None)
+        attention.plan(metadata, tree_mask(packed, window) if masked else None)
         attention.run(query, keys, values, out)
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
 

@@ -14,7 +14,7 @@ import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig, PrefillKernel, unavailable
 from emssd_flashinfer.kernels import FlashInferKernels
-from emssd_flashinfer.tables import packed_mask, step_pages
+from emssd_flashinfer.tables import step_pages, tree_mask
 from emssd_flashinfer.triton_kernels import TritonKernels
 from emssd_llma import LLMAConfig
 from hypothesis import settings
@@ -201,7 +201,7 @@ def test_a_tree_attends_as_with_the_reference_kernels(window: int | None) -> Non
     draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
     rows = [Row(Request("a", tuple(range(21)), 9)), Row(Request("b", (4, 5), 9))]
     table.reserve_step(packed := pack(rows, draft))
-    metadata, mask = step_pages(table, packed).metadata(), packed_mask(packed, window)
+    metadata, mask = step_pages(table, packed).metadata(), tree_mask(packed, window)
     generator = torch.Generator(CUDA).manual_seed(0)
     pages = (table.num_pages, 16, 2, 128)
     inputs = [

@@ -291,8 +291,8 @@ FAULTS = (
         "a row drafts the token that only the target may give",
         "scheduler",
         SCHEDULER,
-        "[max(0, row.max_length - len(row.tokens) - 1) for row in rows]",
-        "[max(0, row.max_length - len(row.tokens)) for row in rows]",
+        "[row.max_length - len(row.tokens) - 1 for row in rows]",
+        "[row.max_length - len(row.tokens) for row in rows]",
         ("tests/core/test_scheduler.py::test_limits_leave_room_for_the_targets_own_token",),
     ),
     Fault(

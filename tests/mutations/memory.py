@@ -118,8 +118,8 @@ FAULTS = (
         "the last page of a row is told to be empty where it is full",
         "paged kernels",
         TABLES,
-        "_int32((kv_lens - 1) % size + 1),",
-        "_int32(kv_lens % size),",
+        "(kv_lens - 1) % size + 1, slots, size)",
+        "kv_lens % size, slots, size)",
         ("tests/core/test_paged.py::test_metadata_reads_and_writes_the_slots_of_every_token",),
     ),
     Fault(
@@ -153,8 +153,8 @@ FAULTS = (
         "padding tokens of a recorded step write into the first page",
         "flashinfer",
         "plugins/flashinfer/emssd_flashinfer/recorded.py",
-        "_write(arrays.slots, pages.slots.numpy(), scrap_slots)",
-        "_write(arrays.slots, pages.slots.numpy(), 0)",
+        "_write(arrays.slots, pages.slots, scrap_slots[: self.shape.num_tokens - packed.num_tokens])",
+        "_write(arrays.slots, pages.slots, 0)",
         (
             "tests/backends/test_flashinfer_graphs.py::TestStaticInputs::test_each_step_leaves_nothing_of_the_one_before",
         ),

@@ -166,3 +166,14 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     if sampling is None and name != "draft_model":
         assert engine.report.num_accepted == accepted_on_cpu(name, drafter)
     assert engine.report.num_drafted or name in ("none", "llma", "pld"), "nothing to copy in these texts"
+
+
+def test_greedy_and_sampled_steps_of_a_size_are_recorded_apart(request: pytest.FixtureRequest) -> None:
+    wanted = [expected("suffix", sampling) for sampling in (SAMPLED, None)]
+    device: PretendedCuda = request.getfixturevalue("device")
+    model = llama().to("cuda")
+    engine = Engine.from_model(model, drafter="suffix", backend=BACKENDS["recorded"], batch_size=3)
+    for sampling, tokens in zip((SAMPLED, None), wanted, strict=True):
+        done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
+        assert [each.token_ids for each in done] == tokens
+    assert not device.illegal, device.illegal

@@ -11,7 +11,7 @@ from emssd_flashinfer.tables import PagedMetadata, TreeMask
 
 from emssd.attention import LayerSpec
 
-__all__ = ["ReferenceAttention", "ReferenceKernels", "rerun"]
+__all__ = ["ReferenceAttention", "ReferenceKernels", "rerun", "seen_of"]
 
 
 class ReferenceKernels(PlannedKernels):
@@ -83,11 +83,7 @@ class ReferenceAttention:
                 continue
             assert 1 <= last_page_len <= metadata.page_size
             assert q_len <= kv_len, "KV of the new tokens belongs to the row"
-            if self._mask is None:
-                seen = self._causal(q_len, kv_len)
-            else:
-                bits = np.unpackbits(self._mask.bits[self._mask.indptr[row] :], count=q_len * kv_len, bitorder="little")
-                seen = torch.from_numpy(bits).bool().view(q_len, kv_len)
+            seen = self._causal(q_len, kv_len) if self._mask is None else seen_of(self._mask, row, q_len, kv_len)
             out[start:stop] = self._attend(
                 query[start:stop], keys[pages].flatten(0, 1)[:kv_len], values[pages].flatten(0, 1)[:kv_len], seen
             )
@@ -109,6 +105,12 @@ class ReferenceAttention:
             scores = layer.softcap * (scores / layer.softcap).tanh()
         weights = scores.masked_fill(~seen.to(scores.device), float("-inf")).softmax(dim=-1)
         return torch.einsum("hgqk,khd->qhgd", weights, values.double()).flatten(1, 2).to(query.dtype)
+
+
+def seen_of(mask: TreeMask, row: int, q_len: int, kv_len: int) -> torch.Tensor:
+    """``[q_len, kv_len]`` bool: what the queries of a row see."""
+    bits = np.unpackbits(mask.bits[mask.indptr[row] :], count=q_len * kv_len, bitorder="little")
+    return torch.from_numpy(bits).bool().view(q_len, kv_len)
 
 
 def rerun(compute: Compute) -> Compute:

@@ -13,7 +13,7 @@ from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Staging, StaticInputs
 from emssd_flashinfer.sizes import eager_workspace, recorded_rows, recorded_workspace
-from emssd_flashinfer.tables import FixedShape, PagedMetadata, TreeMask, in_bits, largest_metadata
+from emssd_flashinfer.tables import FixedShape, PagedMetadata, TreeMask, largest_metadata
 
 __all__ = ["HEAD_DIMS", "FlashInferAttention", "FlashInferKernels"]
 
@@ -105,10 +105,9 @@ class FlashInferKernels(PlannedKernels):
         shape, page_size = static.shape if static is not None else FixedShape(1, 1, 1), self._pool.page_size
         # Compiles; and FlashInfer takes the first plan of a recording for the largest there will be.
         largest = largest_metadata(shape, page_size)
-        mask = None
-        if masked:
-            lengths = largest.kv_lens  # these are all of its queries, too
-            mask = in_bits(torch.ones(sum(length**2 for length in lengths), dtype=torch.bool), lengths, lengths)
+        # As many bits; a plan reads none of them.
+        bits = [np.zeros(-(-(length**2) // 8), dtype=np.uint8) for length in largest.kv_lens]
+        mask = TreeMask.of(bits) if masked else None
         try:
             what = f"a recorded step of {shape.num_tokens} tokens"
             if static is not None and self._reserve(self._needed(attention, largest), what):

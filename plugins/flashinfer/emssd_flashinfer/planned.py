@@ -29,7 +29,7 @@ from emssd.attention import (
 from emssd.errors import ConfigError, PluginError
 from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
-from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages, TreeMask, packed_mask, step_pages
+from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages, TreeMask, step_pages, tree_mask
 
 __all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "write_kv"]
 
@@ -180,7 +180,7 @@ class PlannedKernels(PagedKernels):
             return self._recorded_plan(packed, step_pages(table, packed), size, masked)
         attention, metadata = self._attention_of(None, masked), step_pages(table, packed).metadata()
         for layer, each in attention.by_rules.items():
-            each.plan(metadata, packed_mask(packed, layer.sliding_window) if masked else None)
+            each.plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
         step = PlannedStep(on_device(metadata.slots, self._spec.device), attention.by_layer)
         return StepPlan.ragged(packed.on(self._spec.device), step)
 
@@ -266,7 +266,7 @@ class PlannedKernels(PagedKernels):
         static, attention = self._static_of(size, number), self._attention_of(size, masked, number)
         metadata = static.fill(packed, pages, self._scrap_slots)
         for layer, each in attention.by_rules.items():
-            each.plan(metadata, packed_mask(packed, layer.sliding_window) if masked else None)
+            each.plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
         static.done()
         tables, num_logits = static.tables, len(packed.logit_rows)
         outputs = self._outputs if number < 0 else self._pass_outputs  # no pass leaves a token where another has none

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +18,7 @@ __all__ = [
     "PagedMetadata",
     "StepPages",
     "TreeMask",
-    "in_bits",
     "largest_metadata",
-    "packed_mask",
     "step_pages",
     "tree_mask",
 ]
@@ -100,21 +97,33 @@ def step_pages(table: PageTable, packed: PackedInputs) -> StepPages:
     return StepPages(qo_indptr, kv_indptr, kv_indices, (kv_lens - 1) % size + 1, slots, size)
 
 
-def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.Tensor:
-    """Which tokens each token sees: those before the tree, its ancestors and itself, or all up to itself in a chain.
+class TreeMask(NamedTuple):
+    """Which tokens each token sees: a bit for each, as kernels read them; the first is the lowest of its byte.
+
+    Attributes:
+        bits: uint8; each row of the batch begins a byte of its own: a row-major ``[q_len, kv_len]``, 1 if seen.
+        indptr: ``[B + 1]`` where each row begins among them, in bytes.
+    """
+
+    bits: NDArray[np.uint8]
+    indptr: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: Seq[NDArray[np.uint8]]) -> TreeMask:
+        """That of rows with these bits."""
+        return cls(np.concatenate(rows), np.array([0, *accumulate(map(len, rows))], dtype=np.int32))
+
+
+def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> TreeMask:
+    """A token sees those before the tree, its ancestors and itself, or all up to itself in a chain.
 
     Args:
         packed: a step.
         sliding_window: a token sees this many of the latest positions, by depth in the tree; ``None`` for all.
-
-    Returns:
-        ``[sum(q_len * kv_len)]`` bool: for each row of the batch a row-major ``[q_len, kv_len]``, true if seen.
     """
-    sizes = [q_len * kv_len for q_len, kv_len in zip(packed.lengths, packed.kv_lens, strict=True)]
-    masks, start = np.ones(sum(sizes), dtype=bool), 0
-    for row, (q_len, size) in enumerate(zip(packed.lengths, sizes, strict=True)):
-        mask = masks[start : start + size].reshape(q_len, -1)
-        start += size
+    rows = list[NDArray[np.uint8]]()
+    for row, (q_len, kv_len) in enumerate(zip(packed.lengths, packed.kv_lens, strict=True)):
+        mask = np.ones((q_len, kv_len), dtype=bool)
         mask[:, -q_len:] = np.tri(q_len, dtype=bool)
         if packed.trees is not None and (tree := packed.trees[row]):
             num_new = min(q_len, len(tree))
@@ -122,32 +131,8 @@ def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.
         if sliding_window is not None:
             positions = np.array(packed.kv_positions(row))
             mask &= positions > positions[-q_len:, None] - sliding_window
-    return torch.from_numpy(masks)
-
-
-class TreeMask(NamedTuple):
-    """Which tokens each token sees, as kernels read it: bits of `tree_mask`, the first is the lowest of its byte.
-
-    Attributes:
-        bits: uint8; each row of the batch begins a byte of its own.
-        indptr: ``[B + 1]`` where each row begins among them, in bytes.
-    """
-
-    bits: NDArray[np.uint8]
-    indptr: NDArray[np.int32]
-
-
-def packed_mask(packed: PackedInputs, sliding_window: int | None = None) -> TreeMask:
-    """`tree_mask` in bits."""
-    return in_bits(tree_mask(packed, sliding_window), packed.lengths, packed.kv_lens)
-
-
-def in_bits(mask: torch.Tensor, q_lens: Seq[int], kv_lens: Seq[int]) -> TreeMask:
-    """``mask [sum(q_len * kv_len)]`` of rows of these lengths, in bits."""
-    sizes = list(map(mul, q_lens, kv_lens))
-    rows = np.split(mask.numpy(), [*accumulate(sizes[:-1])])
-    bits = [np.packbits(row, bitorder="little") for row in rows]
-    return TreeMask(np.concatenate(bits), np.array([0, *accumulate(map(len, bits))], dtype=np.int32))
+        rows.append(np.packbits(mask, bitorder="little"))
+    return TreeMask.of(rows)
 
 
 @dataclass(frozen=True, slots=True)
