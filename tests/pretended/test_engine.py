@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
@@ -95,12 +96,19 @@ def expected(case: str, sampling: SamplingParams | None) -> list[tuple[int, ...]
     return [each.token_ids for each in done]
 
 
-def accepted_on_cpu(name: str, drafter: Any) -> int:
+@cache
+def accepted_on_cpu(name: str) -> int:
     """How many drafted tokens are accepted there."""
     model = CASES[name].model()
-    engine = Engine.from_model(model, drafter=drafter, backend="ragged", batch_size=3, budget="fixed")
+    with TemporaryDirectory() as folder:
+        drafter = config_of(name, Path(folder))
+        engine = Engine.from_model(model, drafter=drafter, backend="ragged", batch_size=3, budget="fixed")
     engine.generate(prompts_of(model), NEW, ignore_eos=True)
     return engine.report.num_accepted
+
+
+def config_of(name: str, folder: Path) -> Any:
+    return Registry().find("drafter", CASES[name].drafter).config(**CASES[name].options(folder / "head"))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,7 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     case, wanted = CASES[name], expected(name, sampling)
     device: PretendedCuda = request.getfixturevalue("device")
     if name != "draft_model":
-        drafter = Registry().find("drafter", case.drafter).config(**case.options(tmp_path / "head"))
+        drafter = config_of(name, tmp_path)
     model = case.model().to("cuda")
     if name == "draft_model":
         twin = TargetModel(tiny_model("llama", seed=1).to("cuda"))
@@ -164,7 +172,7 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     assert in_one_graph == (max(planned, default=0) > 1), "passes that are one graph"
     assert {*at_once} <= {1}, "the host waits once for a chain"
     if sampling is None and name != "draft_model":
-        assert engine.report.num_accepted == accepted_on_cpu(name, drafter)
+        assert engine.report.num_accepted == accepted_on_cpu(name)
     assert engine.report.num_drafted or name in ("none", "llma", "pld"), "nothing to copy in these texts"
 
 
