@@ -30,6 +30,7 @@ class PagedKernels(ABC):
         takes_sinks: whether they compute `LayerSpec.sinks`.
         takes_devices: see `AttentionBackend.takes_devices`.
         batch_invariant: see `AttentionBackend.batch_invariant`.
+        plans_passes: see `AttentionBackend.plans_passes`.
         are_native: whether `native_step` gives what C++ code attends with, page by page of all that a row holds.
     """
 
@@ -38,6 +39,7 @@ class PagedKernels(ABC):
     takes_devices: bool = False
     batch_invariant: bool = False
     are_native: bool = False
+    plans_passes: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
@@ -50,11 +52,6 @@ class PagedKernels(ABC):
     @abstractmethod
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         """Take the memory that the kernels need besides `pool`, which has no pages yet. Called once."""
-
-    @property
-    def plans_passes(self) -> bool:
-        """See `AttentionBackend.plans_passes`."""
-        return False
 
     def plan_passes(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
         """See `AttentionBackend.plan_passes`. The pages of all passes are reserved already."""
@@ -126,7 +123,7 @@ class PagedBackend(AttentionBackend):
     def allocate(self, spec: KVCacheSpec) -> None:
         page_size = self._table.page_size
         self._kernels = self._serving(spec)
-        self.batch_invariant = self._kernels.batch_invariant
+        self.batch_invariant, self.plans_passes = self._kernels.batch_invariant, self._kernels.plans_passes
         shapes = [self._kernels.page_shapes(layer, spec.dtype, page_size) for layer in spec.layers]
         self._pool = KVPool(shapes, page_size, spec.dtype, spec.device)
         self.prefix_unit = page_size if spec.prefix_caching else 0
@@ -155,10 +152,6 @@ class PagedBackend(AttentionBackend):
             return None
         self._reserve_behind(packed, lengths)
         return self._kernels.plan(packed, self._table)
-
-    @property
-    def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
-        return self._kernels.plans_passes
 
     def plan_passes(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
         self._reserve_behind(packed, [length - 1 for length in lengths])

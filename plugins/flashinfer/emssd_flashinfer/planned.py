@@ -79,6 +79,11 @@ class _Attention(NamedTuple):
     by_rules: dict[LayerSpec, PagedAttention]
     by_layer: list[PagedAttention]
 
+    def plan(self, packed: PackedInputs, metadata: PagedMetadata) -> None:
+        """Prepare a step."""
+        for layer, attention in self.by_rules.items():
+            attention.plan(metadata, None if packed.trees is None else tree_mask(packed, layer.sliding_window))
+
 
 class PlannedKernels(PagedKernels):
     """Pages ``[page_size, num_kv_heads, dim]``; inputs are padded in recorded steps only.
@@ -104,6 +109,7 @@ class PlannedKernels(PagedKernels):
             raise ConfigError(f"backend.max_graph_tokens is {max_graph_tokens}; it must be at least 1")
         self._head_dims = head_dims
         self._capture, self._fusing = capture, fusing
+        self.plans_passes = capture is not None
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
         self._attention: dict[tuple[int | None, bool, int], _Attention] = {}
         self._static: dict[tuple[int, int], StaticInputs] = {}
@@ -179,14 +185,9 @@ class PlannedKernels(PagedKernels):
         if size is not None:
             return self._recorded_plan(packed, step_pages(table, packed), size, masked)
         attention, metadata = self._attention_of(None, masked), step_pages(table, packed).metadata()
-        for layer, each in attention.by_rules.items():
-            each.plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
+        attention.plan(packed, metadata)
         step = PlannedStep(on_device(metadata.slots, self._spec.device), attention.by_layer)
         return StepPlan.ragged(packed.on(self._spec.device), step)
-
-    @property
-    def plans_passes(self) -> bool:
-        return bool(self._ladder)
 
     def plan_passes(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
         size, num_passes = rung(self._ladder, packed.num_tokens), max(lengths)
@@ -199,7 +200,8 @@ class PlannedKernels(PagedKernels):
             later = [min(number, length - 1) for length in lengths]
             kv_lens = tuple(map(add, packed.kv_lens, later))
             step = replace(packed, kv_lens=kv_lens, position_ids=torch.tensor(kv_lens) - 1)
-            pages = step_pages(table, replace(step, drafted=None) if number else step)
+            step = replace(step, drafted=None) if number else step
+            pages = step_pages(table, step)
             ended = [row for row, length in enumerate(lengths) if number >= length]
             pages.slots[ended] = self._scrap_slots[: len(ended)]
             plans.append(self._recorded_plan(step, pages, size, False, number, num_passes))
@@ -265,8 +267,7 @@ class PlannedKernels(PagedKernels):
         """A step in static tensors, padded to `size` tokens, with as many rows of logits; or one of several passes."""
         static, attention = self._static_of(size, number), self._attention_of(size, masked, number)
         metadata = static.fill(packed, pages, self._scrap_slots)
-        for layer, each in attention.by_rules.items():
-            each.plan(metadata, tree_mask(packed, layer.sliding_window) if masked else None)
+        attention.plan(packed, metadata)
         static.done()
         tables, num_logits = static.tables, len(packed.logit_rows)
         outputs = self._outputs if number < 0 else self._pass_outputs  # no pass leaves a token where another has none
