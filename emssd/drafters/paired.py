@@ -109,14 +109,14 @@ class PairedDrafter(StatesDrafter):
         inputs = following(columns, self._hidden[on_device(places, columns.device)])
         kv_lens = [row.tree.num_tokens + 1 for row in rows]
         packed = pack_nodes([row.request_id for row in rows], columns, [1] * len(rows), kv_lens)
-        return self._runner.run_passes(packed, inputs, chain, self._logits, following)
+        return self._runner.run_passes(packed, inputs, chain, self._projected, following)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.logits(hidden, self._target.project)
 
     def _run(self, packed: PackedInputs, inputs: torch.Tensor) -> torch.Tensor:
         """Compute a step, and keep its outputs for the next level. Returns the logits after its ``logit_rows``."""
-        self._hidden, logits = self._runner.run_to_logits(packed, inputs, self._logits)
+        self._hidden, logits = self._runner.run_to_logits(packed, inputs, self._projected)
         return logits
 
     def _inputs(self, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

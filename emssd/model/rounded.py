@@ -87,7 +87,7 @@ class RoundedRunner(CausalLMRunner):
             found: tuple[torch.Tensor, torch.Tensor] | None = self._program.run_shares(plan, step, chain)
         return found
 
-    def _compute(self, plan: StepPlan) -> Computed:
+    def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
         plan = replace(plan, replay=None)  # a recorded pass is one of the target's own weights
         within = nullcontext() if self._weights is None else self._weights
         with within:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import torch
+
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, PackedInputs, StepPlan
 from emssd.model.parallel.checksums import Checksums
 from emssd.model.parallel.lending import prepare_hidden
@@ -69,12 +71,12 @@ class LeadingRunner(CausalLMRunner):
     def _announce(self, packed: PackedInputs) -> None:
         self._told = self._group.say(Message(Kind.RUN, self._number, step_of(packed)))
 
-    def _compute(self, plan: StepPlan) -> Computed:
+    def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
         with self._group.in_step():
             if self._checksums is None:
-                return super()._compute(plan)
+                return super()._compute(plan, greedy)
             with self._checksums.compared(self._told):
-                return super()._compute(plan)
+                return super()._compute(plan, greedy)
 
     def commit(self, kept: Kept) -> None:
         super().commit(kept)

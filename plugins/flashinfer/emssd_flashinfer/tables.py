@@ -78,8 +78,11 @@ class StepPages(NamedTuple):
 
     def metadata(self) -> PagedMetadata:
         """As tensors."""
-        tables = [torch.from_numpy(each.astype(np.int32, copy=False)) for each in self[:4]]
-        return PagedMetadata(*tables, torch.from_numpy(self.slots), self.page_size)
+        return PagedMetadata(
+            *(torch.from_numpy(each.astype(np.int32, copy=False)) for each in self[:4]),
+            slots=torch.from_numpy(self.slots),
+            page_size=self.page_size,
+        )
 
 
 def step_pages(table: PageTable, packed: PackedInputs) -> StepPages:
