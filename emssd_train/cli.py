@@ -21,7 +21,7 @@ decoded with what was trained, to see what is accepted. {saved}. Draft with draf
 
 
 class _Parser(NamedTuple):
-    """How one kind of drafter is asked for on the command line.
+    """The command that trains one kind of drafter.
 
     Attributes:
         options: what is parsed has their fields.

@@ -1,4 +1,4 @@
-"""How far a training is: a bar on a terminal, a line now and then in a log file."""
+"""The progress of a training: a bar on a terminal, a line now and then in a log file."""
 
 from __future__ import annotations
 

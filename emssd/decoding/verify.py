@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.attention.transfer import to_host
+from emssd.attention.packed import to_host
 from emssd.attention.trees import Parents
 from emssd.drafting import Draft
 from emssd.sampling.choice import greedy_tokens

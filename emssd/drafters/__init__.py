@@ -30,12 +30,11 @@ from emssd.drafters.heads.files import cannot_load, reading_config
 from emssd.drafters.heads.layers import Angles, rotated
 from emssd.drafters.heads.lent import Lent
 from emssd.drafters.heads.options import TreeKind, TreeOptions, head_path, shape_of
-from emssd.drafters.heads.pairs import PairedHead
 from emssd.drafters.lanes import HeadLane, Lane, fed
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
 from emssd.drafters.loading import load_draft_model, shallow_runner
 from emssd.drafters.models import ModelDrafter
-from emssd.drafters.paired import PairedDrafter
+from emssd.drafters.paired import PairedDrafter, PairedHead
 from emssd.drafters.sampled import BeamShape, ChildrenShape, SampledDrafter, SampledShape
 from emssd.drafters.shared import SharedDrafter
 from emssd.drafters.states import StatesDrafter

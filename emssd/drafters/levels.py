@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from emssd.attention import PackedInputs
-from emssd.attention.transfer import on_device, to_host
+from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import GREEDY, first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import likelihood, top_choices, top_tokens
@@ -142,7 +142,7 @@ class LevelDrafter(Drafter):
         return 0
 
     def node_of(self, row: Row) -> Node:
-        """Where the target chooses the token after the newest one of `row`."""
+        """The place where the target chooses the token after the newest one of `row`."""
         return GREEDY if row.request.sampling is None else first_node(row)
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
@@ -185,7 +185,7 @@ class LevelDrafter(Drafter):
         return self._likeliest(logits, None if greedy else self._nodes(level))
 
     def _nodes(self, level: Level) -> list[Node]:
-        """Where the target chooses the tokens after the nodes of a level."""
+        """The places where the target chooses the tokens after the nodes of a level."""
         nodes = list[Node]()
         for row, expansions in level:
             first, depth, tree = row.node, row.tree.num_levels, row.tree

@@ -31,7 +31,7 @@ class NGramCounts:
         self._num_read = max(self._num_read, len(tokens))
 
     def after(self, tokens: Seq[int], min_size: int = 1) -> Mapping[int, int]:
-        """How often each token followed the longest n-gram that ends `tokens` and was followed by any, the latest last.
+        """The counts of the tokens behind the longest known n-gram that ends `tokens`, the latest last.
 
         Empty where none of at least `min_size` tokens was.
         """

@@ -164,7 +164,7 @@ class Call:
         model_kwargs: dict[str, Any],
         seed: int | None = None,
     ) -> Call:
-        """What `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
+        """Read what `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
         assert config is not None
         check_config(config)
         check_inputs(model_kwargs)

@@ -1,4 +1,4 @@
-"""What ends a row of `emssd.custom_generate`: criteria of Transformers, asked about one row, token by token."""
+"""The ends of a row of `emssd.custom_generate`: criteria of Transformers, asked about one row, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `generate` was given as ``streamer``, which it keeps from custom functions: somebody may wait for its end."""
+"""The ``streamer`` that `generate` was given, and keeps from custom functions: somebody may wait for its end."""
 
 from __future__ import annotations
 

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
 from emssd.model.finding import find_streams
-from emssd.model.replaced import replaced_forward
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import CausalLMRunner, ModelRunner
 from emssd.model.shallow import ShallowRunner
-from emssd.model.streams import Streams
+from emssd.model.streams import Streams, replaced_forward
 from emssd.model.target import TargetModel
 
 __all__ = ["BorrowedTarget"]

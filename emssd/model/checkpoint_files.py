@@ -95,7 +95,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def file_fault(file: Path) -> str | None:
-    """Why a file of weights cannot be read, as a sentence; ``None`` if it can. None of its code is run."""
+    """The reason why a file of weights cannot be read, as a sentence; ``None`` if it can. None of its code is run."""
     try:
         if not file.is_file():
             return f"{file} is no file"

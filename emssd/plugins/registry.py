@@ -150,7 +150,7 @@ class Registry:
         return made
 
     def owner(self, kind: str, name: str) -> str:
-        """How messages call what is offered as `name`."""
+        """The words by which messages call the plugin `name`."""
         return f"{kind} {name!r} ({self.source(kind, name)})"
 
     def _take(self, point: EntryPoint, distribution: str, version: str, on_load: Callable[[str], None]) -> None:

@@ -18,7 +18,7 @@ __all__ = ["Batch", "FinishReason", "Request", "Row", "RowView", "TokenIds"]
 
 
 class FinishReason(str, Enum):
-    """Why a row ended."""
+    """The reason why a row ended."""
 
     EOS = "eos"
     STOP = "stop"
@@ -120,12 +120,12 @@ class Row:
 
     @property
     def num_uncached(self) -> int:
-        """How many tokens have no KV yet: 1 while decoding, more while the prompt is computed."""
+        """The number of tokens without KV: 1 while decoding, more while the prompt is computed."""
         return len(self.tokens) - self.num_cached
 
     @property
     def num_remaining(self) -> int:
-        """How many tokens may still be generated."""
+        """The number of tokens that may still be generated."""
         return self.max_length - len(self.tokens)
 
     def taken(self, new_tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:

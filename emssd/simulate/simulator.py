@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from emssd.attention.pages import PageTable
 from emssd.attention.trees import Parents, depths
 from emssd.decoding.engine import Engine
+from emssd.decoding.outcome import StepTimer
 from emssd.decoding.scheduler import Scheduler
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
-from emssd.metrics.timing import StepTimer
 from emssd.model.choice_runner import ChoiceRunner
 from emssd.sequences import Row
 from emssd.simulate.curves import StepCurve
@@ -46,7 +46,7 @@ class Simulator:
 
     Args:
         trace: what the drafter offers, and what of it is right.
-        budget: hears of simulated seconds, ``draft`` and ``forward``, all others being 0.
+        budget: gets simulated seconds, ``draft`` and ``forward``; all others are 0.
         max_kv_tokens: how many tokens the KV cache holds, in pages of 16; ``None`` for no limit.
         drafters: in the place of those of the trace, such as a `TreeDrafter`.
 

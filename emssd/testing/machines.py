@@ -188,7 +188,7 @@ class BackendMachine(RuleBasedStateMachine):
         return rows[: data.draw(st.integers(1, len(rows)), label="number of rows")]
 
     def _room(self, row: MachineRow) -> int:
-        """How many tokens may be drafted for a row, so that two of the target's own still fit. A full row waits."""
+        """The most tokens to draft for a row, so that two of the target's own still fit. A full row waits."""
         return self.max_model_len - len(row.tokens) - 2
 
     def _step(self, packed: PackedInputs) -> None:

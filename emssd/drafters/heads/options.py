@@ -53,7 +53,7 @@ class TreeOptions:
 
 
 def head_path(path: str | None, drafter: str) -> str:
-    """Where the heads of the `drafter` of this name are.
+    """The place of the heads of the `drafter` of this name.
 
     Raises:
         ConfigError: its option does not say.

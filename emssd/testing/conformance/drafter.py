@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.drafting.hidden import checked_layers
+from emssd.drafting.draft import checked_layers
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named

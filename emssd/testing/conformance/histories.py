@@ -33,7 +33,7 @@ class Move:
         prompt: tokens of its prompt, if it begins here.
         sick: if it begins here, whether its keys and values are no numbers where a play says so.
         tree: the parents of its drafted tokens.
-        accepted: those of them that are, ascending.
+        accepted: the indices of accepted ones, ascending.
         failed: the parents of what is drafted in an attempt at this step that fails, where a play says so.
         leaves: whether it is released after the step.
     """

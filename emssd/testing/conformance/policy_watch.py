@@ -1,4 +1,4 @@
-"""A budget policy under observation: every call is held to the rules of the interface, and what it decided is kept."""
+"""A budget policy under observation: the rules of the interface are tested in every call; its decisions are kept."""
 
 from __future__ import annotations
 

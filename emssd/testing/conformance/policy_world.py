@@ -11,9 +11,9 @@ from dataclasses import replace
 from random import Random
 from typing import Literal, get_args
 
+from emssd.decoding.outcome import StepTimer
 from emssd.drafting import Draft, DraftedNode, Drafter, GoesOn
 from emssd.metrics.stats import PHASES, StepStats
-from emssd.metrics.timing import StepTimer
 from emssd.sequences import Batch, Row
 from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.rules import named

@@ -1,4 +1,4 @@
-"""A drafter under observation: every call is held to the rules of the interface, and what was drafted is counted."""
+"""A drafter under observation: the rules of the interface are tested in every call, and drafts are counted."""
 
 from __future__ import annotations
 

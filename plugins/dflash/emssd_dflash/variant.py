@@ -1,4 +1,4 @@
-"""What differs between block drafters: the values of their configs, in one place."""
+"""The differences between block drafters: the values of their configs, in one place."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _read(
 
 
 def _causal(values: Mapping[str, Any], decoder: DecoderConfig) -> tuple[bool, ...]:
-    """Where the config does not say, layers with sliding windows are, and others are not."""
+    """Return whether a layer is causal. By default, layers with sliding windows are, and others are not."""
     told = values.get("is_causal", values.get("causal"))
     return tuple(window is not None if told is None else bool(told) for window in decoder.windows)
 
@@ -129,7 +129,7 @@ def _is_dspark(values: Mapping[str, Any]) -> bool:
 
 
 def _spread(num_own: int, num_layers: int) -> list[int]:
-    """Those of the target's layers that are read where the config names none."""
+    """The layers of the target that are read where the config names none."""
     if num_own == 1:
         return [num_layers // 2]
     return [round(1 + own * (num_layers - 4) / (num_own - 1)) for own in range(num_own)]
@@ -158,7 +158,7 @@ def _lacking(variant: Variant, markov_kind: str | None) -> list[str]:
 
 
 def _scaled(variant: Variant, values: Mapping[str, Any]) -> str | None:
-    """What is done to logits that matters: the likeliest token alone is the same with any factor and any cap."""
+    """The scale and the cap of logits, where they matter: the likeliest token is the same with any of them."""
     factor, cap = (values.get(name) for name in ("output_multiplier", "final_logit_softcapping"))
     given = {"output_multiplier": factor not in (None, 1) and factor, "final_logit_softcapping": cap}
     said = ", ".join(f"{name} {value}" for name, value in given.items() if value)

@@ -92,7 +92,7 @@ class SequoiaShape(Shape):
 
     @property
     def acceptance(self) -> Table:
-        """What the present trees are planned for."""
+        """The acceptance that the present trees are planned for."""
         return self._table
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:

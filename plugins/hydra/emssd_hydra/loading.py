@@ -73,7 +73,7 @@ def load_hydra(path: str, target: TargetSizes, target_config: Mapping[str, Any])
 
 
 def _layer(files: HeadFiles) -> int:
-    """Which hidden state is read."""
+    """The hidden state that is read."""
     config, num_layers = files.config, files.target.num_layers
     kind = config.get("hydra_head_arch", "mlp")
     if kind not in ("mlp", "prefix-mlp"):
@@ -105,7 +105,7 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _counted(files: HeadFiles, names: Mapping[str, str]) -> tuple[int, int]:
-    """How many heads there are, and how many layers each has."""
+    """The number of heads, and of the layers of each."""
     layers = [name.split(".")[1:3] for name in names if name.startswith("mlp.")]
     if not layers:
         raise files.cannot("none of its weights is a layer of a head")

@@ -65,7 +65,7 @@ def _places(names: Iterable[str], *, linear: bool) -> set[tuple[int, int]]:
 
 
 def _counted(files: HeadFiles) -> tuple[int, int]:
-    """How many heads there are, and how many layers each has before its projection."""
+    """The number of heads, and of the layers of each before its projection."""
     projections = _places(files.names, linear=False)
     if not projections:
         raise files.cannot("none of its weights is the vocabulary projection of a head")

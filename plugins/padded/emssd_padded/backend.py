@@ -188,7 +188,7 @@ class PaddedBackend(AttentionBackend):
         return -(-num_slots // _ALIGNMENT) * _ALIGNMENT if self._watched else num_slots
 
     def _hidden(self, packed: PackedInputs, longest: int, width: int) -> torch.Tensor | None:
-        """Which slots each query must not see, as they hold branches of its tree that are not its own."""
+        """The slots that each query must not see, as they hold branches of its tree that are not its own."""
         if packed.trees is None:
             return None
         branches = [

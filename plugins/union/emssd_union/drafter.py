@@ -26,7 +26,7 @@ class UnionDrafter(Drafter):
     """Merges the drafts of several drafters into one tree per row.
 
     Ids that a drafter leaves on a device are brought to the host, as merging compares them: the host waits for that
-    drafter. Each drafter hears what became of its own draft, as if that alone had been verified: the beginning of it
+    drafter. Each drafter observes the outcome of its own draft, as if that alone had been verified: the beginning of it
     that was left in the tree, the accepted nodes among these, and the target's choice behind each.
 
     Args:
