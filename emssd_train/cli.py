@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from emssd.errors import ConfigError, exit_on_error
-from emssd.errors.terminal import INTERRUPTED, plain_console, steady
+from emssd.errors import ConfigError
+from emssd.errors.terminal import plain_console, steady
 from emssd_train.options import Eagle3Options, MedusaOptions, PardOptions, TrainOptions
 
 __all__ = ["main", "make_parser"]
@@ -174,16 +173,11 @@ _PARSERS = (
 )
 
 
-@steady("emssd-train")
+@steady("emssd-train", if_interrupted="--resume goes on from the last checkpoint")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
-    try:
-        with exit_on_error("emssd-train"):
-            parsed = vars(make_parser().parse_args(arguments))
-            _run(parsed.pop("options")(**parsed))
-    except KeyboardInterrupt:
-        print("emssd-train: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+    parsed = vars(make_parser().parse_args(arguments))
+    _run(parsed.pop("options")(**parsed))
 
 
 def _run(options: TrainOptions) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from emssd.cli.progress import Bar
 from emssd.errors import ConfigError, OutputError
 from emssd.errors.version import __version__
 from emssd.model import TargetModel, load_model
 from emssd_train.acceptance import Acceptance, measure
 from emssd_train.loop import check_can_train, train
 from emssd_train.options import TrainOptions
-from emssd_train.progress import Bar
 from emssd_train.recipes import Recipe, make_recipe
 from emssd_train.texts import generate_texts, read_prompts
 
@@ -80,7 +80,11 @@ def _train(
         raise ConfigError("the target ends all texts at once, so there is nothing to learn; give other prompts")
     trainee = recipe.begin(texts)
     with Bar(console, "training", 1) as bar:
-        train(trainee.loss, usable, options, folder / CHECKPOINTS, bar.tell_step)
+
+        def tell(done: int, total: int, loss: float | None) -> None:
+            bar.tell(done, "" if loss is None else f"loss {loss:.3f}", total)
+
+        train(trainee.loss, usable, options, folder / CHECKPOINTS, tell)
     trainee.save(folder)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from emssd.attention import LayerSpec
 from emssd.attention.masked import additive_mask, masked_attention
-from emssd.drafters.heads import LAST_NORMED
+from emssd.drafters.heads.target import LAST_NORMED
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel, load_model
 from emssd_train.distance import choosable, divergence, weighted

@@ -15,7 +15,7 @@ import torch
 from emssd_eagle3.head import Eagle3Head
 from torch import nn
 
-from emssd.drafters.heads import Project
+from emssd.drafters.heads.target import Project
 from emssd_train.distance import choosable, divergence, weighted
 from emssd_train.teacher import Teacher
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from emssd.cli import docstrings
+from emssd.cli import option_texts as docstrings
 from emssd.cli.config import (
     ClusterConfig,
     ExperimentConfig,

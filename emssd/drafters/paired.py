@@ -19,7 +19,7 @@ from emssd.attention.packed import on_device
 from emssd.decoding.packing import pack_nodes
 from emssd.drafters.heads.head import Head
 from emssd.drafters.heads.layers import HeadLayer
-from emssd.drafters.heads.lent import Lent
+from emssd.drafters.heads.loading import Lent
 from emssd.drafters.heads.target import Embed, Project
 from emssd.drafters.lanes import HeadLane
 from emssd.drafters.levels import GrowingRow, Level, nodes_of, pack_level

@@ -17,8 +17,7 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.testing.conformance.rules import assertions, broken
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.strategies import kv_layers, trees
-from emssd.testing.waves import Waves
+from emssd.testing.strategies import Waves, kv_layers, trees
 
 __all__ = ["BackendMachine", "MachineRow", "check_plan", "moved"]
 

@@ -19,8 +19,7 @@ from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
 from emssd.testing.conformance.setting import BATCH_SIZE, MODEL_LEN, drafters_of, setting
 from emssd.testing.conformance.suite import Suite
-from emssd.testing.conformance.watch import WatchedDrafter
-from emssd.testing.conformance.world import World, live
+from emssd.testing.conformance.watch import WatchedDrafter, World, live
 from emssd.testing.oracle import DenseBackend
 
 __all__ = ["DrafterConformance"]

@@ -17,8 +17,7 @@ from emssd.sequences import Request, Row
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.machines import check_plan, moved
-from emssd.testing.strategies import trees
-from emssd.testing.waves import Waves
+from emssd.testing.strategies import Waves, trees
 
 __all__ = ["Move", "Play", "Turn", "check_same", "histories", "play"]
 

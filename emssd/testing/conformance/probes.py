@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision
-from emssd.testing.conformance.watch import shown
-from emssd.testing.conformance.world import World, live
+from emssd.testing.conformance.watch import World, live, shown
 
 __all__ = ["LEARNS", "VOCAB_SIZE", "Probes"]
 
