@@ -131,7 +131,6 @@ def _add_draft_vocab(group: argparse._ArgumentGroup) -> None:
 def _add(
     group: argparse._ActionsContainer, options: type[TrainOptions], name: str, *, what: str, **more: object
 ) -> None:
-    """Add an option with its default in `options`."""
     default = options.__dataclass_fields__[name].default
     flag = f"--{name.replace('_', '-')}"
     group.add_argument(flag, default=default, help=f"{what} (default: {default})", **more)  # type: ignore[arg-type]

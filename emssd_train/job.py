@@ -73,7 +73,6 @@ def _train(
     tokenizer: Any,
     console: Console,
 ) -> None:
-    """Make the texts, train the drafter, and save it."""
     with Bar(console, "texts", len(prompts)) as bar:
         texts = generate_texts(folder / TEXTS, prompts, options, target, tokenizer, bar.tell)
     if not (usable := [text for text in texts if text.can_teach]):
@@ -114,7 +113,6 @@ def _begin(folder: Path, options: TrainOptions) -> None:
 def _record(
     folder: Path, options: TrainOptions, target: TargetModel, acceptance: Acceptance | None, seconds: float
 ) -> None:
-    """Write how the drafter came about."""
     import transformers
 
     record = {

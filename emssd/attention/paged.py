@@ -148,7 +148,6 @@ class PagedBackend(AttentionBackend):
         return self._planned(packed)
 
     def _planned(self, packed: PackedInputs) -> StepPlan:
-        """The plan of a step whose rows have their pages."""
         self._follow_table()
         self._peak_held = max(self._peak_held, self._table.num_used * self._pool.page_bytes)
         return self._kernels.plan(packed, self._table)

@@ -129,8 +129,6 @@ def _answers(
 
 
 class _Worker(EngineActor):
-    """Decodes tasks; an actor of Ray Data."""
-
     def __init__(self, config: RunConfig) -> None:
         import torch
 

@@ -363,7 +363,6 @@ class Engine(Assembled):
         self.report.kv_usage = self.runner.usage
 
     def _handed_over(self) -> list[Row]:
-        """Rows that finished and were not returned yet."""
         finished, self._finished = self._finished, []
         return finished
 

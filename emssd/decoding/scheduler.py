@@ -242,7 +242,6 @@ def _fitting_limits(
 
 
 def _lengths(rows: Iterable[Row]) -> dict[str, int]:
-    """Tokens by request id."""
     return {row.request_id: len(row.tokens) for row in rows}
 
 

@@ -103,7 +103,6 @@ def _on_host(
 
 
 def _tell(choices: list[int], tokens: list[int], verdict: Verdict) -> None:
-    """On the accepted way, the target's choices become what the row emits."""
     emitted = [*(tokens[node] for node in verdict.path), verdict.token]
     for place, token in zip([0, *(node + 1 for node in verdict.path)], emitted, strict=True):
         choices[place] = token

@@ -113,11 +113,9 @@ class ModelDrafter(LevelDrafter):
         return tokens
 
     def _have_cached(self, rows: Seq[GrowingRow]) -> None:
-        """Note that all tokens of some rows are computed."""
         self._cache.held |= {row.request_id: len(row.tokens) for row in rows}
 
     def _columns(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the target's ids alone."""
         return logits[:, : self._vocab_size]
 
     def _keep(self, names: Seq[str], kv_lens: Seq[int], sources: Seq[tuple[int, ...]] = ()) -> None:

@@ -174,6 +174,5 @@ def _is_residual(row: Row) -> bool:
 
 
 def _beam_at(node: int, device: torch.device) -> Beam:
-    """A beam of one node alone."""
     arrivals = torch.zeros(1, dtype=torch.float64, device=device)
     return Beam((node,), arrivals, arrivals + 1)

@@ -217,7 +217,6 @@ class Outcome:
 
 
 def _flat(confidence: Iterable[Seq[float]] | None, lengths: list[int]) -> tuple[float, ...] | None:
-    """The `confidence` of all tokens of rows of these `lengths`."""
     told = None if confidence is None else [tuple(row) for row in confidence]
     if told is not None and (given := list(map(len, told))) != lengths:
         raise DraftError(f"its confidence has rows of {given} numbers, and its tokens rows of {lengths}; give one each")
@@ -230,6 +229,5 @@ def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] |
 
 
 def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:
-    """The parents of `nodes` as indices among them."""
     places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
     return [places[parents[node]] for node in nodes]

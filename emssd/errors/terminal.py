@@ -90,7 +90,6 @@ class _Outlet:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write `text`, or drop it."""
         if self.error is None and self._stream is not None:
             try:
                 return self._stream.write(text)
@@ -99,7 +98,6 @@ class _Outlet:
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written, or drop it."""
         if self.error is None and self._stream is not None:
             try:
                 self._stream.flush()

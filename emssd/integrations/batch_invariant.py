@@ -136,8 +136,6 @@ class _Rows:
 
 
 class _Attention(torch.autograd.Function):
-    """The kernel of a rollout, with the gradients of PyTorch's attention."""
-
     @staticmethod
     def forward(ctx: Any, rows: _Rows, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*qkv)

@@ -174,7 +174,6 @@ def _pairs(config: GenerationConfig) -> dict[tuple[int, ...], float]:
 
 
 def _ids(value: Any) -> list[int]:
-    """Token ids, of one, several or none."""
     if value is None:
         return []
     if isinstance(value, torch.Tensor):

@@ -79,7 +79,6 @@ def _json_fault(file: Path) -> str | None:
 
 
 def _index_fault(file: Path) -> str | None:
-    """The fault of the list of which tensor is in which file."""
     shards = _shards(file)
     if not shards:
         return f"{file} has no weight_map from tensors to files; {_AGAIN}"

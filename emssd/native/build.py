@@ -115,7 +115,6 @@ def _load() -> NativeError | None:
 
 
 def _loads(library: Entry) -> bool:
-    """Load the library; returns whether the operators are there then."""
     try:
         torch.ops.load_library(str(library.folder / _LIBRARY))  # type: ignore[no-untyped-call]  # not annotated
         return all(hasattr(torch.ops.emssd_native, name) for name in _OPERATORS)
@@ -144,7 +143,6 @@ def _part_key(part: str) -> str:
 
 
 def _text(name: str) -> bytes:
-    """A source with those that it includes."""
     text = (_SOURCES / name).read_bytes()
     return b"\0".join([text, *(_text(each.decode()) for each in re.findall(rb'^#include "(.+)"', text, re.MULTILINE))])
 

@@ -154,7 +154,6 @@ class Registry:
         return f"{kind} {name!r} ({self.source(kind, name)})"
 
     def _take(self, point: EntryPoint, distribution: str, version: str, on_load: Callable[[str], None]) -> None:
-        """Load one entry point and keep what it offers, or what went wrong."""
         ours = distribution == "emssd"
         whole = PluginRecord("plugin", point.name, distribution, version, "failed")
         owner = f"plugin {point.name!r} of {distribution} {version}"

@@ -156,7 +156,6 @@ def warm_up(
 
 
 def _beginning(request: RequestTrace) -> RequestTrace:
-    """The first few tokens of a request, ended by its limit."""
     length = min(NEW_TOKENS, request.output_length)
     stages = []
     for stage in request.stages:

@@ -191,7 +191,6 @@ class BackendMachine(RuleBasedStateMachine):
         return self.max_model_len - len(row.tokens) - 2
 
     def _step(self, packed: PackedInputs) -> None:
-        """Plan and run all layers in both backends, and compare."""
         plan, expected = self.backend.plan(packed), self.dense.plan(packed)
         with assertions("backend.plan"):
             places = check_plan(plan, packed)

@@ -62,7 +62,6 @@ def trees(draw: st.DrawFn, num_nodes: int) -> tuple[int, ...]:
 
 
 def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
-    """Scripts of `ScriptedDrafter`: how many right tokens, then which others."""
     rubbish = st.lists(st.integers(0, 1000), max_size=6)
     return st.lists(st.tuples(st.integers(0, 6), rubbish), min_size=1, max_size=6)
 

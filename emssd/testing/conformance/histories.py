@@ -144,7 +144,6 @@ class _Player:
                     del self._rows[move.row]
 
     def _fail(self, turn: Turn) -> None:
-        """Attempt the step with other drafts; nothing is committed."""
         assert turn.fails_after is not None
         shapes = [move.failed for move in turn.moves]
         draft = self._draft(shapes, [[next(self._other_ids) for _ in tree] for tree in shapes])

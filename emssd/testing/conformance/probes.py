@@ -67,7 +67,6 @@ class Probes:
                     live(self._make_world, [Life(request, (script,)), Life(Request("b", (2, 1, 2), 9), (agreeable,))])
 
     def _few_steps(self, *scripts: list[Decision]) -> None:
-        """Some steps of rows that are far from their ends."""
         world = self._make_world()
         rows = [Row(Request(f"r{i}", (3, 1, 2) * (i + 2), 50)) for i in range(len(scripts))]
         for step in range(3):

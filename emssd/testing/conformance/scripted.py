@@ -144,8 +144,6 @@ class ScriptedEngine(Engine):
 
 
 class _ToldScheduler(Scheduler):
-    """Schedules what it is told."""
-
     def __init__(self) -> None:
         super().__init__(batch_size=1)
         self.schedule: Schedule | None = None

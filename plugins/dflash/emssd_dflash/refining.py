@@ -20,7 +20,6 @@ Sizes = Mapping[str, torch.Size]
 
 
 def _linear(size: Sequence[int], bias: bool = False) -> nn.Linear:
-    """A layer whose weight has this size."""
     out_features, in_features = size
     return nn.Linear(in_features, out_features, bias=bias)
 

@@ -136,7 +136,6 @@ _PARTS = {
 
 
 def _lacking(variant: Variant, markov_kind: str | None) -> list[str]:
-    """Tensors of parts of which the checkpoint has others."""
     more = {"gated": ("gate_proj.weight",), "rnn": ("joint_proj.weight",)}.get(markov_kind or "", ())
     parts = _PARTS | {"markov_head.": (*_PARTS["markov_head."], *more)}
     for layer in range(variant.decoder.num_layers):

@@ -213,7 +213,6 @@ class PaddedBackend(AttentionBackend):
                 slab[row, target] = slab[row, source]
 
     def _drop(self, request_ids: Sequence[str], kv_lens: Sequence[int]) -> None:
-        """Turn the slots of each row behind its first `kv_lens` tokens into holes."""
         rows: list[int] = []
         slots: list[int] = []
         for row, request_id, kv_len in zip(self._table.rows(request_ids), request_ids, kv_lens, strict=True):

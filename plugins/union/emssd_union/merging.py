@@ -61,7 +61,6 @@ def merge(drafts: Seq[RowDraft], num_nodes: int) -> RowDraft:
 
 
 def _turns(drafts: Seq[RowDraft]) -> Iterator[tuple[int, int]]:
-    """Draft and node, in the order of merging."""
     sure = all(draft.confidence is not None for draft in drafts)
     turns = []
     for which, draft in enumerate(drafts):
