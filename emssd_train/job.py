@@ -20,7 +20,7 @@ from emssd_train.acceptance import Acceptance, measure
 from emssd_train.loop import check_can_train, train
 from emssd_train.options import TrainOptions
 from emssd_train.recipes import Recipe, make_recipe
-from emssd_train.texts import generate_texts, read_prompts
+from emssd_train.texts import generate_texts, kept_texts, read_prompts
 
 __all__ = ["OPTIONS", "RECORD", "run"]
 
@@ -73,8 +73,9 @@ def _train(
     tokenizer: Any,
     console: Console,
 ) -> None:
-    with Bar(console, "texts", len(prompts)) as bar:
-        texts = generate_texts(folder / TEXTS, prompts, options, target, tokenizer, bar.tell)
+    there = kept_texts(folder / TEXTS, prompts)
+    with Bar(console, "texts", len(prompts), done=len(there)) as bar:
+        texts = generate_texts(folder / TEXTS, there, prompts, options, target, tokenizer, bar.tell)
     if not (usable := [text for text in texts if text.can_teach]):
         raise ConfigError("the target ends all texts at once, so there is nothing to learn; give other prompts")
     trainee = recipe.begin(texts)

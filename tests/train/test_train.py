@@ -183,7 +183,10 @@ def test_texts_that_are_there_are_not_made_again(
     folder = tmp_path / "head"
     told = list[int]()
 
-    def interrupt(bar: Any, done: int, said: str = "") -> None:
+    def tell(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
+        told.append(done)
+
+    def interrupt(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
         told.append(done)
         if done == 3:
             raise KeyboardInterrupt
@@ -196,7 +199,7 @@ def test_texts_that_are_there_are_not_made_again(
         out.write('{"prompt": [1], "outp')  # as a full disk leaves it
     told.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bar, "tell", lambda bar, done, said="": told.append(done))
+        patch.setattr(Bar, "tell", tell)
         train(folder, "--resume")
     assert told[0] == 2
     assert [json.loads(line) for line in content(folder)[2].splitlines()] == [
