@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, get_args, get_origin
 
-from omegaconf import MISSING
-
 from emssd.cli.option_texts import OptionText, introduction, option_texts
 from emssd.errors import ConfigError
 from emssd.errors.terminal import plain_console, steady
@@ -46,15 +44,14 @@ def _add(group: argparse._ActionsContainer, option: OptionText) -> None:
     if kind is bool:
         group.add_argument(flag, action="store_true", help=text)
         return
-    if option.default not in (MISSING, None):
+    if not option.is_needed and option.default is not None:
         text += f" (default: {option.default})"
     more: dict[str, Any] = {"type": kind, "metavar": _METAVARS.get(kind)}
     if get_origin(kind) is Literal:
         more = {"choices": get_args(kind)}
     elif get_origin(kind) is tuple:
         more = {"action": _Numbers, "metavar": "A,B,C"}
-    needed = option.default == MISSING
-    group.add_argument(flag, required=needed, default=None if needed else option.default, help=text, **more)
+    group.add_argument(flag, required=option.is_needed, default=option.default, help=text, **more)
 
 
 class _Numbers(argparse.Action):

@@ -245,7 +245,7 @@ class _Run:
                 done[generation.request_id, generation.sample] = generation
                 if output is not None:
                     output.write_generation(prompts[generation.request_id], generation)
-                live.row_done(engine.report)
+                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
         return done, engine.report.metrics() | {"other_cpu_share": others.share}
 
     def _compare_with_plain(

@@ -78,6 +78,11 @@ class OptionText(NamedTuple):
     default: Any
     text: str
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is no default."""
+        return bool(self.default == MISSING)
+
 
 def choice_text(choice: str, config: type) -> str:
     """The text after `choice`, as in "`drafter=llma`: …", in the docstring of a plugin's config or its module."""

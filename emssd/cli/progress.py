@@ -7,25 +7,13 @@ import sys
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-__all__ = ["Bar", "Figures", "LiveFigures", "show_messages", "time_left"]
-
-
-class Figures(Protocol):
-    """The figures of a running job."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second, prompts included."""
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Mean acceptance length τ."""
+__all__ = ["Bar", "LiveFigures", "show_messages", "time_left"]
 
 
 def show_messages(console: Console) -> None:
@@ -85,10 +73,9 @@ class Bar:
 class LiveFigures(Bar):
     """Rows done, tokens per second, τ, and the time that is left."""
 
-    def row_done(self, report: Figures) -> None:
-        """One more row is done, with the figures of `report` by now."""
-        figures = f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}"
-        self.tell(self._done + 1, figures)
+    def row_done(self, tokens_per_second: float, mean_acceptance_length: float) -> None:
+        """One more row is done, with these figures by now."""
+        self.tell(self._done + 1, f"{tokens_per_second:.0f} tokens/s, τ {mean_acceptance_length:.2f}")
 
 
 class _TimeLeft(ProgressColumn):

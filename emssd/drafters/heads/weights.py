@@ -17,7 +17,7 @@ from emssd.native import NativeError, free_module, load_kernels
 
 __all__ = ["drop_copies", "fill", "keep_bytes", "made_empty", "rename"]
 
-Module = TypeVar("Module", bound=torch.nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 
 _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # older versions stored what is computed
 
@@ -68,7 +68,7 @@ def made_empty(make: Callable[[], Module]) -> Module:
 
 
 def fill(
-    module: torch.nn.Module,
+    module: nn.Module,
     checkpoint: Checkpoint,
     names: Mapping[str, str],
     *,
@@ -123,9 +123,6 @@ def _listed(names: Iterable[str]) -> str:
 
 def _shape(sizes: tuple[int, ...]) -> str:
     return "x".join(map(str, sizes)) or "a single number"
-
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class _ByteLinear(nn.Module):
