@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
-from emssd.attention.transfer import Arriving
+from emssd.attention.packed import Arriving
 from emssd.errors import UnsupportedModelError
 from emssd.model.passes import in_passes, likeliest
 from emssd.model.program import Chain
@@ -194,7 +194,7 @@ class CausalLMRunner(ModelRunner):
         return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds, arriving)
 
     def _landing(self, packed: PackedInputs, plan: StepPlan) -> torch.Tensor | None:
-        """Where the greedy tokens of a recorded step arrive, by its size."""
+        """The memory in which greedy tokens of a recorded step of this size arrive."""
         if plan.replay is None or not packed.greedy or self.device.type != "cuda":
             return None
         size = len(plan.logits_to_keep)

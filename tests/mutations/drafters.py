@@ -36,7 +36,7 @@ FAULTS = (
     Fault(
         "a token is counted twice when a text grows",
         "anpd",
-        "emssd/drafting/ngrams.py",
+        "emssd/drafting/lookup.py",
         "self._num_read = max(self._num_read, len(tokens))",
         "self._num_read = max(self._num_read, len(tokens) - 1)",
         ("plugins/anpd/tests/test_anpd.py::test_it_drafts_what_a_search_of_the_whole_text_finds",),
@@ -379,7 +379,7 @@ FAULTS = (
     Fault(
         "the first layers run with the KV cache of the whole model's last",
         "early_exit",
-        "emssd/drafters/loading.py",
+        "emssd/drafters/models.py",
         "layers=spec.layers[:num_layers], trees",
         "layers=spec.layers[-num_layers:], trees",
         ("plugins/early_exit/tests/test_early_exit.py::test_it_drafts_what_the_first_layers_say_without_a_cache",),

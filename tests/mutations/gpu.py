@@ -87,7 +87,7 @@ FAULTS = (
     Fault(
         "the host reads greedy tokens before they have come",
         "gpu",
-        "emssd/attention/transfer.py",
+        "emssd/attention/packed.py",
         "    if isinstance(values, Arriving):\n        torch.cuda.current_stream(values.device).synchronize()\n",
         "    if isinstance(values, Arriving):\n",
         (ON_DEVICE[0] + "[none-greedy-recorded]",),

@@ -149,7 +149,7 @@ class BlockLane(Lane):
 
 
 class _Sizes(NamedTuple):
-    """How many tokens of each kind are computed; those of recorded steps are filled up."""
+    """Numbers of tokens that are computed, by kind; those of recorded steps are filled up."""
 
     step: int
     features: int

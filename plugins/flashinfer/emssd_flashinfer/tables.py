@@ -1,4 +1,4 @@
-"""What a paged attention kernel reads in one step: page tables and tree masks, computed from host integers."""
+"""The inputs of a paged attention kernel in one step: page tables and tree masks, computed from host integers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PagedMetadata:
 
 
 class StepPages(NamedTuple):
-    """What `PagedMetadata` is made of; integers of any type."""
+    """The arrays of a `PagedMetadata`, as integers of any type."""
 
     qo_indptr: NDArray[Any]
     kv_indptr: NDArray[Any]
@@ -101,7 +101,7 @@ def step_pages(table: PageTable, packed: PackedInputs) -> StepPages:
 
 
 class TreeMask(NamedTuple):
-    """Which tokens each token sees: a bit for each, as kernels read them; the first is the lowest of its byte.
+    """The tokens that each token sees: a bit for each, as kernels read them; the first is the lowest of its byte.
 
     Attributes:
         bits: uint8; each row of the batch begins a byte of its own: a row-major ``[q_len, kv_len]``, 1 if seen.
