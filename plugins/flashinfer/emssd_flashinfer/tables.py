@@ -78,11 +78,9 @@ class StepPages(NamedTuple):
 
     def metadata(self) -> PagedMetadata:
         """As tensors."""
-        return PagedMetadata(
-            *(torch.from_numpy(each.astype(np.int32, copy=False)) for each in self[:4]),
-            slots=torch.from_numpy(self.slots),
-            page_size=self.page_size,
-        )
+        arrays = self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_last_page_len
+        qo_indptr, kv_indptr, pages, last = (torch.from_numpy(each.astype(np.int32, copy=False)) for each in arrays)
+        return PagedMetadata(qo_indptr, kv_indptr, pages, last, torch.from_numpy(self.slots), self.page_size)
 
 
 def step_pages(table: PageTable, packed: PackedInputs) -> StepPages:
