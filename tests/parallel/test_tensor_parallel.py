@@ -191,7 +191,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
 
 @pytest.mark.torchrun
 def test_the_example_prints_what_one_process_says() -> None:
-    demo = str(ROOT / "emssd" / "demo" / "weights" / "target")
+    demo = str(ROOT / "emssd" / "data" / "demo" / "weights" / "target")
     run = subprocess.run(
         [*TORCHRUN[:-1], "3", str(ROOT / "examples" / "tensor_parallel.py"), demo],  # it has three heads
         timeout=SECONDS, capture_output=True, text=True, check=True,
