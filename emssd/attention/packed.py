@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from emssd.attention.trees import depths
 
-__all__ = ["Arriving", "Drafted", "PackedInputs", "StepInputs", "on_device", "runs", "to_host", "together"]
+__all__ = ["Drafted", "PackedInputs", "StepInputs", "on_device", "runs", "to_host", "together"]
 
 
 class Drafted(NamedTuple):
@@ -137,24 +137,14 @@ def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torc
     return values.to(device, dtype, non_blocking=True)
 
 
-class Arriving(NamedTuple):
-    """Integers on their way to the host: all work that its stream has now is done when they are there.
+def to_host(values: torch.Tensor) -> list[int]:
+    """``[n]`` integers as host integers. From a GPU this is one copy into pinned memory, and one wait for it.
 
-    Attributes:
-        values: ``[n]`` pinned memory.
-        device: from where they come.
+    What lies in pinned memory already is being copied there, by the current stream.
     """
-
-    values: torch.Tensor
-    device: torch.device
-
-
-def to_host(values: torch.Tensor | Arriving) -> list[int]:
-    """``[n]`` integers as host integers. From a GPU this is one copy into pinned memory, and one wait for it."""
-    if isinstance(values, Arriving):
-        torch.cuda.current_stream(values.device).synchronize()
-        return values.values.tolist()
     if values.device.type != "cuda":
+        if values.is_pinned():
+            torch.cuda.current_stream().synchronize()
         return values.tolist()
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     pinned.copy_(values, non_blocking=True)

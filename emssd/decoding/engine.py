@@ -303,7 +303,7 @@ class Engine(Assembled):
         rows, logits, is_plain = batch.rows, output.logits, batch.is_plain
         best = best_tokens(logits, self.drafting.num_candidates)
         if is_plain:
-            verified = verify(output.greedy or greedy_tokens(logits), draft, best)
+            verified = verify(greedy_tokens(logits) if output.greedy is None else output.greedy, draft, best)
         else:
             drawn = verdicts(logits, rows, known)
             verified = verify(choices(logits, rows, known), draft, best, drawn)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.attention.packed import Arriving, to_host
+from emssd.attention.packed import to_host
 from emssd.attention.trees import Parents
 from emssd.drafting import Draft
 from emssd.sampling.choice import greedy_tokens
@@ -49,7 +49,7 @@ def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
 
 
 def verify(
-    choices: torch.Tensor | Arriving,
+    choices: torch.Tensor,
     draft: Draft,
     candidates: torch.Tensor | None = None,
     verdicts: Mapping[int, Verdict] | None = None,
@@ -83,7 +83,7 @@ def verify(
 
 
 def _on_host(
-    choices: torch.Tensor | Arriving, draft: Draft, candidates: torch.Tensor | None
+    choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None
 ) -> tuple[list[int], list[int], list[list[int]]]:
     """The target's choices ``[R]``, the drafted ids ``[num_draft]``, and the best tokens ``[R][num_candidates]``.
 
@@ -95,9 +95,9 @@ def _on_host(
         others.append(draft.token_ids)
     if not others:
         chosen, host = to_host(choices), list[int]()
-    elif isinstance(choices, Arriving):
+    elif choices.device.type == "cpu" and choices.is_pinned():
         host = to_host(torch.cat(others))
-        chosen = choices.values.tolist()  # these have come before
+        chosen = choices.tolist()  # these have come before
     else:
         host = to_host(torch.cat([*others, choices]))
         chosen = host[len(host) - len(choices) :]

@@ -14,7 +14,7 @@ from emssd.drafters.heads.loading import HeadFiles, Lent, Loaded
 from emssd.drafters.heads.options import TreeKind, TreeOptions, shape_of
 from emssd.drafters.heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd.drafters.heads.weights import keep_bytes
-from emssd.drafters.lanes import HeadLane, InPlace, Lane, fed
+from emssd.drafters.lanes import HeadLane, Lane, fed
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
 from emssd.drafters.models import ModelDrafter, load_draft_model, shallow_runner
 from emssd.drafters.paired import PairedDrafter, PairedHead
@@ -44,7 +44,6 @@ __all__ = [
     "HeadLane",
     "HeadLayer",
     "HeadNorm",
-    "InPlace",
     "Lane",
     "LayerHead",
     "Lent",

@@ -15,7 +15,7 @@ from emssd.drafters.heads.layers import Attend
 from emssd.model.passes import in_passes, likeliest
 from emssd.model.program import Chain
 
-__all__ = ["HeadLane", "InPlace", "KVCache", "Lane", "fed"]
+__all__ = ["HeadLane", "KVCache", "Lane", "fed"]
 
 
 class KVCache(Protocol):
@@ -24,22 +24,6 @@ class KVCache(Protocol):
     def commit(self, kept: Kept) -> None: ...
     def release(self, request_ids: Iterable[str]) -> None: ...
     def fits(self, kv_lens: Mapping[str, int]) -> bool: ...
-
-
-class InPlace:
-    """Tensors that recorded steps read, whose addresses stay."""
-
-    def __init__(self) -> None:
-        self._held: dict[Hashable, torch.Tensor] = {}
-
-    def __call__(self, name: Hashable, values: torch.Tensor, size: int) -> torch.Tensor:
-        """``values [n, …]`` where all steps of this `name` read them, ``[size, …]``; zeros behind them."""
-        if name not in self._held:
-            self._held[name] = values.new_zeros(size, *values.shape[1:])
-        held = self._held[name]
-        held[: len(values)] = values
-        held[len(values) :] = 0
-        return held
 
 
 class Lane:
@@ -53,8 +37,17 @@ class Lane:
     """
 
     def __init__(self, *caches: KVCache) -> None:
-        self._caches = caches
+        self._caches, self._fixed = caches, dict[Hashable, torch.Tensor]()
         self.held: dict[str, int] = {}
+
+    def in_place(self, name: Hashable, values: torch.Tensor, size: int) -> torch.Tensor:
+        """``values [n, …]`` where all recorded steps of this `name` read them, ``[size, …]``; zeros behind them."""
+        if name not in self._fixed:
+            self._fixed[name] = values.new_zeros(size, *values.shape[1:])
+        held = self._fixed[name]
+        held[: len(values)] = values
+        held[len(values) :] = 0
+        return held
 
     def commit(self, kept: Kept) -> None:
         """After a draft or its verification, drop the KV of other tokens."""
@@ -103,7 +96,6 @@ class HeadLane(Lane):
         super().__init__(backend)
         self.head, self._backend = head, backend
         self._compiled = compiled_head(head) if compile else None
-        self._fixed = InPlace()
 
     @property
     def runs_chains(self) -> bool:
@@ -187,7 +179,7 @@ class HeadLane(Lane):
 
         def given(plan: StepPlan) -> torch.Tensor:
             size = plan.input_ids.numel()
-            return self._fixed(("passes", size), inputs, size)
+            return self.in_place(("passes", size), inputs, size)
 
         def one_pass(plan: StepPlan, reads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             hidden, *own = self._compute(plan, reads.unsqueeze(0))
@@ -210,7 +202,7 @@ class HeadLane(Lane):
     def _outputs(self, packed: PackedInputs, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         plan = self._backend.plan(packed)
         size = plan.input_ids.numel()
-        inputs = fed(plan, inputs) if plan.replay is None else self._fixed(size, inputs, size)
+        inputs = fed(plan, inputs) if plan.replay is None else self.in_place(size, inputs, size)
         inputs = inputs.view(*plan.input_ids.shape, -1)
         outputs: tuple[torch.Tensor, ...]
         if self._compiled is not None:

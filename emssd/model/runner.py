@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
-from emssd.attention.packed import Arriving
 from emssd.errors import UnsupportedModelError
 from emssd.model.passes import in_passes, likeliest
 from emssd.model.program import Chain
@@ -31,14 +30,15 @@ class ModelOutput:
         hidden: by index, ``[nnz, width]``, the hidden states that `ModelRunner.take_hidden` asked for; good until the
             next step.
         plan_seconds: host time of planning attention, which is not time of the forward pass.
-        greedy: ``[R]`` the most probable tokens, if the pass was recorded with them; see `PackedInputs.greedy`.
+        greedy: ``[R]`` the most probable tokens, on their way to pinned memory, if the pass was recorded with them; see
+            `PackedInputs.greedy`.
     """
 
     logits: torch.Tensor
     num_padding: int = 0
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
     plan_seconds: float = 0.0
-    greedy: Arriving | None = None
+    greedy: torch.Tensor | None = None
 
 
 class ModelRunner(ABC):
@@ -190,13 +190,15 @@ class CausalLMRunner(ModelRunner):
         for index in self._hidden:
             hidden[index] = plan.packed(computed[index], num_tokens)
         greedy = self._landing(packed, plan)
-        arriving = None if greedy is None else Arriving(greedy[: len(packed.logit_rows)], self.device)
-        return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds, arriving)
+        greedy = None if greedy is None else greedy[: len(packed.logit_rows)]
+        return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds, greedy)
 
     def _landing(self, packed: PackedInputs, plan: StepPlan) -> torch.Tensor | None:
         """The memory in which greedy tokens of a recorded step of this size arrive."""
         if plan.replay is None or not packed.greedy or self.device.type != "cuda":
             return None
+        if self.device.index not in (None, torch.cuda.current_device()):
+            return None  # whose stream `to_host` waits for
         size = len(plan.logits_to_keep)
         if size not in self._landings:
             self._landings[size] = torch.empty(size, dtype=torch.int64, pin_memory=True)

@@ -38,7 +38,7 @@ FAULTS = (
         "gpu",
         LANES,
         "        held[: len(values)] = values\n",
-        "        self._held[name] = held = values if len(values) == size else held\n",
+        "        self._fixed[name] = held = values if len(values) == size else held\n",
         (TESTS + "test_a_recorded_head_computes_what_it_is_fed",),
     ),
     Fault(
@@ -69,12 +69,12 @@ FAULTS = (
         (ON_DEVICE[0] + "[early_exit-greedy-recorded]",),
     ),
     Fault(
-        "a head's chain reads in each pass what the first one read",
+        "a chain drafts its first token again and again",
         "gpu",
-        LANES,
-        "            return both, following(both[0].long(), hidden)\n",
-        "            return both, reads\n",
-        (ON_DEVICE[0] + "[eagle_chain-greedy-recorded]",),
+        "emssd/drafters/levels.py",
+        "        both[:, 1:, index] = found\n",
+        "",
+        (ON_DEVICE[0] + "[early_exit-greedy-recorded]",),
     ),
     Fault(
         "sampled and greedy steps share recordings",
@@ -88,8 +88,8 @@ FAULTS = (
         "the host reads greedy tokens before they have come",
         "gpu",
         "emssd/attention/packed.py",
-        "    if isinstance(values, Arriving):\n        torch.cuda.current_stream(values.device).synchronize()\n",
-        "    if isinstance(values, Arriving):\n",
+        "        if values.is_pinned():\n",
+        "        if False:\n",
         (ON_DEVICE[0] + "[none-greedy-recorded]",),
     ),
     Fault(

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend, Kept, StepPlan, on_device
-from emssd.drafters import InPlace, Lane, fed, pack_nodes
+from emssd.drafters import Lane, fed, pack_nodes
 from emssd_dflash.head import BlockAttend, BlockHead
 
 __all__ = ["BlockLane", "BlockRow"]
@@ -54,7 +54,6 @@ class BlockLane(Lane):
         super().__init__(backend)
         self.head, self._backend = head, backend
         self._size, self._doubled = head.variant.block_size, not all(head.variant.causal)
-        self._fixed = InPlace()
 
     @property
     def num_slots(self) -> int:
@@ -83,7 +82,7 @@ class BlockLane(Lane):
         places = on_device(self._places(rows, sizes), embeds.device)
         if plan.replay is not None:
             places, embeds, features = (
-                self._fixed((name, sizes.step), each, number)
+                self.in_place((name, sizes.step), each, number)
                 for name, each, number in (
                     ("places", places, len(places)),
                     ("blocks", embeds, sizes.blocks),

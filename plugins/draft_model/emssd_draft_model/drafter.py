@@ -25,8 +25,7 @@ from emssd.drafters import (
 )
 from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
-from emssd.model import ModelRunner
-from emssd.model.program import Chain
+from emssd.model import Chain, ModelRunner
 from emssd.sequences import Batch
 
 __all__ = ["DraftModelDrafter"]
