@@ -125,7 +125,7 @@ class Row:
     logprobs: tuple[TokenLogprob, ...] = ()
     grammar: MatcherState | None = None
     request_id: str = field(init=False)
-    view: RowView = field(init=False, repr=False)
+    view: Row = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.request_id, self.view = self.request.request_id, RowView(self)
