@@ -8,7 +8,7 @@ from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.drafting.hidden import HiddenStates
 from emssd.drafting.lookup import LookupDrafter, Occurrence
-from emssd.drafting.ngrams import NGramCounts
+from emssd.drafting.ngrams import NGramCounts, NGramDrafter
 from emssd.metrics.stats import StageStats, StepStats
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "LoadRunner",
     "LookupDrafter",
     "NGramCounts",
+    "NGramDrafter",
     "Occurrence",
     "Outcome",
     "StageStats",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Rollouts"]
 
 _OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
-_OPTIONS = [*(field.name for field in fields(EngineOptions)), "batch_invariant"]
+_OPTIONS = [*(field.name for field in fields(EngineOptions)), "batch_invariant", "compile"]
 
 
 class Rollouts:
@@ -47,7 +47,8 @@ class Rollouts:
     Args:
         drafter, backend, budget: as in `Engine.from_model`.
         options: fields of `emssd.decoding.options.EngineOptions`. By default, ``batch_size`` is all rows of a rollout.
-            Also ``batch_invariant``, see `emssd.model.load_model`.
+            Also ``batch_invariant`` and ``compile``, see `emssd.model.load_model`. Each rollout copies the weights anew
+            into its compiled program.
 
     Attributes:
         report: of the last rollout; ``None`` before the first.
@@ -62,8 +63,6 @@ class Rollouts:
     ) -> None:
         check_installed("trl")
         for name in options:
-            if name == "compile":
-                raise ConfigError("a compiled program has copies of weights that training changes; leave compile out")
             if name not in _OPTIONS:
                 guess = did_you_mean(name, _OPTIONS) or "."
                 raise ConfigError(f"unknown option {name!r}{guess} Rollouts takes {', '.join(_OPTIONS)}")
