@@ -120,6 +120,17 @@ def test_what_is_decoded_is_the_model_as_it_is_now(change: Callable[[Any], None]
     assert after["completion_ids"] == [plainly(model, ids) for ids in after["prompt_ids"]]
 
 
+@pytest.mark.costly("compiles a model")
+def test_a_compiled_rollout_copies_the_weights_as_they_are_now() -> None:
+    model = make_model()
+    rollouts, trainer = Rollouts(drafter=REMEMBERS, compile=True), stand_in(model, do_sample=False)
+    before = rollouts(PROMPTS, trainer)
+    step_in_place(model)
+    after = rollouts(PROMPTS, trainer)
+    assert after["completion_ids"] != before["completion_ids"]
+    assert after["completion_ids"] == [plainly(model, ids) for ids in after["prompt_ids"]]
+
+
 def test_rows_are_samples_that_share_a_prompt_and_their_log_probabilities_are_those_of_what_was_drawn() -> None:
     model = make_model()
     rollouts, trainer = Rollouts(drafter=REMEMBERS), stand_in(model, temperature=0.7, top_k=5, repetition_penalty=1.2)
