@@ -15,7 +15,7 @@ __all__ = ["LookupDrafter", "NGramIndex", "Occurrence"]
 
 
 class Occurrence(str, Enum):
-    """Which of several matches is copied from."""
+    """The one of several matches that is copied from."""
 
     first = "first"
     last = "last"
@@ -141,7 +141,7 @@ class LookupDrafter(Drafter):
         return grow_tree(places, following, num_nodes=budget, depth=depth, branches=self._branches)
 
     def _end(self, row: Row) -> int:
-        """Where the text ends that is searched and copied from."""
+        """The end of the text that is searched and copied from."""
         return len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
 
     def _extended(self, row: Row, end: int) -> list[NGramIndex]:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import LayerSpec, PackedInputs
+from emssd.attention.packed import on_device, to_host
 from emssd.attention.pages import PageTable
-from emssd.attention.transfer import on_device, to_host
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row

@@ -388,7 +388,7 @@ FAULTS = (
     Fault(
         "the first layers run with the KV cache of the whole model's last",
         "early_exit",
-        "emssd/drafters/loading.py",
+        "emssd/drafters/models.py",
         "layers=spec.layers[:num_layers], trees",
         "layers=spec.layers[-num_layers:], trees",
         ("plugins/early_exit/tests/test_early_exit.py::test_it_drafts_what_the_first_layers_say_without_a_cache",),

@@ -27,8 +27,8 @@ from emssd.attention import PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters.heads import read_trees
 from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.trees import read_trees
 from emssd.drafters.states import KnownStates
 from emssd.drafting import Draft
 from emssd.errors import ConfigError

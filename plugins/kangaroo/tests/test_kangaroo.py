@@ -25,7 +25,7 @@ from emssd.drafters import ModelDrafter
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.model.shallow import ShallowRunner
+from emssd.model.borrowed import ShallowRunner
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from tests.support.heads import Weights, dense_layer, dense_rms, random_weights, write_head

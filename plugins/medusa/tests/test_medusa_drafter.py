@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters.heads import read_trees
 from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.trees import read_trees
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.model import TargetModel

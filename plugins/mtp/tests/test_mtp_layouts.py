@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters.heads import TargetSizes
-from emssd.drafters.heads.lent import Lent
+from emssd.drafters.heads.loading import Lent
 from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.target import TargetSizes
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel
