@@ -40,7 +40,7 @@ class NGramCounts:
         self.num_tokens += max(0, len(tokens) - start)
 
     def behind(self, ngram: tuple[int, ...]) -> Mapping[int, int]:
-        """How often each token followed `ngram`, the latest last."""
+        """The counts of the tokens behind `ngram`, the latest last."""
         return self._counts.get(ngram, _NONE)
 
 

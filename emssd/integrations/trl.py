@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,7 +160,7 @@ class Rollouts:
         """The generations of `requests`, in their order. Raises ConfigError: a row that may grow longer than the model
         takes.
         """
-        with training_flags_kept(model), _without_autocast(model):
+        with training_flags_kept(model), _without_autocast(model, bool(self._options.get("compile"))):
             engine = self._engine(model, tokenizer, len(requests))
             longest = max(len(each.prompt_ids) + each.max_new_tokens for each in requests)
             if longest > engine.target.max_model_len:
@@ -199,15 +200,24 @@ def _model_of(trainer: Any) -> Any:
 
 
 @contextmanager
-def _without_autocast(model: PreTrainedModel) -> Iterator[None]:
+def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
     """Within, `model` computes in the precision of its weights, which is what its KV cache is made for.
 
     For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
+    A program is compiled of the class's own, and of no other.
     """
     before = vars(model).get("_original_forward")
+    is_own = before is not None and before == MethodType(type(model).forward, model)
     plain = nullcontext() if before is None else replaced_forward(model, before)
-    with lock_of(model), torch.autocast(model.device.type, enabled=False), plain:
-        yield
+    with lock_of(model), torch.autocast(model.device.type, enabled=False):
+        if compiles and is_own and (given := vars(model).pop("forward", None)):
+            try:
+                yield
+            finally:
+                model.forward = given
+        else:
+            with plain:
+                yield
 
 
 def _sample_numbers(prompts: Iterable[tuple[int, ...]]) -> Iterator[int]:

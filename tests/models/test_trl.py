@@ -121,12 +121,17 @@ def test_what_is_decoded_is_the_model_as_it_is_now(change: Callable[[Any], None]
 
 
 @pytest.mark.costly("compiles a model")
+@pytest.mark.filterwarnings("error:the model runs without")
 def test_a_compiled_rollout_copies_the_weights_as_they_are_now() -> None:
     model = make_model()
+    model._original_forward, model.forward = model.forward, torch.autocast("cpu", torch.bfloat16)(model.forward)
+    wrapped = model.forward  # as Accelerate leaves it
     rollouts, trainer = Rollouts(drafter=REMEMBERS, compile=True), stand_in(model, do_sample=False)
     before = rollouts(PROMPTS, trainer)
     step_in_place(model)
     after = rollouts(PROMPTS, trainer)
+    assert model.forward is wrapped
+    del model.forward
     assert after["completion_ids"] != before["completion_ids"]
     assert after["completion_ids"] == [plainly(model, ids) for ids in after["prompt_ids"]]
 
