@@ -210,11 +210,12 @@ def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
     is_own = before is not None and before == MethodType(type(model).forward, model)
     plain = nullcontext() if before is None else replaced_forward(model, before)
     with lock_of(model), torch.autocast(model.device.type, enabled=False):
-        if compiles and is_own and (given := vars(model).pop("forward", None)):
+        if compiles and is_own:
+            given = {name: vars(model).pop(name) for name in ("forward", "_original_forward")}
             try:
                 yield
             finally:
-                model.forward = given
+                vars(model).update(given)
         else:
             with plain:
                 yield
