@@ -103,7 +103,8 @@ class NGramDrafter(Drafter):
             return
         for row in outcome.batch:
             prompt = row.request.prompt_ids
-            group = self._groups[prompt] = self._groups.pop(prompt, None) or _Text(self._sizes[0])
+            group = self._groups.pop(prompt) if prompt in self._groups else _Text(self._sizes[0])
+            self._groups[prompt] = group
             before = group.counts.num_tokens
             group.extend(row, len(prompt))
             self._num_remembered += group.counts.num_tokens - before

@@ -23,8 +23,8 @@ FAULTS = (
         "an n-gram's first habit wins a tie",
         "anpd",
         NGRAMS,
-        "for token in reversed(found):",
-        "for token in found:",
+        "for token in reversed(found)}",
+        "for token in found}",
         ("plugins/anpd/tests/test_anpd.py::test_it_drafts_what_a_search_of_the_whole_text_finds",),
     ),
     Fault(
