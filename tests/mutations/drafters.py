@@ -6,6 +6,8 @@ from .fault import Fault
 
 __all__ = ["FAULTS"]
 
+NGRAMS = "emssd/drafting/ngrams.py"
+ANPD = "plugins/anpd/tests/test_anpd.py::"
 LOOKUP = "emssd/drafting/lookup.py"
 SUFFIX = "plugins/suffix/emssd_suffix/"
 REST = "plugins/rest/emssd_rest/search.py"
@@ -20,25 +22,25 @@ FAULTS = (
     Fault(
         "an n-gram's first habit wins a tie",
         "anpd",
-        "plugins/anpd/emssd_anpd/drafter.py",
-        "max(reversed(following), key=following.__getitem__)",
-        "max(following, key=following.__getitem__)",
+        NGRAMS,
+        "for token in reversed(found)}",
+        "for token in found}",
         ("plugins/anpd/tests/test_anpd.py::test_it_drafts_what_a_search_of_the_whole_text_finds",),
     ),
     Fault(
         "the counts of a row outlive it",
         "anpd",
-        "plugins/anpd/emssd_anpd/drafter.py",
-        "            self._counts.pop(request_id, None)\n",
+        NGRAMS,
+        "            self._texts.pop(request_id, None)\n",
         "            pass\n",
         ("plugins/anpd/tests/test_anpd.py::test_a_row_that_comes_again_begins_anew",),
     ),
     Fault(
         "a token is counted twice when a text grows",
         "anpd",
-        "emssd/drafting/lookup.py",
-        "self._num_read = max(self._num_read, len(tokens))",
-        "self._num_read = max(self._num_read, len(tokens) - 1)",
+        NGRAMS,
+        "known if request is row.request else start)",
+        "max(start, known - 1) if request is row.request else start)",
         ("plugins/anpd/tests/test_anpd.py::test_it_drafts_what_a_search_of_the_whole_text_finds",),
     ),
     Fault(
@@ -168,23 +170,30 @@ FAULTS = (
     ),
     Fault(
         "a group drafts from outputs of other prompts",
-        "suffix",
-        SUFFIX + "sources.py",
-        "return row.request.prompt_ids if self._config.per_prompt else ()",
-        "return ()",
+        "anpd",
+        NGRAMS,
+        "prompt = row.request.prompt_ids\n",
+        "prompt = ()\n",
         (
-            "plugins/suffix/tests/test_suffix.py::test_samples_of_a_prompt_draft_from_each_other_and_from_earlier_epochs_and_other_prompts_do_not",
+            ANPD
+            + "test_a_group_drafts_from_its_samples_while_they_grow_and_from_earlier_epochs_and_other_prompts_do_not",
         ),
     ),
     Fault(
         "the latest prompt is forgotten first",
-        "suffix",
-        SUFFIX + "sources.py",
-        "self._caches.pop(next(iter(self._caches)))",
-        "self._caches.popitem()[1]",
-        (
-            "plugins/suffix/tests/test_suffix.py::test_the_prompts_that_ended_longest_ago_are_forgotten_first_and_the_memory_is_bounded",
-        ),
+        "anpd",
+        NGRAMS,
+        "self._groups.pop(next(iter(self._groups)))",
+        "self._groups.popitem()[1]",
+        (ANPD + "test_the_prompts_that_were_decoded_longest_ago_are_forgotten_first",),
+    ),
+    Fault(
+        "a preempted row is remembered twice",
+        "anpd",
+        NGRAMS,
+        "known if request is row.request else start)",
+        "start)",
+        (ANPD + "test_a_preempted_row_is_remembered_once_and_another_of_its_name_anew",),
     ),
     Fault(
         "the matched token is drafted again",

@@ -211,6 +211,12 @@ class TestANPD(DrafterConformance):
     plugin = "anpd"
 
 
+class TestANPDOfGroups(DrafterConformance):
+    plugin = "anpd"
+    options = {"group_tokens": 200}  # noqa: RUF012
+    learns_across_requests = True
+
+
 class TestNGrammys(DrafterConformance):
     plugin = "ngrammys"
     options = {"num_candidates": 3, "num_nodes": 6}  # noqa: RUF012

@@ -206,35 +206,6 @@ def test_the_cache_knows_outputs_only_and_only_of_requests_that_finished() -> No
     assert drafted(drafter, sequence([4], name="c")) == [9]
 
 
-def test_samples_of_a_prompt_draft_from_each_other_and_from_earlier_epochs_and_other_prompts_do_not() -> None:
-    drafter = SuffixDrafter(SuffixConfig(cache_tokens=200, per_prompt=True))
-    finish(drafter, [1, 2], [5, 6, 7, 8])
-    assert drafted(drafter, sequence([1, 2], [5], "next epoch")) == [6]
-    assert drafted(drafter, sequence([3, 2], [5], "another prompt")) == []
-    ahead = sequence([3, 2], range(20, 27), "ahead")
-    for new in ([], [27], [28]):  # a piece of eight is worth remembering; what follows it is not yet
-        ahead.extend(new)
-        drafter.observe(Outcome(Batch((ahead,)), Draft.empty(1), (range(0),), ()))
-    assert drafted(drafter, sequence([3, 2], [20, 21], "behind")) == [22, 23]
-    assert drafted(drafter, sequence([3, 2], [26, 27], "behind too")) == []
-    ahead.extend(range(29, 36))
-    drafter.observe(Outcome(Batch((ahead,)), Draft.empty(1), (range(0),), ()))
-    assert drafted(drafter, sequence([3, 2], [26, 27], "third")) == [28, 29]  # across two pieces
-    assert drafted(drafter, sequence([1, 2], [26, 27], "other")) == []
-    drafter.reset()
-    assert drafted(drafter, sequence([1, 2], [5], "anew")) == []
-
-
-def test_the_prompts_that_ended_longest_ago_are_forgotten_first_and_the_memory_is_bounded() -> None:
-    drafter = SuffixDrafter(SuffixConfig(cache_tokens=128, per_prompt=True))
-    for prompt in (1, 2, 3, 1, 4):  # 32 tokens each, with the separator
-        finish(drafter, [prompt], [*range(100, 131)])
-        assert drafter._memory is not None
-        assert drafter._memory._num_tokens <= 128
-    assert [drafted(drafter, sequence([prompt], [100], str(prompt))) for prompt in (1, 3, 4)] == [[101]] * 3
-    assert drafted(drafter, sequence([2], [100], "2")) == []
-
-
 def test_a_row_drafts_the_same_alone_and_among_others() -> None:
     texts = [[3, 4, 5] * 4, [5, 5, 5, 5], [3, 4, 6, 3, 4]]
     together = SuffixDrafter(SuffixConfig())
@@ -279,10 +250,9 @@ def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
     engine = decode_in_little_memory(drafter, backend, num_kv_tokens)
     assert 0 < engine.report.num_accepted < engine.report.num_drafted
     assert drafter._rows == {}
-    if drafter._memory is not None:
-        (cache,) = drafter._memory._caches.values()
-        assert 0 < cache.num_tokens == drafter._memory._num_tokens <= cache_tokens
-        assert not any(matchers for _, matchers in cache._generations)
+    if drafter._cache is not None:
+        assert 0 < drafter._cache.num_tokens <= cache_tokens
+        assert not any(matchers for _, matchers in drafter._cache._generations)
 
 
 class SuffixMachine(EngineMachine):
