@@ -14,7 +14,6 @@ import torch
 
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
-from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sampling.grammar import Grammar
 from emssd.sampling.matching import Grammars, MatcherState, masked
@@ -44,12 +43,6 @@ PERSON = COMPACT | {
     "required": ["name", "true"],
     "additionalProperties": False,
 }
-
-
-def test_every_drafter_that_is_offered_is_among_them() -> None:
-    registry = Registry()
-    ours = {each.name for each in registry.specs("drafter") if registry.source("drafter", each.name)[:6] == "emssd "}
-    assert {name.split(",")[0] for name in DRAFTERS} >= ours
 
 
 @looped("seed", range(len(DRAFTERS)), at_a_time=4)
