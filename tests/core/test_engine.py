@@ -283,23 +283,6 @@ def test_steps_that_compute_a_prompt_are_told_from_decoding_steps(
     assert engine.report.decode_tokens == 2 * 5
 
 
-def test_the_model_works_as_before_beside_an_engine(
-    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
-) -> None:
-    model, ids = oracle.target.model, torch.tensor([prompts[0]])
-    before = model(input_ids=ids, use_cache=False).logits
-    stream = build(oracle, make_ragged, NoneDrafter(), batch_size=1).stream(prompts, 3)
-    next(stream)
-    between = model(input_ids=ids, use_cache=False).logits
-    stream.close()
-    assert torch.equal(between, before)
-    assert int(between[0, -1].argmax()) == oracle.reference(prompts[0], 1)[0]
-
-
-def test_no_prompts_give_no_generations(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
-    assert build(oracle, make_ragged, NoneDrafter()).generate([]) == []
-
-
 def test_two_runs_at_a_time_and_equal_ids_are_refused_and_the_first_run_goes_on(
     oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -339,13 +322,6 @@ def test_an_engine_serves_one_iterator_at_a_time(oracle: Any, make_ragged: MakeB
     with pytest.raises(ConfigError, match="still decoding"):
         next(second)
     assert next(first).prompt_ids == (2,)
-
-
-def test_requests_with_the_same_id_are_refused(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
-    engine = build(oracle, make_ragged, NoneDrafter())
-    with pytest.raises(ConfigError, match="same request_id"):
-        next(engine.run([Request("a", (1,), 2), Request("a", (2,), 2)]))
-    assert not engine.scheduler.has_work
 
 
 class _Faulty(Drafter):

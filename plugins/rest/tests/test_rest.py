@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
 from emssd_rest.store import Store
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -74,29 +71,6 @@ def test_with_its_own_outputs_in_the_store_the_target_decodes_the_same_in_few_st
     assert [generation.token_ids for generation in done] == [tuple(tokens) for tokens in expected]
     assert sum(generation.num_accepted for generation in done) > len(PROMPTS) * NUM_NEW / 2
     assert all(generation.num_drafted for generation in done)
-
-
-# A first run of a model takes seconds, and explaining a failure minutes.
-@pytest.mark.costly("many random stores")
-@settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@given(
-    seed=st.integers(0, 999),
-    batch_size=st.integers(1, 4),
-    min_match=st.integers(1, 3),
-    max_matches=st.sampled_from([1, 4, 5000]),
-    num_speculative_tokens=st.integers(1, 10),
-)
-def test_with_random_text_in_the_store_the_target_decodes_the_same(
-    tmp_path_factory: pytest.TempPathFactory, backend: str, seed: int, batch_size: int, min_match: int, **options: int
-) -> None:
-    draw = Random(seed)
-    text = [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 200))] for _ in range(draw.randrange(1, 20))]
-    store = made(tmp_path_factory.mktemp("random"), text)
-    config = RestConfig(store, min_match=min_match, **options)
-    engine = Engine.from_model(target(), drafter=config, backend=backend, budget="fixed", batch_size=batch_size)
-    done = engine.generate(PROMPTS, NUM_NEW, ignore_eos=True)
-    assert [generation.token_ids for generation in done] == [tuple(tokens) for tokens in references()]
 
 
 def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
