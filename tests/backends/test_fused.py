@@ -264,21 +264,6 @@ def test_a_query_has_the_same_bits_in_a_batch_of_many_rows_on_two_threads(num_ro
         assert torch.equal(out, alone[row]), f"row {row}"
 
 
-def test_rejected_drafts_leave_no_trace() -> None:
-    layer = LayerSpec(num_qo_heads=3, num_kv_heads=1, key_dim=5, value_dim=7, scale=1.0)
-    rows = Rows(layer, torch.bfloat16, [40], seed=0)
-    right = rows.step({0: (0, 40)})[0]
-    for start in (16, 21, 22, 31):  # even and odd: two tokens share a cell
-        rows.forget()
-        rows.step({0: (0, start)})
-        tokens = [tensor.clone() for tensor in rows.qkv[0]]
-        for tensor in rows.qkv[0]:
-            tensor[start:] = float("nan")
-        rows.step({0: (start, 40)})
-        rows.qkv[0] = tokens
-        assert torch.equal(rows.step({0: (start, start + 1)})[0], right[start : start + 1])
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("window", [None, 5])

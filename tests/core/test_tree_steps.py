@@ -6,7 +6,6 @@ Oracle: `greedy_reference`, eager attention without a cache, float64, of equal l
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -221,15 +220,3 @@ def test_long_rows_in_whole_batches(pad_kv: bool) -> None:
     drafter = TreeDrafter(11, 12, references, right=0.6)
     engine = decode_in_little_memory(drafter, PaddedConfig(pad_kv=pad_kv), num_kv_tokens=None)
     assert engine.report.num_accepted > 40
-
-
-@pytest.mark.parametrize("lengths", [(), (1, 2), (3, 3, 3)])
-def test_the_models_length_ends_a_row_that_drafts_trees(
-    lengths: Seq[int], oracle: Any, build: Any, make_ragged: MakeBackend
-) -> None:
-    prompts = [[i % 11 for i in range(63 - length)] for length in (0, *lengths)]
-    references = {str(i): oracle.reference(prompt, 64 - len(prompt)) for i, prompt in enumerate(prompts)}
-    drafter = TreeDrafter(11, 9, references, right=0.9)
-    done = build(oracle, make_ragged, drafter).generate(prompts, 1000)
-    assert [generation.token_ids for generation in done] == list(references.values())
-    assert {generation.finish_reason for generation in done} == {FinishReason.LENGTH}

@@ -29,7 +29,6 @@ from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sampling.choice import scores_of
 from emssd.sampling.residual import SampledTree, Verdict
 from emssd.sampling.residual.distributions import choose
-from emssd.sampling.residual.probabilities import probabilities
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.conformance.policy_watch import WatchedPolicy
 from emssd.testing.conformance.policy_world import PolicyWorld
@@ -104,36 +103,9 @@ def last_token_from(source: Callable[[torch.Tensor], torch.Tensor], *, leaves: b
     return wrong
 
 
-def at_temperature_1(probs: torch.Tensor) -> torch.Tensor:
-    return probs**2 / (probs**2).sum()  # of what temperature 2 has made
-
-
 def test_a_residual_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "verify_traversal", last_token_from(lambda probs: probs)(module.verify_traversal))
     assert not report_of(DrawingDrafter(even(VOCAB), [1, 1]), WARM).is_right
-
-
-def test_a_last_token_without_temperature_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = last_token_from(at_temperature_1, leaves=True)
-    monkeypatch.setattr(module, "verify_traversal", wrong(module.verify_traversal))
-    assert not report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["hot"]).is_right
-
-
-def test_top_p_that_is_not_renormalised_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unscaled(logits: torch.Tensor, nodes: Any) -> torch.Tensor:
-        every = (logits.double() / nodes[0].params.temperature).softmax(-1)
-        return torch.where(probabilities(logits, nodes) > 0, every, 0)
-
-    monkeypatch.setattr(module, "probabilities", unscaled)
-    assert not report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["top-p"]).is_right
-
-
-@pytest.mark.nightly
-def test_top_p_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "probabilities", lambda logits, nodes: (logits.double() / 1.5).softmax(-1))
-    report = report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["top-p"])
-    assert not report.is_right
-    assert report.num_impossible > 100
 
 
 def test_drafts_that_do_not_tell_the_truth_are_found() -> None:

@@ -149,30 +149,6 @@ def test_rows_that_its_cache_has_no_room_for_draft_nothing_in_that_step() -> Non
         assert drafter.propose(Batch(tuple(rows[2:])), [1]).lengths == [0]
 
 
-@pytest.mark.parametrize("head_dim", [10, 16])
-def test_target_and_draft_model_hold_equally_many_tokens_however_their_heads_are_padded(
-    head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_model_len": 144, "dtype": torch.float32}
-    target, narrow = tiny_model("llama", head_dim=16, **shape), tiny_model("llama", seed=3, head_dim=head_dim, **shape)
-    draft = TargetModel(narrow)
-    monkeypatch.setattr("emssd.decoding.assembly.load_model", lambda path, **options: (draft, None))
-    prompts = [[3, 4, 5, 3], [6] * 30, [7, 8]]
-    expected = Engine.from_model(target, drafter="none").generate(prompts, 100, ignore_eos=True)
-    limit = 262_000
-    engine = Engine.from_model(
-        target, drafter=DraftModelConfig("narrow"), budget="fixed", kv_memory=str(limit), on_drafter_error="fail"
-    )
-    drafter: Any = engine.drafting.drafters[0].drafter
-    caches = [engine.runner.backend, drafter._runner.backend]
-    pages = {next(n for n in range(1, 99) if not each.fits({"a": 16 * n})) for each in caches}
-    assert len(pages) == 1
-    done = engine.generate(prompts, 100, ignore_eos=True)
-    assert [ours.token_ids for ours in done] == [theirs.token_ids for theirs in expected]
-    assert all(generation.num_drafted > 50 for generation in done)
-    assert 0.7 * limit < sum(each.kv_usage.peak_pool for each in caches) <= limit
-
-
 def test_a_draft_model_shorter_than_the_target_drafts_nothing_beyond_its_length() -> None:
     target = tiny_model(seed=5, vocab_size=VOCAB_SIZE, max_model_len=64)
     short = draft_model("opt", max_model_len=16)

@@ -12,15 +12,11 @@ from functools import cache
 import pytest
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_draft_model.sequoia import SequoiaShape
-from emssd_llma import LLMAConfig
-from emssd_llma.drafter import LLMADrafter
-from emssd_union.drafter import UnionDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafters import ModelDrafter, StaticShape
+from emssd.drafters import StaticShape
 from emssd.drafting import BudgetPolicy, Drafter
-from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
@@ -130,34 +126,6 @@ def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str,
     decode(engine, requests_of(kinds, 4 * (shape.depth + 1)))
     assert engine.report.acceptance_histogram == {shape.depth + 1: 4 * len(kinds)}
     assert set(ranks) == {0}
-
-
-@looped("kind", ["chain", *sure_shapes()])
-def test_it_stays_right_where_rows_are_preempted_and_end_in_the_midst_of_drafts(kind: str) -> None:
-    shape: str | Shape = "chain" if kind == "chain" else sure_shapes()[kind]
-    ranks = [] if isinstance(shape, str) else watched(shape)
-    engine = make_engine(draft_model_drafter(target(), shape, VOCAB), 5, max_tokens=80)
-    done = decode(engine, requests_of([KINDS[name] for name in ("warm", "hot", "top-k", "penalties", "top-p")], 24))
-    assert engine.report.num_preempted > 0
-    assert set(ranks) <= {0}
-    if kind in ("chain", "static chain"):
-        assert [each.num_accepted for each in done] == [each.num_drafted for each in done]
-    assert sum(each.num_accepted for each in done) > 5 * 12
-
-
-@looped("tree", DRAFT_MODEL_OPTIONS)
-def test_merged_with_others_or_behind_them_it_is_right_too(tree: str) -> None:
-    """In a union, and as the second drafter in turn, as cascade asks it."""
-    asked = requests_of([KINDS["warm"], KINDS["top-p"], None], 20)
-    for together in (True, False):
-        drafter = draft_model_drafter(target(), StaticShape([2, 1, 2]) if tree == "static" else tree, VOCAB)
-        ranks = watched(drafter.shape) if isinstance(drafter, ModelDrafter) else list[int | None]()
-        llma = LLMADrafter(LLMAConfig())
-        pair = [CheckedDrafter(each, None, VOCAB, on_error="fail") for each in (llma, drafter)]
-        engine = make_engine(UnionDrafter(pair) if together else [llma, drafter])
-        done = decode(engine, asked)
-        assert set(ranks) <= {0}
-        assert sum(each.num_accepted for each in done) >= 3 * 8
 
 
 @looped("tree", DRAFT_MODEL_OPTIONS)

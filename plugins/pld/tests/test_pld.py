@@ -114,16 +114,6 @@ def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> 
     assert chains(PLDDrafter(config), [sequence(text)], [3]) == [expected]
 
 
-def test_a_preempted_request_begins_anew_with_the_tokens_it_has() -> None:
-    drafter = PLDDrafter(PLDConfig(num_speculative_tokens=2))
-    row = sequence([3, 4, 5, 6, 3], [4])
-    assert chains(drafter, [row], [2]) == [[5, 6]]
-    drafter.release(["a", "never seen"])
-    assert chains(drafter, [sequence([3, 4, 5])], [2]) == [[]]
-    drafter.release(["a"])
-    assert chains(drafter, [sequence([9, 8, 7, 6, 9, 8])], [2]) == [[7, 6]]
-
-
 @looped(
     "options",
     [

@@ -42,10 +42,9 @@ from tests.support import paged_plugin
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.tiers import looped
-from tests.support.tree_drafts import decode_with_trees, paths_of, row_of, tree_of
+from tests.support.tree_drafts import paths_of, row_of, tree_of
 
 VOCAB_SIZE = 11
-PROMPTS = [[3, 4, 5] * 4, [7], [8, 9, 8, 10, 8], [1, 2, 1, 3, 1, 4, 1]]
 
 
 class Told(Drafter):
@@ -309,18 +308,6 @@ def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_en
         drafter.propose(Batch((row_of([1]),)), [9])
 
 
-def test_through_the_registry_a_draft_model_shares_the_memory_and_outputs_are_greedy() -> None:
-    config = UnionConfig(["suffix", "draft_model"], {"suffix": {"branches": 3}, "draft_model": {"path": "anywhere"}})
-    limit = 600 * target().kv_cache_spec(1).bytes_per_token()
-    engine = assembled(config, batch_size=3, kv_memory=str(limit), on_drafter_error="fail")
-    plain = assembled("none", batch_size=3)
-    outputs = [[done.token_ids for done in each.generate(PROMPTS, 30)] for each in (engine, plain)]
-    assert outputs[0] == outputs[1]
-    own = engine.drafting.drafters[0].drafter.drafters[1].drafter._runner  # type: ignore[attr-defined]
-    assert own.usage.peak_pool > 0
-    assert own.usage.peak_pool + engine.runner.usage.peak_pool <= limit
-
-
 def make_draft_model(num_tokens: int = 3) -> DraftModelDrafter:
     backend = ragged_backend(4)
     backend.allocate(draft_model().kv_cache_spec(5))
@@ -348,12 +335,6 @@ class AsFresh(DraftModelDrafter):
 def retrieval(branches: int = 2) -> list[Drafter]:
     llma = LLMAConfig(1, 3, Search.prompt_and_output, require_full_copy=False, branches=branches)
     return [LLMADrafter(llma), SuffixDrafter(SuffixConfig(4, max_spec_factor=3.0))]
-
-
-def test_together_they_accept_more_than_each_alone() -> None:
-    together = decode_with_trees(union(*retrieval()), PROMPTS)
-    alone = [decode_with_trees(each, PROMPTS) for each in retrieval()]
-    assert together.report.num_accepted > max(each.report.num_accepted for each in alone) > 0
 
 
 class UnionMachine(EngineMachine):
