@@ -19,7 +19,7 @@ from emssd.attention import AttentionBackend
 from emssd.attention.trees import path
 from emssd.drafting import Drafter, Outcome
 from emssd.model import TargetModel
-from emssd.sequences import FinishReason, Request
+from emssd.sequences import Request
 from emssd.testing.conformance.setting import setting
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
@@ -66,25 +66,6 @@ def test_rows_that_may_generate_one_two_or_three_tokens(
         done = build(oracle, make, drafter, batch_size).generate(prompts, limits)
         expected = [tokens[:limit] for tokens, limit in zip(references.values(), limits, strict=True)]
         assert [generation.token_ids for generation in done] == expected
-
-
-@every_backend
-@looped("place", [0, 2, 4])
-def test_an_eos_inside_of_an_accepted_path_ends_the_row(
-    make: MakeBackend, place: int, oracle: Any, build: Any, prompts: list[list[int]]
-) -> None:
-    references = oracle.references(prompts, NEW)
-    eos = [tokens[place] for tokens in references.values()]
-    engine = build(oracle, make, DecoyDrafter(oracle.vocab_size, references))
-    requests = [
-        Request(str(row), tuple(prompt), NEW, frozenset([end]))
-        for row, (prompt, end) in enumerate(zip(prompts, eos, strict=True))
-    ]
-    for generation in engine.run(requests):
-        tokens = references[generation.request_id]
-        end = tokens.index(eos[int(generation.request_id)]) + 1
-        assert generation.token_ids == tokens[:end]
-        assert generation.finish_reason is FinishReason.EOS
 
 
 @looped("stop", ["w1", "w3", "7", "w2 w", "nowhere"])

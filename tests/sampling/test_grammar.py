@@ -17,7 +17,7 @@ from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
 from emssd.sampling.grammar import Grammar
 from emssd.sampling.matching import Grammars, MatcherState, masked
-from emssd.sequences import FinishReason, Request
+from emssd.sequences import FinishReason
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from tests.support.grammar_engines import (
     DRAFTERS,
@@ -211,13 +211,6 @@ def test_residual_sampling_gives_valid_texts(name: str) -> None:
         assert is_valid(done.text or "", Grammar.of(PERSON))
 
 
-def test_samples_of_a_prompt_have_matchers_of_their_own() -> None:
-    asked = replace(requests([PERSON], temperature=1.0)[0], sampling=SamplingParams(grammar=PERSON, n=4))
-    texts = [done.text for done in make_engine(RandomDrafter(VOCAB, 4), batch_size=2).run([asked])]
-    assert len(set(texts)) > 1
-    assert all(is_valid(text or "", Grammar.of(PERSON)) for text in texts)
-
-
 def test_the_finish_reason_says_where_a_text_was_cut() -> None:
     (short,) = requests([PERSON], limit=3, temperature=1.0)
     assert decode(make_engine(), [short])["0"].finish_reason is FinishReason.LENGTH
@@ -303,14 +296,6 @@ def test_engines_that_know_no_text_or_no_end_refuse_grammars() -> None:
         Grammars(tokenizer(), VOCAB).begin(Grammar.of("json"), [])
     with pytest.raises(ConfigError, match="cannot read this tokenizer"):
         Grammars(object(), VOCAB).begin(Grammar.of("json"), [EOS])
-
-
-def test_rows_with_and_without_a_grammar_share_a_batch() -> None:
-    free = Request("free", (40, 50, 60), 20, frozenset([EOS]), sampling=SamplingParams(temperature=1.0))
-    asked = [free, *requests([PERSON, "regex:(ab)*10"], temperature=1.0)]
-    expected = plainly(asked)
-    engine = make_engine(TreeDrafter(VOCAB, 6, {n: d.token_ids for n, d in expected.items()}))
-    assert {n: d.token_ids for n, d in decode(engine, asked).items()} == {n: d.token_ids for n, d in expected.items()}
 
 
 def test_all_that_is_right_is_accepted() -> None:

@@ -20,7 +20,7 @@ from emssd.decoding.check import TIE_TOLERANCE
 from emssd.decoding.choosing import drawn_nodes, verdicts
 from emssd.decoding.distribution_check import DistributionReport, check_distribution
 from emssd.decoding.verify import greedy_tokens, verify
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, stages
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
@@ -240,24 +240,6 @@ def test_policies_that_look_at_tokens_cannot(policy: BudgetPolicy, monkeypatch: 
     assert most > 0
 
 
-def test_they_would_change_the_law_if_they_were_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "_untrimmed", lambda draft, lengths: lengths)
-    assert differs(law_with(ByToken([(9, 9)]), DRAFTS["all possible"], monkeypatch)[0]) > 0.01
-
-
-def test_rows_without_distributions_are_trimmed_beside_others() -> None:
-    class Both(DrawingDrafter):
-        def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-            draft = super().propose(batch, budget)
-            assert draft.q is not None
-            return dataclasses.replace(draft, q=(draft.q[0], None))
-
-    batch = Batch(tuple(Row(row) for row in asked(2, WARM)))
-    checked = CheckedDrafter(Both(even(VOCAB), [2, 1]), None, VOCAB, on_error="fail")
-    draft = DraftStages([checked], ScriptedBudget([(9, 1)])).propose(batch, (9, 9), 0)
-    assert draft.lengths == [4, 1]
-
-
 # What else the engine must keep.
 
 
@@ -285,12 +267,6 @@ def test_the_text_depends_on_the_seed_and_the_drafts_alone(
     assert len(set(expected.values())) == 5
     engine = make_engine(drafter, batch_size=batch_size, max_step_tokens=max_step_tokens, max_tokens=max_tokens)
     assert decode(engine, rows) == expected
-
-
-def test_another_seed_gives_another_text() -> None:
-    drafter = DrawingDrafter(even(VOCAB), [2, 1])
-    one, other = (decode(make_engine(drafter), asked(1, dataclasses.replace(WARM, seed=seed))) for seed in (1, 2))
-    assert one != other
 
 
 def test_drafters_are_told_what_was_emitted() -> None:

@@ -157,12 +157,6 @@ def test_the_joined_draft_is_what_the_first_with_something_drafts(lengths: list[
     assert chains(draft) == expected
 
 
-def test_release_reaches_every_drafter() -> None:
-    told = [Told(1, {}), Told(2, {}), Told(3, {})]
-    stages(*told).release(iter(["a", "never seen"]))
-    assert [drafter.released for drafter in told] == [["a", "never seen"]] * 3
-
-
 class Raising(Told):
     """Fails when it is asked, and when it is to forget."""
 

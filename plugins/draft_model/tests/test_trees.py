@@ -195,15 +195,6 @@ def test_the_first_nodes_are_the_most_probable_and_parents_come_first(kind: str)
 
 
 @looped("kind", SHAPES)
-@looped("remaining", [1, 2, 3, 4])
-def test_no_node_is_deeper_than_the_row_may_grow(kind: str, remaining: int) -> None:
-    rows = [sequence([3, 4], "a", remaining), sequence([5], "b", 30)]
-    draft = propose(make_drafter(make_shape(kind)), rows, [14, 14])
-    assert max(depths(draft.tree(0)), default=0) == min(remaining - 1, make_shape(kind).depth)
-    assert max(depths(draft.tree(1))) == make_shape(kind).depth or kind != "static"
-
-
-@looped("kind", SHAPES)
 @looped("length", [11, 13, 14, 15, 16, 17])
 def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str, length: int) -> None:
     drafter = make_drafter(make_shape(kind), draft_model("opt", max_model_len=16))
@@ -247,15 +238,6 @@ def test_one_pass_a_level_computes_only_nodes_that_get_children(kind: str) -> No
         assert max(lengths) <= tree.num_nodes, "what is not among the best can never be drafted"
         assert set(tree.cached) == set(tree.choices) - {-1} == set(tree.parents) - {-1}
     assert draft.lengths[2] == 2
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_a_few_nodes_take_no_more_passes_than_a_chain_of_them(limit: int) -> None:
-    drafter = make_drafter(make_shape("dynamic"), draft_model(sharpness=8.0))
-    computed = watch(drafter)
-    assert propose(drafter, [sequence(PROMPTS[0])], [limit]).lengths == [limit]
-    assert len(computed) <= limit
-    assert all(packed.num_tokens <= limit - 1 for packed in computed[1:])
 
 
 def test_a_temperature_sharpens_the_probabilities_and_so_deepens_the_tree() -> None:
@@ -422,13 +404,6 @@ def test_ids_that_only_the_draft_model_has_are_never_drafted() -> None:
     assert int(draft.token_ids.max()) < VOCAB_SIZE
     assert draft.confidence is not None
     assert sum(c for c, parent in zip(draft.confidence, draft.tree(0), strict=True) if parent < 0) > 0.5
-
-
-def test_more_children_than_there_are_tokens_are_all_tokens() -> None:
-    draft = propose(make_drafter(StaticShape([100])), [sequence([3, 4, 5])], [100])
-    assert sorted(draft.token_ids.tolist()) == list(range(VOCAB_SIZE))
-    assert draft.confidence is not None
-    assert math.isclose(sum(draft.confidence), 1.0)
 
 
 @looped(

@@ -142,20 +142,7 @@ def test_without_the_prompt_the_pool_begins_empty() -> None:
     assert drafter.propose(Batch((sequence(1, 2, 3, 1, 4, 5, 1),)), [4]).lengths == [0]
 
 
-def test_a_released_row_is_forgotten() -> None:
-    drafter = LookaheadDrafter(LookaheadConfig())
-    drafter.propose(Batch((sequence(1, 2),)), [0])
-    drafter.release(["a", "never seen"])
-    assert not drafter._rows
-
-
 @pytest.mark.parametrize(("option", "least"), [("window", 1), ("ngram", 2), ("guesses", 1)])
 def test_options_that_are_too_small_are_refused(option: str, least: int) -> None:
     with pytest.raises(ConfigError, match=f"drafter.{option} is 0; it must be at least {least}"):
         LookaheadDrafter(LookaheadConfig(**{option: 0}))
-
-
-def test_a_draft_is_no_longer_than_announced() -> None:
-    drafter = LookaheadDrafter(LookaheadConfig())
-    assert drafter.num_speculative_tokens == 55  # as counted for W, N, G = 7, 5, 7
-    assert drafter.propose(Batch((sequence(*[1, 2] * 30),)), [55]).lengths[0] <= 55

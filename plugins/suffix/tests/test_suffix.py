@@ -229,15 +229,6 @@ def test_the_prompts_that_ended_longest_ago_are_forgotten_first_and_the_memory_i
     assert drafted(drafter, sequence([2], [100], "2")) == []
 
 
-def test_a_row_drafts_the_same_alone_and_among_others() -> None:
-    texts = [[3, 4, 5] * 4, [5, 5, 5, 5], [3, 4, 6, 3, 4]]
-    together = SuffixDrafter(SuffixConfig())
-    batch = Batch(tuple(sequence(text, name=str(i)) for i, text in enumerate(texts)))
-    alone = [drafted(SuffixDrafter(SuffixConfig()), row) for row in batch]
-    assert split(together.propose(batch, [15, 15, 15])) == alone
-    assert all(alone)
-
-
 @looped(
     ("options", "sentence"),
     [

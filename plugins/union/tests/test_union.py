@@ -16,7 +16,6 @@ from zlib import crc32
 
 import pytest
 import torch
-from emssd_cascade import CascadeConfig
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
 from emssd_llma.drafter import LLMADrafter
@@ -175,14 +174,6 @@ def test_what_all_agree_on_is_verified_once_and_what_one_only_has_beside_it() ->
     assert second.outcomes[0].target_ids == ([3, 4, 6, 8, 7], [1])
 
 
-def test_rows_that_the_engine_gave_to_another_drafter_are_heard_of_as_not_drafted_for() -> None:
-    told = Told(chains([3, 4]))
-    whole, batch = union(told), Batch((row_of([1]),))
-    whole.observe(Outcome(batch, Draft.empty(1), ((),), ([5],)))
-    (heard,) = told.outcomes
-    assert (heard.draft.lengths, heard.accepted, heard.target_ids) == ([0], (range(0),), ([5],))
-
-
 class Raising(Told):
     """Fails where it is told to."""
 
@@ -220,13 +211,6 @@ def test_or_ends_the_run_and_the_others_hear_of_the_step_all_the_same(where: str
     with pytest.raises(PluginError, match=r"drafter Raising (failed in|broke its interface)"):
         whole.observe(verified(batch, whole.propose(batch, [9]), 0))
     assert len(good.outcomes) == (where == "observe")
-
-
-def test_all_are_told_to_forget_and_to_begin_anew() -> None:
-    told = [Told(chains([])), Told(chains([]))]
-    union(*told).release(iter(["a", "never seen"]))
-    union(*told).reset()
-    assert [(each.released, each.num_resets) for each in told] == [(["a", "never seen"], 1)] * 2
 
 
 def test_a_replay_among_them_makes_it_a_replay() -> None:
@@ -285,12 +269,6 @@ def test_an_unknown_drafter_is_refused_with_those_there_are() -> None:
 def test_drafters_in_turn_are_none_that_can_be_merged() -> None:
     with pytest.raises(ConfigError, match=r"'cascade' is several drafters, which are asked in turn; name these"):
         assembled(UnionConfig(["suffix", "cascade"], {"cascade": {"drafters": ["llma", "pld"]}}))
-
-
-def test_a_union_may_be_one_of_a_cascade() -> None:
-    within = {"drafters": ["llma", "pld"], "options": {"pld": {"branches": 2}}}
-    engine = assembled(CascadeConfig(["suffix", "union"], {"union": within}))
-    assert [type(each.drafter) for each in engine.drafting.drafters] == [SuffixDrafter, UnionDrafter]
 
 
 def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_engines_do() -> None:
