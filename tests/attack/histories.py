@@ -18,7 +18,7 @@ from .shapes import SHAPES
 from .sins import ALL
 from .worlds import World
 
-__all__ = ["BACKENDS", "PLACES", "Fault", "History", "draw_history"]
+__all__ = ["BACKENDS", "PLACES", "Fault", "History", "differing_fields", "draw_history"]
 
 BACKENDS: dict[str, Any] = {
     "fused": RaggedConfig(kernels=Kernels.fused),

@@ -293,3 +293,12 @@ def test_a_union_hears_of_pieces_before_it_ever_drafted() -> None:
     decode(BACKENDS["ragged-page-3"](), union, prompts=[tuple(range(10)) * 3], max_step_tokens=7)
     assert inner.num_without_batch >= 3
     hold_all(inner, 1)
+
+
+def test_layers_are_given_once_and_read_once() -> None:
+    with pytest.raises(DraftError, match=r"its hidden_layers are \(1, 1\); give each once"):
+        CheckedDrafter(Asks((1, 1)), None, VOCAB_SIZE)
+    drafter = Asks([2, 0])
+    checked = CheckedDrafter(drafter, None, VOCAB_SIZE)
+    drafter.hidden_layers = ()
+    assert checked.hidden_layers == (2, 0)

@@ -152,3 +152,9 @@ def test_a_backend_that_keeps_no_limit_says_so() -> None:
         Engine.from_model(tiny_model(), kv_memory="lots")
     with pytest.raises(PluginError, match=r"'padded' cannot serve this model: .*keeps no memory limit"):
         Engine.from_model(tiny_model(), backend="padded", kv_memory="1GiB")
+
+
+def test_free_memory_is_less_than_what_the_machine_has() -> None:
+    import psutil
+
+    assert 0 < free_bytes(CPU) < psutil.virtual_memory().total

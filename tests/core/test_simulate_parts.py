@@ -204,3 +204,13 @@ def test_the_commands_in_the_docs_work() -> None:
         parsed = make_parser().parse_args(shlex.split(command))
         if parsed.command == "run" and parsed.trace is None:
             parsed.action(parsed)
+
+
+def test_a_curve_file_gives_the_curve_back(tmp_path: Path) -> None:
+    curve = FittedCurve((0, 16), (1.0, 2.0, 3.0, 4.0), ((5.0, 6.0, 7.0),))
+    curve.save(tmp_path / "curve.json")
+    assert load_curve(tmp_path / "curve.json") == curve
+    with pytest.raises(ConfigError, match=r"2 knots has 4 coefficients, and 3 for each drafter, not 3 and \[3\]"):
+        FittedCurve((0, 16), (1.0, 2.0, 3.0), ((5.0, 6.0, 7.0),))
+    with pytest.raises(ConfigError, match="fitted to 0 steps; run at least 10"):
+        FittedCurve.fit([])

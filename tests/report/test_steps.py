@@ -49,3 +49,10 @@ def test_the_largest_acceptance_length_is_shown(longest: float, tmp_path: Path) 
     section = section_of(tmp_path, "step_time")
     assert section is not None
     assert f"the largest mean acceptance length of a run is {longest:.2f} " in section.markdown()
+
+
+def test_drafted_tokens_and_prompts_that_follow_the_batch_size_are_one_setting() -> None:
+    labels = ("replay(num_speculative_tokens=3)", "replay", "replay(num_speculative_tokens=1)")
+    made = [{"batch_size": size, "drafter_options": label, **prompts(size)} for size in (1, 4) for label in labels]
+    (grid,) = steps_of(timed(*made))
+    assert grid.title == "demo · replay, fixed on padded · demo · float32 (replay)"

@@ -17,7 +17,7 @@ from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
 from emssd.sampling.grammar import Grammar
 from emssd.sampling.matching import Grammars, MatcherState, masked
-from emssd.sequences import FinishReason
+from emssd.sequences import FinishReason, Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from tests.support.grammar_engines import (
     DRAFTERS,
@@ -304,3 +304,11 @@ def test_all_that_is_right_is_accepted() -> None:
     engine = make_engine(PerfectDrafter(VOCAB, 4, {n: d.token_ids for n, d in expected.items()}))
     decode(engine, asked)
     assert engine.report.num_accepted == engine.report.num_drafted
+
+
+def test_rows_with_and_without_a_grammar_share_a_batch() -> None:
+    free = Request("free", (40, 50, 60), 20, frozenset([EOS]), sampling=SamplingParams(temperature=1.0))
+    asked = [free, *requests([PERSON, "regex:(ab)*10"], temperature=1.0)]
+    expected = plainly(asked)
+    engine = make_engine(TreeDrafter(VOCAB, 6, {n: d.token_ids for n, d in expected.items()}))
+    assert {n: d.token_ids for n, d in decode(engine, asked).items()} == {n: d.token_ids for n, d in expected.items()}

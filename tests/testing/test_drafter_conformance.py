@@ -112,9 +112,7 @@ SUITES: dict[str, dict[str, Any]] = {
     "ANPD": {"plugin": "anpd"},
     "NGrammys": LEARNS | {"plugin": "ngrammys", "options": {"num_candidates": 3, "num_nodes": 6}},
     "TokenRecycling": LEARNS | {"plugin": "token_recycling", "options": {"num_candidates": 3, "num_nodes": 6}},
-    "Rest": built(
-        lambda context: RestConfig(written.random_store(context.vocab_size), min_match=1), num_examples=None
-    ),
+    "Rest": built(lambda context: RestConfig(written.random_store(context.vocab_size), min_match=1), num_examples=None),
     "RestTree": built(
         lambda context: RestConfig(
             written.random_store(context.vocab_size), min_match=1, branches=4, num_speculative_tokens=4

@@ -335,3 +335,10 @@ class UnionMachine(EngineMachine):
 @pytest.mark.costly("plays random histories")
 def test_after_any_arrivals_preemptions_and_trims_a_draft_model_in_it_drafts_what_a_fresh_one_drafts() -> None:
     run_with_preemption(UnionMachine, share=4, num_steps=12)
+
+
+def test_all_are_told_to_forget_and_to_begin_anew() -> None:
+    told = [Told(chains([])), Told(chains([]))]
+    union(*told).release(iter(["a", "never seen"]))
+    union(*told).reset()
+    assert [(each.released, each.num_resets) for each in told] == [(["a", "never seen"], 1)] * 2
